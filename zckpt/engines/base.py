@@ -1,0 +1,56 @@
+"""What the pipelines in ``api.py`` ask of a training engine. One implementation per framework, found by ``adapt``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from zckpt.state.inventory import Fragment, Inventory
+
+
+class EngineAdapter(Protocol):
+    """One live engine on one rank.
+
+    The order of calls is ``refuse_unsupported``, then either ``inventory``, ``state`` and ``rank_state`` to write, or
+    ``wanted``, ``begin_restore`` and ``finish_restore`` to read. Only the last two change the engine.
+    """
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken (``global_steps``)."""
+
+    @property
+    def description(self) -> dict[str, str]:
+        """Framework, versions and mode, for people; never read back by a program."""
+
+    def refuse_unsupported(self) -> None:
+        """Raises UnsupportedError that names each thing in the engine that could not be saved and restored whole."""
+
+    def inventory(self, parts: Collection[str] | None) -> Inventory:
+        """What this rank writes: fragments with ``data``. ``parts=None``: all that a bit-exact resume needs.
+
+        Raises ValueError for a part that the engine does not have, naming those it has.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """The non-tensor state, equal on every rank: counters, param groups and scalars by parameter name, scheduler."""
+
+    def rank_state(self) -> dict[str, Any]:
+        """The state of this rank alone: random number generators."""
+
+    def wanted(self, stored: Mapping[str, Collection[str]]) -> tuple[Fragment, ...]:
+        """The fragments that this rank would fill from a checkpoint with these names by part, ``data`` left out.
+
+        Holds every fragment that the engine needs, stored or not, so that what is missing shows.
+        """
+
+    def begin_restore(self, wanted: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
+        """Makes the memory for ``wanted`` (moments that do not exist yet) and returns the fragments with ``data``."""
+
+    def finish_restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
+        """Once the memory is filled: derives low-precision weights, sets counters, groups, scheduler, hidden state.
+
+        ``state`` None: tensors only. ``rank_state`` None: random number generators are left alone. Collective.
+        """

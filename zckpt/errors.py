@@ -1,0 +1,149 @@
+"""Every error that zckpt raises.
+
+    ZckptError
+    ├── CheckpointNotFoundError      (FileNotFoundError)   nothing there that could be opened
+    │   └── UnfinishedWriteError                           data without a manifest: a write that never committed
+    ├── CheckpointExistsError        (FileExistsError)     a write would replace a checkpoint
+    ├── FormatError                  (ValueError)          bytes that break a rule of the specification
+    │   ├── VersionError                                   written by a newer format version
+    │   ├── FeatureError                                   needs a feature that this reader does not know
+    │   ├── MissingFileError                               the manifest names a file that is not there
+    │   ├── SizeError                                      a file is shorter or longer than recorded
+    │   └── DigestError                                    bytes differ from their recorded digest
+    ├── KeyNotFoundError             (KeyError)            no such key; names the nearest ones
+    ├── CastError                    (TypeError)           a dtype that cannot be converted without nonsense
+    ├── StateError                   (TypeError)           a value that the state tree cannot hold
+    ├── UnsupportedError             (NotImplementedError) an engine or mode that is not supported, by name
+    ├── MismatchError                (ValueError)          engine and checkpoint do not fit; lists everything
+    ├── RankError                    (RuntimeError)        another rank failed, or the ranks disagree
+    └── StorageError                 (OSError)             the operating system refused a read or a write
+        └── NoSpaceError                                   no space, quota or file size limit reached
+
+Each also derives from the builtin a caller would expect. Each carries, where they are known, ``file``, ``key``,
+``start``/``stop`` (a half-open byte range of ``file``), ``rule`` (an id from ``spec/``), ``rank`` and ``hint`` (what to do).
+"""
+
+from __future__ import annotations
+
+import errno
+
+
+class ZckptError(Exception):
+    """Base of every error that zckpt raises on purpose."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        key: str | None = None,
+        start: int | None = None,
+        stop: int | None = None,
+        rule: str | None = None,
+        rank: int | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.message = message
+        self.file = file
+        self.key = key
+        self.start = start
+        self.stop = stop
+        self.rule = rule
+        self.rank = rank
+        self.hint = hint
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        facts = [
+            ("rule", self.rule),
+            ("file", self.file),
+            ("bytes", f"[{self.start}, {self.stop})" if self.start is not None else None),
+            ("key", self.key),
+            ("rank", self.rank),
+        ]
+        known = ", ".join(f"{name} {value}" for name, value in facts if value is not None)
+        text = f"{self.message} ({known})" if known else self.message
+        return f"{text}\n  {self.hint}" if self.hint else text
+
+
+class CheckpointNotFoundError(ZckptError, FileNotFoundError):
+    """Nothing that could be opened at this path."""
+
+
+class UnfinishedWriteError(CheckpointNotFoundError):
+    """Data of a write that never committed: there is no manifest."""
+
+
+class CheckpointExistsError(ZckptError, FileExistsError):
+    """A checkpoint is already at this path and ``overwrite`` was not asked for."""
+
+
+class FormatError(ZckptError, ValueError):
+    """Bytes that break a rule of the specification."""
+
+
+class VersionError(FormatError):
+    """A format version that this reader does not know."""
+
+
+class FeatureError(FormatError):
+    """A required feature that this reader does not know."""
+
+
+class MissingFileError(FormatError):
+    """The manifest names a file that is not there."""
+
+
+class SizeError(FormatError):
+    """A file is shorter or longer than recorded."""
+
+
+class DigestError(FormatError):
+    """Bytes differ from their recorded digest."""
+
+
+class KeyNotFoundError(ZckptError, KeyError):
+    """No such key in the checkpoint."""
+
+    __str__ = ZckptError.__str__  # KeyError would show the repr
+
+
+class CastError(ZckptError, TypeError):
+    """A dtype conversion that makes no sense, such as float to bool."""
+
+
+class StateError(ZckptError, TypeError):
+    """A value that the state tree cannot hold; ``key`` is the path to it."""
+
+
+class UnsupportedError(ZckptError, NotImplementedError):
+    """An engine, optimizer or mode that zckpt does not support, by name."""
+
+
+class MismatchError(ZckptError, ValueError):
+    """Engine and checkpoint do not fit; the message lists every difference."""
+
+
+class RankError(ZckptError, RuntimeError):
+    """Another rank failed, or the ranks disagree."""
+
+
+class StorageError(ZckptError, OSError):
+    """The operating system refused a read or a write; ``__cause__`` is its error."""
+
+
+class NoSpaceError(StorageError):
+    """No space left, quota exceeded, or a file size limit reached."""
+
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def from_os_error(error: OSError, doing: str, file: str, start: int | None = None, stop: int | None = None) -> StorageError:
+    """The ``StorageError`` for an ``OSError`` met while ``doing`` ("write", "fsync", ...) at ``file``."""
+    reason = error.strerror or str(error)
+    if error.errno in _NO_SPACE:
+        return NoSpaceError(
+            f"cannot {doing}: {reason}", file=file, start=start, stop=stop, hint="free space or write elsewhere; no checkpoint was changed"
+        )
+    return StorageError(f"cannot {doing}: {reason}", file=file, start=start, stop=stop)

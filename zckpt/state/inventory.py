@@ -1,0 +1,59 @@
+"""What one rank holds of a training state: fragments of tensors, and where their bytes are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+TIERS = ("device", "host", "nvme")
+"""Where a state lives when it is saved. The order is the numbering of the format (spec, files)."""
+
+MASTER, PARAM, BUFFER, STATE = "master", "param", "buffer", "state"
+"""The parts with a meaning of their own; every other part is an optimizer state named as torch names it.
+
+``state`` carries the trees of non-tensor state and the arrays inside them; it is not listed among a model's tensors.
+"""
+RESERVED_PARTS = frozenset({MASTER, PARAM, BUFFER, STATE})
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements ``[start, stop)`` of one tensor, in row-major order, as one rank holds them.
+
+    ``data`` is a contiguous 1-D tensor of ``stop - start`` elements that shares memory with the state itself (never a
+    copy), or None while only the geometry is asked for. ``copy`` numbers rank-local values of one tensor, such as a
+    buffer that differs from rank to rank: 0 is the value everybody else reads.
+    """
+
+    part: str
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: str
+    """safetensors name: F32, BF16, ..."""
+    start: int
+    stop: int
+    tier: str = "device"
+    copy: int = 0
+    data: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def key(self) -> str:
+        return f"{self.part}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All that one rank writes, or wants to read.
+
+    ``fragments`` stand in the order in which they lie in memory, part by part: that is the order of the files.
+    ``aliases`` maps the further names of tied weights to the one under which the tensor is kept.
+    """
+
+    fragments: tuple[Fragment, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
