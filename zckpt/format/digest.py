@@ -1,0 +1,35 @@
+"""xxh3-128 digests, and how a file is cut into the blocks that they cover.
+
+A file is a sequence of regions: its header (from the first byte to the data), then each entry in the order of its
+offset. A region of n bytes has ceil(n / block_bytes) blocks, all of block_bytes but the last; so a block never holds
+bytes of two tensors, and a whole tensor is verified by reading nothing but itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    Buffer = bytes | bytearray | memoryview
+
+DIGEST_BYTES = 16
+
+
+def digest(data: Buffer) -> bytes:
+    """16 bytes: xxh3-128, seed 0, in the canonical (big-endian) order."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def block_count(region_bytes: int, block_bytes: int) -> int:
+    return -(-region_bytes // block_bytes)
+
+
+def blocks(region_start: int, region_bytes: int, first_block: int, block_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """``(block number, start, stop)`` of each block of one region; ``start`` and ``stop`` are bytes of the file."""
+    for number in range(block_count(region_bytes, block_bytes)):
+        start = region_start + number * block_bytes
+        yield first_block + number, start, min(start + block_bytes, region_start + region_bytes)

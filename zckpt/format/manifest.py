@@ -1,0 +1,436 @@
+"""The manifest: the root of a checkpoint and its commit (spec, "Manifest")."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from zckpt.errors import FormatError
+from zckpt.format import names
+from zckpt.format.digest import DIGEST_BYTES, digest
+from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.format.limits import (
+    BLOCK_BYTES_MAX,
+    BLOCK_BYTES_MIN,
+    INDEX_CHUNK_BYTES_MAX,
+    INDEX_PIECES_MAX,
+    MANIFEST_BYTES_MAX,
+    NAMES_MAX,
+    TENSOR_BYTES_MAX,
+    WORLD_SIZE_MAX,
+)
+from zckpt.format.rules import broken
+from zckpt.format.shard import ShardId, is_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+VERSION = (1, 0)
+FEATURES: frozenset[str] = frozenset()
+"""Names that may stand in ``requires`` and that this reader knows."""
+TIERS = tuple(names.TIER_PREFIX)
+
+_MAGIC = "zckpt"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tensors of one part, as columns in ascending order of ``name`` (an id into ``Manifest.names``)."""
+
+    name: str
+    layout: int
+    names: tuple[int, ...]
+    shapes: tuple[int, ...]
+    """Ids into ``Manifest.shapes``."""
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One data file. ``part`` and ``tier`` are ids into ``Manifest.parts`` and ``TIERS``."""
+
+    rank: int
+    part: int
+    tier: int
+    nbytes: int
+    data_start: int
+    first_block: int
+    """Number of the file's first digest in its rank's digest table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One zstd frame of the index: ``rows`` tensors of one layout, from ``first_row`` on, with ``pieces`` pieces."""
+
+    layout: int
+    first_row: int
+    rows: int
+    pieces: int
+    offset: int
+    nbytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest's records, checked. Columns of the file are rows here."""
+
+    save_id: str
+    step: int
+    world_size: int
+    block_bytes: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    parts: tuple[Part, ...]
+    files: tuple[File, ...]
+    digests: tuple[bytes, ...]
+    """The digest of each rank's digest table."""
+    chunks: tuple[Chunk, ...]
+    index_bytes: int
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    state: bytes = b"\xc0"
+    """The tree of non-tensor state, packed."""
+    writer: Mapping[str, str] = field(default_factory=dict)
+    """Program, versions and time, for people."""
+    requires: tuple[str, ...] = ()
+
+    @cached_property
+    def name_ids(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+    @cached_property
+    def file_ids(self) -> dict[tuple[int, int, int], int]:
+        """From ``(rank, part, tier)`` to the position in ``files``."""
+        return {(file.rank, file.part, file.tier): i for i, file in enumerate(self.files)}
+
+    def shard(self, file: File) -> ShardId:
+        return ShardId(self.save_id, file.rank, self.world_size, self.parts[file.part].name, TIERS[file.tier])
+
+    def path(self, file: File) -> str:
+        return self.shard(file).path
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of ``manifest.msgpack``."""
+
+    def columns(records: tuple[Any, ...], **fields: str) -> dict[str, list[Any]]:
+        return {column: [getattr(record, attribute) for record in records] for column, attribute in fields.items()}
+
+    body = msgpack.packb(
+        {
+            "version": VERSION,
+            "requires": manifest.requires,
+            "save_id": manifest.save_id,
+            "step": manifest.step,
+            "world_size": manifest.world_size,
+            "block_bytes": manifest.block_bytes,
+            "writer": dict(manifest.writer),
+            "names": manifest.names,
+            "shapes": manifest.shapes,
+            "parts": [
+                {"name": p.name, "layout": p.layout, "names": p.names, "shapes": p.shapes, "dtypes": p.dtypes}
+                for p in manifest.parts
+            ],
+            "aliases": dict(manifest.aliases),
+            "files": columns(
+                manifest.files,
+                rank="rank",
+                part="part",
+                tier="tier",
+                bytes="nbytes",
+                data_start="data_start",
+                first_block="first_block",
+            ),
+            "digests": manifest.digests,
+            "index_bytes": manifest.index_bytes,
+            "chunks": columns(
+                manifest.chunks,
+                layout="layout",
+                first_row="first_row",
+                rows="rows",
+                pieces="pieces",
+                offset="offset",
+                bytes="nbytes",
+                digest="digest",
+            ),
+            "state": manifest.state,
+        }
+    )
+    raw: bytes = msgpack.packb([_MAGIC, VERSION, digest(body), body])
+    if len(raw) > MANIFEST_BYTES_MAX:
+        raise broken("M004", f"the manifest would be {len(raw)} bytes long", file=names.MANIFEST)
+    return raw
+
+
+def decode(raw: bytes) -> Manifest:
+    """Parses and checks ``manifest.msgpack``. Raises FormatError (M001 to M013, N001 to N004)."""
+    if len(raw) > MANIFEST_BYTES_MAX:
+        raise broken("M004", f"it is {len(raw)} bytes long", file=names.MANIFEST)
+    version, packed = _open_envelope(raw)
+    body = unpack_map(packed, "M005", names.MANIFEST)
+    get = _Fields(body, names.MANIFEST)
+    if body.get("version") != version:
+        raise broken("M001", "envelope and body differ in their version", file=names.MANIFEST)
+    requires = get.strings("requires")
+    unknown = [feature for feature in requires if feature not in FEATURES]
+    if unknown:
+        raise broken(
+            "M006", f"needs {', '.join(unknown)}", file=names.MANIFEST, hint="upgrade zckpt to read this checkpoint"
+        )
+    names.check_save_id(body.get("save_id"), file=names.MANIFEST)
+    manifest = Manifest(
+        save_id=str(body["save_id"]),
+        step=get.integer("step", 0, TENSOR_BYTES_MAX),
+        world_size=get.integer("world_size", 1, WORLD_SIZE_MAX),
+        block_bytes=get.integer("block_bytes", BLOCK_BYTES_MIN, BLOCK_BYTES_MAX),
+        names=tuple(get.strings("names")),
+        shapes=tuple(tuple(shape) if is_shape(shape) else _bad_shape(shape) for shape in get.array("shapes")),
+        parts=tuple(_part(value) for value in get.array("parts")),
+        files=_files(get.map("files")),
+        digests=tuple(_digest(value) for value in get.array("digests")),
+        chunks=_chunks(get.map("chunks")),
+        index_bytes=get.integer("index_bytes", 0, TENSOR_BYTES_MAX),
+        aliases=get.string_map("aliases"),
+        state=get.binary("state"),
+        writer=get.string_map("writer"),
+        requires=tuple(requires),
+    )
+    _check(manifest)
+    return manifest
+
+
+def _open_envelope(raw: bytes) -> tuple[list[int], bytes]:
+    """Version and body, the digest checked."""
+    try:
+        envelope = msgpack.unpackb(raw, raw=False, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise broken("M001", f"not a manifest: {error or type(error).__name__}", file=names.MANIFEST) from error
+    if not (isinstance(envelope, list) and len(envelope) >= 2 and envelope[0] == _MAGIC):
+        raise broken("M001", "not a zckpt manifest", file=names.MANIFEST)
+    major = _major(envelope[1])
+    if major != VERSION[0]:
+        raise broken(
+            "M002",
+            f"format version {envelope[1]}, this reader knows {VERSION[0]}.x",
+            file=names.MANIFEST,
+            hint="upgrade zckpt to read this checkpoint",
+        )
+    if not (len(envelope) == 4 and all(isinstance(item, bytes) for item in envelope[2:])):
+        raise broken("M001", "the manifest lacks its digest and body", file=names.MANIFEST)
+    expected, body = envelope[2], envelope[3]
+    if digest(body) != expected:
+        raise broken("M003", "the manifest is damaged", file=names.MANIFEST, start=0, stop=len(raw))
+    if raw[: len(raw) - len(body)] != _prefix(envelope[1], expected, len(body)):
+        raise broken("M001", "the envelope is not in its shortest form", file=names.MANIFEST)
+    return envelope[1], body
+
+
+def _prefix(version: list[int], expected: bytes, body_bytes: int) -> bytes:
+    packer = msgpack.Packer(autoreset=False)
+    packer.pack_array_header(4)
+    packer.pack(_MAGIC)
+    packer.pack(version)
+    packer.pack(expected)
+    size = (
+        b"\xc4" + body_bytes.to_bytes(1, "big")
+        if body_bytes < 1 << 8
+        else b"\xc5" + body_bytes.to_bytes(2, "big")
+        if body_bytes < 1 << 16
+        else b"\xc6" + body_bytes.to_bytes(4, "big")
+    )
+    return bytes(packer.bytes()) + size
+
+
+def _major(version: object) -> int | None:
+    if isinstance(version, (list, tuple)) and len(version) == 2 and all(type(n) is int for n in version):
+        return int(version[0])
+    return None
+
+
+def unpack_map(raw: bytes, rule: str, file: str) -> dict[Any, Any]:
+    """One msgpack map without duplicate keys, or FormatError by ``rule``."""
+
+    def distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise broken(rule, "a map has a duplicate key", file=file)
+        return found
+
+    try:
+        value = msgpack.unpackb(raw, raw=False, strict_map_key=False, object_pairs_hook=distinct)
+    except FormatError:
+        raise
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise broken(rule, f"cannot be parsed: {error or type(error).__name__}", file=file) from error
+    if not isinstance(value, dict):
+        raise broken(rule, f"a {type(value).__name__} where a map is due", file=file)
+    return value
+
+
+class _Fields:
+    """Typed access to the fields of one map; whatever is missing or of another type breaks M005."""
+
+    def __init__(self, values: Mapping[Any, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def _get(self, name: str, kind: type) -> Any:
+        value = self.values.get(name)
+        if type(value) is not kind:
+            raise broken("M005", f"field {name!r} is {type(value).__name__}, not {kind.__name__}", file=names.MANIFEST)
+        return value
+
+    def array(self, name: str) -> list[Any]:
+        value: list[Any] = self._get(name, list)
+        return value
+
+    def binary(self, name: str) -> bytes:
+        value: bytes = self._get(name, bytes)
+        return value
+
+    def string(self, name: str) -> str:
+        value: str = self._get(name, str)
+        return value
+
+    def map(self, name: str) -> _Fields:
+        return _Fields(self._get(name, dict), name)
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        value: int = self._get(name, int)
+        if not low <= value <= high:
+            raise broken("M005", f"field {name!r} is {value}, not in [{low}, {high}]", file=names.MANIFEST)
+        return value
+
+    def integers(self, name: str) -> list[int]:
+        values = self.array(name)
+        if not all(type(value) is int and 0 <= value <= TENSOR_BYTES_MAX for value in values):
+            raise broken("M005", f"field {name!r} holds something else than sizes", file=names.MANIFEST)
+        return values
+
+    def strings(self, name: str) -> list[str]:
+        values = self.array(name)
+        if not all(type(value) is str for value in values):
+            raise broken("M005", f"field {name!r} holds something else than strings", file=names.MANIFEST)
+        return values
+
+    def string_map(self, name: str) -> dict[str, str]:
+        values: dict[Any, Any] = self._get(name, dict)
+        if not all(type(key) is str and type(value) is str for key, value in values.items()):
+            raise broken("M005", f"field {name!r} holds something else than strings", file=names.MANIFEST)
+        return values
+
+    def columns(self, *columns: str) -> list[list[int]]:
+        found = [self.integers(column) for column in columns]
+        if len({len(column) for column in found}) > 1:
+            raise broken("M005", f"the columns of {self.where!r} differ in length", file=names.MANIFEST)
+        return found
+
+
+def _bad_shape(shape: object) -> tuple[int, ...]:
+    raise broken("M008", f"shape {str(shape)[:80]}", file=names.MANIFEST)
+
+
+def _digest(value: object) -> bytes:
+    if not (isinstance(value, bytes) and len(value) == DIGEST_BYTES):
+        raise broken("M005", "a digest that is not 16 bytes", file=names.MANIFEST)
+    return value
+
+
+def _part(value: object) -> Part:
+    if not isinstance(value, dict):
+        raise broken("M005", "a part that is not a map", file=names.MANIFEST)
+    get = _Fields(value, "parts")
+    name = get.string("name")
+    names.check_part_name(name, file=names.MANIFEST)
+    part = Part(
+        name,
+        get.integer("layout", 0, NAMES_MAX),
+        tuple(get.integers("names")),
+        tuple(get.integers("shapes")),
+        tuple(get.strings("dtypes")),
+    )
+    if not len(part.names) == len(part.shapes) == len(part.dtypes):
+        raise broken("M010", f"the columns of part {name} differ in length", file=names.MANIFEST)
+    if any(a >= b for a, b in pairwise(part.names)):
+        raise broken("M010", f"the name ids of part {name} are not ascending", file=names.MANIFEST)
+    for dtype in set(part.dtypes):
+        if dtype not in ITEM_BYTES:
+            raise broken("M009", f"part {name} has the dtype {dtype!r}", file=names.MANIFEST)
+    return part
+
+
+def _files(get: _Fields) -> tuple[File, ...]:
+    columns = get.columns("rank", "part", "tier", "bytes", "data_start", "first_block")
+    files = tuple(File(*row) for row in zip(*columns, strict=True))
+    places = [(file.rank, file.part, file.tier) for file in files]
+    if any(a >= b for a, b in pairwise(places)):
+        raise broken("M011", "the files are not in ascending order", file=names.MANIFEST)
+    return files
+
+
+def _chunks(get: _Fields) -> tuple[Chunk, ...]:
+    columns = get.columns("layout", "first_row", "rows", "pieces", "offset", "bytes")
+    digests = [_digest(value) for value in get.array("digest")]
+    if len(digests) != len(columns[0]):
+        raise broken("M005", "the columns of 'chunks' differ in length", file=names.MANIFEST)
+    return tuple(Chunk(*row) for row in zip(*columns, digests, strict=True))
+
+
+def _check(m: Manifest) -> None:
+    """What concerns several fields together."""
+    where = names.MANIFEST
+    if len(m.names) > NAMES_MAX:
+        raise broken("M005", f"{len(m.names)} names", file=where)
+    for name in m.names:
+        names.check_tensor_name(name, file=where)
+    for values in (m.names, [part.name for part in m.parts]):
+        if len(set(values)) != len(values):
+            raise broken("M007", f"{Counter(values).most_common(1)[0][0]!r} is listed twice", file=where)
+    for part in m.parts:
+        if part.names and part.names[-1] >= len(m.names):
+            raise broken("M010", f"part {part.name} has name id {part.names[-1]} of {len(m.names)}", file=where)
+        for shape_id, dtype in set(zip(part.shapes, part.dtypes, strict=True)):
+            if shape_id >= len(m.shapes):
+                raise broken("M010", f"part {part.name} has shape id {shape_id} of {len(m.shapes)}", file=where)
+            if math.prod(m.shapes[shape_id]) * ITEM_BYTES[dtype] > TENSOR_BYTES_MAX:
+                raise broken("M008", f"shape {m.shapes[shape_id]} of {dtype}", file=where)
+    for file in m.files:
+        if not (file.rank < m.world_size and file.part < len(m.parts) and file.tier < len(TIERS)):
+            raise broken("M011", f"a file of rank {file.rank}, part {file.part}, tier {file.tier}", file=where)
+        if file.data_start > file.nbytes or file.data_start == 0:
+            raise broken("M011", f"data at {file.data_start} of {file.nbytes} bytes", file=where)
+    if len(m.digests) != m.world_size:
+        raise broken("M005", f"{len(m.digests)} digests for {m.world_size} ranks", file=where)
+    for alias, name in m.aliases.items():
+        names.check_tensor_name(alias, file=where)
+        if alias in m.name_ids or name not in m.name_ids:
+            raise broken("M012", f"alias {alias!r} of {name!r}", file=where)
+    _check_chunks(m)
+
+
+def _check_chunks(m: Manifest) -> None:
+    where = names.MANIFEST
+    stop = 0
+    rows: Counter[int] = Counter()
+    for chunk in m.chunks:
+        if chunk.offset != stop or not 0 < chunk.nbytes <= INDEX_CHUNK_BYTES_MAX:
+            raise broken("M013", f"a chunk of {chunk.nbytes} bytes at {chunk.offset}, expected at {stop}", file=where)
+        if chunk.first_row != rows[chunk.layout] or chunk.rows == 0:
+            raise broken("M013", f"a chunk of layout {chunk.layout} begins at row {chunk.first_row}", file=where)
+        stop += chunk.nbytes
+        rows[chunk.layout] += chunk.rows
+    if stop != m.index_bytes or sum(chunk.pieces for chunk in m.chunks) > INDEX_PIECES_MAX:
+        raise broken("M013", f"the chunks end at {stop} of {m.index_bytes} bytes, or hold too many pieces", file=where)
+    layouts: dict[int, Part] = {}
+    for part in m.parts:
+        first = layouts.setdefault(part.layout, part)
+        if part.names != first.names or len(part.names) != rows[part.layout]:
+            raise broken("M013", f"part {part.name} does not fit layout {part.layout}", file=where)
+    if rows.keys() - layouts.keys():
+        raise broken("M013", "a chunk of a layout that no part has", file=where)

@@ -1,0 +1,97 @@
+"""Names of tensors, parts, pieces, files and directories."""
+
+from __future__ import annotations
+
+import re
+
+from zckpt.errors import FormatError
+from zckpt.format.limits import NAME_BYTES_MAX
+from zckpt.format.rules import broken
+
+MANIFEST = "manifest.msgpack"
+LATEST = "latest"
+FILLER_PREFIX = "@"
+METADATA = "__metadata__"
+TIER_PREFIX = {"device": "", "host": "host.", "nvme": "swap."}
+
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
+_SAVE_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_PIECE = re.compile(r"(?s)(.*)@([0-9]{1,19}):([0-9]{1,19})", re.ASCII)
+_SPAN_SUFFIX = re.compile(r"@[0-9]+:[0-9]+\Z", re.ASCII)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def check_tensor_name(name: object, *, file: str | None = None) -> None:
+    """Raises FormatError (N001, N002)."""
+    if not isinstance(name, str):
+        raise broken("N001", f"tensor name of type {type(name).__name__}", file=file)
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise broken("N001", f"tensor name {name!r} is not valid Unicode", file=file) from None
+    if not 1 <= size <= NAME_BYTES_MAX:
+        raise broken("N001", f"tensor name of {size} bytes: {name[:80]!r}", file=file)
+    if _CONTROL.search(name):
+        raise broken("N001", f"tensor name {name!r} has a control character", file=file)
+    if name.startswith(FILLER_PREFIX) or name == METADATA or _SPAN_SUFFIX.search(name):
+        raise broken("N002", f"tensor name {name!r} has a form that is reserved", file=file)
+
+
+def check_part_name(part: object, *, file: str | None = None) -> None:
+    """Raises FormatError (N003)."""
+    if not (isinstance(part, str) and _PART.fullmatch(part)):
+        raise broken("N003", f"part name {part!r}", file=file)
+
+
+def is_part_name(part: str) -> bool:
+    return _PART.fullmatch(part) is not None
+
+
+def is_tensor_name(name: str) -> bool:
+    try:
+        check_tensor_name(name)
+    except FormatError:
+        return False
+    return True
+
+
+def check_save_id(save_id: object, *, file: str | None = None) -> None:
+    """Raises FormatError (N004)."""
+    if not (isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id)):
+        raise broken("N004", f"save id {save_id!r}", file=file)
+
+
+def piece_name(name: str, start: int, stop: int, numel: int) -> str:
+    """The name of a piece in a data file: the tensor's own if it is all of it, else ``name@start:stop``."""
+    return name if (start, stop) == (0, numel) else f"{name}@{start}:{stop}"
+
+
+def split_piece_name(entry: str) -> tuple[str, int, int] | None:
+    """``(name, start, stop)`` of a partial piece; None if ``entry`` is a whole tensor's name."""
+    match = _PIECE.fullmatch(entry)
+    return (match[1], int(match[2]), int(match[3])) if match else None
+
+
+def data_dir(save_id: str) -> str:
+    return f"data-{save_id}"
+
+
+def is_data_dir(name: str) -> bool:
+    return name.startswith("data-") and _SAVE_ID.fullmatch(name[5:]) is not None
+
+
+def index_path(save_id: str) -> str:
+    """Relative to the checkpoint, as are all paths here; ``/`` separates."""
+    return f"{data_dir(save_id)}/index.bin"
+
+
+def rank_dir(save_id: str, rank: int) -> str:
+    return f"{data_dir(save_id)}/rank-{rank:05d}"
+
+
+def digests_path(save_id: str, rank: int) -> str:
+    return f"{rank_dir(save_id, rank)}/digests.bin"
+
+
+def shard_path(save_id: str, rank: int, part: str, tier: str) -> str:
+    return f"{rank_dir(save_id, rank)}/{TIER_PREFIX[tier]}{part}.safetensors"
