@@ -1,0 +1,1 @@
+"""DeepSpeed engines. Nothing here imports DeepSpeed: what is needed hangs on the engine."""

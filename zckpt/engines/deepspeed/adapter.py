@@ -1,0 +1,242 @@
+"""A DeepSpeed engine as ``EngineAdapter``: what does not depend on the ZeRO stage. Each stage has a file of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.engines import rng
+from zckpt.engines.deepspeed import cpu_adam, optimizer, refuse
+from zckpt.engines.deepspeed.flats import moments
+from zckpt.engines.deepspeed.zero3 import Zero3
+from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers, unwrapped
+from zckpt.errors import FormatError, MismatchError, UnsupportedError
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment, Inventory
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+class DeepSpeedAdapter:
+    """One DeepSpeed engine on one rank; ``EngineAdapter`` says what each method is for.
+
+    Make a new one for each write or restore: it remembers where the engine keeps things. ``refuse_unsupported`` comes
+    first; what the other methods do with an engine that it refuses is undefined.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._wanted: tuple[Fragment, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return int(self._engine.global_steps)
+
+    @property
+    def description(self) -> dict[str, str]:
+        return {
+            "framework": f"DeepSpeed {sys.modules['deepspeed'].__version__}",
+            "torch": str(torch.__version__),
+            "mode": f"ZeRO stage {int(self._engine.zero_optimization_stage())}",
+            "optimizer": type(self._zero.optimizer).__name__,
+        }
+
+    def refuse_unsupported(self) -> None:
+        found = refuse.unsupported(self._engine)
+        found = found or refuse.unsupported_state(self._zero.optimizer, self._zero.flats)
+        if found:
+            raise UnsupportedError(f"this DeepSpeed engine uses {'; '.join(found)}", hint=refuse.SUPPORTED)
+
+    def inventory(self, parts: Collection[str] | None) -> Inventory:
+        available = [MASTER, *self._live_moments, PARAM, BUFFER]
+        unknown = sorted(set(parts or ()) - set(available))
+        if unknown:
+            raise ValueError(f"the engine has no part {', '.join(unknown)}; it has {', '.join(available)}")
+        fragments: list[Fragment] = []
+        for part in available:
+            if parts is not None and part not in parts:
+                continue
+            if part == BUFFER:
+                fragments += self._buffer_fragments()
+            elif part == PARAM:
+                fragments += self._param_fragments(self._masterless if parts is None else self._in_memory_order)
+            else:
+                fragments += self._flat_fragments(part)
+        return Inventory(tuple(fragments), {**self._parameters[1], **self._buffers[1]})
+
+    def state(self) -> dict[str, Any]:
+        scheduler = self._engine.lr_scheduler
+        return {
+            "counters": {name: int(getattr(self._engine, name)) for name in COUNTERS},
+            "optimizer": optimizer.capture(self._zero.optimizer, self._zero.flats),
+            "scheduler": scheduler and {"class": type(scheduler).__name__, "state": scheduler.state_dict()},
+        }
+
+    def rank_state(self) -> dict[str, Any]:
+        return {"rng": rng.capture(self._engine.device)}
+
+    def wanted(self, stored: Mapping[str, Collection[str]]) -> tuple[Fragment, ...]:
+        masters = set(stored.get(MASTER, ()))
+        weights_only = set(stored.get(PARAM, ())) - masters - set(self._masterless)
+        fragments: list[Fragment] = []
+        for flat in self._zero.flats:
+            fragments += (f for f in flat.fragments(MASTER, flat.master.dtype) if f.name not in weights_only)
+        for part in dict.fromkeys((*self._live_moments, *sorted(set(stored) - RESERVED_PARTS))):
+            names = set(stored.get(part, ()))
+            for flat in self._zero.flats:
+                live = moments(flat, self._state_of(flat.master)).get(part)
+                # All of the flat or nothing: if one parameter has a moment, the others' must not be left at zero.
+                if live is not None or not names.isdisjoint(flat.names):
+                    fragments += flat.fragments(part, flat.master.dtype if live is None else live.dtype)
+        order = (name for name in self._in_memory_order if name in weights_only or name in self._masterless)
+        fragments += (replace(fragment, data=None) for fragment in self._param_fragments(order))
+        fragments += (replace(fragment, data=None) for fragment in self._buffer_fragments())
+        return tuple(fragments)
+
+    def check_state(self, state: Mapping[str, Any] | None, wanted: tuple[Fragment, ...]) -> list[str]:
+        """What keeps ``state`` from being restored along with ``wanted``, one line each; changes nothing.
+
+        ``state`` None, for tensors only: moments that do not exist yet are a problem, since their step is not known.
+        Raises FormatError for a tree that ``state`` did not make.
+        """
+        restored = {(fragment.part, fragment.name) for fragment in wanted}
+        if state is None:
+            created = sorted({part for part, _ in restored} - RESERVED_PARTS - set(self._live_moments))
+            return [f"{part}: its step is in the checkpoint's state, which is not to be restored" for part in created]
+        _counters(state)
+        saved = optimizer.Saved(_tree(state, "optimizer"))
+        found = optimizer.problems(saved, self._zero.optimizer, self._zero.flats, restored)
+        return found + self._scheduler_problems(state)
+
+    def begin_restore(self, wanted: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
+        self._wanted = wanted
+        self._zero.before_restore()
+        parts = {fragment.part for fragment in wanted}
+        restored = {(fragment.part, fragment.name) for fragment in wanted}
+        for flat in self._zero.flats:
+            for part in sorted(parts - RESERVED_PARTS):
+                if any((part, name) in restored for name in flat.names):
+                    state = self._zero.optimizer.state[flat.master]
+                    if part not in state:
+                        state[part] = torch.zeros_like(flat.master, requires_grad=False)
+        for buffer in self._buffers[0].values():
+            buffer.data = buffer.data.contiguous()  # else its fragment would be a copy
+        live = [*self._param_fragments(self._in_memory_order), *self._buffer_fragments()]
+        for part in parts - {PARAM, BUFFER}:
+            live += self._flat_fragments(part)
+        filled = {(fragment.part, fragment.name): fragment for fragment in live}
+        return tuple(filled[fragment.part, fragment.name] for fragment in wanted)
+
+    def finish_restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
+        found = self.check_state(state, self._wanted)
+        if found:
+            raise MismatchError("engine and checkpoint do not fit:\n" + "\n".join(found))
+        self._zero.after_restore(frozenset(fragment.name for fragment in self._wanted if fragment.part == PARAM))
+        if state is not None:
+            optimizer.restore(optimizer.Saved(_tree(state, "optimizer")), self._zero.optimizer, self._zero.flats)
+            self._restore_scheduler(state)
+            cpu_adam.replay(self._zero.optimizer, self._zero.flats)
+            for name, value in _counters(state).items():
+                setattr(self._engine, name, value)
+            # With other accumulation steps now, the saved number may lie inside a step.
+            self._engine.micro_steps -= self._engine.micro_steps % self._engine.gradient_accumulation_steps()
+        if rank_state is not None:
+            rng.restore(_tree(rank_state, "rng"), self._engine.device)
+
+    @cached_property
+    def _zero(self) -> Zero3:
+        return Zero3(self._engine.optimizer, self._parameters[0])
+
+    @cached_property
+    def _parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
+        return named_parameters(unwrapped(self._engine.module))
+
+    @cached_property
+    def _buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        return persistent_buffers(unwrapped(self._engine.module))
+
+    @cached_property
+    def _masterless(self) -> dict[str, None]:
+        """Names of the parameters that no optimizer has: frozen, left out of it, or without elements."""
+        optimized = {name for flat in self._zero.flats for name in flat.names}
+        return {name: None for name in self._parameters[0] if name not in optimized}
+
+    @cached_property
+    def _in_memory_order(self) -> tuple[str, ...]:
+        return (*(name for flat in self._zero.flats for name in flat.names), *self._masterless)
+
+    @property
+    def _live_moments(self) -> tuple[str, ...]:
+        parts = (moments(flat, self._state_of(flat.master)) for flat in self._zero.flats)
+        return tuple(dict.fromkeys(part for flat_parts in parts for part in flat_parts))
+
+    def _state_of(self, master: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self._zero.optimizer.state.get(master, {})
+        return state
+
+    def _flat_fragments(self, part: str) -> Iterator[Fragment]:
+        for flat in self._zero.flats:
+            data = flat.master if part == MASTER else moments(flat, self._state_of(flat.master)).get(part)
+            if data is not None:
+                yield from flat.fragments(part, data.dtype, data)
+
+    def _param_fragments(self, names: Iterable[str]) -> Iterator[Fragment]:
+        rank = torch.distributed.get_rank()
+        for name in names:
+            slot, data = self._zero.weight(name)
+            # A tensor without elements is nobody's; rank 0 speaks for it.
+            if data.numel() or (rank == 0 and 0 in slot.shape):
+                dtype = dtype_name(data.dtype, f"{PARAM}/{name}")
+                yield Fragment(PARAM, name, slot.shape, dtype, slot.start, slot.stop, data=data)
+
+    def _buffer_fragments(self) -> Iterator[Fragment]:
+        rank = torch.distributed.get_rank()
+        for name, buffer in self._buffers[0].items():
+            data = buffer.detach().reshape(-1)
+            if data.numel() or rank == 0:
+                dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
+                yield Fragment(BUFFER, name, tuple(buffer.shape), dtype, 0, data.numel(), copy=rank, data=data)
+
+    def _scheduler_problems(self, state: Mapping[str, Any]) -> list[str]:
+        scheduler, groups = self._engine.lr_scheduler, len(self._zero.optimizer.param_groups)
+        tree = None if state.get("scheduler") is None else _tree(state, "scheduler")
+        here = None if scheduler is None else type(scheduler).__name__
+        there = None if tree is None else tree.get("class")
+        if here != there:
+            return [f"scheduler: {there or 'none'} in the checkpoint, {here or 'none'} in the engine"]
+        rates = None if tree is None else _tree(tree, "state").get("base_lrs")
+        if isinstance(rates, (list, tuple)) and len(rates) != groups:
+            return [f"scheduler: {here} of {len(rates)} param groups in the checkpoint, {groups} in the engine"]
+        return []
+
+    def _restore_scheduler(self, state: Mapping[str, Any]) -> None:
+        scheduler = self._engine.lr_scheduler
+        if scheduler is None:
+            return
+        saved = _tree(_tree(state, "scheduler"), "state")
+        scheduler.load_state_dict(dict(saved))
+        if hasattr(scheduler, "_last_lr") and "_last_lr" not in saved:
+            # DeepSpeed's own schedulers save a step number only; get_last_lr() would give the first step's.
+            scheduler._last_lr = [group["lr"] for group in self._zero.optimizer.param_groups]
+
+
+def _counters(state: Mapping[str, Any]) -> dict[str, int]:
+    tree = _tree(state, "counters")
+    for name in COUNTERS:
+        if type(tree.get(name)) is not int:
+            raise FormatError(f"state: counters.{name} is missing or not an integer")
+    return {name: tree[name] for name in COUNTERS}
+
+
+def _tree(state: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    if not isinstance(state.get(key), Mapping):
+        raise FormatError(f"state: {key} is missing or not a mapping")
+    tree: Mapping[str, Any] = state[key]
+    return tree

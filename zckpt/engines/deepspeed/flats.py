@@ -1,0 +1,75 @@
+"""Flat partitions: the 1-D buffers in which every ZeRO stage keeps master weights and optimizer states.
+
+A flat belongs to one param group. Its parameters' partitions lie in it one after another, padding between or behind
+them; an optimizer state of the same shape (a moment) lies exactly alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.engines.tensors import dtype_name
+from zckpt.state.inventory import Fragment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Elements ``[start, stop)`` of one parameter, kept from element ``offset`` of a flat on. May be empty."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """One flat partition of this rank: 1-D fp32 ``master``, the key of the optimizer's state."""
+
+    group: int
+    """Index of the optimizer's param group."""
+    slots: tuple[Slot, ...]
+    """All parameters of the flat in memory order, also those of which this rank holds nothing."""
+    master: torch.Tensor
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(slot.name for slot in self.slots)
+
+    @property
+    def is_all_padding(self) -> bool:
+        return all(slot.start == slot.stop for slot in self.slots)
+
+    def fragments(self, part: str, dtype: torch.dtype, data: torch.Tensor | None = None) -> Iterator[Fragment]:
+        """What this rank holds of ``part``, in memory order; ``data`` is the master or a moment (1-D, as long)."""
+        for slot in self.slots:
+            if slot.start < slot.stop:
+                view = None if data is None else data.detach().narrow(0, slot.offset, slot.stop - slot.start)
+                name = dtype_name(dtype, f"{part}/{slot.name}")
+                yield Fragment(part, slot.name, slot.shape, name, slot.start, slot.stop, data=view)
+
+
+def moments(flat: Flat, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a flat's optimizer state that lie like the flat itself, by torch name."""
+    return {key: value for key, value in state.items() if _is_moment(flat, key, value)}
+
+
+def scalars(flat: Flat, state: Mapping[str, Any]) -> dict[str, Any]:
+    """All else in a flat's optimizer state, such as ``step``."""
+    return {key: value for key, value in state.items() if not _is_moment(flat, key, value) and not _is_leftover(key)}
+
+
+def _is_moment(flat: Flat, key: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == flat.master.shape and not _is_leftover(key)
+
+
+def _is_leftover(key: str) -> bool:
+    # DeepSpeed's offload_states() leaves its staging buffers in the optimizer state for good.
+    return key.endswith("_offload_buffer")

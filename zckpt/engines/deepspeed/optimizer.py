@@ -1,0 +1,177 @@
+"""An optimizer's non-tensor state as a plain tree keyed by parameter names, and back.
+
+    {"class": "FusedAdam",
+     "param_groups": [{"params": ["a.weight", ...], "lr": 0.001, "betas": (0.9, 0.999), ...}, ...],
+     "states": [{"params": ["a.weight", ...], "moments": ["exp_avg", "exp_avg_sq"], "values": {"step": 5}}, ...]}
+
+The order of the groups is the optimizer's. ``states`` has one entry for all parameters whose values are equal; a
+parameter without any state is in none of them. Names make the tree independent of world size, sub-groups and stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.engines.deepspeed.flats import Flat, moments, scalars
+from zckpt.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+INTERCHANGEABLE = ({"FusedAdam", "DeepSpeedCPUAdam"},)
+"""Classes with the same state: DeepSpeed picks between them by where the optimizer is offloaded to."""
+
+
+def capture(optimizer: Any, flats: Sequence[Flat]) -> dict[str, Any]:
+    """The tree of a live optimizer."""
+    groups: list[dict[str, Any]] = [
+        {"params": [], **{key: value for key, value in group.items() if key != "params"}}
+        for group in optimizer.param_groups
+    ]
+    states: list[dict[str, Any]] = []
+    for flat in flats:
+        groups[flat.group]["params"].extend(flat.names)
+        state = optimizer.state.get(flat.master, {})
+        if not state:
+            continue
+        names, values = sorted(moments(flat, state)), scalars(flat, state)
+        for entry in states:
+            if entry["moments"] == names and _equal(entry["values"], values):
+                entry["params"].extend(flat.names)
+                break
+        else:
+            states.append({"params": list(flat.names), "moments": names, "values": values})
+    return {"class": type(optimizer).__name__, "param_groups": groups, "states": states}
+
+
+class Saved:
+    """A tree read back, looked up by parameter name. Raises FormatError where it is not such a tree."""
+
+    def __init__(self, tree: Any) -> None:
+        self.optimizer_class = _member(tree, "class", str, "optimizer")
+        self.groups = _members(tree, "param_groups")
+        self._group_of = {name: group for group in self.groups for name in group["params"]}
+        self._state_of: dict[str, Mapping[str, Any]] = {}
+        for entry in _members(tree, "states"):
+            _member(entry, "moments", list, "optimizer.states")
+            _member(entry, "values", dict, "optimizer.states")
+            self._state_of.update(dict.fromkeys(entry["params"], entry))
+
+    def settings(self, names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+        """The settings that all of ``names`` had when they were saved, and what stands against it."""
+        groups = _distinct(self._group_of.get(name) for name in names)
+        if any(group is None for group in groups):
+            return {}, [f"{_some(n for n in names if n not in self._group_of)}: in no param group of the checkpoint"]
+        merged = [{key: value for key, value in group.items() if key != "params"} for group in groups if group]
+        differing = sorted({key for m in merged for key in m if not _equal(m[key], merged[0].get(key))})
+        if differing:
+            return {}, [f"{_some(names)}: one param group here, several with other {', '.join(differing)} when saved"]
+        return merged[0], []
+
+    def values(self, flat: Flat) -> tuple[dict[str, Any], list[str], list[str]]:
+        """The scalars of a flat, the names of its moments, and what stands against it."""
+        entries = _distinct(self._state_of.get(name) for name in flat.names)
+        if entries == [None]:
+            return {}, [], []
+        first = entries[0]
+        if first is None or any(e is None or not _equal(e["values"], first["values"]) for e in entries):
+            return {}, [], [f"{_some(flat.names)}: one sub-group here, but other optimizer scalars for each when saved"]
+        return dict(first["values"]), list(first["moments"]), []
+
+
+def problems(saved: Saved, optimizer: Any, flats: Sequence[Flat], restored: Collection[tuple[str, str]]) -> list[str]:
+    """What keeps ``saved`` from being restored, given the (part, name) pairs that will be. Changes nothing."""
+    here, found = type(optimizer).__name__, []
+    if saved.optimizer_class != here and {saved.optimizer_class, here} not in INTERCHANGEABLE:
+        found.append(f"optimizer: {saved.optimizer_class} in the checkpoint, {here} in the engine")
+    for index in range(len(optimizer.param_groups)):
+        found += _settings(saved, index, flats)[1]
+    for flat in flats:
+        _, parts, against = saved.values(flat)
+        found += against
+        absent = [
+            f"{part}/{slot.name}"
+            for part in parts
+            for slot in flat.slots
+            if slot.start < slot.stop and (part, slot.name) not in restored
+        ]
+        if absent:
+            found.append(f"{_some(absent)}: not restored, though the optimizer's scalars would be")
+    return found
+
+
+def restore(saved: Saved, optimizer: Any, flats: Sequence[Flat]) -> None:
+    """Sets the param groups and the scalars of every flat; call it only where ``problems`` found none."""
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in _settings(saved, index, flats)[0].items():
+            _assign(group, key, value, torch.device("cpu"))
+    for flat in flats:
+        values, parts, _ = saved.values(flat)
+        if not values and not parts:
+            continue
+        state, group = optimizer.state[flat.master], optimizer.param_groups[flat.group]
+        for key, value in values.items():
+            # As torch's own load_state_dict: `step` stays on the host unless the kernel reads it on the device.
+            on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+            _assign(state, key, value, torch.device("cpu") if on_host else flat.master.device)
+        for part in parts:
+            if part not in state:  # only where this rank's flat is all padding: nothing was there to be restored
+                state[part] = torch.zeros_like(flat.master, requires_grad=False)
+
+
+def _settings(saved: Saved, index: int, flats: Sequence[Flat]) -> tuple[dict[str, Any], list[str]]:
+    names = [name for flat in flats if flat.group == index for name in flat.names]
+    if names:
+        return saved.settings(names)
+    # All frozen: nothing to go by but its place.
+    group = saved.groups[index] if index < len(saved.groups) else {"params": ["?"]}
+    return ({} if group["params"] else {key: value for key, value in group.items() if key != "params"}), []
+
+
+def _assign(target: dict[str, Any], key: str, value: Any, device: torch.device) -> None:
+    present = target.get(key)
+    if not isinstance(value, torch.Tensor):
+        target[key] = value
+    elif isinstance(present, torch.Tensor) and present.shape == value.shape and present.dtype == value.dtype:
+        present.copy_(value)
+    else:
+        target[key] = value.detach().to(device, copy=True)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equal in type and value, all the way down; NaN equals itself."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu()))
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b) or (a != a and b != b)
+
+
+def _distinct(items: Iterable[Mapping[str, Any] | None]) -> list[Mapping[str, Any] | None]:
+    return list({id(item): item for item in items}.values())
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = names
+    return f"{first} and {len(others)} more" if others else first
+
+
+def _members(tree: Mapping[str, Any], key: str) -> list[Any]:
+    members: list[Any] = _member(tree, key, list, "optimizer")
+    for member in members:
+        if not all(isinstance(name, str) for name in _member(member, "params", list, f"optimizer.{key}")):
+            raise FormatError(f"state: optimizer.{key} has a parameter name that is not a string")
+    return members
+
+
+def _member(tree: Any, key: str, kind: type, path: str) -> Any:
+    if not isinstance(tree, Mapping) or not isinstance(tree.get(key), kind):
+        raise FormatError(f"state: {path}.{key} is missing or not a {kind.__name__}")
+    return tree[key]

@@ -1,0 +1,169 @@
+"""What a DeepSpeed engine can hold or do that zckpt cannot save and restore whole, by DeepSpeed's own names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.engines.deepspeed.flats import Flat, scalars
+from zckpt.engines.tensors import modules_with_extra_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SUPPORTED = "supported: ZeRO stage 3 (zero_optimization.stage = 3) in bf16 or fp32, without offload"
+
+
+def unsupported(engine: Any) -> list[str]:
+    """All of it, most telling first; empty for an engine that can be read and restored. Changes nothing."""
+    found = [*_kind(engine), *_precision(engine), *_offload(engine), *_parallelism(engine), *_features(engine)]
+    # The wrapper's insides are only known once it is the one expected.
+    return found or [*_parameters(engine), *_gradients(engine), *_scheduler(engine)]
+
+
+def unsupported_state(optimizer: Any, flats: tuple[Flat, ...]) -> list[str]:
+    """Optimizer state that is neither one number nor laid out like the flat: nobody knows how ranks share it."""
+    return sorted(
+        {
+            f"optimizer state {key!r} of {type(optimizer).__name__}, {_describe(value)}"
+            for flat in flats
+            for key, value in scalars(flat, optimizer.state.get(flat.master, {})).items()
+            if (value.numel() > 1 if isinstance(value, torch.Tensor) else isinstance(value, (list, tuple, dict, set)))
+        }
+    )
+
+
+def _kind(engine: Any) -> Iterator[str]:
+    for name, setting in (("PipelineEngine", "pipeline parallelism"), ("DeepSpeedHybridEngine", "hybrid_engine")):
+        if _is_a(engine, name):
+            yield f"{setting} ({name})"
+    if _is_a(engine, "DeepSpeedHybridEngine"):
+        return
+    optimizer, inner = engine.optimizer, getattr(engine.optimizer, "optimizer", None)
+    if optimizer is None or _is_a(optimizer, "DeepSpeedZeRoOffload") or _is_a(inner, "DummyOptim"):
+        yield "no optimizer"
+    elif engine.zero_optimization_stage() != 3:
+        yield f"zero_optimization.stage = {int(engine.zero_optimization_stage())} ({type(optimizer).__name__})"
+    elif type(optimizer).__name__ != "DeepSpeedZeroOptimizer_Stage3":
+        yield f"the optimizer wrapper {type(optimizer).__name__}"
+    for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"):
+        if _is_a(inner, name) or _is_a(optimizer, name):
+            yield f"optimizer.type = {name}"
+
+
+def _precision(engine: Any) -> Iterator[str]:
+    if engine.fp16_enabled():
+        yield "fp16.enabled"
+    elif getattr(engine.optimizer, "dtype", torch.float32) not in (torch.bfloat16, torch.float32):
+        yield f"parameters in {engine.optimizer.dtype}"
+    if _setting(engine, "fp16_master_weights_and_gradients"):
+        yield "fp16.fp16_master_weights_and_grads"
+    if _setting(engine, "bf16_master_weights_and_gradients"):
+        yield "bf16.bf16_master_weights_and_grads"
+    if _setting(engine, "bf16_optimizer_states"):
+        yield "bf16.bf16_optimizer_states"
+    if _setting(engine, "torch_autocast_enabled") and engine.torch_autocast_dtype() == torch.float16:
+        yield "torch_autocast.dtype = float16"
+    for setting in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if _setting(engine, setting):
+            yield f"zero_optimization.{setting}"
+
+
+def _offload(engine: Any) -> Iterator[str]:
+    for setting in ("offload_optimizer", "offload_param"):
+        offload = _setting(engine, f"zero_{setting}")
+        device = getattr(offload, "device", "none")
+        if device != "none":
+            yield f"zero_optimization.{setting}.device = {getattr(device, 'value', device)}"
+        if getattr(offload, "ratio", 1.0) < 1.0:
+            yield f"zero_optimization.{setting}.ratio = {offload.ratio}"
+        if getattr(offload, "super_offload", False):
+            yield f"zero_optimization.{setting}.super_offload"
+    if _setting(engine, "zenflow_config") is not None:
+        yield "zero_optimization.zenflow"
+    states = getattr(engine.optimizer, "offloaded_states", ())
+    if states:
+        names = ", ".join(sorted(getattr(state, "value", str(state)) for state in states))
+        yield f"offload_states() in effect ({names}): call engine.reload_states() first"
+
+
+def _parallelism(engine: Any) -> Iterator[str]:
+    zero = engine._config.zero_config
+    if getattr(zero, "zero_hpz_partition_size", 1) > 1:
+        yield f"zero_optimization.zero_hpz_partition_size = {zero.zero_hpz_partition_size}"
+    if getattr(zero, "mics_shard_size", -1) > 0:
+        yield f"zero_optimization.mics_shard_size = {zero.mics_shard_size}"
+    if _setting(engine, "autotp_size", 1) > 1:
+        yield f"tensor_parallel.autotp_size = {engine.autotp_size()}"
+    elif engine.mp_world_size > 1:
+        yield f"tensor parallelism (mpu, {engine.mp_world_size} ranks)"
+    if getattr(getattr(engine._config, "expert_parallel_config", None), "enabled", False):
+        yield "expert_parallel (AutoEP)"
+    elif engine.has_moe_layers:
+        yield "mixture of experts (deepspeed.moe.layer.MoE)"
+
+
+def _features(engine: Any) -> Iterator[str]:
+    if getattr(getattr(engine._config, "compile_config", None), "deepcompile", False):
+        yield "compile.deepcompile"
+    if _setting(engine, "random_ltd_enabled"):
+        yield "data_efficiency.data_routing.random_ltd"
+    if _setting(engine, "curriculum_learning_enabled"):
+        yield "data_efficiency.data_sampling.curriculum_learning"
+    for module in engine.module.modules():
+        if _is_a(module, "LoRAOptimizedLinear") or _is_a(module, "QuantizedLinear"):
+            yield f"deepspeed.linear ({type(module).__name__})"
+            break
+    for name in modules_with_extra_state(engine.module):
+        yield f"a module with get_extra_state(): {name}"
+        break
+
+
+def _parameters(engine: Any) -> Iterator[str]:
+    everyone = list(range(torch.distributed.get_world_size()))
+    parameters = dict(engine.module.named_parameters())
+    groups: dict[int, tuple[Any, str]] = {}
+    for name, parameter in parameters.items():
+        if getattr(parameter, "ds_tensor", None) is None:
+            yield f"a parameter that ZeRO does not partition: {name}"
+            return
+        groups.setdefault(id(parameter.ds_process_group), (parameter.ds_process_group, name))
+    for group, name in groups.values():
+        ranks = torch.distributed.get_process_group_ranks(group)
+        if ranks != everyone:
+            yield f"a partition group other than all ranks in order: {name} lies on ranks {ranks}"
+            return
+    known = {id(parameter) for parameter in parameters.values()}
+    if any(id(parameter) not in known for group in engine.optimizer.fp16_groups for parameter in group):
+        yield "an optimizer with parameters that are not the module's"
+
+
+def _gradients(engine: Any) -> Iterator[str]:
+    pending = any(gradients is not None for gradients in engine.optimizer.averaged_gradients.values())
+    steps, accumulation = engine.micro_steps, engine.gradient_accumulation_steps()
+    # With a boundary set by hand, or by the caller of step(), micro_steps says nothing.
+    counted = engine._is_gradient_accumulation_boundary is None and _setting(engine, "managed_gradient_accumulation", 1)
+    if pending or (counted and steps % accumulation):
+        counts = f"micro_steps = {steps}, gradient_accumulation_steps = {accumulation}"
+        yield f"gradients that no optimizer step has used yet ({counts}): call engine.step() first"
+
+
+def _scheduler(engine: Any) -> Iterator[str]:
+    scheduler = engine.lr_scheduler
+    if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        yield f"a scheduler without state_dict() and load_state_dict(): {type(scheduler).__qualname__}"
+
+
+def _setting(engine: Any, method: str, default: Any = None) -> Any:
+    # Not every DeepSpeed version has every setting.
+    return getattr(engine, method)() if hasattr(type(engine), method) else default
+
+
+def _is_a(thing: Any, name: str) -> bool:
+    # By name, so that no part of DeepSpeed is imported that the engine does not use.
+    return any(k.__name__ == name and k.__module__.startswith("deepspeed.") for k in type(thing).__mro__)
+
+
+def _describe(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,64 @@
+"""Random number generators of this process: Python, NumPy, torch on the CPU and on the current device."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from zckpt.errors import FormatError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The generators' states as plain values: {"python", "numpy", "torch", "device": [one per device in use]}.
+
+    Raises UnsupportedError where NumPy's global generator has been replaced by one that is not MT19937.
+    """
+    version, words, gauss = random.getstate()
+    kind, key, position, has_gauss, cached = np.random.get_state()
+    if kind != "MT19937":
+        raise UnsupportedError(f"the global NumPy generator is {kind}; only MT19937 is supported")
+    return {
+        "python": {"version": version, "words": _words(words), "gauss": gauss},
+        "numpy": {"words": _words(key), "position": int(position), "has_gauss": int(has_gauss), "gauss": float(cached)},
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "device": []
+        if device.type == "cpu"
+        else [torch.get_device_module(device).get_rng_state(device).numpy().tobytes()],
+    }
+
+
+def restore(state: Mapping[str, Any], device: torch.device) -> None:
+    """Sets every generator as ``capture`` found it. Raises FormatError for a state that no generator accepts.
+
+    A device state is left alone where this process has no such device.
+    """
+    try:
+        python, numpy = state["python"], state["numpy"]
+        random.setstate((python["version"], tuple(_unpacked(python["words"]).tolist()), python["gauss"]))
+        np.random.set_state(
+            ("MT19937", _unpacked(numpy["words"]), numpy["position"], numpy["has_gauss"], numpy["gauss"])
+        )
+        torch.set_rng_state(_tensor(state["torch"]))
+        if device.type != "cpu":
+            for saved in state["device"]:
+                torch.get_device_module(device).set_rng_state(_tensor(saved), device)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise FormatError(f"not a random number generator's state: {error}") from error
+
+
+def _words(values: Any) -> bytes:
+    return np.asarray(values, dtype="<u4").tobytes()
+
+
+def _unpacked(words: bytes) -> Any:
+    return np.frombuffer(words, dtype="<u4").astype(np.uint32)
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

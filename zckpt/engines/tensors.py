@@ -1,0 +1,97 @@
+"""What adapters need to know of tensors and modules, whatever the framework: dtype names, parameter names, buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from zckpt.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+T = TypeVar("T", bound=torch.Tensor)
+
+DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+"""The safetensors name of each dtype that can be stored."""
+
+
+def dtype_name(dtype: torch.dtype, what: str) -> str:
+    """The safetensors name of ``dtype``. Raises UnsupportedError that names ``what`` where there is none."""
+    if dtype not in DTYPE_NAMES:
+        raise UnsupportedError(f"{what} has dtype {dtype}, which safetensors does not know")
+    return DTYPE_NAMES[dtype]
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module inside ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile``."""
+    while True:
+        if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            module = module.module
+        elif "_orig_mod" in module._modules:
+            module = module.get_submodule("_orig_mod")
+        else:
+            return module
+
+
+def named_parameters(root: torch.nn.Module) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
+    """The parameters by their first name, in module order, and the further names of tied ones.
+
+    Raises UnsupportedError where two parameters have the same name once wrappers are left out of it.
+    """
+    return _by_first_name(root.named_parameters(remove_duplicate=False))
+
+
+def persistent_buffers(root: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The buffers that belong to the state dict by their first name, in module order, and further names.
+
+    Raises UnsupportedError like ``named_parameters``.
+    """
+    return _by_first_name(
+        (f"{prefix}.{name}" if prefix else name, buffer)
+        for prefix, module in root.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
+
+
+def modules_with_extra_state(root: torch.nn.Module) -> Iterator[str]:
+    """Names of the modules that keep state outside parameters and buffers (``get_extra_state``)."""
+    for name, module in root.named_modules():
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield f"{name} ({type(module).__qualname__})"
+
+
+def _by_first_name(named: Iterable[tuple[str, T]]) -> tuple[dict[str, T], dict[str, str]]:
+    first: dict[int, str] = {}
+    tensors: dict[str, T] = {}
+    aliases: dict[str, str] = {}
+    for raw, tensor in named:
+        # torch.compile puts its wrapper into the names of every compiled submodule.
+        name = ".".join(component for component in raw.split(".") if component != "_orig_mod")
+        if id(tensor) in first:
+            if name != first[id(tensor)]:
+                aliases[name] = first[id(tensor)]
+        elif name in tensors:
+            raise UnsupportedError(f"two tensors of the module are both called {name}")
+        else:
+            first[id(tensor)] = name
+            tensors[name] = tensor
+    return tensors, aliases
