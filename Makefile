@@ -1,0 +1,81 @@
+# make test    lint, types and all tests          make demo         a training run that is killed and resumed
+# make setup   what both of them need             make bench-index  size and speed of the index at 1024 ranks
+#
+# Wants python3 (3.11 or newer, with headers), make and a C++ compiler; everything else goes into .venv and .cache.
+# Without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids several GB of CUDA packages.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+
+PY := .venv/bin/python
+PIP := $(PY) -m pip --quiet --disable-pip-version-check
+SETUP := .venv/.stamp
+OPS := .cache/ops.stamp
+
+# The build of the ops calls ninja, which comes with the tools. Nothing is read from or left in the home directory.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PIP_CACHE_DIR := $(CURDIR)/.cache/pip
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export XDG_CACHE_HOME := $(CURDIR)/.cache
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
+export TRITON_HOME := $(CURDIR)/.cache
+export HF_HOME := $(CURDIR)/.cache/huggingface
+export HF_HUB_OFFLINE := 1
+export MAX_JOBS ?= 2
+
+.PHONY: setup lint test demo bench-index clean
+
+setup: $(SETUP) $(OPS)
+
+test: setup lint
+	@$(PY) -m pytest
+
+lint: $(SETUP)
+	@.venv/bin/ruff check --quiet
+	@.venv/bin/ruff format --check --quiet
+	@$(PY) -m mypy --no-error-summary
+
+demo: setup
+	@$(PY) examples/demo.py
+
+bench-index: $(SETUP)
+	@$(PY) bench/index_scale.py
+
+clean:
+	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+
+# DeepSpeed is built from source, by a build that imports torch: so torch comes first, and no build environment of
+# pip's own, which would fetch another torch.
+$(SETUP): constraints.txt pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "setup: needs Python 3.11 or newer"; exit 1; }
+	@echo "setup: virtual environment in .venv"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install pip setuptools wheel
+	@echo "setup: PyTorch (some minutes where it has to be downloaded)"
+	@$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	@echo "setup: DeepSpeed and the tools"
+	@$(PIP) install hatchling msgpack ninja numpy packaging psutil py-cpuinfo pydantic tqdm einops hjson
+	@$(PIP) install --no-build-isolation --editable '.[deepspeed,dev]'
+	@touch $@
+
+# DeepSpeed compiles its C++ ops where they are first used, half a minute each: here, once, and not inside a test.
+$(OPS): $(SETUP) tests/ops.py
+	@command -v $${CXX:-c++} >/dev/null || { echo "setup: needs a C++ compiler, such as Debian's g++"; exit 1; }
+	@$(PY) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || \
+	    { echo "setup: needs Python's headers, such as Debian's python3-dev"; exit 1; }
+	@mkdir -p .cache
+	@$(install_libaio)
+	@echo "setup: DeepSpeed's C++ ops (two minutes at first)"
+	@$(PY) tests/ops.py
+	@touch $@
+
+# libaio serves NVMe offload alone, so its absence stops nothing.
+has_libaio := echo '\#include <libaio.h>' | $${CXX:-c++} -E -x c++ - >/dev/null 2>&1
+define install_libaio
+$(has_libaio) || { \
+    sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
+    echo "setup: libaio-dev, for NVMe offload"; \
+    { $$sudo apt-get update && DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -y libaio-dev; } \
+        </dev/null >.cache/libaio.log 2>&1 || true; \
+    $(has_libaio) || echo "setup: no libaio (install libaio-dev): what needs NVMe offload will be skipped"; }
+endef
