@@ -139,11 +139,17 @@ class NoSpaceError(StorageError):
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def from_os_error(error: OSError, doing: str, file: str, start: int | None = None, stop: int | None = None) -> StorageError:
+def from_os_error(
+    error: OSError, doing: str, file: str, start: int | None = None, stop: int | None = None
+) -> StorageError:
     """The ``StorageError`` for an ``OSError`` met while ``doing`` ("write", "fsync", ...) at ``file``."""
     reason = error.strerror or str(error)
     if error.errno in _NO_SPACE:
         return NoSpaceError(
-            f"cannot {doing}: {reason}", file=file, start=start, stop=stop, hint="free space or write elsewhere; no checkpoint was changed"
+            f"cannot {doing}: {reason}",
+            file=file,
+            start=start,
+            stop=stop,
+            hint="free space or write elsewhere; no checkpoint was changed",
         )
     return StorageError(f"cannot {doing}: {reason}", file=file, start=start, stop=stop)

@@ -105,6 +105,10 @@ class Manifest:
         return {name: i for i, name in enumerate(self.names)}
 
     @cached_property
+    def part_ids(self) -> dict[str, int]:
+        return {part.name: i for i, part in enumerate(self.parts)}
+
+    @cached_property
     def file_ids(self) -> dict[tuple[int, int, int], int]:
         """From ``(rank, part, tier)`` to the position in ``files``."""
         return {(file.rank, file.part, file.tier): i for i, file in enumerate(self.files)}

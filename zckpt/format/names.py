@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from zckpt.errors import FormatError
-from zckpt.format.limits import NAME_BYTES_MAX
+from zckpt.format.limits import LATEST_BYTES_MAX, NAME_BYTES_MAX
 from zckpt.format.rules import broken
 
 MANIFEST = "manifest.msgpack"
@@ -95,3 +95,15 @@ def digests_path(save_id: str, rank: int) -> str:
 
 def shard_path(save_id: str, rank: int, part: str, tier: str) -> str:
     return f"{rank_dir(save_id, rank)}/{TIER_PREFIX[tier]}{part}.safetensors"
+
+
+def decode_latest(raw: bytes, file: str) -> str:
+    """The name in a ``latest`` file. Raises FormatError (L001)."""
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError:
+        name = ""
+    name = name.removesuffix("\n")
+    if not name or len(raw) > LATEST_BYTES_MAX or name in (".", "..") or "/" in name or _CONTROL.search(name):
+        raise broken("L001", f"`latest` holds {raw[:80]!r}", file=file)
+    return name

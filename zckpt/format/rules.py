@@ -29,31 +29,49 @@ class Rule:
 _RULES = (
     # Names
     Rule("N001", "A tensor name is 1 to 1024 bytes of UTF-8 without control characters."),
-    Rule("N002", "A tensor name does not begin with `@`, is not `__metadata__` and does not end in `@<digits>:<digits>`."),
+    Rule(
+        "N002", "A tensor name does not begin with `@`, is not `__metadata__` and does not end in `@<digits>:<digits>`."
+    ),
     Rule("N003", "A part name matches `[A-Za-z0-9_][A-Za-z0-9_-]{0,63}`."),
     Rule("N004", "A save id is 16 lower-case hexadecimal digits."),
     # latest
     Rule("L001", "`latest` holds the name of one checkpoint directory beside it, followed by at most one newline."),
     # Manifest
-    Rule("M001", "A manifest is one msgpack array of four: `\"zckpt\"`, the version, a digest and the body."),
+    Rule("M001", 'A manifest is one msgpack array of four: `"zckpt"`, the version, a digest and the body.'),
     Rule("M002", "A reader refuses a manifest whose major version it does not know.", VersionError),
     Rule("M003", "The digest in the manifest is the xxh3-128 of the body.", DigestError),
     Rule("M004", "A manifest is at most 256 MiB long.", SizeError),
-    Rule("M005", "The body is one msgpack map with no duplicate key and with every required field, of its type and in its range."),
-    Rule("M006", "A reader refuses a checkpoint that requires a feature which it does not know, by name.", FeatureError),
+    Rule(
+        "M005",
+        "The body is one msgpack map with no duplicate key and with every required field, of its type and in its range.",
+    ),
+    Rule(
+        "M006", "A reader refuses a checkpoint that requires a feature which it does not know, by name.", FeatureError
+    ),
     Rule("M007", "The names of a manifest are distinct, and so are its parts."),
     Rule("M008", "A shape has at most 64 dimensions, none negative, and the tensor is smaller than 2^62 bytes."),
     Rule("M009", "A dtype is one of the table of dtypes."),
     Rule("M010", "The name ids of a part are strictly ascending, and its columns are equally long."),
-    Rule("M011", "The files are listed once each, in ascending order of rank, part and tier, and every id is in range."),
+    Rule(
+        "M011", "The files are listed once each, in ascending order of rank, part and tier, and every id is in range."
+    ),
     Rule("M012", "An alias is a valid tensor name, is not itself a name, and stands for a name."),
-    Rule("M013", "The chunks tile the index file, and those of each layout hold the names of its parts in ascending order."),
+    Rule(
+        "M013",
+        "The chunks tile the index file, and those of each layout hold the names of its parts in ascending order.",
+    ),
     # Index
     Rule("I001", "The index file is as long as the manifest says.", SizeError),
     Rule("I002", "A chunk has the xxh3-128 digest that the manifest gives.", DigestError),
-    Rule("I003", "A chunk is one zstd frame that declares its content size, and the size is the one its rows and pieces need."),
+    Rule(
+        "I003",
+        "A chunk is one zstd frame that declares its content size, and the size is the one its rows and pieces need.",
+    ),
     Rule("I004", "The rows of a chunk are the names that the manifest announces."),
-    Rule("I005", "The pieces of a tensor follow each other without gap or overlap and make up one or more whole copies of it."),
+    Rule(
+        "I005",
+        "The pieces of a tensor follow each other without gap or overlap and make up one or more whole copies of it.",
+    ),
     Rule("I006", "Every piece lies in a listed file, inside its data, at a multiple of the element size."),
     # Files
     Rule("F001", "Every file that the manifest implies exists.", MissingFileError),
@@ -65,7 +83,10 @@ _RULES = (
     Rule("S003", "The data begins at a multiple of 4096, where the manifest says."),
     Rule("S004", "An entry has a known dtype, a shape and offsets that agree with each other."),
     Rule("S005", "The entries tile the data without gap or overlap, up to the end of the file."),
-    Rule("S006", "The metadata names the format, version, save, part, rank, world size and tier that the file's place implies."),
+    Rule(
+        "S006",
+        "The metadata names the format, version, save, part, rank, world size and tier that the file's place implies.",
+    ),
     Rule("S007", "The entries are exactly the pieces that the index places in the file."),
     Rule("S008", "A filler is U8, one-dimensional, shorter than 4096 bytes and zero throughout."),
     # Digests

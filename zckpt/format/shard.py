@@ -220,7 +220,9 @@ def _check_piece(entry: Entry, shapes: Mapping[str, tuple[int, ...]], file: str)
             raise broken("S008", f"filler {entry.name!r} is {entry.dtype} {entry.shape}", file=file)
         return
     if entry.offset % ITEM_BYTES[entry.dtype]:
-        raise broken("S004", f"entry {entry.name!r} of {entry.dtype} begins at the odd offset {entry.offset}", file=file)
+        raise broken(
+            "S004", f"entry {entry.name!r} of {entry.dtype} begins at the odd offset {entry.offset}", file=file
+        )
     span = names.split_piece_name(entry.name)
     if span is None:
         names.check_tensor_name(entry.name, file=file)

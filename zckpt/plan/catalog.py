@@ -12,12 +12,13 @@ import zstandard
 from zckpt.errors import RankError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
-from zckpt.format.index import Ints, Layout
+from zckpt.format.index import Layout
 from zckpt.format.manifest import TIERS, File, Manifest, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from zckpt.format.index import Ints
     from zckpt.plan.layout import ShardPlan
 
 _GEOMETRY_COLUMNS = ("tensor", "copy", "start", "length", "offset", "block")
@@ -114,12 +115,12 @@ class _PartRows:
         """From name id to shape, dtype and the rank that said so."""
         self.columns: list[tuple[Ints, ...]] = []
 
-    def add(self, part: str, name_id: int, name: str, shape: tuple[int, ...], dtype: str, rank: int) -> None:
+    def add(self, key: str, name_id: int, shape: tuple[int, ...], dtype: str, rank: int) -> None:
         known = self.tensors.setdefault(name_id, (shape, dtype, rank))
         if known[:2] != (shape, dtype):
             raise RankError(
-                f"{part}/{name} is {dtype} {list(shape)} on rank {rank}, {known[1]} {list(known[0])} on rank {known[2]}",
-                key=f"{part}/{name}",
+                f"{key} is {dtype} {list(shape)} on rank {rank}, {known[1]} {list(known[0])} on rank {known[2]}",
+                key=key,
                 rank=rank,
             )
 
@@ -132,18 +133,19 @@ class _PartRows:
         return Layout(names, count, rank[order], tier[order], length[order], offset[order], block[order])
 
 
-def catalog(
-    receipts: Iterable[Receipt],
-    *,
-    save_id: str,
-    world_size: int,
-    step: int,
-    block_bytes: int,
-    aliases: Mapping[str, str],
-    state: bytes,
-    writer: Mapping[str, str],
-) -> tuple[bytes, bytes]:
-    """``(manifest, index)``, the bytes of both files, checked by the reader's own rules.
+@dataclass(frozen=True, slots=True)
+class About:
+    """What the manifest says beside tensors and files; see ``Manifest``."""
+
+    step: int
+    block_bytes: int
+    aliases: Mapping[str, str]
+    state: bytes
+    writer: Mapping[str, str]
+
+
+def catalog(receipts: Sequence[Receipt], save_id: str, about: About) -> tuple[bytes, bytes]:
+    """``(manifest, index)``, the bytes of both files, checked by the reader's own rules. One receipt for every rank.
 
     Raises RankError if ranks disagree about a tensor, FormatError if the pieces of all ranks do not make up whole
     tensors.
@@ -161,7 +163,8 @@ def catalog(
             part_id = part_ids.setdefault(shard.part, len(part_ids))
             rows = parts.setdefault(shard.part, _PartRows())
             for i in np.unique(geometry.tensor).tolist():
-                rows.add(shard.part, int(ids[i]), *one.tensors[i], one.rank)
+                name, shape, dtype = one.tensors[i]
+                rows.add(f"{shard.part}/{name}", int(ids[i]), shape, dtype, one.rank)
             tier = TIERS.index(shard.tier)
             size = len(geometry.tensor)
             rows.columns.append(
@@ -191,19 +194,19 @@ def catalog(
     index, chunks = index_format.encode(layouts)
     manifest = Manifest(
         save_id=save_id,
-        step=step,
-        world_size=world_size,
-        block_bytes=block_bytes,
+        step=about.step,
+        world_size=len(receipts),
+        block_bytes=about.block_bytes,
         names=tuple(name_ids),
         shapes=tuple(shapes),
         parts=tuple(records),
         files=tuple(sorted(files, key=lambda f: (f.rank, f.part, f.tier))),
-        digests=tuple(digests[rank] for rank in range(world_size)),
+        digests=tuple(digests[rank] for rank in range(len(receipts))),
         chunks=chunks,
         index_bytes=len(index),
-        aliases=aliases,
-        state=state,
-        writer=writer,
+        aliases=about.aliases,
+        state=about.state,
+        writer=about.writer,
     )
     raw = manifest_format.encode(manifest)
     _check(raw, index)

@@ -1,0 +1,5 @@
+import sys
+
+from zckpt.cli import main
+
+sys.exit(main())

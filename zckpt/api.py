@@ -1,0 +1,340 @@
+"""The pipelines: write, open, restore, validate. Each reads top to bottom; the work is done by the layers below."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+import torch
+
+from zckpt.checkpoint import Checkpoint, Want
+from zckpt.engines import adapt
+from zckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+    MismatchError,
+    RankError,
+    StorageError,
+    UnfinishedWriteError,
+)
+from zckpt.format import manifest as manifest_format
+from zckpt.format import names, tree
+from zckpt.format.digest import digest
+from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
+from zckpt.format.rules import broken
+from zckpt.io import commit
+from zckpt.io.budget import Budget
+from zckpt.io.local import LocalReader
+from zckpt.io.memory import DTYPE_NAMES, TORCH_DTYPES, host_view
+from zckpt.io.ranks import Ranks
+from zckpt.io.write import write_shards
+from zckpt.plan import catalog
+from zckpt.plan.layout import plan_shards
+from zckpt.plan.reshard import Span, choose_copy
+from zckpt.state.inventory import BUFFER, STATE, Fragment
+from zckpt.validation import Finding, Report, check_checkpoint
+from zckpt.version import __version__
+
+if TYPE_CHECKING:
+    from zckpt.engines.base import EngineAdapter
+
+BLOCK_BYTES = 1 << 20
+StrPath = str | os.PathLike[str]
+
+
+def write(
+    engine: object,
+    path: StrPath | None = None,
+    *,
+    parts: Collection[str] | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    latest: bool = True,
+) -> str:
+    """Writes the state of a training engine as one checkpoint; durable when it returns. Every rank calls it.
+
+    ``path`` is the checkpoint's directory, on a file system that all ranks share; None: ``checkpoints/global_step<N>``.
+    ``parts``: which parts of the state; None: all that a bit-exact resume needs. ``client_state``: the caller's own
+    plain values, tensors and arrays, taken from rank 0. ``overwrite``: replace the checkpoint at ``path``, which stays
+    whole until the new one is committed. ``latest``: have the file ``latest`` beside the checkpoint name it.
+
+    Returns the checkpoint's absolute path. Raises on every rank, and leaves nothing behind, if any rank fails:
+    UnsupportedError, StateError, CheckpointExistsError, RankError, StorageError, NoSpaceError.
+    """
+    ranks = Ranks()
+    adapter, fragments, about = ranks.together(lambda: _take(engine, ranks, parts, client_state), "prepare the write")
+    fragments = _without_equal_copies(fragments, ranks)
+    target = os.path.abspath(path if path is not None else os.path.join("checkpoints", f"global_step{adapter.step}"))
+    ranks.agree(target, "paths")
+    save_id = ranks.first(lambda: begin_write(target, overwrite), "begin the write").decode()
+    committed = False
+    try:
+        receipt = ranks.together(lambda: write_rank(target, save_id, fragments, ranks.rank, ranks.size), "write")
+        receipts = ranks.gather(catalog.pack(receipt))
+        ranks.first(lambda: commit_write(target, save_id, receipts, about, latest=latest), "commit")
+        committed = True
+    finally:
+        if not committed and ranks.rank == 0:
+            _discard(target, save_id)
+    return target
+
+
+def _take(
+    engine: object, ranks: Ranks, parts: Collection[str] | None, client_state: Mapping[str, Any] | None
+) -> tuple[EngineAdapter, list[Fragment], catalog.About]:
+    """What this rank writes, and what rank 0 writes about it."""
+    adapter = adapt(engine)
+    adapter.refuse_unsupported()
+    inventory = adapter.inventory(parts)
+    fragments = list(inventory.fragments)
+    packed = b""
+    if ranks.rank == 0:
+        packed = _pack_tree({"engine": adapter.state(), "client_state": dict(client_state or {})}, "", fragments, 0)
+    rank_tree = _pack_tree(adapter.rank_state(), f"rank_state[{ranks.rank}]", fragments, ranks.rank)
+    fragments.append(_state_fragment(f"rank/{ranks.rank}", torch.frombuffer(bytearray(rank_tree), dtype=torch.uint8)))
+    writer = {
+        "zckpt": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **adapter.description,
+    }
+    return adapter, fragments, catalog.About(adapter.step, BLOCK_BYTES, inventory.aliases, packed, writer)
+
+
+def _pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -> bytes:
+    """The packed tree; what it holds of tensors and arrays is added to ``fragments``."""
+
+    def put(where: str, leaf: object) -> tuple[int, str] | None:
+        name = f"tree/{rank}/{len(fragments)}"
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" and leaf.dtype.isnative:
+            fragments.append(_state_fragment(name, torch.from_numpy(np.array(leaf))))
+            return tree.NDARRAY, name
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.dtype in DTYPE_NAMES:
+            fragments.append(_state_fragment(name, leaf.detach().contiguous()))
+            return tree.TENSOR, name
+        return None
+
+    return tree.pack(value, path, put)
+
+
+def _state_fragment(name: str, tensor: torch.Tensor) -> Fragment:
+    shape = tuple(tensor.shape)
+    return Fragment(STATE, name, shape, DTYPE_NAMES[tensor.dtype], 0, tensor.numel(), "host", 0, tensor.reshape(-1))
+
+
+def _without_equal_copies(fragments: list[Fragment], ranks: Ranks) -> list[Fragment]:
+    """Leaves out the rank-local values that equal rank 0's: a replicated buffer is stored once. Collective."""
+    mine = {f.key: digest(host_view(f.data.cpu())) for f in fragments if f.part == BUFFER and f.data is not None}
+    first = msgpack.unpackb(ranks.first(lambda: msgpack.packb(mine), "compare buffers"))
+    return [f for f in fragments if f.copy == 0 or mine[f.key] != first.get(f.key)]
+
+
+def begin_write(target: str, overwrite: bool) -> bytes:
+    """Makes the directory that the new data goes to, beside that of an older checkpoint, and returns the save id."""
+    if os.path.lexists(os.path.join(target, names.MANIFEST)) and not overwrite:
+        raise CheckpointExistsError(
+            "there is already a checkpoint here", file=target, hint="write elsewhere, or pass overwrite=True"
+        )
+    save_id = secrets.token_hex(8)
+    commit.make_directories(os.path.join(target, names.data_dir(save_id)))
+    return save_id.encode()
+
+
+def write_rank(
+    target: str, save_id: str, fragments: Sequence[Fragment], rank: int, world_size: int, block_bytes: int = BLOCK_BYTES
+) -> catalog.Receipt:
+    """One rank's files of a write that rank 0 has begun, durable. Raises StorageError, RankError."""
+    data = os.path.join(target, names.data_dir(save_id))
+    if not os.path.isdir(data):
+        raise RankError(
+            "rank 0 has made a directory that this rank does not see", file=data, rank=rank,
+            hint="write to a file system that all ranks share",
+        )  # fmt: skip
+    own = os.path.join(target, names.rank_dir(save_id, rank))
+    commit.make_directories(own)
+    plans = plan_shards(fragments, save_id, rank, world_size, block_bytes=block_bytes)
+    table = write_shards(target, plans, Budget(), block_bytes)
+    commit.write_file(os.path.join(target, names.digests_path(save_id, rank)), table)
+    commit.fsync_directory(own)
+    return catalog.receipt(rank, digest(table), plans)
+
+
+def commit_write(target: str, save_id: str, receipts: Sequence[bytes], about: catalog.About, *, latest: bool) -> bytes:
+    """On rank 0, when every rank's files are durable: the index, then the manifest, then ``latest``."""
+    manifest, index = catalog.catalog([catalog.unpack(receipt) for receipt in receipts], save_id, about)
+    reader = LocalReader(target)
+    written = manifest_format.decode(manifest)
+    for file in written.files:
+        size = reader.size(written.path(file))
+        if size != file.nbytes:
+            raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=written.path(file))
+    commit.write_file(os.path.join(target, names.index_path(save_id)), index)
+    commit.fsync_directory(os.path.join(target, names.data_dir(save_id)))
+    replaced = _read_manifest(target)
+    commit.replace_file(os.path.join(target, names.MANIFEST), manifest)
+    if latest:
+        parent, name = os.path.split(target)
+        commit.replace_file(os.path.join(parent, names.LATEST), f"{name}\n".encode())
+    if replaced is not None:
+        commit.remove_tree(os.path.join(target, names.data_dir(replaced.save_id)))
+    return b""
+
+
+def _read_manifest(path: str) -> manifest_format.Manifest | None:
+    """The manifest in ``path``; None if there is none or it cannot be read."""
+    try:
+        return _open(path).manifest
+    except (CheckpointNotFoundError, FormatError):
+        return None
+
+
+def _discard(target: str, save_id: str) -> None:
+    """After a failure: removes what this write has made, unless a manifest names it already."""
+    current = _read_manifest(target)
+    if current is None or current.save_id != save_id:
+        commit.remove_tree(os.path.join(target, names.data_dir(save_id)))
+        commit.remove_empty_directory(target)
+
+
+def open(path: StrPath) -> Checkpoint:  # noqa: A001  zckpt.open reads like the builtin on purpose
+    """Opens the checkpoint at ``path``, or, in the directory of a run, the one that ``latest`` names.
+
+    Reads the manifest and nothing else. Needs neither the framework that wrote it nor torch.distributed. Raises
+    CheckpointNotFoundError, UnfinishedWriteError, VersionError, FeatureError, FormatError, StorageError.
+    """
+    return _open(_find(os.fspath(path)))
+
+
+def _open(path: str) -> Checkpoint:
+    reader = LocalReader(path)
+    if not os.path.lexists(os.path.join(path, names.MANIFEST)):
+        raise CheckpointNotFoundError("there is no manifest", file=path)
+    raw = reader.read(names.MANIFEST, 0, min(reader.size(names.MANIFEST), MANIFEST_BYTES_MAX + 1))
+    try:
+        return Checkpoint(path, manifest_format.decode(raw), reader)
+    except FormatError as error:
+        error.file = os.path.join(path, names.MANIFEST)
+        raise
+
+
+def _find(path: str) -> str:
+    """The checkpoint's directory. Raises CheckpointNotFoundError, UnfinishedWriteError, FormatError (L001)."""
+    if os.path.lexists(os.path.join(path, names.MANIFEST)):
+        return path
+    if not os.path.isdir(path):
+        what = "is a file" if os.path.exists(path) else "does not exist"
+        raise CheckpointNotFoundError(f"the path {what}", file=path, hint="give the directory of a checkpoint or run")
+    if os.path.lexists(os.path.join(path, names.LATEST)):
+        raw = LocalReader(path).read(names.LATEST, 0, LATEST_BYTES_MAX + 1)
+        found = os.path.join(path, names.decode_latest(raw, os.path.join(path, names.LATEST)))
+        if os.path.lexists(os.path.join(found, names.MANIFEST)):
+            return found
+        raise CheckpointNotFoundError("`latest` names a checkpoint that is not there", file=found, rule="L001")
+    entries = os.listdir(path)
+    if any(names.is_data_dir(entry) for entry in entries):
+        raise UnfinishedWriteError(
+            "a write was begun here and never committed",
+            file=path,
+            hint="open an older checkpoint; this one is not whole",
+        )
+    stock = any(entry.endswith("_states.pt") for entry in entries)
+    raise CheckpointNotFoundError(
+        "there is no manifest", file=path,
+        hint="this looks like a checkpoint in DeepSpeed's own format" if stock else "give the directory of a checkpoint",
+    )  # fmt: skip
+
+
+def restore(engine: object, path: StrPath, *, rng: bool = False, verify: bool = True) -> dict[str, Any]:
+    """Reads a checkpoint straight into the memory of a live engine. Every rank calls it. Returns the ``client_state``.
+
+    Everything that can be known without reading tensors is checked before the engine is touched. ``rng``: also restore
+    the random number generators of every rank, which needs the world size of the writer. Raises MismatchError, which
+    lists every difference, and what ``zckpt.open`` and ``Checkpoint.load`` raise, on every rank.
+    """
+    ranks = Ranks()
+    ranks.agree(os.path.abspath(path), "paths")
+    adapter, checkpoint, wanted, rank_state = ranks.together(
+        lambda: _prepare_restore(engine, path, ranks, rng), "prepare the restore"
+    )
+    ranks.agree(checkpoint.manifest.save_id, "checkpoints")
+    ranks.together(lambda: _fill(adapter, checkpoint, wanted, ranks.rank, verify), "restore")
+    ranks.together(lambda: adapter.finish_restore(checkpoint.state["engine"], rank_state), "restore")
+    client_state: dict[str, Any] = checkpoint.state["client_state"]
+    return client_state
+
+
+def _prepare_restore(
+    engine: object, path: StrPath, ranks: Ranks, rng: bool
+) -> tuple[EngineAdapter, Checkpoint, tuple[Fragment, ...], Mapping[str, Any] | None]:
+    adapter = adapt(engine)
+    adapter.refuse_unsupported()
+    checkpoint = open(path)
+    stored = {part: {info.name for info in checkpoint.values() if info.part == part} for part in checkpoint.parts}
+    wanted = adapter.wanted(stored)
+    problems = list(_differences(checkpoint, wanted)) + adapter.check_state(checkpoint.state["engine"])
+    if rng and checkpoint.world_size != ranks.size:
+        problems.append(
+            f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {ranks.size}"
+        )
+    if problems:
+        raise MismatchError(
+            "the checkpoint does not fit the engine; nothing was changed:\n  " + "\n  ".join(problems),
+            file=checkpoint.path,
+            rank=ranks.rank,
+        )
+    return adapter, checkpoint, wanted, checkpoint.rank_state(ranks.rank) if rng else None
+
+
+def _differences(checkpoint: Checkpoint, wanted: Sequence[Fragment]) -> list[str]:
+    """What is missing, of another shape or dtype, or left over, a line each."""
+    tensors = {fragment.key: fragment for fragment in wanted}
+    found = []
+    for key, fragment in tensors.items():
+        info = checkpoint.get(key)
+        dtype = TORCH_DTYPES[fragment.dtype]
+        if info is None:
+            found.append(f"missing: {key} {list(fragment.shape)}")
+        elif (info.shape, info.dtype) != (fragment.shape, dtype):
+            found.append(
+                f"differs: {key} is {info.dtype} {list(info.shape)}, the engine has {dtype} {list(fragment.shape)}"
+            )
+    return found
+
+
+def _fill(
+    adapter: EngineAdapter, checkpoint: Checkpoint, wanted: tuple[Fragment, ...], rank: int, verify: bool
+) -> None:
+    wants = []
+    for fragment in adapter.begin_restore(wanted):
+        assert fragment.data is not None, "begin_restore supplies the memory"
+        info = checkpoint[fragment.key]
+        span = Span(fragment.start, fragment.stop, 0)
+        wants.append(Want(info, choose_copy(checkpoint.pieces(info), rank), [span], fragment.data))
+    try:
+        checkpoint.read(wants, verify=verify)
+    except (FormatError, StorageError) as error:
+        error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
+        raise
+
+
+def validate(path: StrPath, *, data: bool = True) -> Report:
+    """Checks a checkpoint against the specification. ``data``: read every byte and compare it with its digest; without,
+    only names, sizes, headers and the index are checked.
+
+    Never raises for what is wrong with the checkpoint: that is in the report, one finding per broken rule and place.
+    Raises CheckpointNotFoundError if there is nothing to check, and StorageError.
+    """
+    found = _find(os.fspath(path))
+    try:
+        checkpoint = _open(found)
+    except FormatError as error:
+        return Report(found, [Finding.of(error)], files=1)
+    return check_checkpoint(checkpoint, data=data)

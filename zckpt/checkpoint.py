@@ -1,0 +1,379 @@
+"""An opened checkpoint: what it holds, and any part of it as tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.errors import KeyNotFoundError
+from zckpt.format import index as index_format
+from zckpt.format import names, tree
+from zckpt.format.digest import DIGEST_BYTES, digest
+from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX
+from zckpt.format.manifest import TIERS, Manifest
+from zckpt.format.rules import broken
+from zckpt.io.budget import Budget
+from zckpt.io.memory import TORCH_DTYPES, Sink, check_cast
+from zckpt.io.read import ReadFile, run_reads
+from zckpt.plan.coalesce import plan_reads
+from zckpt.plan.reshard import Span, choose_copy, extents, slice_spans
+from zckpt.plan.select import Keys, select
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
+
+if TYPE_CHECKING:
+    from zckpt.format.index import Layout, Piece
+    from zckpt.io.local import IOCount, LocalReader
+
+Device = torch.device | str
+
+
+@dataclass(frozen=True, slots=True)
+class PieceInfo:
+    """Elements ``[start, stop)`` of a tensor, in row-major order, and where they are stored.
+
+    ``copy`` is 0 but for rank-local values such as buffers that differ from rank to rank. ``offset`` is the byte of
+    ``file`` (relative to the checkpoint) at which ``nbytes`` bytes begin.
+    """
+
+    rank: int
+    tier: str
+    copy: int
+    start: int
+    stop: int
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint. ``pieces`` is read from the index when it is first asked for."""
+
+    key: str
+    part: str
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    """Of one whole copy."""
+    _checkpoint: Checkpoint = field(repr=False, compare=False)
+
+    @cached_property
+    def pieces(self) -> tuple[PieceInfo, ...]:
+        return self._checkpoint._piece_infos(self)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that wrote it, ascending."""
+        return tuple(sorted({piece.rank for piece in self.pieces}))
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that hold it, relative to the checkpoint."""
+        return tuple(dict.fromkeys(piece.file for piece in self.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Elements of one tensor, and the contiguous memory that they go to. ``pieces`` are those to be read from."""
+
+    info: TensorInfo
+    pieces: Sequence[Piece]
+    spans: Sequence[Span]
+    target: torch.Tensor
+
+
+class Checkpoint(Mapping[str, TensorInfo]):
+    """A mapping from key (``<part>/<parameter name>``) to TensorInfo. Made by ``zckpt.open``; safe to share by threads.
+
+    Nothing but the manifest is read until it is asked for.
+    """
+
+    def __init__(self, path: str, manifest: Manifest, reader: LocalReader, budget: Budget | None = None) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.reader = reader
+        self._budget = budget or Budget()
+        self._layouts: dict[int, Layout] = {}
+        self._tables: dict[int, memoryview] = {}
+
+    # What it holds
+
+    def __getitem__(self, key: str) -> TensorInfo:
+        """Raises KeyNotFoundError, which names the nearest keys."""
+        part, _, name = key.partition("/")
+        place = self._place(part, name)
+        if part == STATE or place is None:
+            select(list(self), [key])  # raises, naming the nearest
+            raise KeyNotFoundError(f"{key!r} is a pattern, not a key", key=key, hint="Checkpoint.load takes patterns")
+        return self._info(*place)
+
+    def __iter__(self) -> Iterator[str]:
+        for part in self.manifest.parts:
+            if part.name != STATE:
+                for name in part.names:
+                    yield f"{part.name}/{self.manifest.names[name]}"
+
+    def __len__(self) -> int:
+        return sum(len(part.names) for part in self.manifest.parts if part.name != STATE)
+
+    def __repr__(self) -> str:
+        return f"<zckpt.Checkpoint {self.path!r}: step {self.step}, {len(self)} tensors of {', '.join(self.parts)}>"
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def world_size(self) -> int:
+        return self.manifest.world_size
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(part.name for part in self.manifest.parts if part.name != STATE)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """From each further name of a tied weight to the one it is stored under."""
+        return self.manifest.aliases
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files, as the manifest records them."""
+        return sum(file.nbytes for file in self.manifest.files)
+
+    @property
+    def io(self) -> IOCount:
+        """What reading this checkpoint has cost so far."""
+        return self.reader.count
+
+    @cached_property
+    def state(self) -> Any:
+        """The tree of non-tensor state that all ranks share; tensors inside it are on the CPU."""
+        return tree.unpack(self.manifest.state, self._state_leaf, names.MANIFEST)
+
+    def rank_state(self, rank: int) -> Any:
+        """The tree of state that ``rank`` alone had, such as its random number generators; None if there is none."""
+        place = self._place(STATE, f"rank/{rank}")
+        if place is None:
+            return None
+        info = self._info(*place)
+        packed = self._load([info], "cpu", None)[info.key]
+        return tree.unpack(packed.numpy().tobytes(), self._state_leaf, info.key)
+
+    def _state_leaf(self, ext: int, name: str) -> object:
+        place = self._place(STATE, name)
+        if place is None:
+            raise broken("T003", f"there is no tensor {STATE}/{name}", file=names.MANIFEST)
+        info = self._info(*place)
+        tensor = self._load([info], "cpu", None)[info.key]
+        return tensor if ext == tree.TENSOR else tensor.numpy()
+
+    # Any part of it
+
+    def load(
+        self, keys: Keys = None, *, device: Device = "cpu", dtype: torch.dtype | None = None, verify: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Whole tensors by key, assembled from the pieces of all ranks, in memory of their own on ``device``.
+
+        ``keys``: one key, a glob (``"master/*"``), several of either, a predicate over keys, or None for all. ``dtype``
+        converts between floating point types, or between integer types, on the way. ``verify`` checks every block's
+        digest. Reads nothing but these tensors, the index chunks that list them and the digests that cover them.
+
+        Raises KeyNotFoundError, CastError, FormatError (damaged or missing data) and StorageError; then nothing is
+        returned.
+        """
+        return self._load([self[key] for key in select(list(self), keys)], device, dtype, verify)
+
+    def iter(
+        self, keys: Keys = None, *, device: Device = "cpu", dtype: torch.dtype | None = None, verify: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Like ``load``, one ``(key, tensor)`` at a time, so that only one is in memory unless the caller keeps more."""
+        for key in select(list(self), keys):
+            yield key, self._load([self[key]], device, dtype, verify)[key]
+
+    def load_slice(
+        self,
+        key: str,
+        index: slice | tuple[slice, ...],
+        *,
+        device: Device = "cpu",
+        dtype: torch.dtype | None = None,
+        verify: bool = True,
+    ) -> torch.Tensor:
+        """``tensor[index]`` without reading the rest; ``index`` is a slice, or one per leading dimension, of step 1.
+
+        With ``verify`` the blocks (1 MiB) at the edges are read whole.
+        """
+        info = self[key]
+        shape, spans = slice_spans(info.shape, index if isinstance(index, tuple) else (index,))
+        target = self._empty(info, shape, device, dtype)
+        self.read([Want(info, choose_copy(self.pieces(info), None), spans, target)], verify=verify)
+        return target
+
+    def load_pieces(
+        self, rank: int, keys: Keys = None, *, device: Device = "cpu", verify: bool = True
+    ) -> dict[tuple[str, int, int], torch.Tensor]:
+        """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``."""
+        wants: dict[tuple[str, int, int], Want] = {}
+        for key in select(list(self), keys):
+            info = self[key]
+            for piece in self.pieces(info):
+                if piece.rank == rank:
+                    target = self._empty(info, (piece.stop - piece.start,), device, None)
+                    span = Span(piece.start, piece.stop, 0)
+                    wants[key, piece.start, piece.stop] = Want(info, [piece], [span], target)
+        self.read(list(wants.values()), verify=verify)
+        return {place: want.target for place, want in wants.items()}
+
+    def state_dict(
+        self, *, dtype: torch.dtype | None = None, device: Device = "cpu", verify: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """What ``model.load_state_dict`` takes: weights (from ``master``, else ``param``), buffers, every name of a tied
+        weight. ``dtype`` applies to floating point weights; buffers keep theirs."""
+        sources: dict[str, TensorInfo] = {}
+        for part in (BUFFER, PARAM, MASTER):
+            sources |= {info.name: info for info in self.values() if info.part == part}
+        casts = {
+            name: dtype if info.part != BUFFER and info.dtype.is_floating_point else None
+            for name, info in sources.items()
+        }
+        targets = {name: self._empty(info, info.shape, device, casts[name]) for name, info in sources.items()}
+        self.read([self._whole(info, targets[name]) for name, info in sources.items()], verify=verify)
+        return targets | {alias: targets[name] for alias, name in self.aliases.items() if name in targets}
+
+    def read(self, wants: Sequence[Want], *, verify: bool = True) -> None:
+        """Fills the target of every want. The one way in which tensor data is read."""
+        manifest = self.manifest
+        batch_bytes = self._budget.batch_bytes(manifest.block_bytes)
+        found = [
+            extent
+            for number, want in enumerate(wants)
+            for extent in extents(
+                want.pieces,
+                [self.file_number(want.info, piece) for piece in want.pieces],
+                want.spans,
+                item_bytes=want.info.dtype.itemsize,
+                sink=number,
+            )
+        ]
+        files = {number: self.read_file(number, verify=verify) for number in {extent.file for extent in found}}
+        ops = plan_reads(
+            found,
+            data_starts=[file.data_start for file in manifest.files],
+            block_bytes=manifest.block_bytes,
+            verify=verify,
+            batch_bytes=batch_bytes,
+        )
+        sinks = [Sink(want.info.key, want.target, want.info.dtype) for want in wants]
+        run_reads(self.reader, ops, files, sinks, self._budget, batch_bytes)
+
+    def _load(
+        self, infos: Sequence[TensorInfo], device: Device, dtype: torch.dtype | None, verify: bool = True
+    ) -> dict[str, torch.Tensor]:
+        wants = [self._whole(info, self._empty(info, info.shape, device, dtype)) for info in infos]
+        self.read(wants, verify=verify)
+        return {want.info.key: want.target for want in wants}
+
+    def _whole(self, info: TensorInfo, target: torch.Tensor) -> Want:
+        return Want(info, choose_copy(self.pieces(info), None), [Span(0, math.prod(info.shape), 0)], target)
+
+    @staticmethod
+    def _empty(info: TensorInfo, shape: tuple[int, ...], device: Device, dtype: torch.dtype | None) -> torch.Tensor:
+        check_cast(info.dtype, dtype or info.dtype, info.key)
+        return torch.empty(shape, dtype=dtype or info.dtype, device=device)
+
+    # Manifest and index
+
+    def all_tensors(self) -> Iterator[TensorInfo]:
+        """Those of the mapping, and those that carry state trees."""
+        for part_id, part in enumerate(self.manifest.parts):
+            for row in range(len(part.names)):
+                yield self._info(part_id, row)
+
+    def _place(self, part: str, name: str) -> tuple[int, int] | None:
+        """Part id and row of a tensor."""
+        return self._rows.get((part, self.manifest.name_ids.get(name, -1)))
+
+    @cached_property
+    def _rows(self) -> dict[tuple[str, int], tuple[int, int]]:
+        return {
+            (part.name, name): (i, row)
+            for i, part in enumerate(self.manifest.parts)
+            for row, name in enumerate(part.names)
+        }
+
+    def _info(self, part_id: int, row: int) -> TensorInfo:
+        part = self.manifest.parts[part_id]
+        name, shape = self.manifest.names[part.names[row]], self.manifest.shapes[part.shapes[row]]
+        dtype = part.dtypes[row]
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        return TensorInfo(f"{part.name}/{name}", part.name, name, TORCH_DTYPES[dtype], shape, nbytes, self)
+
+    def pieces(self, info: TensorInfo) -> tuple[Piece, ...]:
+        """The index's records of one tensor, copy by copy, in the order of their elements."""
+        place = self._place(info.part, info.name)
+        assert place is not None
+        part_id, row = place
+        layout = self.manifest.parts[part_id].layout
+        number, chunk = next(
+            (i, chunk)
+            for i, chunk in enumerate(self.manifest.chunks)
+            if chunk.layout == layout and chunk.first_row <= row < chunk.first_row + chunk.rows
+        )
+        return index_format.pieces(self.chunk(number), row - chunk.first_row, math.prod(info.shape))
+
+    def chunk(self, number: int) -> Layout:
+        """One chunk of the index, read and checked when it is first asked for."""
+        if number not in self._layouts:
+            chunk = self.manifest.chunks[number]
+            raw = self.reader.read(names.index_path(self.manifest.save_id), chunk.offset, chunk.nbytes)
+            self._layouts[number] = index_format.decode(raw, chunk, self.manifest)
+        return self._layouts[number]
+
+    def read_index(self) -> int:
+        """Reads and checks the whole index; returns the number of pieces of all parts."""
+        for number in range(len(self.manifest.chunks)):
+            self.chunk(number)
+        by_layout: dict[int, int] = {}
+        for chunk in self.manifest.chunks:
+            by_layout[chunk.layout] = by_layout.get(chunk.layout, 0) + chunk.pieces
+        return sum(by_layout[part.layout] for part in self.manifest.parts if part.names)
+
+    def _piece_infos(self, info: TensorInfo) -> tuple[PieceInfo, ...]:
+        found = []
+        for piece in self.pieces(info):
+            file = self.manifest.files[self.file_number(info, piece)]
+            nbytes = (piece.stop - piece.start) * info.dtype.itemsize
+            place = (self.manifest.path(file), file.data_start + piece.offset, nbytes)
+            found.append(PieceInfo(piece.rank, TIERS[piece.tier], piece.copy, piece.start, piece.stop, *place))
+        return tuple(found)
+
+    def file_number(self, info: TensorInfo, piece: Piece) -> int:
+        """Position of the piece's file in the manifest."""
+        return self.manifest.file_ids[piece.rank, self.manifest.part_ids[info.part], piece.tier]
+
+    def read_file(self, number: int, *, verify: bool) -> ReadFile:
+        """A data file as the read pipeline wants it."""
+        file = self.manifest.files[number]
+        table = self.digest_table(file.rank)[file.first_block * DIGEST_BYTES :] if verify else memoryview(b"")
+        return ReadFile(self.manifest.path(file), file.nbytes, table)
+
+    def digest_table(self, rank: int) -> memoryview:
+        """The digest table of one rank, checked."""
+        if rank not in self._tables:
+            path = names.digests_path(self.manifest.save_id, rank)
+            nbytes = self.reader.size(path)
+            if nbytes % DIGEST_BYTES or nbytes > DIGEST_TABLE_BYTES_MAX:
+                raise broken("D001", f"the table is {nbytes} bytes long", file=path)
+            raw = self.reader.read(path, 0, nbytes)
+            if digest(raw) != self.manifest.digests[rank]:
+                raise broken("D002", "the digest table is damaged", file=path, start=0, stop=nbytes)
+            self._tables[rank] = memoryview(raw)
+        return self._tables[rank]

@@ -1,0 +1,90 @@
+"""The ranks of a job: what they tell each other, and how a failure on one reaches all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from zckpt.errors import RankError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+_group: tuple[object, dist.ProcessGroup | None] | None = None
+"""The world's default group and the CPU group made beside it."""
+
+
+def _cpu_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks: the default group may be NCCL's, which cannot carry host memory. Collective at first."""
+    global _group  # noqa: PLW0603  made once per process and world: creating a group is itself a collective
+    world = dist.group.WORLD
+    if _group is None or _group[0] is not world:
+        _group = (world, dist.new_group(backend="gloo"))
+    return _group[1]
+
+
+class Ranks:
+    """All ranks of the default process group, or this process alone where there is none.
+
+    Every method is collective: all ranks call it, in the same order.
+    """
+
+    def __init__(self) -> None:
+        alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if alone else dist.get_rank()
+        self.size = 1 if alone else dist.get_world_size()
+        self._group = None if self.size == 1 else _cpu_group()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """``data`` of every rank, on every rank."""
+        if self.size == 1:
+            return [data]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        room = max(1, *(int(size) for size in sizes))
+        mine = torch.zeros(room, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+        all_data = [torch.zeros(room, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(all_data, mine, group=self._group)
+        return [bytes(one[: int(size)].numpy()) for one, size in zip(all_data, sizes, strict=True)]
+
+    def together(self, action: Callable[[], T], doing: str) -> T:
+        """Runs ``action`` on every rank; returns its result only if it succeeded on all.
+
+        A rank where it failed raises its own error, every other one a RankError that names the first failed rank.
+        """
+        error: BaseException | None = None
+        result: T | None = None
+        try:
+            result = action()
+        except BaseException as caught:  # raised again below, once the others know
+            error = caught
+        message = "" if error is None else f"{type(error).__name__}: {error}"
+        reports = [msgpack.unpackb(report) for report in self.gather(msgpack.packb([error is not None, message]))]
+        if error is not None:
+            raise error
+        failed = [rank for rank, (bad, _) in enumerate(reports) if bad]
+        if failed:
+            others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+            raise RankError(f"rank {failed[0]}{others} failed to {doing}: {reports[failed[0]][1]}", rank=failed[0])
+        return result  # type: ignore[return-value]
+
+    def first(self, action: Callable[[], bytes], doing: str) -> bytes:
+        """Runs ``action`` on rank 0 alone; every rank gets its result, or an error."""
+        mine = self.together(lambda: action() if self.rank == 0 else b"", doing)
+        return self.gather(mine)[0]
+
+    def agree(self, value: str, what: str) -> str:
+        """``value``, if it is the same on every rank; otherwise RankError on all."""
+        values = [one.decode() for one in self.gather(value.encode())]
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise RankError(
+                    f"the ranks have different {what}: {values[0]!r} on rank 0, {other!r} on rank {rank}", rank=rank
+                )
+        return value

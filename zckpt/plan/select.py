@@ -1,0 +1,36 @@
+"""From what a caller asks for to keys."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+
+from zckpt.errors import KeyNotFoundError
+
+Keys = str | Iterable[str] | Callable[[str], bool] | None
+"""One key, a glob (``"master/*"``), several of either, a predicate over keys, or None for all."""
+
+
+def select(keys: Sequence[str], wanted: Keys) -> list[str]:
+    """The keys that ``wanted`` asks for, each once, in the order of ``keys``.
+
+    Raises KeyNotFoundError if a key or glob matches nothing; the error names the nearest keys.
+    """
+    if wanted is None:
+        return list(keys)
+    if callable(wanted):
+        return [key for key in keys if wanted(key)]
+    found: set[str] = set()
+    known = set(keys)
+    for pattern in [wanted] if isinstance(wanted, str) else wanted:
+        matches = {pattern} & known or set(fnmatch.filter(keys, pattern))
+        if not matches:
+            raise KeyNotFoundError(f"no key matches {pattern!r}", key=pattern, hint=_nearest(keys, pattern))
+        found |= matches
+    return [key for key in keys if key in found]
+
+
+def _nearest(keys: Sequence[str], pattern: str) -> str:
+    near = difflib.get_close_matches(pattern, keys, n=3, cutoff=0.3) or list(keys[:3])
+    return f"the nearest are: {', '.join(near)}" if near else "the checkpoint holds no tensors"
