@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -146,7 +147,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     @property
     def nbytes(self) -> int:
         """Of all files, as the manifest records them."""
-        return sum(file.nbytes for file in self.manifest.files)
+        return sum(self.manifest.files.nbytes)
 
     @property
     def io(self) -> IOCount:
@@ -266,7 +267,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         files = {number: self.read_file(number, verify=verify) for number in {extent.file for extent in found}}
         ops = plan_reads(
             found,
-            data_starts=[file.data_start for file in manifest.files],
+            data_starts=manifest.files.data_start,
             block_bytes=manifest.block_bytes,
             verify=verify,
             batch_bytes=batch_bytes,
@@ -299,15 +300,12 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     def _place(self, part: str, name: str) -> tuple[int, int] | None:
         """Part id and row of a tensor."""
-        return self._rows.get((part, self.manifest.name_ids.get(name, -1)))
-
-    @cached_property
-    def _rows(self) -> dict[tuple[str, int], tuple[int, int]]:
-        return {
-            (part.name, name): (i, row)
-            for i, part in enumerate(self.manifest.parts)
-            for row, name in enumerate(part.names)
-        }
+        part_id, name_id = self.manifest.part_ids.get(part), self.manifest.name_ids.get(name)
+        if part_id is None or name_id is None:
+            return None
+        ids = self.manifest.parts[part_id].names
+        row = bisect_left(ids, name_id)
+        return (part_id, row) if row < len(ids) and ids[row] == name_id else None
 
     def _info(self, part_id: int, row: int) -> TensorInfo:
         part = self.manifest.parts[part_id]
@@ -357,7 +355,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     def file_number(self, info: TensorInfo, piece: Piece) -> int:
         """Position of the piece's file in the manifest."""
-        return self.manifest.file_ids[piece.rank, self.manifest.part_ids[info.part], piece.tier]
+        return self.manifest.file_number(piece.rank, self.manifest.part_ids[info.part], piece.tier)
 
     def read_file(self, number: int, *, verify: bool) -> ReadFile:
         """A data file as the read pipeline wants it."""

@@ -223,9 +223,10 @@ def spans(layout: Layout, numel: Ints) -> tuple[Ints, Ints]:
 def _data_bytes(manifest: Manifest, part_id: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Data bytes of the part's file by ``[rank, tier]``; -1 where there is none."""
     table = np.full((manifest.world_size, len(TIERS)), -1, np.int64)
-    for file in manifest.files:
-        if file.part == part_id:
-            table[file.rank, file.tier] = file.nbytes - file.data_start
+    files = manifest.files
+    own = np.array(files.part, np.int64) == part_id
+    rank, tier = np.array(files.rank, np.int64)[own], np.array(files.tier, np.int64)[own]
+    table[rank, tier] = (np.array(files.nbytes, np.int64) - np.array(files.data_start, np.int64))[own]
     return table
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import msgpack
 
@@ -29,7 +30,7 @@ from zckpt.format.rules import broken
 from zckpt.format.shard import ShardId, is_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 VERSION = (1, 0)
 FEATURES: frozenset[str] = frozenset()
@@ -37,6 +38,16 @@ FEATURES: frozenset[str] = frozenset()
 TIERS = tuple(names.TIER_PREFIX)
 
 _MAGIC = "zckpt"
+_CHUNK_COLUMNS = {
+    "layout": "layout",
+    "first_row": "first_row",
+    "rows": "rows",
+    "pieces": "pieces",
+    "offset": "offset",
+    "bytes": "nbytes",
+    "digest": "digest",
+}
+"""From the field in the file to the attribute of ``Chunk``, in the order of its fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,36 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
+class Files(Sequence[File]):
+    """All data files, as columns: a thousand ranks have thousands of files, and opening must not make an object of each."""
+
+    rank: tuple[int, ...]
+    part: tuple[int, ...]
+    tier: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    data_start: tuple[int, ...]
+    first_block: tuple[int, ...]
+
+    @classmethod
+    def of(cls, files: Iterable[File]) -> Files:
+        """In the order of the format: by rank, part and tier."""
+        rows = sorted((f.rank, f.part, f.tier, f.nbytes, f.data_start, f.first_block) for f in files)
+        return cls(*zip(*rows, strict=True)) if rows else cls((), (), (), (), (), ())
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @overload
+    def __getitem__(self, i: int) -> File: ...
+    @overload
+    def __getitem__(self, i: slice) -> tuple[File, ...]: ...
+    def __getitem__(self, i: int | slice) -> File | tuple[File, ...]:
+        if isinstance(i, slice):
+            return tuple(self[j] for j in range(*i.indices(len(self))))
+        return File(self.rank[i], self.part[i], self.tier[i], self.nbytes[i], self.data_start[i], self.first_block[i])
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """One zstd frame of the index: ``rows`` tensors of one layout, from ``first_row`` on, with ``pieces`` pieces."""
 
@@ -88,7 +129,7 @@ class Manifest:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     parts: tuple[Part, ...]
-    files: tuple[File, ...]
+    files: Files
     digests: tuple[bytes, ...]
     """The digest of each rank's digest table."""
     chunks: tuple[Chunk, ...]
@@ -108,10 +149,21 @@ class Manifest:
     def part_ids(self) -> dict[str, int]:
         return {part.name: i for i, part in enumerate(self.parts)}
 
+    def file_number(self, rank: int, part: int, tier: int) -> int:
+        """Position in ``files``. Raises KeyError."""
+        return self._file_numbers[self._place(rank, part, tier)]
+
+    def _place(self, rank: int, part: int, tier: int) -> int:
+        return (rank * len(self.parts) + part) * len(TIERS) + tier
+
     @cached_property
-    def file_ids(self) -> dict[tuple[int, int, int], int]:
-        """From ``(rank, part, tier)`` to the position in ``files``."""
-        return {(file.rank, file.part, file.tier): i for i, file in enumerate(self.files)}
+    def file_places(self) -> tuple[int, ...]:
+        """One number for each file that orders by rank, part and tier."""
+        return tuple(map(self._place, self.files.rank, self.files.part, self.files.tier))
+
+    @cached_property
+    def _file_numbers(self) -> dict[int, int]:
+        return {place: number for number, place in enumerate(self.file_places)}
 
     def shard(self, file: File) -> ShardId:
         return ShardId(self.save_id, file.rank, self.world_size, self.parts[file.part].name, TIERS[file.tier])
@@ -122,10 +174,6 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of ``manifest.msgpack``."""
-
-    def columns(records: tuple[Any, ...], **fields: str) -> dict[str, list[Any]]:
-        return {column: [getattr(record, attribute) for record in records] for column, attribute in fields.items()}
-
     body = msgpack.packb(
         {
             "version": VERSION,
@@ -142,27 +190,20 @@ def encode(manifest: Manifest) -> bytes:
                 for p in manifest.parts
             ],
             "aliases": dict(manifest.aliases),
-            "files": columns(
-                manifest.files,
-                rank="rank",
-                part="part",
-                tier="tier",
-                bytes="nbytes",
-                data_start="data_start",
-                first_block="first_block",
-            ),
+            "files": {
+                "rank": manifest.files.rank,
+                "part": manifest.files.part,
+                "tier": manifest.files.tier,
+                "bytes": manifest.files.nbytes,
+                "data_start": manifest.files.data_start,
+                "first_block": manifest.files.first_block,
+            },
             "digests": manifest.digests,
             "index_bytes": manifest.index_bytes,
-            "chunks": columns(
-                manifest.chunks,
-                layout="layout",
-                first_row="first_row",
-                rows="rows",
-                pieces="pieces",
-                offset="offset",
-                bytes="nbytes",
-                digest="digest",
-            ),
+            "chunks": {
+                column: [getattr(chunk, attribute) for chunk in manifest.chunks]
+                for column, attribute in _CHUNK_COLUMNS.items()
+            },
             "state": manifest.state,
         }
     )
@@ -369,17 +410,12 @@ def _part(value: object) -> Part:
     return part
 
 
-def _files(get: _Fields) -> tuple[File, ...]:
-    columns = get.columns("rank", "part", "tier", "bytes", "data_start", "first_block")
-    files = tuple(File(*row) for row in zip(*columns, strict=True))
-    places = [(file.rank, file.part, file.tier) for file in files]
-    if any(a >= b for a, b in pairwise(places)):
-        raise broken("M011", "the files are not in ascending order", file=names.MANIFEST)
-    return files
+def _files(get: _Fields) -> Files:
+    return Files(*map(tuple, get.columns("rank", "part", "tier", "bytes", "data_start", "first_block")))
 
 
 def _chunks(get: _Fields) -> tuple[Chunk, ...]:
-    columns = get.columns("layout", "first_row", "rows", "pieces", "offset", "bytes")
+    columns = get.columns(*list(_CHUNK_COLUMNS)[:-1])
     digests = [_digest(value) for value in get.array("digest")]
     if len(digests) != len(columns[0]):
         raise broken("M005", "the columns of 'chunks' differ in length", file=names.MANIFEST)
@@ -404,11 +440,15 @@ def _check(m: Manifest) -> None:
                 raise broken("M010", f"part {part.name} has shape id {shape_id} of {len(m.shapes)}", file=where)
             if math.prod(m.shapes[shape_id]) * ITEM_BYTES[dtype] > TENSOR_BYTES_MAX:
                 raise broken("M008", f"shape {m.shapes[shape_id]} of {dtype}", file=where)
-    for file in m.files:
-        if not (file.rank < m.world_size and file.part < len(m.parts) and file.tier < len(TIERS)):
-            raise broken("M011", f"a file of rank {file.rank}, part {file.part}, tier {file.tier}", file=where)
-        if file.data_start > file.nbytes or file.data_start == 0:
-            raise broken("M011", f"data at {file.data_start} of {file.nbytes} bytes", file=where)
+    files = m.files
+    if files and not (
+        max(files.rank) < m.world_size and max(files.part) < len(m.parts) and max(files.tier) < len(TIERS)
+    ):
+        raise broken("M011", "a file of a rank, part or tier that does not exist", file=where)
+    if any(start == 0 or start > nbytes for start, nbytes in zip(files.data_start, files.nbytes, strict=True)):
+        raise broken("M011", "a file whose data begins outside of it", file=where)
+    if any(a >= b for a, b in pairwise(m.file_places)):
+        raise broken("M011", "the files are not in ascending order", file=where)
     if len(m.digests) != m.world_size:
         raise broken("M005", f"{len(m.digests)} digests for {m.world_size} ranks", file=where)
     for alias, name in m.aliases.items():

@@ -13,7 +13,7 @@ from zckpt.errors import RankError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
 from zckpt.format.index import Layout
-from zckpt.format.manifest import TIERS, File, Manifest, Part
+from zckpt.format.manifest import TIERS, File, Files, Manifest, Part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -200,7 +200,7 @@ def catalog(receipts: Sequence[Receipt], save_id: str, about: About) -> tuple[by
         names=tuple(name_ids),
         shapes=tuple(shapes),
         parts=tuple(records),
-        files=tuple(sorted(files, key=lambda f: (f.rank, f.part, f.tier))),
+        files=Files.of(files),
         digests=tuple(digests[rank] for rank in range(len(receipts))),
         chunks=chunks,
         index_bytes=len(index),

@@ -52,7 +52,7 @@ class DeepSpeedAdapter:
         found = refuse.unsupported(self._engine)
         found = found or refuse.unsupported_state(self._zero.optimizer, self._zero.flats)
         if found:
-            raise UnsupportedError(f"this DeepSpeed engine uses {'; '.join(found)}", hint=refuse.SUPPORTED)
+            raise UnsupportedError(f"zckpt does not support this DeepSpeed engine: {'; '.join(found)}", hint=refuse.SUPPORTED)
 
     def inventory(self, parts: Collection[str] | None) -> Inventory:
         available = [MASTER, *self._live_moments, PARAM, BUFFER]

@@ -96,7 +96,7 @@ def _parallelism(engine: Any) -> Iterator[str]:
         yield f"zero_optimization.mics_shard_size = {zero.mics_shard_size}"
     if _setting(engine, "autotp_size", 1) > 1:
         yield f"tensor_parallel.autotp_size = {engine.autotp_size()}"
-    elif engine.mp_world_size > 1:
+    elif engine.mp_world_size > 1 and not _is_a(engine, "PipelineEngine"):  # whose stages count as model parallel too
         yield f"tensor parallelism (mpu, {engine.mp_world_size} ranks)"
     if getattr(getattr(engine._config, "expert_parallel_config", None), "enabled", False):
         yield "expert_parallel (AutoEP)"
