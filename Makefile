@@ -54,7 +54,7 @@ $(SETUP): constraints.txt pyproject.toml Makefile
 	@echo "setup: PyTorch (some minutes where it has to be downloaded)"
 	@$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	@echo "setup: DeepSpeed and the tools"
-	@$(PIP) install hatchling msgpack ninja numpy packaging psutil py-cpuinfo pydantic tqdm einops hjson
+	@$(PIP) install hatchling editables msgpack ninja numpy packaging psutil py-cpuinfo pydantic tqdm einops hjson
 	@$(PIP) install --no-build-isolation --editable '.[deepspeed,dev]'
 	@touch $@
 

@@ -1,0 +1,129 @@
+"""Tiny models, DeepSpeed engines over them and their training, the same on every run: what is random is seeded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ADAMW = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"type": "AdamW", "params": ADAMW},  # DeepSpeed's own, in C++
+    "torch_adamw": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+    "sgd": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+}
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+class Odd(nn.Module):
+    """What a layout can trip over: odd shapes, next to nothing in a parameter, shared, frozen and rank-local state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 63)
+        self.first = nn.Linear(63, 63)
+        self.frozen = nn.Linear(63, 63).requires_grad_(False)
+        self.dropout = nn.Dropout(0.1)  # makes the losses depend on the random state
+        self.head = nn.Linear(63, 7)
+        self.head.weight = self.embed.weight
+        self.scalar = nn.Parameter(torch.ones(()))
+        self.one = nn.Parameter(torch.ones(1))
+        self.two = nn.Parameter(torch.ones(2))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("running_mean", torch.zeros(63))  # differs between ranks, as their batches do
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(63), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.batches += 1
+        hidden = self.dropout(self.first(x).relu()) + self.frozen(x)
+        self.running_mean.lerp_(hidden.detach().mean(0), 0.1)
+        logits = self.head(hidden * self.one + self.scalar) * self.two.sum()
+        return logits.square().mean() + self.embed(self.batches % 7).square().mean() + self.empty.sum()
+
+
+def make_model(model: str) -> nn.Module:
+    if model == "gpt2":
+        sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    return {"mlp": Mlp, "odd": Odd}[model]()
+
+
+def make_engine(
+    stage: int = 3,
+    dtype: str = "bf16",
+    model: str = "mlp",
+    groups: bool = False,
+    frozen: bool = False,
+    seed: int = 0,
+    optimizer: str = "adamw",
+    scheduler: bool = False,
+    config: Mapping[str, Any] | None = None,
+    **zero: Any,
+) -> deepspeed.DeepSpeedEngine:
+    """An engine over a new model; ``seed`` decides its weights.
+
+    ``groups``: weights and one-dimensional parameters in two groups with other settings. ``frozen``: the first quarter
+    of the parameters is frozen. ``config`` and ``zero`` go over the DeepSpeed configuration and its zero_optimization.
+    """
+    torch.manual_seed(seed)
+    module = make_model(model)
+    parameters = list(module.parameters())
+    if frozen:
+        for parameter in parameters[: len(parameters) // 4]:
+            parameter.requires_grad_(False)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    split: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "lr": 2e-2},
+    ]
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": dtype == "bf16"},
+        "optimizer": OPTIMIZERS[optimizer],
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100, **zero},
+        "zero_allow_untested_optimizer": True,
+        **(config or {}),
+    }
+    if scheduler:
+        settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=split if groups else trained, config=settings)
+    torch.manual_seed(1000 * seed + engine.global_rank)
+    return engine
+
+
+def train(engine: deepspeed.DeepSpeedEngine, steps: int, start_step: int = 0) -> list[float]:
+    """Trains ``steps`` steps and returns their losses. The batch of a step depends on its number and the rank alone."""
+    losses = []
+    for step in range(start_step, start_step + steps):
+        loss = engine(**batch(engine, step))
+        loss = getattr(loss, "loss", loss)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def batch(engine: deepspeed.DeepSpeedEngine, step: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(1000 * step + engine.global_rank)
+    if isinstance(engine.module, GPT2LMHeadModel):
+        tokens = torch.randint(64, (4, 16), generator=random)
+        return {"input_ids": tokens, "labels": tokens}
+    features = 63 if isinstance(engine.module, Odd) else 64
+    x = torch.randn(4, features, generator=random)
+    return {"x": x.to(next(engine.module.parameters()).dtype)}
