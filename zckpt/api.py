@@ -279,7 +279,9 @@ def _prepare_restore(
     checkpoint = open(path)
     stored = {part: {info.name for info in checkpoint.values() if info.part == part} for part in checkpoint.parts}
     wanted = adapter.wanted(stored)
-    problems = list(_differences(checkpoint, wanted)) + adapter.check_state(checkpoint.state["engine"])
+    problems = _differences(checkpoint, wanted)
+    problems += [f"unexpected: {key}, the engine has no place for it" for key in adapter.unexpected(stored)]
+    problems += adapter.check_state(checkpoint.state["engine"])
     if rng and checkpoint.world_size != ranks.size:
         problems.append(
             f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {ranks.size}"

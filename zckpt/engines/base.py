@@ -14,7 +14,7 @@ class EngineAdapter(Protocol):
     """One live engine on one rank.
 
     The order of calls is ``refuse_unsupported``, then either ``inventory``, ``state`` and ``rank_state`` to write, or
-    ``wanted``, ``begin_restore`` and ``finish_restore`` to read. Only the last two change the engine.
+    ``wanted``, ``check_state``, ``begin_restore`` and ``finish_restore`` to read. Only the last two change the engine.
     """
 
     @property
@@ -35,7 +35,10 @@ class EngineAdapter(Protocol):
         """
 
     def state(self) -> dict[str, Any]:
-        """The non-tensor state, equal on every rank: counters, param groups and scalars by parameter name, scheduler."""
+        """The non-tensor state, equal on every rank: counters, scheduler, param groups and scalars by parameter name.
+
+        May share memory with the engine: use it before training goes on.
+        """
 
     def rank_state(self) -> dict[str, Any]:
         """The state of this rank alone: random number generators."""
@@ -46,11 +49,22 @@ class EngineAdapter(Protocol):
         Holds every fragment that the engine needs, stored or not, so that what is missing shows.
         """
 
+    def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
+        """The keys among these that the engine has no place for, on any rank."""
+
+    def check_state(self, state: Mapping[str, Any] | None) -> list[str]:
+        """What keeps ``state`` from being restored along with what ``wanted`` returned, one line each.
+
+        Empty where it fits. ``state`` None: tensors only. Raises FormatError for a tree that ``state()`` did not make.
+        """
+
     def begin_restore(self, wanted: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
         """Makes the memory for ``wanted`` (moments that do not exist yet) and returns the fragments with ``data``."""
 
     def finish_restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
         """Once the memory is filled: derives low-precision weights, sets counters, groups, scheduler, hidden state.
 
-        ``state`` None: tensors only. ``rank_state`` None: random number generators are left alone. Collective.
+        ``state`` None: tensors only. ``rank_state`` None: random number generators are left alone. Collective. Raises
+        MismatchError for what ``check_state`` finds, and FormatError for trees that ``state`` and ``rank_state`` did
+        not make.
         """
