@@ -1,12 +1,13 @@
 """Runs a test's function on real ranks, without paying for their imports each time.
 
-Importing torch, DeepSpeed and transformers takes seconds. So one server process imports them once per session, and forks
-the ranks of every run from itself. It has one thread and has run nothing, so the ranks are as good as fresh processes.
+Importing torch, DeepSpeed and transformers takes seconds. So one server process imports them once per session, and
+forks the ranks of every run from itself. It has one thread and has run nothing, so they are as good as fresh processes.
 This file is both sides: ``Cluster`` is what a test sees, ``serve`` the server's main loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -21,14 +22,15 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-TESTS = Path(__file__).resolve().parent
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 START_SECONDS = 600  # the server compiles the ops where no `make` has done so
 OUTPUT_LINES = 40
 PR_SET_PDEATHSIG = 1
@@ -58,7 +60,11 @@ class ClusterError(Exception):
         lines = [f"{len(failed)} of {len(outcomes)} ranks failed"]
         for outcome in failed:
             tail = outcome.output.splitlines()[-OUTPUT_LINES:]
-            lines += [f"--- rank {outcome.rank}: {outcome.error}", f"--- rank {outcome.rank}, end of its output:", *tail]
+            lines += [
+                f"--- rank {outcome.rank}: {outcome.error}",
+                f"--- rank {outcome.rank}, end of its output:",
+                *tail,
+            ]
         super().__init__("\n".join(lines))
 
 
@@ -145,10 +151,11 @@ def serve(connection: Connection) -> None:
     """Imports what is slow, then forks the ranks of one run after the other, until the client is gone."""
     die_with_parent()
     import deepspeed  # noqa: F401
-    import ops
     import pytest  # noqa: F401
     import torch
     from transformers import GPT2LMHeadModel  # noqa: F401
+
+    import ops
 
     ops.load()
     torch.set_num_threads(1)
@@ -221,11 +228,10 @@ def watch(directory: Path, pids: list[int], timeout: float, grace: float) -> lis
             overdue = True
         time.sleep(0.01)
     for rank, pid in enumerate(pids):
-        try:
-            os.killpg(pid, signal.SIGKILL)  # the rank and what it may have started
-        except ProcessLookupError:
-            pass
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what it may have started
         if rank not in statuses:
+            os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return [outcomes[rank] for rank in range(len(pids))]
 
@@ -238,10 +244,10 @@ def died(rank: int, status: int) -> Outcome:
 
 
 def run_rank(directory: Path, rank: int, world_size: int, port: int, job: bytes, init: bool) -> None:
-    """A rank's whole life. Never returns: nothing that the server has registered may run here, least of all its loop."""
+    """A rank's whole life. Never returns: neither the server's loop nor what it runs at its exit is for a rank."""
     try:
-        die_with_parent()
         os.setsid()
+        die_with_parent()
         output = os.open(directory / f"{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)

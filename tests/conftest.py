@@ -3,8 +3,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from cluster import Cluster
 from hypothesis import settings
+
+from cluster import Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

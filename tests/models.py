@@ -27,7 +27,7 @@ class Mlp(nn.Module):
         self.layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().mean()
+        return self.layers(x).float().square().mean()
 
 
 class Odd(nn.Module):
@@ -41,10 +41,9 @@ class Odd(nn.Module):
         self.dropout = nn.Dropout(0.1)  # makes the losses depend on the random state
         self.head = nn.Linear(63, 7)
         self.head.weight = self.embed.weight
-        self.scalar = nn.Parameter(torch.ones(()))
         self.one = nn.Parameter(torch.ones(1))
         self.two = nn.Parameter(torch.ones(2))
-        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.unused = nn.ParameterDict({"empty": torch.empty(0, 3)})  # in use, it would make ZeRO-3 fail
         self.register_buffer("running_mean", torch.zeros(63))  # differs between ranks, as their batches do
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(63), persistent=False)
@@ -52,9 +51,9 @@ class Odd(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.batches += 1
         hidden = self.dropout(self.first(x).relu()) + self.frozen(x)
-        self.running_mean.lerp_(hidden.detach().mean(0), 0.1)
-        logits = self.head(hidden * self.one + self.scalar) * self.two.sum()
-        return logits.square().mean() + self.embed(self.batches % 7).square().mean() + self.empty.sum()
+        self.running_mean.lerp_(hidden.detach().mean(0).float(), 0.1)
+        logits = self.head(hidden * self.one) * self.two.sum()
+        return logits.float().square().mean() + self.embed(self.batches % 7).square().mean()
 
 
 def make_model(model: str) -> nn.Module:

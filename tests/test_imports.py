@@ -1,0 +1,102 @@
+"""Who may import whom inside zckpt, and what importing zckpt costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zckpt
+
+ROOT = Path(zckpt.__file__).parent
+
+# What each module or folder of the package may import besides itself. "zckpt" stands for the public names.
+BELOW_IO = {"errors", "version", "format", "state", "plan"}
+ALLOWED = {
+    "version": set(),
+    "errors": set(),
+    "format": {"errors"},
+    "state": {"errors"},
+    "plan": {"errors", "format", "state"},
+    "io": BELOW_IO,
+    "engines": {"errors", "state"},
+    "checkpoint": BELOW_IO | {"io"},
+    "validation": BELOW_IO | {"io", "checkpoint"},
+    "api": BELOW_IO | {"io", "engines", "checkpoint", "validation"},
+    "__init__": {"api", "checkpoint", "errors", "validation", "version"},
+    "integrations": {"zckpt", "errors"},
+    "cli": {"zckpt", "errors"},
+    "__main__": {"cli"},
+}
+WITHOUT_TORCH = {"version", "errors", "format", "state", "plan"}
+
+PUBLIC_NAMES = """
+    CastError Checkpoint CheckpointExistsError CheckpointNotFoundError DigestError FeatureError Finding FormatError
+    KeyNotFoundError MismatchError MissingFileError NoSpaceError PieceInfo RankError Report SizeError StateError
+    StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
+    __version__ open restore validate write
+"""
+
+FILES = sorted(ROOT.rglob("*.py"))
+MODULES = [".".join(("zckpt", *file.relative_to(ROOT).with_suffix("").parts)) for file in FILES]
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """The full names that a module imports, anywhere in it: for ``from a import b``, ``a.b``."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def without_type_checking(tree: ast.Module) -> ast.Module:
+    def checks_types(node: ast.stmt) -> bool:
+        return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+    return ast.Module([node for node in tree.body if not checks_types(node)], [])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_what_stands_before_it(module: str) -> None:
+    tree = ast.parse(FILES[MODULES.index(module)].read_text())
+    unit = module.split(".")[1]
+    imported = set()
+    for name in imports(tree):
+        package, _, rest = name.partition(".")
+        if package == "zckpt":
+            first = rest.partition(".")[0]
+            imported.add(first if first in ALLOWED else "zckpt")
+    assert imported <= ALLOWED[unit] | {unit}
+    if unit in WITHOUT_TORCH:
+        assert "torch" not in {name.partition(".")[0] for name in imports(without_type_checking(tree))}
+
+
+def test_every_module_imports_on_its_own_and_all_but_its_adapter_without_deepspeed() -> None:
+    names = [name.removesuffix(".__init__") for name in MODULES if not name.endswith("__main__")]
+    script = """
+import importlib, os, sys, zckpt
+assert "deepspeed" not in sys.modules
+for name in sys.argv[1:]:
+    adapter = name.startswith("zckpt.engines.deepspeed")
+    if adapter:
+        import deepspeed  # here, once for all
+    pid = os.fork()
+    if pid == 0:
+        if not adapter:
+            sys.modules["deepspeed"] = None  # importing it raises
+        importlib.import_module(name)
+        sys.exit()
+    assert os.waitpid(pid, 0)[1] == 0, name
+"""
+    subprocess.run([sys.executable, "-c", script, *names], check=True)
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(zckpt.__all__) == sorted(PUBLIC_NAMES.split())
