@@ -26,10 +26,8 @@ def capture(device: torch.device) -> dict[str, Any]:
     return {
         "python": {"version": version, "words": _words(words), "gauss": gauss},
         "numpy": {"words": _words(key), "position": int(position), "has_gauss": int(has_gauss), "gauss": float(cached)},
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "device": []
-        if device.type == "cpu"
-        else [torch.get_device_module(device).get_rng_state(device).numpy().tobytes()],
+        "torch": to_bytes(torch.get_rng_state()),
+        "device": [] if device.type == "cpu" else [to_bytes(torch.get_device_module(device).get_rng_state(device))],
     }
 
 
@@ -44,12 +42,24 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
         np.random.set_state(
             ("MT19937", _unpacked(numpy["words"]), numpy["position"], numpy["has_gauss"], numpy["gauss"])
         )
-        torch.set_rng_state(_tensor(state["torch"]))
+        torch.set_rng_state(to_tensor(state["torch"]))
         if device.type != "cpu":
             for saved in state["device"]:
-                torch.get_device_module(device).set_rng_state(_tensor(saved), device)
+                torch.get_device_module(device).set_rng_state(to_tensor(saved), device)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FormatError(f"not a random number generator's state: {error}") from error
+
+
+def to_bytes(state: torch.Tensor) -> bytes:
+    """A torch generator's state (1-D uint8, in host memory) as bytes."""
+    return state.numpy().tobytes()
+
+
+def to_tensor(state: object) -> torch.Tensor:
+    """What ``to_bytes`` was given. Raises FormatError for anything but bytes."""
+    if not isinstance(state, bytes):
+        raise FormatError(f"a generator's state is {type(state).__name__} instead of bytes")
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _words(values: Any) -> bytes:
@@ -58,7 +68,3 @@ def _words(values: Any) -> bytes:
 
 def _unpacked(words: bytes) -> Any:
     return np.frombuffer(words, dtype="<u4").astype(np.uint32)
-
-
-def _tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

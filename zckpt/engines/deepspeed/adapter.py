@@ -52,7 +52,9 @@ class DeepSpeedAdapter:
         found = refuse.unsupported(self._engine)
         found = found or refuse.unsupported_state(self._zero.optimizer, self._zero.flats)
         if found:
-            raise UnsupportedError(f"zckpt does not support this DeepSpeed engine: {'; '.join(found)}", hint=refuse.SUPPORTED)
+            raise UnsupportedError(
+                f"zckpt does not support this DeepSpeed engine: {'; '.join(found)}", hint=refuse.SUPPORTED
+            )
 
     def inventory(self, parts: Collection[str] | None) -> Inventory:
         available = [MASTER, *self._live_moments, PARAM, BUFFER]
@@ -80,7 +82,11 @@ class DeepSpeedAdapter:
         }
 
     def rank_state(self) -> dict[str, Any]:
-        return {"rng": rng.capture(self._engine.device)}
+        tracked = _rng_tracker().get_states()
+        return {
+            "rng": rng.capture(self._engine.device),
+            "rng_tracker": {name: rng.to_bytes(state) for name, state in tracked.items()},
+        }
 
     def wanted(self, stored: Mapping[str, Collection[str]]) -> tuple[Fragment, ...]:
         masters = set(stored.get(MASTER, ()))
@@ -98,16 +104,23 @@ class DeepSpeedAdapter:
         order = (name for name in self._in_memory_order if name in weights_only or name in self._masterless)
         fragments += (replace(fragment, data=None) for fragment in self._param_fragments(order))
         fragments += (replace(fragment, data=None) for fragment in self._buffer_fragments())
-        return tuple(fragments)
+        self._wanted = tuple(fragments)
+        return self._wanted
 
-    def check_state(self, state: Mapping[str, Any] | None, wanted: tuple[Fragment, ...]) -> list[str]:
-        """What keeps ``state`` from being restored along with ``wanted``, one line each; changes nothing.
+    def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
+        optimized = {name for flat in self._zero.flats for name in flat.names}
+        places = {PARAM: self._parameters[0].keys(), BUFFER: self._buffers[0].keys()}
+        return [
+            f"{part}/{name}"
+            for part, names in stored.items()
+            for name in names
+            if name not in places.get(part, optimized)
+        ]
 
-        ``state`` None, for tensors only: moments that do not exist yet are a problem, since their step is not known.
-        Raises FormatError for a tree that ``state`` did not make.
-        """
-        restored = {(fragment.part, fragment.name) for fragment in wanted}
+    def check_state(self, state: Mapping[str, Any] | None) -> list[str]:
+        restored = {(fragment.part, fragment.name) for fragment in self._wanted}
         if state is None:
+            # A moment without its step would be corrected for the wrong bias.
             created = sorted({part for part, _ in restored} - RESERVED_PARTS - set(self._live_moments))
             return [f"{part}: its step is in the checkpoint's state, which is not to be restored" for part in created]
         _counters(state)
@@ -135,20 +148,23 @@ class DeepSpeedAdapter:
         return tuple(filled[fragment.part, fragment.name] for fragment in wanted)
 
     def finish_restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
-        found = self.check_state(state, self._wanted)
+        found = self.check_state(state)
         if found:
             raise MismatchError("engine and checkpoint do not fit:\n" + "\n".join(found))
         self._zero.after_restore(frozenset(fragment.name for fragment in self._wanted if fragment.part == PARAM))
         if state is not None:
             optimizer.restore(optimizer.Saved(_tree(state, "optimizer")), self._zero.optimizer, self._zero.flats)
             self._restore_scheduler(state)
-            cpu_adam.replay(self._zero.optimizer, self._zero.flats)
+            betas_vary = bool(getattr(self._engine.lr_scheduler, "cycle_momentum", False))
+            cpu_adam.replay(self._zero.optimizer, self._zero.flats, betas_vary)
             for name, value in _counters(state).items():
                 setattr(self._engine, name, value)
             # With other accumulation steps now, the saved number may lie inside a step.
             self._engine.micro_steps -= self._engine.micro_steps % self._engine.gradient_accumulation_steps()
         if rank_state is not None:
             rng.restore(_tree(rank_state, "rng"), self._engine.device)
+            tracked = _tree(rank_state, "rng_tracker")
+            _rng_tracker().set_states({name: rng.to_tensor(state) for name, state in tracked.items()})
 
     @cached_property
     def _zero(self) -> Zero3:
@@ -225,6 +241,11 @@ class DeepSpeedAdapter:
         if hasattr(scheduler, "_last_lr") and "_last_lr" not in saved:
             # DeepSpeed's own schedulers save a step number only; get_last_lr() would give the first step's.
             scheduler._last_lr = [group["lr"] for group in self._zero.optimizer.param_groups]
+
+
+def _rng_tracker() -> Any:
+    """The generators of deepspeed.checkpointing, from which dropout draws under its fork(); most often none."""
+    return sys.modules["deepspeed"].checkpointing.get_cuda_rng_tracker()
 
 
 def _counters(state: Mapping[str, Any]) -> dict[str, int]:

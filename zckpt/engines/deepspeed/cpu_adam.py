@@ -6,8 +6,9 @@ step or pair of betas computes ``pow(beta, step)``. The two differ in the last b
 step N does not continue bit for bit. Calling it with every step from 1 to N does: at step 1 product and power are both
 beta, whatever was before. The tensors may be empty: the products are all that is wanted.
 
-Betas are taken to have been the same all along. Where a scheduler cycles them (OneCycle's momentum), the products are
-those of another history and the next steps may differ in the last bit.
+This takes the betas to have been the same all along. Where a scheduler changes them at every step, every step computes
+powers, and so must the next one. A scheduler that has changed them and then stopped leaves products that nobody knows:
+there the next steps may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -26,16 +27,22 @@ NEGLIGIBLE = 2.0**-26
 """From here down 1 - beta^t is 1 in fp32, so the products no longer matter, only the step number does."""
 
 
-def replay(optimizer: Any, flats: Sequence[Flat]) -> None:
-    """Brings the hidden state, if there is any, to where training up to the flats' ``step`` would have left it."""
+def replay(optimizer: Any, flats: Sequence[Flat], betas_vary: bool) -> None:
+    """Brings the hidden state, if there is any, to where training up to the flats' ``step`` would have left it.
+
+    ``betas_vary``: a scheduler gives the optimizer other betas at every step.
+    """
     kernel = _kernel(optimizer)
     if kernel is None:
+        return
+    if betas_vary:
+        kernel(0, 0.0, 0.0)  # so that the next step finds other betas than its own
         return
     # What one optimizer step of the engine amounts to: a call per flat, of which only changes of step or betas count.
     last = [
         (optimizer.state[flat.master]["step"], tuple(optimizer.param_groups[flat.group]["betas"]))
         for flat in flats
-        if flat.master.device.type == "cpu" and "step" in optimizer.state.get(flat.master, {})
+        if flat.master.device.type == "cpu" and type(optimizer.state.get(flat.master, {}).get("step")) is int
     ]
     calls = [call for call, _ in groupby(last)]
     rounds = max((step for step, _ in calls), default=0)

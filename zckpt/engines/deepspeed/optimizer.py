@@ -57,7 +57,9 @@ class Saved:
         self._state_of: dict[str, Mapping[str, Any]] = {}
         for entry in _members(tree, "states"):
             _member(entry, "moments", list, "optimizer.states")
-            _member(entry, "values", dict, "optimizer.states")
+            step = _member(entry, "values", dict, "optimizer.states").get("step", 0)
+            if type(step) is int and not 0 <= step < 2**31:
+                raise FormatError(f"state: optimizer.states.values.step is {step!r}")
             self._state_of.update(dict.fromkeys(entry["params"], entry))
 
     def settings(self, names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
