@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
 import zckpt
 from models import make_engine, train
-
 from zckpt.engines import adapt
 
 if TYPE_CHECKING:

@@ -28,7 +28,6 @@ from zckpt.format import manifest as manifest_format
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
-from zckpt.format.rules import broken
 from zckpt.io import commit
 from zckpt.io.budget import Budget
 from zckpt.io.local import LocalReader
@@ -300,11 +299,12 @@ def _differences(checkpoint: Checkpoint, wanted: Sequence[Fragment]) -> list[str
     tensors = {fragment.key: fragment for fragment in wanted}
     found = []
     for key, fragment in tensors.items():
-        info = checkpoint.get(key)
         dtype = TORCH_DTYPES[fragment.dtype]
-        if info is None:
+        if key not in checkpoint:
             found.append(f"missing: {key} {list(fragment.shape)}")
-        elif (info.shape, info.dtype) != (fragment.shape, dtype):
+            continue
+        info = checkpoint[key]
+        if (info.shape, info.dtype) != (fragment.shape, dtype):
             found.append(
                 f"differs: {key} is {info.dtype} {list(info.shape)}, the engine has {dtype} {list(fragment.shape)}"
             )

@@ -24,7 +24,7 @@ from zckpt.io.memory import TORCH_DTYPES, Sink, check_cast
 from zckpt.io.read import ReadFile, run_reads
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Span, choose_copy, extents, slice_spans
-from zckpt.plan.select import Keys, select
+from zckpt.plan.select import Keys, nearest, select
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
 
 if TYPE_CHECKING:
@@ -108,12 +108,14 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     def __getitem__(self, key: str) -> TensorInfo:
         """Raises KeyNotFoundError, which names the nearest keys."""
+        if key not in self:
+            raise KeyNotFoundError(f"there is no key {key!r}", key=key, hint=nearest(list(self), key))
         part, _, name = key.partition("/")
-        place = self._place(part, name)
-        if part == STATE or place is None:
-            select(list(self), [key])  # raises, naming the nearest
-            raise KeyNotFoundError(f"{key!r} is a pattern, not a key", key=key, hint="Checkpoint.load takes patterns")
-        return self._info(*place)
+        return self._info(*self._require(part, name))
+
+    def __contains__(self, key: object) -> bool:
+        part, _, name = key.partition("/") if isinstance(key, str) else ("", "", "")
+        return part != STATE and self._place(part, name) is not None
 
     def __iter__(self) -> Iterator[str]:
         for part in self.manifest.parts:
@@ -169,10 +171,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return tree.unpack(packed.numpy().tobytes(), self._state_leaf, info.key)
 
     def _state_leaf(self, ext: int, name: str) -> object:
-        place = self._place(STATE, name)
-        if place is None:
-            raise broken("T003", f"there is no tensor {STATE}/{name}", file=names.MANIFEST)
-        info = self._info(*place)
+        info = self._info(*self._require(STATE, name))
         tensor = self._load([info], "cpu", None)[info.key]
         return tensor if ext == tree.TENSOR else tensor.numpy()
 
@@ -307,6 +306,12 @@ class Checkpoint(Mapping[str, TensorInfo]):
         row = bisect_left(ids, name_id)
         return (part_id, row) if row < len(ids) and ids[row] == name_id else None
 
+    def _require(self, part: str, name: str) -> tuple[int, int]:
+        place = self._place(part, name)
+        if place is None:
+            raise broken("T003", f"there is no tensor {part}/{name}", file=names.MANIFEST)
+        return place
+
     def _info(self, part_id: int, row: int) -> TensorInfo:
         part = self.manifest.parts[part_id]
         name, shape = self.manifest.names[part.names[row]], self.manifest.shapes[part.shapes[row]]
@@ -316,9 +321,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     def pieces(self, info: TensorInfo) -> tuple[Piece, ...]:
         """The index's records of one tensor, copy by copy, in the order of their elements."""
-        place = self._place(info.part, info.name)
-        assert place is not None
-        part_id, row = place
+        part_id, row = self._require(info.part, info.name)
         layout = self.manifest.parts[part_id].layout
         number, chunk = next(
             (i, chunk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import msgpack
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+TIMEOUT = timedelta(hours=6)
+"""For one exchange. Ranks wait here for the slowest writer; one that has died is noticed at once."""
+
 _group: tuple[object, dist.ProcessGroup | None] | None = None
 """The world's default group and the CPU group made beside it."""
 
@@ -24,7 +28,7 @@ def _cpu_group() -> dist.ProcessGroup | None:
     global _group  # noqa: PLW0603  made once per process and world: creating a group is itself a collective
     world = dist.group.WORLD
     if _group is None or _group[0] is not world:
-        _group = (world, dist.new_group(backend="gloo"))
+        _group = (world, dist.new_group(backend="gloo", timeout=TIMEOUT))
     return _group[1]
 
 
@@ -41,9 +45,15 @@ class Ranks:
         self._group = None if self.size == 1 else _cpu_group()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """``data`` of every rank, on every rank."""
+        """``data`` of every rank, on every rank. Raises RankError if a rank is gone."""
         if self.size == 1:
             return [data]
+        try:
+            return self._gather(data)
+        except RuntimeError as error:
+            raise RankError(f"lost the connection to another rank: {error}") from error
+
+    def _gather(self, data: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
         room = max(1, *(int(size) for size in sizes))

@@ -11,6 +11,9 @@ from zckpt.errors import KeyNotFoundError
 Keys = str | Iterable[str] | Callable[[str], bool] | None
 """One key, a glob (``"master/*"``), several of either, a predicate over keys, or None for all."""
 
+COMPARED_MAX = 10_000
+"""Keys that are compared to find the nearest: about a second."""
+
 
 def select(keys: Sequence[str], wanted: Keys) -> list[str]:
     """The keys that ``wanted`` asks for, each once, in the order of ``keys``.
@@ -26,11 +29,12 @@ def select(keys: Sequence[str], wanted: Keys) -> list[str]:
     for pattern in [wanted] if isinstance(wanted, str) else wanted:
         matches = {pattern} & known or set(fnmatch.filter(keys, pattern))
         if not matches:
-            raise KeyNotFoundError(f"no key matches {pattern!r}", key=pattern, hint=_nearest(keys, pattern))
+            raise KeyNotFoundError(f"no key matches {pattern!r}", key=pattern, hint=nearest(keys, pattern))
         found |= matches
     return [key for key in keys if key in found]
 
 
-def _nearest(keys: Sequence[str], pattern: str) -> str:
-    near = difflib.get_close_matches(pattern, keys, n=3, cutoff=0.3) or list(keys[:3])
+def nearest(keys: Sequence[str], wanted: str) -> str:
+    """A sentence that names the keys most like ``wanted``."""
+    near = difflib.get_close_matches(wanted, keys[:COMPARED_MAX], n=3, cutoff=0.3) or keys[:3]
     return f"the nearest are: {', '.join(near)}" if near else "the checkpoint holds no tensors"
