@@ -1,0 +1,216 @@
+"""Spans, extents and reads against numpy: whatever is asked for, from whatever pieces, is what indexing would give."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zckpt.errors import MismatchError
+from zckpt.format.digest import block_count, blocks
+from zckpt.format.index import Piece
+from zckpt.plan import coalesce
+from zckpt.plan.coalesce import plan_reads
+from zckpt.plan.reshard import Span, choose_copy, extents, slice_spans
+
+FILES = 3
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of ``item`` bytes per element as numpy has it, cut into ``pieces`` that lie in ``files``."""
+
+    values: np.ndarray
+    item: int
+    pieces: list[Piece]
+    files: list[int]
+
+
+@dataclass(frozen=True)
+class Store:
+    tensors: list[Stored]
+    contents: list[bytes]
+    data_starts: list[int]
+    block_bytes: int
+    block_places: dict[tuple[int, int], tuple[int, int]]
+    """From file and block number to the bytes that the block covers."""
+
+
+shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+
+
+@st.composite
+def stores(draw: st.DrawFn) -> Store:
+    """Up to four tensors, cut anywhere, their pieces shuffled over files."""
+    block_bytes = 8 * draw(st.integers(1, 6))
+    tensors = []
+    loose: list[tuple[int, int, int]] = []
+    for number in range(draw(st.integers(1, 4))):
+        shape, item = draw(shapes), draw(st.sampled_from([1, 2, 4, 8]))
+        numel = math.prod(shape)
+        values = np.random.default_rng(number).integers(0, 256, (*shape, item), np.uint8)
+        inner = sorted(draw(st.sets(st.integers(1, numel - 1), max_size=5))) if numel > 1 else []
+        for start, stop in zip([0, *inner], [*inner, numel], strict=True):
+            loose.append((number, start, stop))
+        tensors.append(Stored(values, item, [], []))
+    contents = [bytearray(draw(st.integers(0, 20))) for _ in range(FILES)]
+    data_starts = [len(content) for content in contents]
+    next_block = [block_count(start, block_bytes) for start in data_starts]
+    block_places: dict[tuple[int, int], tuple[int, int]] = {}
+    for number, start, stop in draw(st.permutations(loose)):
+        stored, file = tensors[number], draw(st.integers(0, FILES - 1))
+        data = stored.values.reshape(-1, stored.item)[start:stop].tobytes()
+        offset = len(contents[file]) - data_starts[file]
+        stored.pieces.append(Piece(file, 0, 0, start, stop, offset, next_block[file]))
+        for block, first, last in blocks(len(contents[file]), len(data), next_block[file], block_bytes):
+            block_places[file, block] = first, last
+        next_block[file] += block_count(len(data), block_bytes)
+        contents[file] += data
+    for stored in tensors:
+        stored.pieces.sort(key=lambda piece: piece.start)
+        stored.files.extend(piece.rank for piece in stored.pieces)
+    return Store(tensors, [bytes(content) for content in contents], data_starts, block_bytes, block_places)
+
+
+@st.composite
+def slices(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    bound = st.none() | st.integers(-9, 9)
+    count = draw(st.integers(0, len(shape)))
+    return tuple(slice(draw(bound), draw(bound), draw(st.sampled_from([None, 1]))) for _ in range(count))
+
+
+def run(store: Store, ops: tuple[coalesce.ReadOp, ...], sinks: list[bytearray]) -> Counter[tuple[int, int]]:
+    """Carries out reads on bytes in memory; returns how often each byte of each file was read."""
+    read: Counter[tuple[int, int]] = Counter()
+    for op in ops:
+        assert sum(segment.nbytes for segment in op.segments) == op.nbytes > 0
+        position = op.offset
+        for segment in op.segments:
+            data = store.contents[op.file][position : position + segment.nbytes]
+            assert len(data) == segment.nbytes
+            if segment.block >= 0:
+                assert store.block_places[op.file, segment.block] == (position, position + segment.nbytes)
+            for copy in segment.copies:
+                assert 0 <= copy.source <= copy.source + copy.nbytes <= segment.nbytes
+                sinks[copy.sink][copy.target : copy.target + copy.nbytes] = data[copy.source :][: copy.nbytes]
+            read.update((op.file, at) for at in range(position, position + segment.nbytes))
+            position += segment.nbytes
+    return read
+
+
+@given(st.data(), stores(), st.booleans(), st.integers(1, 5), st.integers(1, 4))
+def test_reads_give_what_indexing_gives(
+    data: st.DataObject, store: Store, verify: bool, batch_blocks: int, segments_max: int
+) -> None:
+    batch_bytes = batch_blocks * store.block_bytes
+    wanted, sinks, expected = [], [], []
+    for sink, stored in enumerate(store.tensors):
+        index = data.draw(slices(stored.values.shape[:-1]))
+        shape, spans = slice_spans(stored.values.shape[:-1], index)
+        result = stored.values[index]
+        assert shape == result.shape[:-1]
+        assert sum(span.stop - span.start for span in spans) == math.prod(shape)
+        wanted += extents(stored.pieces, stored.files, spans, item_bytes=stored.item, sink=sink)
+        sinks.append(bytearray(result.nbytes))
+        expected.append(result.tobytes())
+    with mock.patch.object(coalesce, "SEGMENTS_MAX", segments_max):
+        ops = plan_reads(
+            wanted,
+            data_starts=store.data_starts,
+            block_bytes=store.block_bytes,
+            verify=verify,
+            batch_bytes=batch_bytes,
+        )
+    read = run(store, ops, sinks)
+    assert sinks == expected
+    assert all(op.nbytes <= batch_bytes and len(op.segments) <= segments_max for op in ops)
+    assert [(op.file, op.offset) for op in ops] == sorted((op.file, op.offset) for op in ops)
+    assert all(times == 1 for times in read.values())
+    assert all((segment.block >= 0) == verify for op in ops for segment in op.segments)
+    if not verify:
+        assert len(read) == sum(map(len, expected))
+
+
+@given(st.data(), stores(), st.booleans())
+def test_whole_tensors_cost_their_own_bytes(data: st.DataObject, store: Store, verify: bool) -> None:
+    chosen = data.draw(st.sets(st.integers(0, len(store.tensors) - 1)))
+    wanted = []
+    for sink, stored in enumerate(store.tensors):
+        if sink in chosen:
+            spans = [Span(0, stored.values.size // stored.item, 0)]
+            wanted += extents(stored.pieces, stored.files, spans, item_bytes=stored.item, sink=sink)
+    ops = plan_reads(
+        wanted, data_starts=store.data_starts, block_bytes=store.block_bytes, verify=verify, batch_bytes=1 << 20
+    )
+    sinks = [bytearray(stored.values.nbytes if i in chosen else 0) for i, stored in enumerate(store.tensors)]
+    read = run(store, ops, sinks)
+    assert sum(read.values()) == sum(store.tensors[i].values.nbytes for i in chosen)
+    assert all(sinks[i] == store.tensors[i].values.tobytes() for i in chosen)
+    for before, after in pairwise(ops):  # neighbours are one read
+        assert (before.file, before.offset + before.nbytes) != (after.file, after.offset)
+
+
+@given(stores(), st.integers(1, 50), st.integers(0, 30))
+def test_overlapping_spans_read_each_block_once(store: Store, length: int, shift: int) -> None:
+    wanted, sinks, expected = [], [], []
+    for stored in store.tensors:
+        numel = stored.values.size // stored.item
+        for start in (0, shift):
+            stop = min(start + length, numel)
+            if start < stop:
+                span = Span(start, stop, 0)
+                wanted += extents(stored.pieces, stored.files, [span], item_bytes=stored.item, sink=len(sinks))
+                expected.append(stored.values.reshape(-1, stored.item)[start:stop].tobytes())
+                sinks.append(bytearray(len(expected[-1])))
+    ops = plan_reads(
+        wanted, data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
+    )
+    read = run(store, ops, sinks)
+    assert sinks == expected
+    assert all(times == 1 for times in read.values())
+
+
+@given(st.data(), stores())
+def test_spans_land_where_the_sink_wants_them(data: st.DataObject, store: Store) -> None:
+    """A sink larger than the span, as an engine's flat buffer is."""
+    stored = store.tensors[0]
+    numel = stored.values.size // stored.item
+    start = data.draw(st.integers(0, numel))
+    stop, at = data.draw(st.integers(start, numel)), data.draw(st.integers(0, 9))
+    wanted = list(extents(stored.pieces, stored.files, [Span(start, stop, at)], item_bytes=stored.item, sink=0))
+    ops = plan_reads(
+        wanted, data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
+    )
+    sink = bytearray((at + numel) * stored.item)
+    run(store, ops, [sink])
+    flat = stored.values.reshape(-1, stored.item)[start:stop].tobytes()
+    assert sink[at * stored.item :].startswith(flat)
+    assert not any(sink[: at * stored.item])
+    assert not any(sink[at * stored.item + len(flat) :])
+
+
+@pytest.mark.parametrize("index", [(slice(None),) * 3, (slice(0, 4, 2),), (slice(None, None, -1),)])
+def test_slices_that_cannot_be_read_are_refused(index: tuple[slice, ...]) -> None:
+    with pytest.raises(MismatchError):
+        slice_spans((4, 4), index)
+
+
+def test_a_contiguous_slice_is_one_span() -> None:
+    assert slice_spans((6, 5, 4), (slice(1, 3),)) == ((2, 5, 4), [Span(20, 60, 0)])
+    assert slice_spans((6, 5, 4), (slice(2, 3), slice(1, 4))) == ((1, 3, 4), [Span(44, 56, 0)])
+    assert slice_spans((), ()) == ((), [Span(0, 1, 0)])
+
+
+def test_the_copy_that_a_rank_holds_alone_is_its_own() -> None:
+    shared = [Piece(0, 0, 0, 0, 2, 0, 1), Piece(1, 0, 0, 2, 4, 0, 1)]
+    own = [Piece(2, 0, 1, 0, 4, 0, 1)]
+    assert choose_copy([*shared, *own], 2) == own
+    assert choose_copy([*shared, *own], 1) == shared
+    assert choose_copy([*shared, *own], None) == shared
