@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
 from zckpt.format.index import Layout
 from zckpt.format.manifest import TIERS, File, Files, Manifest, Part
+from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -113,10 +115,12 @@ class _PartRows:
     def __init__(self) -> None:
         self.tensors: dict[int, tuple[tuple[int, ...], str, int]] = {}
         """From name id to shape, dtype and the rank that said so."""
+        self.keys: dict[int, str] = {}
         self.columns: list[tuple[Ints, ...]] = []
 
     def add(self, key: str, name_id: int, shape: tuple[int, ...], dtype: str, rank: int) -> None:
         known = self.tensors.setdefault(name_id, (shape, dtype, rank))
+        self.keys[name_id] = key
         if known[:2] != (shape, dtype):
             raise RankError(
                 f"{key} is {dtype} {list(shape)} on rank {rank}, {known[1]} {list(known[0])} on rank {known[2]}",
@@ -130,7 +134,20 @@ class _PartRows:
         )
         order = np.lexsort((start, copy, name))
         names, count = np.unique(name, return_counts=True)
-        return Layout(names, count, rank[order], tier[order], length[order], offset[order], block[order])
+        layout = Layout(names, count, rank[order], tier[order], length[order], offset[order], block[order])
+        self._check_starts(layout, name[order], copy[order], start[order])
+        return layout
+
+    def _check_starts(self, layout: Layout, name: Ints, copy: Ints, start: Ints) -> None:
+        """The index does not store where pieces start; so what it will say must be what the ranks said (I005)."""
+        numel = np.array([math.prod(self.tensors[name_id][0]) for name_id in layout.name.tolist()], np.int64)
+        found_start, found_copy = index_format.spans(layout, numel)
+        wrong = start != found_start
+        wrong[1:] |= (name[1:] == name[:-1]) & ((copy[1:] == copy[:-1]) != (found_copy[1:] == found_copy[:-1]))
+        wrong &= np.repeat(numel, layout.count) > 0
+        if wrong.any():
+            name_id = int(name[np.argmax(wrong)])
+            raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=self.keys[name_id])
 
 
 @dataclass(frozen=True, slots=True)

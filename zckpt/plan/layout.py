@@ -85,7 +85,7 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
 @dataclass(frozen=True, slots=True)
 class WriteSpan:
     """``nbytes`` of one source, from its byte ``start``; ``block`` is the number of the first digest in the rank's
-    table. ``source`` is the position in ``ShardPlan.pieces``, or -1 for the header. Whole blocks, but for a last one."""
+    table. ``source`` is the position in ``ShardPlan.pieces``, or -1 for the header. Whole blocks, but for the last."""
 
     source: int
     start: int

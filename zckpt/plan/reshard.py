@@ -29,7 +29,7 @@ class Span:
 class Extent:
     """Part of one stored piece, and the sink that it goes to. All numbers are bytes, but for ``file``, ``sink`` and
     ``block``: the piece occupies ``piece_bytes`` of the file's data from ``piece_offset`` on, its first digest has the
-    number ``block`` in the file, and the bytes ``[start, stop)`` of the piece go to byte ``sink_offset`` of the sink."""
+    number ``block`` in the file, and the bytes ``[start, stop)`` of the piece go to byte ``sink_offset`` of it."""
 
     file: int
     piece_offset: int
