@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +41,8 @@ from zckpt.validation import Finding, Report, check_checkpoint
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
     from zckpt.engines.base import EngineAdapter
 
 BLOCK_BYTES = 1 << 20
@@ -244,11 +245,10 @@ def _find(path: str) -> str:
             file=path,
             hint="open an older checkpoint; this one is not whole",
         )
-    stock = any(entry.endswith("_states.pt") for entry in entries)
-    raise CheckpointNotFoundError(
-        "there is no manifest", file=path,
-        hint="this looks like a checkpoint in DeepSpeed's own format" if stock else "give the directory of a checkpoint",
-    )  # fmt: skip
+    hint = "give the directory of a checkpoint or run"
+    if any(entry.endswith("_states.pt") for entry in entries):
+        hint = "this looks like a checkpoint in DeepSpeed's own format"
+    raise CheckpointNotFoundError("there is no manifest", file=path, hint=hint)
 
 
 def restore(engine: object, path: StrPath, *, rng: bool = False, verify: bool = True) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def iter(
         self, keys: Keys = None, *, device: Device = "cpu", dtype: torch.dtype | None = None, verify: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Like ``load``, one ``(key, tensor)`` at a time, so that only one is in memory unless the caller keeps more."""
+        """Like ``load``, one ``(key, tensor)`` at a time: only one is in memory, unless the caller keeps more."""
         for key in select(list(self), keys):
             yield key, self._load([self[key]], device, dtype, verify)[key]
 
@@ -235,8 +235,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def state_dict(
         self, *, dtype: torch.dtype | None = None, device: Device = "cpu", verify: bool = True
     ) -> dict[str, torch.Tensor]:
-        """What ``model.load_state_dict`` takes: weights (from ``master``, else ``param``), buffers, every name of a tied
-        weight. ``dtype`` applies to floating point weights; buffers keep theirs."""
+        """What ``model.load_state_dict`` takes: weights (from ``master``, else ``param``), buffers, and tied weights by
+        every name. ``dtype`` applies to floating point weights; buffers keep theirs."""
         sources: dict[str, TensorInfo] = {}
         for part in (BUFFER, PARAM, MASTER):
             sources |= {info.name: info for info in self.values() if info.part == part}

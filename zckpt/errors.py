@@ -20,7 +20,8 @@
         └── NoSpaceError                                   no space, quota or file size limit reached
 
 Each also derives from the builtin a caller would expect. Each carries, where they are known, ``file``, ``key``,
-``start``/``stop`` (a half-open byte range of ``file``), ``rule`` (an id from ``spec/``), ``rank`` and ``hint`` (what to do).
+``start``/``stop`` (a half-open byte range of ``file``), ``rule`` (an id from ``spec/``), ``rank`` and ``hint`` (what to
+do).
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Files(Sequence[File]):
-    """All data files, as columns: a thousand ranks have thousands of files, and opening must not make an object of each."""
+    """All data files, as columns: a thousand ranks have thousands, and opening must not make an object of each."""
 
     rank: tuple[int, ...]
     part: tuple[int, ...]

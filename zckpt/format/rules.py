@@ -43,7 +43,7 @@ _RULES = (
     Rule("M004", "A manifest is at most 256 MiB long.", SizeError),
     Rule(
         "M005",
-        "The body is one msgpack map with no duplicate key and with every required field, of its type and in its range.",
+        "The body is one msgpack map without duplicate keys, with every required field, of its type and in its range.",
     ),
     Rule(
         "M006", "A reader refuses a checkpoint that requires a feature which it does not know, by name.", FeatureError

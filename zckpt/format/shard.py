@@ -54,7 +54,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed and checked header. ``entries`` are in the order of their offset; ``data_start`` is a byte of the file."""
+    """A header, checked. ``entries`` are in the order of their offset; ``data_start`` is a byte of the file."""
 
     shard: ShardId
     entries: tuple[Entry, ...]

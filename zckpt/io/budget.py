@@ -15,5 +15,5 @@ class Budget:
     threads: int = 4
 
     def batch_bytes(self, block_bytes: int) -> int:
-        """Bytes of one read or write: a multiple of the block, 8 MiB where the budget allows and never under a block."""
+        """Bytes of one read or write: whole blocks, 8 MiB where the budget allows, and never less than a block."""
         return max(min(8 * MIB, self.nbytes // self.threads) // block_bytes, 1) * block_bytes

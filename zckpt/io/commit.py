@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -60,7 +61,7 @@ def write_file(path: str, data: bytes) -> None:
 
 
 def replace_file(path: str, data: bytes) -> None:
-    """``path`` holds all of ``data`` or what it held before, at every instant; durable on return. Raises StorageError."""
+    """``path`` always holds all of ``data`` or what it held before; durable on return. Raises StorageError."""
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"
     try:
         write_file(temporary, data)
@@ -84,7 +85,5 @@ def remove_empty_directory(path: str) -> None:
 
 
 def _quietly(action: Callable[[str], None], path: str) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the first error is the one to report
         action(path)
-    except OSError:
-        pass  # the first error is the one to report

@@ -24,7 +24,7 @@ _group: tuple[object, dist.ProcessGroup | None] | None = None
 
 
 def _cpu_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks: the default group may be NCCL's, which cannot carry host memory. Collective at first."""
+    """A gloo group of all ranks: the default group may be NCCL's, which cannot carry host memory. Collective."""
     global _group  # noqa: PLW0603  made once per process and world: creating a group is itself a collective
     world = dist.group.WORLD
     if _group is None or _group[0] is not world:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """A data file: its path, its size in bytes, and the digests of its blocks (16 bytes each; empty: not to be checked)."""
+    """A data file: its path, its size in bytes, and its blocks' digests, 16 bytes each (empty: not to be checked)."""
 
     path: str
     nbytes: int
