@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 START_SECONDS = 600  # the server compiles the ops where no `make` has done so
-OUTPUT_LINES = 40
+OUTPUT_LINES = 20
 PR_SET_PDEATHSIG = 1
 
 
@@ -57,7 +57,8 @@ class ClusterError(Exception):
     def __init__(self, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
         failed = [outcome for outcome in outcomes if outcome.failed]
-        lines = [f"{len(failed)} of {len(outcomes)} ranks failed"]
+        cause = str(failed[0].error).splitlines()[-1]
+        lines = [f"{len(failed)} of {len(outcomes)} ranks failed; rank {failed[0].rank}: {cause}"]
         for outcome in failed:
             tail = outcome.output.splitlines()[-OUTPUT_LINES:]
             lines += [
