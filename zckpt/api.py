@@ -73,6 +73,8 @@ def write(
     fragments = _without_equal_copies(fragments, ranks)
     target = os.path.abspath(path if path is not None else os.path.join("checkpoints", f"global_step{adapter.step}"))
     ranks.agree(target, "paths")
+    if latest:
+        names.encode_latest(os.path.basename(target))  # refused now, not after the commit
     save_id = ranks.first(lambda: begin_write(target, overwrite), "begin the write").decode()
     committed = False
     try:
@@ -182,7 +184,7 @@ def commit_write(target: str, save_id: str, receipts: Sequence[bytes], about: ca
     commit.replace_file(os.path.join(target, names.MANIFEST), manifest)
     if latest:
         parent, name = os.path.split(target)
-        commit.replace_file(os.path.join(parent, names.LATEST), f"{name}\n".encode())
+        commit.replace_file(os.path.join(parent, names.LATEST), names.encode_latest(name))
     if replaced is not None:
         commit.remove_tree(os.path.join(target, names.data_dir(replaced.save_id)))
     return b""
@@ -264,7 +266,8 @@ def restore(engine: object, path: StrPath, *, rng: bool = False, verify: bool = 
         lambda: _prepare_restore(engine, path, ranks, rng), "prepare the restore"
     )
     ranks.agree(checkpoint.manifest.save_id, "checkpoints")
-    ranks.together(lambda: _fill(adapter, checkpoint, wanted, ranks.rank, verify), "restore")
+    own = ranks.rank if checkpoint.world_size == ranks.size else None
+    ranks.together(lambda: _fill(adapter, checkpoint, wanted, own, verify), "restore")
     ranks.together(lambda: adapter.finish_restore(checkpoint.state["engine"], rank_state), "restore")
     client_state: dict[str, Any] = checkpoint.state["client_state"]
     return client_state
@@ -285,6 +288,8 @@ def _prepare_restore(
         problems.append(
             f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {ranks.size}"
         )
+    for key in {fragment.key for fragment in wanted} & checkpoint.keys():
+        checkpoint.check_sizes(checkpoint[key])
     if problems:
         raise MismatchError(
             "the checkpoint does not fit the engine; nothing was changed:\n  " + "\n  ".join(problems),
@@ -312,7 +317,7 @@ def _differences(checkpoint: Checkpoint, wanted: Sequence[Fragment]) -> list[str
 
 
 def _fill(
-    adapter: EngineAdapter, checkpoint: Checkpoint, wanted: tuple[Fragment, ...], rank: int, verify: bool
+    adapter: EngineAdapter, checkpoint: Checkpoint, wanted: tuple[Fragment, ...], rank: int | None, verify: bool
 ) -> None:
     wants = []
     for fragment in adapter.begin_restore(wanted):

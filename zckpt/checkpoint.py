@@ -103,6 +103,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self._budget = budget or Budget()
         self._layouts: dict[int, Layout] = {}
         self._tables: dict[int, memoryview] = {}
+        self._sized: set[int] = set()
+        """The files whose length was found to be the manifest's."""
 
     # What it holds
 
@@ -284,10 +286,25 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def _whole(self, info: TensorInfo, target: torch.Tensor) -> Want:
         return Want(info, choose_copy(self.pieces(info), None), [Span(0, math.prod(info.shape), 0)], target)
 
-    @staticmethod
-    def _empty(info: TensorInfo, shape: tuple[int, ...], device: Device, dtype: torch.dtype | None) -> torch.Tensor:
+    def _empty(
+        self, info: TensorInfo, shape: tuple[int, ...], device: Device, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """Memory for elements of ``info``: never more than its files really hold, whatever the manifest says."""
         check_cast(info.dtype, dtype or info.dtype, info.key)
+        self.check_sizes(info)
         return torch.empty(shape, dtype=dtype or info.dtype, device=device)
+
+    def check_sizes(self, info: TensorInfo) -> None:
+        """Raises FormatError (F001 to F003) unless the files that hold ``info`` are there and as long as recorded."""
+        for number in {self.file_number(info, piece) for piece in self.pieces(info)} - self._sized:
+            file = self.manifest.files[number]
+            path = self.manifest.path(file)
+            nbytes = self.reader.size(path)
+            if nbytes != file.nbytes:
+                raise broken(
+                    "F003", f"the file is {nbytes} bytes long, expected {file.nbytes}", file=path, key=info.key
+                )
+            self._sized.add(number)
 
     # Manifest and index
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from zckpt.errors import FormatError
 from zckpt.format import shard as shard_format
 from zckpt.format.digest import DIGEST_BYTES, block_count, blocks
+from zckpt.format.index import spans
 from zckpt.format.names import FILLER_PREFIX, digests_path, index_path, piece_name
 from zckpt.format.rules import broken
 from zckpt.io.read import check_block
@@ -18,8 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from zckpt.checkpoint import Checkpoint
+    from zckpt.format.index import Ints, Layout
+    from zckpt.format.manifest import Manifest
     from zckpt.format.shard import Header
     from zckpt.io.local import LocalReader
+
+
+Facts = tuple[str, str, tuple[int, ...], int, int]
+"""Of one piece: its name in the file, dtype, shape of the whole tensor, offset in bytes, number of its first block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,7 @@ def check_checkpoint(checkpoint: Checkpoint, *, data: bool) -> Report:
     before = reader.count.bytes_read
     findings = [Finding.of(error) for error in _check(checkpoint, reader, data)]
     manifest = checkpoint.manifest
-    files = 2 + len({file.rank for file in manifest.files}) + len(manifest.files)
+    files = 2 + manifest.world_size + len(manifest.files)  # manifest, index, a digest table for each rank
     return Report(checkpoint.path, findings, files, reader.count.bytes_read - before)
 
 
@@ -87,10 +97,13 @@ def _check(checkpoint: Checkpoint, reader: LocalReader, data: bool) -> Iterator[
     yield from _failures(lambda: _check_index_size(checkpoint, reader))
     bad_chunks = list(_failures(*(partial(checkpoint.chunk, number) for number in range(len(manifest.chunks)))))
     yield from bad_chunks
-    pieces = {} if bad_chunks else _pieces_by_file(checkpoint)
+    rows = [] if bad_chunks else list(_index_rows(checkpoint))
     for rank in range(manifest.world_size):
         numbers = [number for number, file in enumerate(manifest.files) if file.rank == rank]
         headers: dict[int, Header] = {}
+        pieces: dict[int, list[Facts]] = {}
+        for number, facts in chain.from_iterable(one.facts(manifest, rank) for one in rows):
+            pieces.setdefault(number, []).append(facts)
         for number in numbers:
             try:
                 headers[number] = _read_header(checkpoint, reader, number)
@@ -98,8 +111,9 @@ def _check(checkpoint: Checkpoint, reader: LocalReader, data: bool) -> Iterator[
                 yield error
                 continue
             if not bad_chunks:
-                yield from _failures(partial(_check_pieces, headers[number], pieces.get(number, {})))
-        if len(headers) == len(numbers) > 0:
+                expected = pieces.get(number, [])
+                yield from _failures(partial(_check_pieces, headers[number], expected, manifest.block_bytes))
+        if len(headers) == len(numbers):
             yield from _check_blocks(checkpoint, reader, rank, headers, data)
     if data and not bad_chunks:
         ranks = range(manifest.world_size)
@@ -114,17 +128,40 @@ def _check_index_size(checkpoint: Checkpoint, reader: LocalReader) -> None:
         raise broken("I001", f"the index is {nbytes} bytes long, expected {manifest.index_bytes}", file=path)
 
 
-def _pieces_by_file(checkpoint: Checkpoint) -> dict[int, dict[str, tuple[int, int]]]:
-    """From file number to what the index places there: offset and bytes by entry name."""
-    found: dict[int, dict[str, tuple[int, int]]] = {}
-    for info in checkpoint.all_tensors():
-        numel = math.prod(info.shape)
-        item = info.dtype.itemsize
-        for piece in checkpoint.pieces(info):
-            name = piece_name(info.name, piece.start, piece.stop, numel)
-            place = (piece.offset, (piece.stop - piece.start) * item)
-            found.setdefault(checkpoint.file_number(info, piece), {})[name] = place
-    return found
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The pieces of one part in one chunk of the index, a column each: their tensor (a row of the part) and start."""
+
+    part_id: int
+    layout: Layout
+    row: Ints
+    start: Ints
+
+    def facts(self, manifest: Manifest, rank: int) -> Iterator[tuple[int, Facts]]:
+        """File number and facts of every piece that ``rank`` holds."""
+        part = manifest.parts[self.part_id]
+        for i in np.flatnonzero(self.layout.rank == rank).tolist():
+            row, start = int(self.row[i]), int(self.start[i])
+            shape = manifest.shapes[part.shapes[row]]
+            name = piece_name(
+                manifest.names[part.names[row]], start, start + int(self.layout.length[i]), math.prod(shape)
+            )
+            place = (int(self.layout.offset[i]), int(self.layout.block[i]))
+            yield (
+                manifest.file_number(rank, self.part_id, int(self.layout.tier[i])),
+                (name, part.dtypes[row], shape, *place),
+            )
+
+
+def _index_rows(checkpoint: Checkpoint) -> Iterator[_Rows]:
+    manifest = checkpoint.manifest
+    for part_id, part in enumerate(manifest.parts):
+        for number, chunk in enumerate(manifest.chunks):
+            if chunk.layout == part.layout:
+                layout = checkpoint.chunk(number)
+                rows = np.arange(chunk.first_row, chunk.first_row + chunk.rows)
+                numel = np.array([math.prod(manifest.shapes[part.shapes[row]]) for row in rows.tolist()], np.int64)
+                yield _Rows(part_id, layout, np.repeat(rows, layout.count), spans(layout, numel)[0])
 
 
 def _read_header(checkpoint: Checkpoint, reader: LocalReader, number: int) -> Header:
@@ -140,16 +177,18 @@ def _read_header(checkpoint: Checkpoint, reader: LocalReader, number: int) -> He
     return shard_format.decode_header(reader.read(shard.path, 0, data_start), nbytes, shard)
 
 
-def _check_pieces(header: Header, expected: dict[str, tuple[int, int]]) -> None:
-    file = header.shard.path
-    entries = {entry.name: (entry.offset, entry.nbytes) for entry in header.entries if not entry.is_filler}
-    for name in sorted(entries.keys() | expected.keys()):
-        if entries.get(name) != expected.get(name):
-            raise broken(
-                "S007",
-                f"{name!r} is at {entries.get(name)} in the file, at {expected.get(name)} in the index",
-                file=file,
-            )
+def _check_pieces(header: Header, expected: list[Facts], block_bytes: int) -> None:
+    """Rule S007: the file's own account of its pieces against the index's and the manifest's."""
+    found: list[Facts] = []
+    block = 0
+    for (start, stop), entry in zip(shard_format.regions(header), (None, *header.entries), strict=True):
+        if entry is not None and not entry.is_filler:
+            shape = header.whole_shape(entry)
+            found.append((entry.name, entry.dtype, shape, entry.offset, block))
+        block += block_count(stop - start, block_bytes)
+    for one, other in zip_longest(sorted(found), sorted(expected)):
+        if one != other:
+            raise broken("S007", f"{one} in the file, {other} in the index", file=header.shard.path)
 
 
 def _check_blocks(

@@ -16,6 +16,7 @@ TENSOR_BYTES_MAX = (1 << 62) - 1
 """Of one tensor. Sums of two such numbers still fit a signed 64-bit integer."""
 WORLD_SIZE_MAX = 1 << 20
 TREE_DEPTH_MAX = 64
+TREE_INTEGER_DIGITS_MAX = 4000
 BLOCK_BYTES_MIN = 1 << 12
 BLOCK_BYTES_MAX = 1 << 26
 DATA_ALIGNMENT_BYTES = 4096

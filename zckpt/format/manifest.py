@@ -19,6 +19,7 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
+    DATA_ALIGNMENT_BYTES,
     INDEX_CHUNK_BYTES_MAX,
     INDEX_PIECES_MAX,
     MANIFEST_BYTES_MAX,
@@ -220,7 +221,7 @@ def decode(raw: bytes) -> Manifest:
     version, packed = _open_envelope(raw)
     body = unpack_map(packed, "M005", names.MANIFEST)
     get = _Fields(body, names.MANIFEST)
-    if body.get("version") != version:
+    if _version(body.get("version")) != version:
         raise broken("M001", "envelope and body differ in their version", file=names.MANIFEST)
     requires = get.strings("requires")
     unknown = [feature for feature in requires if feature not in FEATURES]
@@ -250,16 +251,16 @@ def decode(raw: bytes) -> Manifest:
     return manifest
 
 
-def _open_envelope(raw: bytes) -> tuple[list[int], bytes]:
+def _open_envelope(raw: bytes) -> tuple[tuple[int, int], bytes]:
     """Version and body, the digest checked."""
     try:
         envelope = msgpack.unpackb(raw, raw=False, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise broken("M001", f"not a manifest: {error or type(error).__name__}", file=names.MANIFEST) from error
     if not (isinstance(envelope, list) and len(envelope) >= 2 and envelope[0] == _MAGIC):
         raise broken("M001", "not a zckpt manifest", file=names.MANIFEST)
-    major = _major(envelope[1])
-    if major != VERSION[0]:
+    version = _version(envelope[1])
+    if version is None or version[0] != VERSION[0]:
         raise broken(
             "M002",
             f"format version {envelope[1]}, this reader knows {VERSION[0]}.x",
@@ -271,12 +272,12 @@ def _open_envelope(raw: bytes) -> tuple[list[int], bytes]:
     expected, body = envelope[2], envelope[3]
     if digest(body) != expected:
         raise broken("M003", "the manifest is damaged", file=names.MANIFEST, start=0, stop=len(raw))
-    if raw[: len(raw) - len(body)] != _prefix(envelope[1], expected, len(body)):
+    if raw[: len(raw) - len(body)] != _prefix(version, expected, len(body)):
         raise broken("M001", "the envelope is not in its shortest form", file=names.MANIFEST)
-    return envelope[1], body
+    return version, body
 
 
-def _prefix(version: list[int], expected: bytes, body_bytes: int) -> bytes:
+def _prefix(version: tuple[int, int], expected: bytes, body_bytes: int) -> bytes:
     packer = msgpack.Packer(autoreset=False)
     packer.pack_array_header(4)
     packer.pack(_MAGIC)
@@ -292,9 +293,9 @@ def _prefix(version: list[int], expected: bytes, body_bytes: int) -> bytes:
     return bytes(packer.bytes()) + size
 
 
-def _major(version: object) -> int | None:
-    if isinstance(version, (list, tuple)) and len(version) == 2 and all(type(n) is int for n in version):
-        return int(version[0])
+def _version(value: object) -> tuple[int, int] | None:
+    if isinstance(value, list) and len(value) == 2 and all(type(n) is int and n >= 0 for n in value):
+        return value[0], value[1]
     return None
 
 
@@ -445,8 +446,9 @@ def _check(m: Manifest) -> None:
         max(files.rank) < m.world_size and max(files.part) < len(m.parts) and max(files.tier) < len(TIERS)
     ):
         raise broken("M011", "a file of a rank, part or tier that does not exist", file=where)
-    if any(start == 0 or start > nbytes for start, nbytes in zip(files.data_start, files.nbytes, strict=True)):
-        raise broken("M011", "a file whose data begins outside of it", file=where)
+    for start, nbytes in zip(files.data_start, files.nbytes, strict=True):
+        if start == 0 or start % DATA_ALIGNMENT_BYTES or start > nbytes:
+            raise broken("S003", f"a file of {nbytes} bytes whose data begins at byte {start}", file=where)
     if any(a >= b for a, b in pairwise(m.file_places)):
         raise broken("M011", "the files are not in ascending order", file=where)
     if len(m.digests) != m.world_size:

@@ -97,6 +97,13 @@ def shard_path(save_id: str, rank: int, part: str, tier: str) -> str:
     return f"{rank_dir(save_id, rank)}/{TIER_PREFIX[tier]}{part}.safetensors"
 
 
+def encode_latest(name: str) -> bytes:
+    """The bytes of a ``latest`` file. Raises FormatError (L001) for a name that cannot stand there."""
+    raw = f"{name}\n".encode(errors="surrogateescape")
+    decode_latest(raw, LATEST)
+    return raw
+
+
 def decode_latest(raw: bytes, file: str) -> str:
     """The name in a ``latest`` file. Raises FormatError (L001)."""
     try:

@@ -85,7 +85,7 @@ _RULES = (
     Rule("S005", "The entries tile the data without gap or overlap, up to the end of the file."),
     Rule(
         "S006",
-        "The metadata names the format, version, save, part, rank, world size and tier that the file's place implies.",
+        "The metadata names the format version, save, part, rank, world size and tier that the file's place implies.",
     ),
     Rule("S007", "The entries are exactly the pieces that the index places in the file."),
     Rule("S008", "A filler is U8, one-dimensional, shorter than 4096 bytes and zero throughout."),

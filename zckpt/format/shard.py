@@ -62,6 +62,11 @@ class Header:
     """Whole shapes of the tensors that have partial pieces here."""
     data_start: int
 
+    def whole_shape(self, entry: Entry) -> tuple[int, ...]:
+        """Of the tensor that ``entry`` is a piece of."""
+        span = names.split_piece_name(entry.name)
+        return entry.shape if span is None else self.shapes[span[0]]
+
 
 def _identity(shard: ShardId) -> dict[str, str]:
     return {
@@ -170,7 +175,9 @@ def _check_metadata(metadata: object, shard: ShardId) -> dict[str, tuple[int, ..
                 file=file,
                 hint="the file belongs to another rank, part or save; restore the original",
             )
-    shapes = _parse_json(metadata.get("zckpt.shapes", "").encode("utf-8", "surrogatepass"), file)
+    if "zckpt.shapes" not in metadata:
+        raise broken("S006", "the metadata lacks zckpt.shapes", file=file)
+    shapes = _parse_json(metadata["zckpt.shapes"].encode("utf-8", "surrogatepass"), file)
     for name, shape in shapes.items():
         names.check_tensor_name(name, file=file)
         if not is_shape(shape):
@@ -206,12 +213,13 @@ def _entry(name: str, value: object, file: str) -> Entry:
 
 
 def _check_tiling(entries: list[Entry], data_bytes: int, file: str) -> None:
-    stops = [entry.offset + entry.nbytes for entry in entries]
-    for stop, entry in zip([0, *stops[:-1]], entries, strict=True):
+    stop = 0
+    for entry in entries:
         if entry.offset != stop:
             raise broken("S005", f"entry {entry.name!r} begins at {entry.offset}, expected {stop}", file=file)
-    if (stops[-1] if stops else 0) != data_bytes:
-        raise broken("S005", f"the entries end at {stops[-1] if stops else 0} of {data_bytes} data bytes", file=file)
+        stop += entry.nbytes
+    if stop != data_bytes:
+        raise broken("S005", f"the entries end at {stop} of {data_bytes} data bytes", file=file)
 
 
 def _check_piece(entry: Entry, shapes: Mapping[str, tuple[int, ...]], file: str) -> None:

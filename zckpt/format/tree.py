@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from zckpt.errors import FormatError, StateError
-from zckpt.format.limits import TREE_DEPTH_MAX
+from zckpt.format.limits import TREE_DEPTH_MAX, TREE_INTEGER_DIGITS_MAX
 from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 TENSOR, NDARRAY, TUPLE, INTEGER, DICT_TYPE = 1, 2, 3, 4, 5
 _DICT_TYPES: dict[str, type] = {"OrderedDict": OrderedDict, "Counter": Counter}
 _I64 = range(-(1 << 63), 1 << 64)
+_INTEGER_MAX = 10**TREE_INTEGER_DIGITS_MAX - 1
+_INTEGER = re.compile(rf"-?[1-9][0-9]{{0,{TREE_INTEGER_DIGITS_MAX - 1}}}", re.ASCII)
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
@@ -56,6 +58,8 @@ def _encode(value: object, path: str, put: Callable[[str, object], tuple[int, st
             raise StateError(f"{path} is a string that is not valid Unicode", key=path) from None
         return value
     if isinstance(value, int) and kind is int:
+        if abs(value) > _INTEGER_MAX:
+            raise StateError(f"{path} is an integer of more than {TREE_INTEGER_DIGITS_MAX} digits", key=path)
         return value if value in _I64 else msgpack.ExtType(INTEGER, str(value).encode())
     if isinstance(value, (list, tuple)) and kind in (list, tuple):
         items = [_encode(item, f"{path}[{i}]", put, depth + 1) for i, item in enumerate(value)]
@@ -95,8 +99,8 @@ def _decode(raw: bytes, get: Callable[[int, str], object], file: str, depth: int
         raise broken("T002", "the tree is nested too deep", file=file)
 
     def distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        if not all(type(key) in (str, int) for key, _ in pairs):
-            raise broken("T001", "a map key that is neither string nor integer", file=file)
+        if not all(type(key) is str or (type(key) is int and key in _I64) for key, _ in pairs):
+            raise broken("T001", "a map key that is neither a string nor a 64-bit integer", file=file)
         found = dict(pairs)
         if len(found) != len(pairs):
             raise broken("T001", "a map has a duplicate key", file=file)
@@ -107,7 +111,7 @@ def _decode(raw: bytes, get: Callable[[int, str], object], file: str, depth: int
             return get(code, _text(data, file))
         if code == INTEGER:
             text = _text(data, file)
-            if not re.fullmatch(r"-?[1-9][0-9]{0,4000}", text, re.ASCII):
+            if not _INTEGER.fullmatch(text):
                 raise broken("T001", f"the integer {text[:40]!r}", file=file)
             return int(text)
         inner = _decode(data, get, file, depth + 1)
@@ -132,6 +136,8 @@ def _decode(raw: bytes, get: Callable[[int, str], object], file: str, depth: int
 def _check_depth(value: object, file: str) -> None:
     level = [value]
     for _ in range(TREE_DEPTH_MAX + 2):
+        if any(isinstance(node, msgpack.Timestamp) for node in level):
+            raise broken("T001", "a timestamp", file=file)
         level = [
             item
             for node in level

@@ -83,7 +83,7 @@ class Sink:
         return None if self._bytes is None else self._bytes[start:stop]
 
     def put(self, start: int, staged: torch.Tensor) -> None:
-        """Copies stored bytes (uint8, 1-D, on the host) to byte ``start``; on a device, queued on the current stream."""
+        """Copies stored bytes (uint8, 1-D, host) to byte ``start``; on a device, queued on the current stream."""
         values = staged.view(self._stored)
         first = start // self._stored.itemsize
         self._target[first : first + values.numel()].copy_(values, non_blocking=True)
