@@ -78,7 +78,9 @@ class DeepSpeedAdapter:
         return {
             "counters": {name: int(getattr(self._engine, name)) for name in COUNTERS},
             "optimizer": optimizer.capture(self._zero.optimizer, self._zero.flats),
-            "scheduler": scheduler and {"class": type(scheduler).__name__, "state": scheduler.state_dict()},
+            "scheduler": None
+            if scheduler is None
+            else {"class": type(scheduler).__name__, "state": scheduler.state_dict()},
         }
 
     def rank_state(self) -> dict[str, Any]:
@@ -150,7 +152,7 @@ class DeepSpeedAdapter:
     def finish_restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
         found = self.check_state(state)
         if found:
-            raise MismatchError("engine and checkpoint do not fit:\n" + "\n".join(found))
+            raise MismatchError("the checkpoint's state does not fit the engine:\n  " + "\n  ".join(found))
         self._zero.after_restore(frozenset(fragment.name for fragment in self._wanted if fragment.part == PARAM))
         if state is not None:
             optimizer.restore(optimizer.Saved(_tree(state, "optimizer")), self._zero.optimizer, self._zero.flats)
@@ -164,7 +166,8 @@ class DeepSpeedAdapter:
         if rank_state is not None:
             rng.restore(_tree(rank_state, "rng"), self._engine.device)
             tracked = _tree(rank_state, "rng_tracker")
-            _rng_tracker().set_states({name: rng.to_tensor(state) for name, state in tracked.items()})
+            if tracked:
+                _rng_tracker().set_states({name: rng.to_tensor(state) for name, state in tracked.items()})
 
     @cached_property
     def _zero(self) -> Zero3:

@@ -43,10 +43,6 @@ class Flat:
     def names(self) -> tuple[str, ...]:
         return tuple(slot.name for slot in self.slots)
 
-    @property
-    def is_all_padding(self) -> bool:
-        return all(slot.start == slot.stop for slot in self.slots)
-
     def fragments(self, part: str, dtype: torch.dtype, data: torch.Tensor | None = None) -> Iterator[Fragment]:
         """What this rank holds of ``part``, in memory order; ``data`` is the master or a moment (1-D, as long)."""
         for slot in self.slots:

@@ -21,7 +21,7 @@ from zckpt.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-INTERCHANGEABLE = ({"FusedAdam", "DeepSpeedCPUAdam"},)
+INTERCHANGEABLE = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
 """Classes with the same state: DeepSpeed picks between them by where the optimizer is offloaded to."""
 
 
@@ -39,7 +39,7 @@ def capture(optimizer: Any, flats: Sequence[Flat]) -> dict[str, Any]:
             continue
         names, values = sorted(moments(flat, state)), scalars(flat, state)
         for entry in states:
-            if entry["moments"] == names and _equal(entry["values"], values):
+            if _same_state(entry, {"moments": names, "values": values}):
                 entry["params"].extend(flat.names)
                 break
         else:
@@ -56,7 +56,7 @@ class Saved:
         self._group_of = {name: group for group in self.groups for name in group["params"]}
         self._state_of: dict[str, Mapping[str, Any]] = {}
         for entry in _members(tree, "states"):
-            _member(entry, "moments", list, "optimizer.states")
+            _names(entry, "moments", "optimizer.states")
             step = _member(entry, "values", dict, "optimizer.states").get("step", 0)
             if type(step) is int and not 0 <= step < 2**31:
                 raise FormatError(f"state: optimizer.states.values.step is {step!r}")
@@ -68,7 +68,8 @@ class Saved:
         if any(group is None for group in groups):
             return {}, [f"{_some(n for n in names if n not in self._group_of)}: in no param group of the checkpoint"]
         merged = [{key: value for key, value in group.items() if key != "params"} for group in groups if group]
-        differing = sorted({key for m in merged for key in m if not _equal(m[key], merged[0].get(key))})
+        keys = {key for settings in merged for key in settings}
+        differing = sorted(key for key in keys if any(not _equal(m.get(key), merged[0].get(key)) for m in merged))
         if differing:
             return {}, [f"{_some(names)}: one param group here, several with other {', '.join(differing)} when saved"]
         return merged[0], []
@@ -78,8 +79,8 @@ class Saved:
         entries = _distinct(self._state_of.get(name) for name in flat.names)
         if entries == [None]:
             return {}, [], []
-        first = entries[0]
-        if first is None or any(e is None or not _equal(e["values"], first["values"]) for e in entries):
+        first, *others = entries
+        if first is None or any(e is None or not _same_state(e, first) for e in others):
             return {}, [], [f"{_some(flat.names)}: one sub-group here, but other optimizer scalars for each when saved"]
         return dict(first["values"]), list(first["moments"]), []
 
@@ -87,7 +88,7 @@ class Saved:
 def problems(saved: Saved, optimizer: Any, flats: Sequence[Flat], restored: Collection[tuple[str, str]]) -> list[str]:
     """What keeps ``saved`` from being restored, given the (part, name) pairs that will be. Changes nothing."""
     here, found = type(optimizer).__name__, []
-    if saved.optimizer_class != here and {saved.optimizer_class, here} not in INTERCHANGEABLE:
+    if saved.optimizer_class != here and not {saved.optimizer_class, here} <= INTERCHANGEABLE:
         found.append(f"optimizer: {saved.optimizer_class} in the checkpoint, {here} in the engine")
     for index in range(len(optimizer.param_groups)):
         found += _settings(saved, index, flats)[1]
@@ -156,6 +157,10 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
+def _same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return bool(a["moments"] == b["moments"]) and _equal(a["values"], b["values"])
+
+
 def _distinct(items: Iterable[Mapping[str, Any] | None]) -> list[Mapping[str, Any] | None]:
     return list({id(item): item for item in items}.values())
 
@@ -168,9 +173,13 @@ def _some(names: Iterable[str]) -> str:
 def _members(tree: Mapping[str, Any], key: str) -> list[Any]:
     members: list[Any] = _member(tree, key, list, "optimizer")
     for member in members:
-        if not all(isinstance(name, str) for name in _member(member, "params", list, f"optimizer.{key}")):
-            raise FormatError(f"state: optimizer.{key} has a parameter name that is not a string")
+        _names(member, "params", f"optimizer.{key}")
     return members
+
+
+def _names(tree: Any, key: str, path: str) -> None:
+    if not all(isinstance(name, str) for name in _member(tree, key, list, path)):
+        raise FormatError(f"state: {path}.{key} holds a name that is not a string")
 
 
 def _member(tree: Any, key: str, kind: type, path: str) -> Any:
