@@ -62,7 +62,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         save_id=draw(st.from_regex(names._SAVE_ID, fullmatch=True)),
         step=draw(sizes),
         world_size=world_size,
-        block_bytes=draw(st.integers(4096, 1 << 26)),
+        block_bytes=4096 * draw(st.integers(1, 1 << 14)),
         names=tuple(listed),
         shapes=tuple(shapes),
         parts=tuple(parts),
@@ -147,6 +147,8 @@ BIG = (1 << 62) - 1
         ("M005", "world_size", (1 << 20) + 1),
         ("M005", "world_size", 3),  # but two digests
         ("M005", "block_bytes", 4095),
+        ("M005", "block_bytes", 0),
+        ("M005", "block_bytes", 4104),
         ("M005", "block_bytes", (1 << 26) + 1),
         ("M005", "names", "abc"),
         ("M005", "names.0", b"a"),

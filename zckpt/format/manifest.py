@@ -230,11 +230,14 @@ def decode(raw: bytes) -> Manifest:
             "M006", f"needs {', '.join(unknown)}", file=names.MANIFEST, hint="upgrade zckpt to read this checkpoint"
         )
     names.check_save_id(body.get("save_id"), file=names.MANIFEST)
+    block_bytes = get.integer("block_bytes", BLOCK_BYTES_MIN, BLOCK_BYTES_MAX)
+    if block_bytes % BLOCK_BYTES_MIN:  # so that no element lies in two blocks
+        raise broken("M005", f"blocks of {block_bytes} bytes", file=names.MANIFEST)
     manifest = Manifest(
         save_id=str(body["save_id"]),
         step=get.integer("step", 0, TENSOR_BYTES_MAX),
         world_size=get.integer("world_size", 1, WORLD_SIZE_MAX),
-        block_bytes=get.integer("block_bytes", BLOCK_BYTES_MIN, BLOCK_BYTES_MAX),
+        block_bytes=block_bytes,
         names=tuple(get.strings("names")),
         shapes=tuple(tuple(shape) if is_shape(shape) else _bad_shape(shape) for shape in get.array("shapes")),
         parts=tuple(_part(value) for value in get.array("parts")),

@@ -84,6 +84,8 @@ class Sink:
 
     def put(self, start: int, staged: torch.Tensor) -> None:
         """Copies stored bytes (uint8, 1-D, host) to byte ``start``; on a device, queued on the current stream."""
+        if staged.storage_offset() % self._stored.itemsize:
+            staged = staged.clone()  # behind smaller elements in a file that another writer has ordered
         values = staged.view(self._stored)
         first = start // self._stored.itemsize
         self._target[first : first + values.numel()].copy_(values, non_blocking=True)
