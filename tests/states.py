@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt import api
-from zckpt.io.memory import DTYPE_NAMES
 from zckpt.plan import catalog
 from zckpt.state.inventory import BUFFER, MASTER, TIERS, Fragment
+from zckpt.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

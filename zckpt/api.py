@@ -30,13 +30,14 @@ from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
 from zckpt.io import commit
 from zckpt.io.budget import Budget
 from zckpt.io.local import LocalReader
-from zckpt.io.memory import DTYPE_NAMES, TORCH_DTYPES, host_view
+from zckpt.io.memory import host_view
 from zckpt.io.ranks import Ranks
 from zckpt.io.write import write_shards
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.plan.reshard import Span, choose_copy
 from zckpt.state.inventory import BUFFER, STATE, Fragment
+from zckpt.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 from zckpt.validation import Finding, Report, check_checkpoint
 from zckpt.version import __version__
 

@@ -20,12 +20,13 @@ from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX
 from zckpt.format.manifest import TIERS, Manifest
 from zckpt.format.rules import broken
 from zckpt.io.budget import Budget
-from zckpt.io.memory import TORCH_DTYPES, Sink, check_cast
+from zckpt.io.memory import Sink, check_cast
 from zckpt.io.read import ReadFile, run_reads
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Span, choose_copy, extents, slice_spans
 from zckpt.plan.select import Keys, nearest, select
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
+from zckpt.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from zckpt.format.index import Layout, Piece
