@@ -22,6 +22,7 @@ from zckpt.errors import (
     RankError,
     StorageError,
     UnfinishedWriteError,
+    ZckptError,
 )
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names, tree
@@ -195,7 +196,7 @@ def _read_manifest(path: str) -> manifest_format.Manifest | None:
     """The manifest in ``path``; None if there is none or it cannot be read."""
     try:
         return _open(path).manifest
-    except (CheckpointNotFoundError, FormatError):
+    except ZckptError:
         return None
 
 
