@@ -33,7 +33,8 @@ start = time.perf_counter()
 ck = zckpt.open(sys.argv[1])
 info = ck[sys.argv[2]]
 n = len(info.pieces)
-print(json.dumps({"seconds": time.perf_counter() - start, "pieces": n, "reads": ck.io.reads, "bytes": ck.io.bytes_read}))
+seconds = time.perf_counter() - start
+print(json.dumps({"seconds": seconds, "pieces": n, "reads": ck.io.reads, "bytes": ck.io.bytes_read}))
 """
 WHOLE = """
 import sys, time, json, zckpt
