@@ -35,17 +35,22 @@ def fsync_directory(path: str) -> None:
 
 
 def make_directories(path: str) -> None:
-    """Creates ``path`` and its parents, and makes each new name durable. Raises StorageError."""
+    """Creates ``path`` and its parents, and makes each new name durable, or leaves none. Raises StorageError."""
     missing = []
     while not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path) or "."
-    for directory in reversed(missing):
-        try:
-            os.makedirs(directory, exist_ok=True)
-        except OSError as error:
-            raise from_os_error(error, "create the directory", directory) from error
-        fsync_directory(os.path.dirname(directory) or ".")
+    try:
+        for directory in reversed(missing):
+            try:
+                os.makedirs(directory, exist_ok=True)
+            except OSError as error:
+                raise from_os_error(error, "create the directory", directory) from error
+            fsync_directory(os.path.dirname(directory) or ".")
+    except BaseException:
+        for directory in missing:
+            remove_empty_directory(directory)
+        raise
 
 
 def write_file(path: str, data: bytes) -> None:
