@@ -70,7 +70,7 @@ def _encode(value: object, path: str, put: Callable[[str, object], tuple[int, st
             if not (type(key) is str or (type(key) is int and key in _I64)):
                 raise StateError(f"{path} has the key {key!r}: only strings and 64-bit integers can be kept", key=path)
             _encode(key, path, put, depth)
-            items_by_key[key] = _encode(item, f"{path}{_step(key)}", put, depth + 1)
+            items_by_key[key] = _encode(item, _below(path, key), put, depth + 1)
         return items_by_key if kind is dict else msgpack.ExtType(DICT_TYPE, _packb([kind.__name__, items_by_key]))
     reference = put(path, value)
     if reference is None:
@@ -82,8 +82,10 @@ def _encode(value: object, path: str, put: Callable[[str, object], tuple[int, st
     return msgpack.ExtType(reference[0], reference[1].encode())
 
 
-def _step(key: object) -> str:
-    return f".{key}" if isinstance(key, str) and _IDENTIFIER.fullmatch(key) else f"[{key!r}]"
+def _below(path: str, key: object) -> str:
+    if isinstance(key, str) and _IDENTIFIER.fullmatch(key):
+        return f"{path}.{key}" if path else key
+    return f"{path}[{key!r}]"
 
 
 def unpack(raw: bytes, get: Callable[[int, str], object], file: str) -> Any:
