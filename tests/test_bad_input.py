@@ -50,7 +50,7 @@ def nothing_hangs() -> Iterator[None]:
         raise TimeoutError("the test hangs")
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(100)
+    signal.alarm(30)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -416,6 +416,17 @@ def test_a_damaged_tensor_does_not_keep_others_from_loading(original: Written, p
         else:
             with pytest.raises(DigestError):
                 checkpoint.load_slice("master/a", rows)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_file_that_is_cut_off_while_it_is_open(place: Place, verify: bool) -> None:
+    checkpoint = zckpt.open(place.path)
+    checkpoint.load()
+    os.truncate(place.master[1], 9000)
+    with pytest.raises(SizeError) as caught:
+        checkpoint.load("master/a", verify=verify)
+    assert caught.value.rule == "F003"
+    assert (caught.value.key, caught.value.start) == ("master/a", 4096)
 
 
 def run_cli(*arguments: str) -> tuple[int, str]:

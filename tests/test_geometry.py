@@ -196,6 +196,15 @@ def test_spans_land_where_the_sink_wants_them(data: st.DataObject, store: Store)
     assert not any(sink[at * stored.item + len(flat) :])
 
 
+@pytest.mark.parametrize(("start", "reads"), [(3, [(103, 5)]), (4, [(103, 3), (107, 2)])])
+def test_a_hole_is_not_read(start: int, reads: list[tuple[int, int]]) -> None:
+    """Nor are two reads made of what lies side by side."""
+    spans = [Span(0, 3, 0), Span(start, start + 2, 3)]
+    wanted = extents([Piece(0, 0, 0, 0, 8, 3, 0)], [0], spans, item_bytes=1, sink=0)
+    ops = plan_reads(wanted, data_starts=[100], block_bytes=4096, verify=False, batch_bytes=4096)
+    assert [(op.offset, op.nbytes) for op in ops] == reads
+
+
 @pytest.mark.parametrize("index", [(slice(None),) * 3, (slice(0, 4, 2),), (slice(None, None, -1),)])
 def test_slices_that_cannot_be_read_are_refused(index: tuple[slice, ...]) -> None:
     with pytest.raises(MismatchError):

@@ -173,6 +173,7 @@ def test_the_unbroken_index_is_sound() -> None:
         ("I005", "a/t0", {"length": [6, 0, 4, 4]}),
         ("I005", "a/t0", {"length": [5, 7, 4, 4]}),  # two copies, but for one element
         ("I005", "a/t1", {"length": [4, 2, 2, 4]}),
+        ("I005", "a/t1", {"count": [1, 3], "length": [6, 3, 3, 2]}),  # the second lies in two copies
         ("I005", "a/t1", {"length": [4, 2, 4, 8]}),
         ("I005", "a/t1", {"length": [4, 2, 4, (1 << 64) - 4]}),
         ("I005", "a/t1", {"length": [4, 2, (1 << 63) + 4, (1 << 63) + 4]}),

@@ -163,7 +163,7 @@ BIG = (1 << 62) - 1
         ("M005", "files.rank.0", 0.0),
         ("M005", "files.bytes.0", BIG + 1),
         ("M005", "files.tier", lambda column: column[:-1]),
-        ("M005", "chunks.rows", lambda column: column + [1]),
+        ("M005", "chunks.rows", lambda column: [*column, 1]),
         ("M005", "chunks.digest", lambda column: column[:-1]),
         ("M005", "parts.0", "master"),
         ("M005", "parts.0.layout", -1),
@@ -179,6 +179,7 @@ BIG = (1 << 62) - 1
         ("M008", "shapes.0", [1 << 61, 2]),
         ("M008", "shapes.0", [1 << 32, 1 << 32]),  # 2^64 elements
         ("M008", "shapes.0", [1 << 60]),  # 2^62 bytes of F32
+        ("M008", "shapes", lambda shapes: [*shapes, [1 << 61, 2]]),  # even if no tensor has it
         ("M009", "parts.0.dtypes.0", "F128"),
         ("M009", "parts.0.dtypes.0", "f32"),
         ("M010", "parts.0.names", [0, 2, 1]),
