@@ -170,6 +170,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         if place is None:
             return None
         info = self._info(*place)
+        if info.dtype != torch.uint8 or len(info.shape) != 1:
+            raise broken("T001", f"a packed tree that is {info.dtype} {list(info.shape)}", key=info.key)
         packed = self._load([info], "cpu", None)[info.key]
         return tree.unpack(packed.numpy().tobytes(), self._state_leaf, info.key)
 
