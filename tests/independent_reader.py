@@ -1,4 +1,4 @@
-"""A second reader, from spec/format.md alone: it has no code of zckpt. It checks no digests and no duplicate keys."""
+"""A second reader, from spec/format.md alone: no code of zckpt. It checks structure, not digests or duplicate keys."""
 
 import json
 import math

@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zckpt
@@ -116,6 +116,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
     return torch.from_numpy(data).reshape(-1).view(dtype).reshape(shape)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(DTYPES, SHAPE), min_size=1, max_size=6), st.integers(1, 4), st.integers(0, 1 << 30))
 def test_any_tensors_cut_anywhere(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[Any], world_size: int, seed: int
