@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines import rng
-from zckpt.engines.deepspeed import cpu_adam, optimizer, refuse
+from zckpt.engines.deepspeed import cpu_adam, optimizer, refuse, replicas
 from zckpt.engines.deepspeed.flats import moments
-from zckpt.engines.deepspeed.zero3 import Zero3
+from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers, unwrapped
 from zckpt.errors import FormatError, MismatchError, UnsupportedError
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment, Inventory
@@ -34,6 +34,7 @@ class DeepSpeedAdapter:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._wanted: tuple[Fragment, ...] = ()
+        self._missing_moments: list[tuple[torch.Tensor, str]] = []
 
     @property
     def step(self) -> int:
@@ -94,6 +95,7 @@ class DeepSpeedAdapter:
         masters = set(stored.get(MASTER, ()))
         weights_only = set(stored.get(PARAM, ())) - masters - set(self._masterless)
         fragments: list[Fragment] = []
+        self._missing_moments = []
         for flat in self._zero.flats:
             fragments += (f for f in flat.fragments(MASTER, flat.master.dtype) if f.name not in weights_only)
         for part in dict.fromkeys((*self._live_moments, *sorted(set(stored) - RESERVED_PARTS))):
@@ -102,6 +104,8 @@ class DeepSpeedAdapter:
                 live = moments(flat, self._state_of(flat.master)).get(part)
                 # All of the flat or nothing: if one parameter has a moment, the others' must not be left at zero.
                 if live is not None or not names.isdisjoint(flat.names):
+                    if live is None:
+                        self._missing_moments.append((flat.master, part))
                     fragments += flat.fragments(part, flat.master.dtype if live is None else live.dtype)
         order = (name for name in self._in_memory_order if name in weights_only or name in self._masterless)
         fragments += (replace(fragment, data=None) for fragment in self._param_fragments(order))
@@ -134,13 +138,8 @@ class DeepSpeedAdapter:
         self._wanted = wanted
         self._zero.before_restore()
         parts = {fragment.part for fragment in wanted}
-        restored = {(fragment.part, fragment.name) for fragment in wanted}
-        for flat in self._zero.flats:
-            for part in sorted(parts - RESERVED_PARTS):
-                if any((part, name) in restored for name in flat.names):
-                    state = self._zero.optimizer.state[flat.master]
-                    if part not in state:
-                        state[part] = torch.zeros_like(flat.master, requires_grad=False)
+        for master, part in self._missing_moments:  # also of flats of which this rank restores nothing itself
+            self._zero.optimizer.state[master][part] = torch.zeros_like(master, requires_grad=False)
         for buffer in self._buffers[0].values():
             buffer.data = buffer.data.contiguous()  # else its fragment would be a copy
         live = [*self._param_fragments(self._in_memory_order), *self._buffer_fragments()]
@@ -153,7 +152,8 @@ class DeepSpeedAdapter:
         found = self.check_state(state)
         if found:
             raise MismatchError("the checkpoint's state does not fit the engine:\n  " + "\n  ".join(found))
-        self._zero.after_restore(frozenset(fragment.name for fragment in self._wanted if fragment.part == PARAM))
+        weights = {fragment.name for fragment in self._wanted if fragment.part == PARAM}
+        self._zero.after_restore(replicas.agreed(weights, self._parameters[0], self._engine.device))
         if state is not None:
             optimizer.restore(optimizer.Saved(_tree(state, "optimizer")), self._zero.optimizer, self._zero.flats)
             self._restore_scheduler(state)
@@ -170,8 +170,10 @@ class DeepSpeedAdapter:
                 _rng_tracker().set_states({name: rng.to_tensor(state) for name, state in tracked.items()})
 
     @cached_property
-    def _zero(self) -> Zero3:
-        return Zero3(self._engine.optimizer, self._parameters[0])
+    def _zero(self) -> Wrapper:
+        kind = kind_of(self._engine)
+        assert kind is not None, "refuse_unsupported comes first"
+        return kind(self._engine.optimizer, self._parameters[0])
 
     @cached_property
     def _parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:

@@ -15,7 +15,7 @@ from zckpt.engines.tensors import dtype_name
 from zckpt.state.inventory import Fragment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """One flat partition of this rank: 1-D fp32 ``master``, the key of the optimizer's state."""
+    """One flat of this rank: fp32 ``master``, the key of the optimizer's state. 1-D, or one whole parameter."""
 
     group: int
     """Index of the optimizer's param group."""
@@ -44,12 +44,19 @@ class Flat:
         return tuple(slot.name for slot in self.slots)
 
     def fragments(self, part: str, dtype: torch.dtype, data: torch.Tensor | None = None) -> Iterator[Fragment]:
-        """What this rank holds of ``part``, in memory order; ``data`` is the master or a moment (1-D, as long)."""
+        """What this rank holds of ``part``, in memory order; ``data`` is the master or a moment of its shape."""
         for slot in self.slots:
             if slot.start < slot.stop:
-                view = None if data is None else data.detach().narrow(0, slot.offset, slot.stop - slot.start)
+                view = None if data is None else data.detach().view(-1).narrow(0, slot.offset, slot.stop - slot.start)
                 name = dtype_name(dtype, f"{part}/{slot.name}")
                 yield Fragment(part, slot.name, slot.shape, name, slot.start, slot.stop, data=view)
+
+
+def foreign(parameters: Mapping[str, Any], optimized: Iterable[Any]) -> Iterator[str]:
+    """What to say where the optimizer has parameters that are not among the module's, which have no name."""
+    known = {id(parameter) for parameter in parameters.values()}
+    if any(id(parameter) not in known for parameter in optimized):
+        yield "an optimizer with parameters that are not the module's"
 
 
 def moments(flat: Flat, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -63,7 +70,9 @@ def scalars(flat: Flat, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_moment(flat: Flat, key: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == flat.master.shape and not _is_leftover(key)
+    # torch keeps `step` as a tensor of shape (), which is also that of a parameter with no dimensions.
+    alike = isinstance(value, torch.Tensor) and value.shape == flat.master.shape
+    return alike and key != "step" and not _is_leftover(key)
 
 
 def _is_leftover(key: str) -> bool:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.deepspeed.flats import Flat, Slot
+from zckpt.engines.deepspeed.flats import Flat, Slot, foreign
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 
 class Zero3:
-    """The wrapper around the optimizer; ``parameters`` are the module's by name."""
+    """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._wrapper = wrapper
@@ -26,25 +26,40 @@ class Zero3:
         self._parameters: Mapping[str, Any] = parameters
         self.flats = self._flats()
 
+    @staticmethod
+    def unsupported(wrapper: Any, parameters: Mapping[str, Any]) -> Iterator[str]:
+        everyone = list(range(torch.distributed.get_world_size()))
+        groups: dict[int, tuple[Any, str]] = {}
+        for name, parameter in parameters.items():
+            if getattr(parameter, "ds_tensor", None) is None:
+                yield f"a parameter that ZeRO does not partition: {name}"
+                return
+            groups.setdefault(id(parameter.ds_process_group), (parameter.ds_process_group, name))
+        for group, name in groups.values():
+            ranks = torch.distributed.get_process_group_ranks(group)
+            if ranks != everyone:
+                yield f"a partition group other than all ranks in order: {name} lies on ranks {ranks}"
+                return
+        yield from foreign(parameters, (parameter for group in wrapper.fp16_groups for parameter in group))
+
+    @staticmethod
+    def has_gradients(wrapper: Any) -> bool:
+        return any(gradients is not None for gradients in wrapper.averaged_gradients.values())
+
     @property
     def optimizer(self) -> Any:
-        """The optimizer inside the wrapper; its state is keyed by the flats' masters."""
         return self._wrapper.optimizer
 
     def weight(self, name: str) -> tuple[Slot, torch.Tensor]:
-        """This rank's partition of a parameter in its compute dtype: where it belongs, and the 1-D elements."""
         parameter = self._parameters[name]
         slot = self._slot(name, 0)
         return slot, parameter.ds_tensor.detach().narrow(0, 0, slot.stop - slot.start)
 
     def before_restore(self) -> None:
-        """Gives up every gathered parameter, so that only partitions hold weights. Not collective."""
+        # Gives up every gathered parameter, so that only partitions hold weights.
         self._wrapper.checkpoint_event_prologue()
 
     def after_restore(self, weights_from_param: frozenset[str]) -> None:
-        """Derives what hangs on the masters. ``weights_from_param``: parameters whose master was not restored but
-        whose weight in the compute dtype was: their master is derived from it. Collective.
-        """
         wrapper = self._wrapper
         for index, flat in enumerate(self.flats):
             for slot in flat.slots:
