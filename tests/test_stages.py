@@ -83,3 +83,111 @@ def test_a_restored_run_goes_on_bit_for_bit(
     assert_goes_on_alike(through, resumed)
     report = zckpt.validate(path)
     assert report.ok, str(report)
+
+
+def write_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...]) -> dict[str, Any]:
+    """Trains, writes, and returns what the engine held, whole, and what its parameters were set to, by name."""
+    engine = make_engine(**setup)
+    train(engine, BEFORE)
+    zckpt.write(engine, path)
+    if engine.zero_optimization_stage() in (1, 2):
+        # After its first step, DeepSpeed finds the state of the first param group alone.
+        engine.optimizer._link_all_hp_params()
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    return whole(engine, parts)
+
+
+def restore_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...], trained: int = 0) -> dict[str, Any]:
+    engine = make_engine(**setup, seed=1)
+    train(engine, trained, 100)
+    opened = []
+    original = zckpt.api.open
+    zckpt.api.open = lambda path: opened.append(original(path)) or opened[0]  # type: ignore[func-returns-value]
+    zckpt.restore(engine, path, verify=False)  # a digest covers a whole block, which here is most of a file
+    restored = whole(engine, parts)
+    (loss,) = train(engine, 1, BEFORE)
+    return {
+        **restored,
+        "read": opened[0].io.data_bytes,
+        "stored": sum(info.nbytes for info in opened[0].values()),
+        "loss": loss,
+    }
+
+
+def whole(engine: Any, parts: tuple[str, ...]) -> dict[str, Any]:
+    parameters = {
+        engine.param_names[p]: {key: value for key, value in group.items() if key not in ("params", "step", "amsgrad")}
+        for group, group_parameters in zip(inner(engine).param_groups, grouped(engine), strict=True)
+        for p in group_parameters
+    }
+    # FusedAdam at stage 0 has 0 in all states but one.
+    steps = {int(state["step"]) for state in inner(engine).state.values() if "step" in state}
+    about = {name: value for name, value in settings(engine).items() if name != "groups"}
+    return {
+        "logical": logical(engine, parts), "weights": weights(engine), "parameters": parameters, "about": about,
+        "step": max(steps, default=None),
+    }  # fmt: skip
+
+
+def grouped(engine: Any) -> list[list[Any]]:
+    """The trained parameters of each param group."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        groups: list[list[Any]] = [[] for _ in inner(engine).param_groups]
+        for sub_group, parameters in enumerate(optimizer.fp16_groups):
+            groups[optimizer.sub_group_to_group_id[sub_group]] += parameters
+        return groups
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    return [[p for p in group["params"] if p.numel()] for group in optimizer.param_groups]
+
+
+MODES["3"] = {"stage": 3}
+MODES["3-fp32"] = {"stage": 3, "dtype": "fp32", "sub_group_size": 1000}
+ADAM, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+CROSS = [
+    ("1", "2", 2, 2, "adamw"),
+    ("2", "1-bf16-optimizer", 2, 1, "adamw"),
+    ("1-bf16-optimizer", "2-cpu", 2, 3, "adamw"),
+    ("2", "3", 2, 3, "adamw"),
+    ("3", "2-cpu", 2, 3, "adamw"),
+    ("3", "1", 3, 2, "torch_adamw"),
+    ("3", "0", 2, 3, "adamw"),
+    ("0", "3", 2, 1, "adamw"),
+    ("0", "1", 3, 2, "torch_adamw"),
+    ("2-cpu", "0", 2, 2, "adamw"),
+    ("0-fp32", "3-fp32", 2, 3, "adamw"),
+    ("3-fp32", "0-fp32", 2, 3, "adamw"),
+    ("0-fp32", "1-fp32", 3, 2, "sgd"),
+    ("2-fp32", "0-fp32", 2, 1, "torch_adamw"),
+    ("0-fp32", "2-fp32", 2, 2, "adamw"),
+    ("0-fp32", "0-fp32", 2, 3, "adamw"),
+]
+
+
+@pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
+@pytest.mark.parametrize(
+    ("there", "here", "written", "restored", "optimizer"), CROSS, ids=["-".join(map(str, case)) for case in CROSS]
+)
+def test_other_stages_and_world_sizes_restore_the_same_state(
+    cluster: Cluster, tmp_path: Path, there: str, here: str, written: int, restored: int, optimizer: str, trained: int
+) -> None:
+    shape = {"model": "gpt2", "groups": True, "frozen": True, "scheduler": True, "optimizer": optimizer}
+    parts = MOMENTUM if optimizer == "sgd" else ADAM
+    path = str(tmp_path / "global_step3")
+    before = cluster.run(write_whole, written, path, {**MODES[there], **shape}, parts)
+    after = cluster.run(restore_whole, restored, path, {**MODES[here], **shape}, parts, trained)
+    for rank in after:
+        assert_same(before[0]["logical"], rank["logical"])
+        assert_same(before[0]["weights"], rank["weights"])
+        assert before[0]["parameters"] == rank["parameters"]
+        assert before[0]["step"] == rank["step"]
+        expected = before[0]["about"]
+        if written != restored:  # a step is then another number of samples
+            expected = {**expected, "global_samples": rank["about"]["global_samples"]}
+        assert expected == rank["about"]
+        assert torch.isfinite(torch.tensor(rank["loss"]))
+    stored = after[0]["stored"]
+    assert stored <= sum(rank["read"] for rank in after) <= 1.2 * stored
