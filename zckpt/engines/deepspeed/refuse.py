@@ -12,7 +12,7 @@ from zckpt.engines.tensors import modules_with_extra_state
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SUPPORTED = "supported: ZeRO stage 3 (zero_optimization.stage = 3) in bf16 or fp32, without offload"
+SUPPORTED = "supported: ZeRO stage 3 (zero_optimization.stage = 3) in bf16, fp16 or fp32, with any offload device"
 
 
 def unsupported(engine: Any) -> list[str]:
@@ -53,9 +53,7 @@ def _kind(engine: Any) -> Iterator[str]:
 
 
 def _precision(engine: Any) -> Iterator[str]:
-    if engine.fp16_enabled():
-        yield "fp16.enabled"
-    elif getattr(engine.optimizer, "dtype", torch.float32) not in (torch.bfloat16, torch.float32):
+    if getattr(engine.optimizer, "dtype", torch.float32) not in (torch.bfloat16, torch.float16, torch.float32):
         yield f"parameters in {engine.optimizer.dtype}"
     if _setting(engine, "fp16_master_weights_and_gradients"):
         yield "fp16.fp16_master_weights_and_grads"
@@ -73,19 +71,12 @@ def _precision(engine: Any) -> Iterator[str]:
 def _offload(engine: Any) -> Iterator[str]:
     for setting in ("offload_optimizer", "offload_param"):
         offload = _setting(engine, f"zero_{setting}")
-        device = getattr(offload, "device", "none")
-        if device != "none":
-            yield f"zero_optimization.{setting}.device = {getattr(device, 'value', device)}"
         if getattr(offload, "ratio", 1.0) < 1.0:
             yield f"zero_optimization.{setting}.ratio = {offload.ratio}"
         if getattr(offload, "super_offload", False):
             yield f"zero_optimization.{setting}.super_offload"
     if _setting(engine, "zenflow_config") is not None:
         yield "zero_optimization.zenflow"
-    states = getattr(engine.optimizer, "offloaded_states", ())
-    if states:
-        names = ", ".join(sorted(getattr(state, "value", str(state)) for state in states))
-        yield f"offload_states() in effect ({names}): call engine.reload_states() first"
 
 
 def _parallelism(engine: Any) -> Iterator[str]:
@@ -140,7 +131,10 @@ def _parameters(engine: Any) -> Iterator[str]:
 
 
 def _gradients(engine: Any) -> Iterator[str]:
-    pending = any(gradients is not None for gradients in engine.optimizer.averaged_gradients.values())
+    wrapper = engine.optimizer
+    pending = any(gradients is not None for gradients in wrapper.averaged_gradients.values())
+    # Where the optimizer is offloaded, gradients lie elsewhere; these say that there has been a backward.
+    pending = pending or wrapper.micro_step_id > 0 or getattr(wrapper, "_epilogue_ran_this_backward", False)
     steps, accumulation = engine.micro_steps, engine.gradient_accumulation_steps()
     # With a boundary set by hand, or by the caller of step(), micro_steps says nothing.
     counted = engine._is_gradient_accumulation_boundary is None and _setting(engine, "managed_gradient_accumulation", 1)
