@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SUPPORTED = (
-    "supported: ZeRO stages 0, 1, 2 and 3 (zero_optimization.stage) in bf16 or fp32, with the optimizer of stages 1 "
-    "and 2 on the CPU (zero_optimization.offload_optimizer.device = cpu) or without offload"
+    "supported: ZeRO stages 0, 1, 2 and 3 (zero_optimization.stage) in bf16, fp16 or fp32, with any offload device"
 )
 
 
@@ -55,9 +54,7 @@ def _kind(engine: Any) -> Iterator[str]:
 
 
 def _precision(engine: Any) -> Iterator[str]:
-    if engine.fp16_enabled():
-        yield "fp16.enabled"
-    elif getattr(engine.optimizer, "dtype", torch.float32) not in (torch.bfloat16, torch.float32):
+    if getattr(engine.optimizer, "dtype", torch.float32) not in (torch.bfloat16, torch.float16, torch.float32):
         yield f"parameters in {engine.optimizer.dtype}"
     if _setting(engine, "fp16_master_weights_and_gradients"):
         yield "fp16.fp16_master_weights_and_grads"
@@ -75,20 +72,12 @@ def _precision(engine: Any) -> Iterator[str]:
 def _offload(engine: Any) -> Iterator[str]:
     for setting in ("offload_optimizer", "offload_param"):
         offload = _setting(engine, f"zero_{setting}")
-        device = getattr(offload, "device", "none")
-        moved = (setting, device) == ("offload_optimizer", "cpu") and engine.zero_optimization_stage() in (1, 2)
-        if device != "none" and not moved:
-            yield f"zero_optimization.{setting}.device = {getattr(device, 'value', device)}"
         if getattr(offload, "ratio", 1.0) < 1.0:
             yield f"zero_optimization.{setting}.ratio = {offload.ratio}"
         if getattr(offload, "super_offload", False):
             yield f"zero_optimization.{setting}.super_offload"
     if _setting(engine, "zenflow_config") is not None:
         yield "zero_optimization.zenflow"
-    states = getattr(engine.optimizer, "offloaded_states", ())
-    if states:
-        names = ", ".join(sorted(getattr(state, "value", str(state)) for state in states))
-        yield f"offload_states() in effect ({names}): call engine.reload_states() first"
 
 
 def _parallelism(engine: Any) -> Iterator[str]:

@@ -1,10 +1,13 @@
-"""Tensors that every rank holds whole: each rank speaks for one share of their elements, so that each byte is written
-and read once. The shares are equal, rounded up; the last ones may be short or empty.
+"""Wrappers that keep weights whole on every rank, and tensors of which every rank has a replica.
+
+Each rank speaks for one share of a replica's elements, so that each byte is written and read once. The shares are
+equal, rounded up; the last ones may be short or empty.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,9 +15,43 @@ from zckpt.engines.deepspeed.flats import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from zckpt.engines.deepspeed.flats import Flat
 
 GATHER_BYTES = 32 << 20
 """What one all-gather returns at most: the memory that ``gather`` needs."""
+
+
+class Replicated:
+    """What such wrappers have in common; ``wrapper.Wrapper`` says what each member is for."""
+
+    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._wrapper = wrapper
+        self._parameters = parameters
+
+    def tier(self, part: str) -> str:
+        return "device"
+
+    def weight(self, name: str) -> tuple[Slot, torch.Tensor]:
+        parameter = self._parameters[name]
+        start, stop = share(parameter.numel())
+        return Slot(name, tuple(parameter.shape), start, stop, 0), parameter.detach().view(-1)[start:stop]
+
+    def settle(self) -> None:
+        pass
+
+    def before_restore(self) -> None:
+        pass
+
+    def flat_in_memory(self, flat: Flat, weights_from_param: Collection[str]) -> AbstractContextManager[Flat]:
+        return nullcontext(flat)
+
+    def weight_in_memory(self, name: str) -> AbstractContextManager[torch.Tensor]:
+        return nullcontext(self.weight(name)[1])
+
+    def _weights(self, names: Collection[str]) -> list[torch.Tensor]:
+        return [parameter for name, parameter in self._parameters.items() if name in names]
 
 
 def share(numel: int) -> tuple[int, int]:
@@ -22,12 +59,6 @@ def share(numel: int) -> tuple[int, int]:
     length = -(-numel // torch.distributed.get_world_size())
     start = min(torch.distributed.get_rank() * length, numel)
     return start, min(start + length, numel)
-
-
-def weight(name: str, parameter: torch.Tensor) -> tuple[Slot, torch.Tensor]:
-    """This rank's share of a contiguous parameter: where it belongs, and the 1-D elements, a view."""
-    start, stop = share(parameter.numel())
-    return Slot(name, tuple(parameter.shape), start, stop, 0), parameter.detach().view(-1)[start:stop]
 
 
 def unsupported(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:

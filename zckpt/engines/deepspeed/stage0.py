@@ -13,7 +13,7 @@ from zckpt.engines.deepspeed import replicas
 from zckpt.engines.deepspeed.flats import Flat, Slot, foreign, moments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
 
@@ -33,12 +33,11 @@ class Held(NamedTuple):
             offset += parameter.numel()
 
 
-class Unwrapped:
+class Unwrapped(replicas.Replicated):
     """No wrapper: an optimizer over the model's own parameters, in fp32. ``wrapper.Wrapper`` documents the members."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self._wrapper = wrapper
-        self._parameters = parameters
+        super().__init__(wrapper, parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._all_held = tuple(self._held(wrapper))
         self.flats = tuple(Flat(held.group, tuple(self._slots(held)), held.master) for held in self._all_held)
@@ -61,15 +60,9 @@ class Unwrapped:
     def optimizer(self) -> Any:
         return self._inner(self._wrapper)
 
-    def weight(self, name: str) -> tuple[Slot, torch.Tensor]:
-        return replicas.weight(name, self._parameters[name])
-
-    def before_restore(self) -> None:
-        pass
-
-    def after_restore(self, weights_from_param: frozenset[str]) -> None:
-        weights = [self._parameters[name] for name in self._parameters if name in weights_from_param]
-        replicas.gather([*weights, *self._replicas()])  # what was not restored is equal on every rank already
+    def after_restore(self, weights_from_param: Collection[str]) -> None:
+        # What was not restored is equal on every rank already.
+        replicas.gather([*self._weights(weights_from_param), *self._replicas()])
         for held in self._all_held:
             for parameter, master in held.whole(held.master):
                 if self._names[id(parameter)] in weights_from_param:
@@ -107,7 +100,7 @@ class Unwrapped:
 class PerParameter(Unwrapped):
     """``FP16_UnfusedOptimizer``: a master of its own for each parameter."""
 
-    def after_restore(self, weights_from_param: frozenset[str]) -> None:
+    def after_restore(self, weights_from_param: Collection[str]) -> None:
         super().after_restore(weights_from_param)
         self._wrapper.overflow = False
 

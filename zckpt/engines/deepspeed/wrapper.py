@@ -12,9 +12,11 @@ from zckpt.engines.deepspeed.zero3 import Zero3
 from zckpt.engines.deepspeed.zero12 import Zero12
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from zckpt.engines.deepspeed.flats import Flat, Slot
+    from zckpt.state.inventory import FileSpan
 
 
 class Wrapper(Protocol):
@@ -44,15 +46,31 @@ class Wrapper(Protocol):
     def optimizer(self) -> Any:
         """The optimizer inside the wrapper; its state is keyed by the flats' masters."""
 
-    def weight(self, name: str) -> tuple[Slot, torch.Tensor]:
+    def tier(self, part: str) -> str:
+        """Where ``part`` lives, if not in files."""
+
+    def weight(self, name: str) -> tuple[Slot, torch.Tensor | FileSpan]:
         """What this rank speaks for of a parameter in its compute dtype: where it belongs, and the 1-D elements, which
-        share memory with the parameter.
+        share the parameter's memory, or its file.
         """
 
-    def before_restore(self) -> None:
-        """Makes sure that what is restored is not overwritten by other copies. Not collective."""
+    def settle(self) -> None:
+        """Has all that is under way to or from files done."""
 
-    def after_restore(self, weights_from_param: frozenset[str]) -> None:
+    def before_restore(self) -> None:
+        """Brings back what offload_states() has moved, and gives up what would go stale. Not collective."""
+
+    def flat_in_memory(self, flat: Flat, weights_from_param: Collection[str]) -> AbstractContextManager[Flat]:
+        """Brings a flat that lies in files into memory, to be filled. At the end, what hangs on it is derived and
+        it is written back, unless an error has ended it.
+        """
+
+    def weight_in_memory(self, name: str) -> AbstractContextManager[torch.Tensor]:
+        """Memory for this rank's part of a weight that lies in a file, to be filled; written back at the end, unless an
+        error has ended it.
+        """
+
+    def after_restore(self, weights_from_param: Collection[str]) -> None:
         """Derives what hangs on masters, moments and weights. ``weights_from_param``, equal on every rank: parameters
         whose weight in the compute dtype was restored; their master, if they have one, is derived from it. Collective.
         """

@@ -16,9 +16,10 @@ import torch
 
 from zckpt.engines.deepspeed import replicas
 from zckpt.engines.deepspeed.flats import Flat, Slot, foreign
+from zckpt.state.inventory import MASTER, PARAM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 
 class Group(NamedTuple):
@@ -30,12 +31,13 @@ class Group(NamedTuple):
     master: torch.Tensor
 
 
-class Zero12:
+class Zero12(replicas.Replicated):
     """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self._wrapper = wrapper
-        self._parameters = parameters
+        super().__init__(wrapper, parameters)
+        self._moved: frozenset[Any] = frozenset()
+        self._pinned = False
         self.flats = self._flats()
 
     @classmethod
@@ -59,15 +61,22 @@ class Zero12:
     def optimizer(self) -> Any:
         return self._wrapper.optimizer
 
-    def weight(self, name: str) -> tuple[Slot, torch.Tensor]:
-        return replicas.weight(name, self._parameters[name])
+    def tier(self, part: str) -> str:
+        moved = {state.name for state in self._offloaded_states}
+        if part == PARAM:
+            return "host" if "lp_params" in moved else "device"
+        on_host = getattr(self._wrapper, "cpu_offload", False)
+        return "host" if on_host or ("hp_params" if part == MASTER else "optim_states") in moved else "device"
 
     def before_restore(self) -> None:
-        pass
+        wrapper, self._moved = self._wrapper, self._offloaded_states
+        if self._moved:
+            self._pinned = hasattr(wrapper, "hp_params_pin_buffers") or hasattr(wrapper, "lp_params_pin_buffers")
+            wrapper.reload_states()
 
-    def after_restore(self, weights_from_param: frozenset[str]) -> None:
+    def after_restore(self, weights_from_param: Collection[str]) -> None:
         wrapper = self._wrapper
-        replicas.gather([self._parameters[name] for name in self._parameters if name in weights_from_param])
+        replicas.gather(self._weights(weights_from_param))
         for flat in self.flats:
             for slot in flat.slots:
                 if slot.name in weights_from_param:
@@ -80,6 +89,13 @@ class Zero12:
             wrapper._lazy_init_hp_params_optimizer_state()  # without moments yet, the first step does it
         self._drop_gradients()
         wrapper.overflow = False
+        if self._moved:
+            wrapper.offload_states(include=self._moved, pin_memory=self._pinned)
+
+    @property
+    def _offloaded_states(self) -> frozenset[Any]:
+        """What offload_states() has moved, as members of DeepSpeed's OffloadStateTypeEnum."""
+        return frozenset(getattr(self._wrapper, "offloaded_states", ()))
 
     def _drop_gradients(self) -> None:
         wrapper = self._wrapper
