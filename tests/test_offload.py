@@ -19,7 +19,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 import zckpt
 from models import make_engine, train
-from test_zero3 import settings
+from runs import settings
 
 if TYPE_CHECKING:
     from cluster import Cluster

@@ -75,6 +75,8 @@ def gather(tensors: Sequence[torch.Tensor]) -> None:
     if ranks == 1 or not tensors:
         return
     device = tensors[0].device
+    # The old name is deprecated where the new one exists.
+    all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
     room = max(GATHER_BYTES // ranks, 1)
     sent = torch.empty(room, dtype=torch.uint8, device=device)
     received = torch.empty(room * ranks, dtype=torch.uint8, device=device)
@@ -82,7 +84,7 @@ def gather(tensors: Sequence[torch.Tensor]) -> None:
         for at, shares in pieces:
             mine = shares[rank]
             sent.narrow(0, at, mine.numel()).copy_(mine)
-        torch.distributed.all_gather_into_tensor(received[: ranks * used], sent[:used])
+        all_gather(received[: ranks * used], sent[:used])
         for at, shares in pieces:
             for source, target in enumerate(shares):
                 target.copy_(received.narrow(0, source * used + at, target.numel()))
