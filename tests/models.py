@@ -56,11 +56,24 @@ class Odd(nn.Module):
         return logits.float().square().mean() + self.embed(self.batches % 7).square().mean()
 
 
+class Wide(nn.Module):
+    """Large enough for NVMe offload: of two ranks, each holds 1 MiB of every weight, in bf16, but not of the biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1024, 1025)
+        self.second = nn.Linear(1025, 1023)
+        self.frozen = nn.Linear(1023, 1025).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.second(self.first(x).relu())).float().square().mean()
+
+
 def make_model(model: str) -> nn.Module:
     if model == "gpt2":
         sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
         return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-    return {"mlp": Mlp, "odd": Odd}[model]()
+    return {"mlp": Mlp, "odd": Odd, "wide": Wide}[model]()
 
 
 def make_engine(
@@ -123,6 +136,6 @@ def batch(engine: deepspeed.DeepSpeedEngine, step: int) -> dict[str, torch.Tenso
     if isinstance(engine.module, GPT2LMHeadModel):
         tokens = torch.randint(64, (4, 16), generator=random)
         return {"input_ids": tokens, "labels": tokens}
-    features = 63 if isinstance(engine.module, Odd) else 64
+    features = {Odd: 63, Wide: 1024}.get(type(engine.module), 64)
     x = torch.randn(4, features, generator=random)
     return {"x": x.to(next(engine.module.parameters()).dtype)}

@@ -18,7 +18,7 @@ def load() -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
     import deepspeed
     import torch
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder
+    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder
 
     directory = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     directory.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,16 @@ def load() -> None:
             lock.unlink()
         for builder in (ShareMemCommBuilder, FusedAdamBuilder, CPUAdamBuilder):
             builder().load(verbose=False)
+        if AsyncIOBuilder().is_compatible():
+            AsyncIOBuilder().load(verbose=False)
         made_with.write_text(versions)
+
+
+def async_io() -> bool:
+    """Whether there is the op behind NVMe offload: it needs libaio's header."""
+    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible(verbose=False))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import secrets
+from contextlib import closing
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +145,8 @@ def _state_fragment(name: str, tensor: torch.Tensor) -> Fragment:
 
 def _without_equal_copies(fragments: list[Fragment], ranks: Ranks) -> list[Fragment]:
     """Leaves out the rank-local values that equal rank 0's: a replicated buffer is stored once. Collective."""
-    mine = {f.key: digest(host_view(f.data.cpu())) for f in fragments if f.part == BUFFER and f.data is not None}
+    buffers = [(f.key, f.data) for f in fragments if f.part == BUFFER]
+    mine = {key: digest(host_view(data.cpu())) for key, data in buffers if isinstance(data, torch.Tensor)}
     first = msgpack.unpackb(ranks.first(lambda: msgpack.packb(mine), "compare buffers"))
     return [f for f in fragments if f.copy == 0 or mine[f.key] != first.get(f.key)]
 
@@ -334,14 +336,16 @@ def _differences(checkpoint: Checkpoint, wanted: Sequence[Fragment]) -> list[str
 def _fill(
     adapter: EngineAdapter, checkpoint: Checkpoint, wanted: tuple[Fragment, ...], rank: int | None, verify: bool
 ) -> None:
-    wants = []
-    for fragment in adapter.begin_restore(wanted):
-        assert fragment.data is not None, "begin_restore supplies the memory"
+    def want(fragment: Fragment) -> Want:
+        assert isinstance(fragment.data, torch.Tensor), "fill supplies the memory"
         info = checkpoint[fragment.key]
         span = Span(fragment.start, fragment.stop, 0)
-        wants.append(Want(info, choose_copy(checkpoint.pieces(info), rank), [span], fragment.data))
+        return Want(info, choose_copy(checkpoint.pieces(info), rank), [span], fragment.data)
+
     try:
-        checkpoint.read(wants, verify=verify)
+        with closing(adapter.fill(wanted)) as batches:
+            for fragments in batches:
+                checkpoint.read([want(fragment) for fragment in fragments], verify=verify)
     except (FormatError, StorageError) as error:
         error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Generator, Mapping
 
     from zckpt.state.inventory import Fragment, Inventory
 
@@ -14,7 +14,7 @@ class EngineAdapter(Protocol):
     """One live engine on one rank.
 
     The order of calls is ``refuse_unsupported``, then either ``inventory``, ``state`` and ``rank_state`` to write, or
-    ``wanted``, ``check_state``, ``begin_restore`` and ``finish_restore`` to read. Only the last two change the engine.
+    ``wanted``, ``check_state``, ``fill`` and ``finish_restore`` to read. Only the last two change the engine.
     """
 
     @property
@@ -58,8 +58,13 @@ class EngineAdapter(Protocol):
         Empty where it fits. ``state`` None: tensors only. Raises FormatError for a tree that ``state()`` did not make.
         """
 
-    def begin_restore(self, wanted: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
-        """Makes the memory for ``wanted`` (moments that do not exist yet) and returns the fragments with ``data``."""
+    def fill(self, wanted: tuple[Fragment, ...]) -> Generator[tuple[Fragment, ...], None, None]:
+        """Yields all of ``wanted`` in batches, with ``data``: memory to be filled before the next batch is asked for.
+
+        What lives in memory is one batch, made where it does not exist yet (moments); what lives on a disk is brought
+        in and written back batch by batch. Each rank has its own number of batches: nothing in here is collective.
+        Ended early (``close``), it gives up the memory of its last batch and leaves the disk as it was.
+        """
 
     def finish_restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
         """Once the memory is filled: derives low-precision weights, sets counters, groups, scheduler, hidden state.

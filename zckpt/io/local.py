@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.errors import from_os_error
+from zckpt.errors import StorageError, from_os_error
 from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
@@ -168,3 +168,26 @@ def write_from(fd: int, views: Sequence[memoryview], offset: int, path: str) -> 
             left = _advance(left, put)
     except OSError as error:
         raise from_os_error(error, "write", path, offset + done, offset + total) from error
+
+
+def read_from(path: str, reads: Sequence[tuple[int, memoryview]]) -> None:
+    """Fills each view from its byte offset of ``path``, a file outside of any checkpoint, and leaves nothing of it in
+    the page cache. Raises StorageError, also where the file is too short."""
+    offset = stop = 0
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for start, view in reads:
+                offset, stop = start, start + view.nbytes
+                while offset < stop:
+                    got = os.preadv(fd, [view[offset - start :]], offset)
+                    if got == 0:
+                        raise StorageError("the file ends too early", file=path, start=offset, stop=stop)
+                    offset += got
+                os.posix_fadvise(fd, start, view.nbytes, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise from_os_error(error, "read", path, offset, stop) from error

@@ -22,12 +22,26 @@ RESERVED_PARTS = frozenset({MASTER, PARAM, BUFFER, STATE})
 
 
 @dataclass(frozen=True, slots=True)
+class FileSpan:
+    """Bytes ``[offset, offset + nbytes)`` of a file that holds a state on disk while it is not in use: a swap file."""
+
+    path: str
+    offset: int
+    nbytes: int
+
+    def narrow(self, start: int, nbytes: int) -> FileSpan:
+        """``nbytes`` from byte ``start`` of this span on."""
+        return FileSpan(self.path, self.offset + start, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Fragment:
     """Elements ``[start, stop)`` of one tensor, in row-major order, as one rank holds them.
 
-    ``data`` is a contiguous 1-D tensor of ``stop - start`` elements that shares memory with the state itself (never a
-    copy), or None while only the geometry is asked for. ``copy`` numbers rank-local values of one tensor, such as a
-    buffer that differs from rank to rank: 0 is the value everybody else reads.
+    ``data`` is where the bytes are: a contiguous 1-D tensor of ``stop - start`` elements that shares memory with the
+    state itself (never a copy), or a range of a swap file; None while only the geometry is asked for. ``copy`` numbers
+    rank-local values of one tensor, such as a buffer that differs from rank to rank: 0 is the value everybody else
+    reads.
     """
 
     part: str
@@ -40,7 +54,7 @@ class Fragment:
     stop: int
     tier: str = "device"
     copy: int = 0
-    data: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    data: torch.Tensor | FileSpan | None = field(default=None, compare=False, repr=False)
 
     @property
     def key(self) -> str:

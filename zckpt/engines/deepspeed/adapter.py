@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines import rng
-from zckpt.engines.deepspeed import cpu_adam, optimizer, refuse
+from zckpt.engines.deepspeed import cpu_adam, optimizer, refuse, replicas, scaler
 from zckpt.engines.deepspeed.flats import moments
-from zckpt.engines.deepspeed.zero3 import Zero3
+from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers, unwrapped
 from zckpt.errors import FormatError, MismatchError, UnsupportedError
-from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment, Inventory
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileSpan, Fragment, Inventory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Generator, Iterable, Iterator
+
+    from zckpt.engines.deepspeed.flats import Flat
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -34,6 +36,8 @@ class DeepSpeedAdapter:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._wanted: tuple[Fragment, ...] = ()
+        self._moments_wanted: dict[tuple[str, ...], list[str]] = {}
+        """The moments to be restored, by the names of a flat's parameters; of some this rank may hold nothing."""
 
     @property
     def step(self) -> int:
@@ -61,6 +65,7 @@ class DeepSpeedAdapter:
         unknown = sorted(set(parts or ()) - set(available))
         if unknown:
             raise ValueError(f"the engine has no part {', '.join(unknown)}; it has {', '.join(available)}")
+        self._zero.settle()
         fragments: list[Fragment] = []
         for part in available:
             if parts is not None and part not in parts:
@@ -78,6 +83,7 @@ class DeepSpeedAdapter:
         return {
             "counters": {name: int(getattr(self._engine, name)) for name in COUNTERS},
             "optimizer": optimizer.capture(self._zero.optimizer, self._zero.flats),
+            "scaler": scaler.capture(self._engine.optimizer),
             "scheduler": None
             if scheduler is None
             else {"class": type(scheduler).__name__, "state": scheduler.state_dict()},
@@ -93,6 +99,7 @@ class DeepSpeedAdapter:
     def wanted(self, stored: Mapping[str, Collection[str]]) -> tuple[Fragment, ...]:
         masters = set(stored.get(MASTER, ()))
         weights_only = set(stored.get(PARAM, ())) - masters - set(self._masterless)
+        self._moments_wanted = {}
         fragments: list[Fragment] = []
         for flat in self._zero.flats:
             fragments += (f for f in flat.fragments(MASTER, flat.master.dtype) if f.name not in weights_only)
@@ -102,6 +109,7 @@ class DeepSpeedAdapter:
                 live = moments(flat, self._state_of(flat.master)).get(part)
                 # All of the flat or nothing: if one parameter has a moment, the others' must not be left at zero.
                 if live is not None or not names.isdisjoint(flat.names):
+                    self._moments_wanted.setdefault(flat.names, []).append(part)
                     fragments += flat.fragments(part, flat.master.dtype if live is None else live.dtype)
         order = (name for name in self._in_memory_order if name in weights_only or name in self._masterless)
         fragments += (replace(fragment, data=None) for fragment in self._param_fragments(order))
@@ -126,39 +134,56 @@ class DeepSpeedAdapter:
             created = sorted({part for part, _ in restored} - RESERVED_PARTS - set(self._live_moments))
             return [f"{part}: its step is in the checkpoint's state, which is not to be restored" for part in created]
         _counters(state)
+        scaler.check(state.get("scaler"))
         saved = optimizer.Saved(_tree(state, "optimizer"))
         found = optimizer.problems(saved, self._zero.optimizer, self._zero.flats, restored)
         return found + self._scheduler_problems(state)
 
-    def begin_restore(self, wanted: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
+    def fill(self, wanted: tuple[Fragment, ...]) -> Generator[tuple[Fragment, ...], None, None]:
         self._wanted = wanted
         self._zero.before_restore()
-        parts = {fragment.part for fragment in wanted}
-        restored = {(fragment.part, fragment.name) for fragment in wanted}
-        for flat in self._zero.flats:
-            for part in sorted(parts - RESERVED_PARTS):
-                if any((part, name) in restored for name in flat.names):
-                    state = self._zero.optimizer.state[flat.master]
-                    if part not in state:
-                        state[part] = torch.zeros_like(flat.master, requires_grad=False)
+        places = {(fragment.part, fragment.name) for fragment in wanted}
+
+        def chosen(live: Iterable[Fragment]) -> tuple[Fragment, ...]:
+            return tuple(fragment for fragment in live if (fragment.part, fragment.name) in places)
+
         for buffer in self._buffers[0].values():
             buffer.data = buffer.data.contiguous()  # else its fragment would be a copy
-        live = [*self._param_fragments(self._in_memory_order), *self._buffer_fragments()]
-        for part in parts - {PARAM, BUFFER}:
-            live += self._flat_fragments(part)
-        filled = {(fragment.part, fragment.name): fragment for fragment in live}
-        return tuple(filled[fragment.part, fragment.name] for fragment in wanted)
+        weights = chosen(self._param_fragments(self._in_memory_order))
+        here = [*chosen(self._buffer_fragments()), *(f for f in weights if isinstance(f.data, torch.Tensor))]
+        for flat in self._zero.flats:
+            if not flat.files:
+                here += chosen(self._with_moments(flat))
+        yield tuple(here)
+        for fragment in weights:
+            if isinstance(fragment.data, FileSpan):
+                with self._zero.weight_in_memory(fragment.name) as data:
+                    yield (replace(fragment, data=data),)
+        for flat in self._zero.flats:
+            if flat.files:
+                with self._zero.flat_in_memory(flat, self._weights_only) as in_memory:
+                    yield chosen(self._with_moments(in_memory))
+
+    def _with_moments(self, flat: Flat) -> Iterator[Fragment]:
+        """All of a flat that is in memory, moments made where they do not exist yet."""
+        yield from flat.fragments(MASTER, flat.master.dtype, flat.master)
+        for part in self._moments_wanted.get(flat.names, ()):
+            state = self._zero.optimizer.state[flat.master]
+            if part not in state:
+                state[part] = torch.zeros_like(flat.master, requires_grad=False)
+            yield from flat.fragments(part, state[part].dtype, state[part])
 
     def finish_restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
         found = self.check_state(state)
         if found:
             raise MismatchError("the checkpoint's state does not fit the engine:\n  " + "\n  ".join(found))
-        self._zero.after_restore(frozenset(fragment.name for fragment in self._wanted if fragment.part == PARAM))
+        self._zero.after_restore(replicas.agreed(self._weights_only, self._parameters[0], self._engine.device))
         if state is not None:
             optimizer.restore(optimizer.Saved(_tree(state, "optimizer")), self._zero.optimizer, self._zero.flats)
             self._restore_scheduler(state)
             betas_vary = bool(getattr(self._engine.lr_scheduler, "cycle_momentum", False))
             cpu_adam.replay(self._zero.optimizer, self._zero.flats, betas_vary)
+            scaler.restore(state.get("scaler"), self._engine.optimizer)
             for name, value in _counters(state).items():
                 setattr(self._engine, name, value)
             # With other accumulation steps now, the saved number may lie inside a step.
@@ -170,8 +195,10 @@ class DeepSpeedAdapter:
                 _rng_tracker().set_states({name: rng.to_tensor(state) for name, state in tracked.items()})
 
     @cached_property
-    def _zero(self) -> Zero3:
-        return Zero3(self._engine.optimizer, self._parameters[0])
+    def _zero(self) -> Wrapper:
+        kind = kind_of(self._engine)
+        assert kind is not None, "refuse_unsupported comes first"
+        return kind(self._engine.optimizer, self._parameters[0])
 
     @cached_property
     def _parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
@@ -200,20 +227,26 @@ class DeepSpeedAdapter:
         state: dict[str, Any] = self._zero.optimizer.state.get(master, {})
         return state
 
+    @property
+    def _weights_only(self) -> frozenset[str]:
+        """Names of the parameters that are restored from their weight in the compute dtype."""
+        return frozenset(fragment.name for fragment in self._wanted if fragment.part == PARAM)
+
     def _flat_fragments(self, part: str) -> Iterator[Fragment]:
         for flat in self._zero.flats:
             data = flat.master if part == MASTER else moments(flat, self._state_of(flat.master)).get(part)
             if data is not None:
-                yield from flat.fragments(part, data.dtype, data)
+                yield from flat.fragments(part, data.dtype, flat.files.get(part, data), self._zero.tier(part))
 
     def _param_fragments(self, names: Iterable[str]) -> Iterator[Fragment]:
         rank = torch.distributed.get_rank()
         for name in names:
             slot, data = self._zero.weight(name)
             # A tensor without elements is nobody's; rank 0 speaks for it.
-            if data.numel() or (rank == 0 and 0 in slot.shape):
-                dtype = dtype_name(data.dtype, f"{PARAM}/{name}")
-                yield Fragment(PARAM, name, slot.shape, dtype, slot.start, slot.stop, data=data)
+            if slot.start < slot.stop or (rank == 0 and 0 in slot.shape):
+                dtype = dtype_name(self._parameters[0][name].dtype, f"{PARAM}/{name}")
+                tier = "nvme" if isinstance(data, FileSpan) else self._zero.tier(PARAM)
+                yield Fragment(PARAM, name, slot.shape, dtype, slot.start, slot.stop, tier, data=data)
 
     def _buffer_fragments(self) -> Iterator[Fragment]:
         rank = torch.distributed.get_rank()

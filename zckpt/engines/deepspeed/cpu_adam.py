@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zckpt.engines.deepspeed.optimizer import counts_together
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from zckpt.engines.deepspeed.flats import Flat
 
@@ -39,12 +41,7 @@ def replay(optimizer: Any, flats: Sequence[Flat], betas_vary: bool) -> None:
         kernel(0, 0.0, 0.0)  # so that the next step finds other betas than its own
         return
     # What one optimizer step of the engine amounts to: a call per flat, of which only changes of step or betas count.
-    last = [
-        (optimizer.state[flat.master]["step"], tuple(optimizer.param_groups[flat.group]["betas"]))
-        for flat in flats
-        if flat.master.device.type == "cpu" and type(optimizer.state.get(flat.master, {}).get("step")) is int
-    ]
-    calls = [call for call, _ in groupby(last)]
+    calls = [call for call, _ in groupby(_last_calls(optimizer, flats))]
     rounds = max((step for step, _ in calls), default=0)
     if all(max(betas) ** step < NEGLIGIBLE for step, betas in calls):
         rounds = min(rounds, 1)
@@ -52,6 +49,17 @@ def replay(optimizer: Any, flats: Sequence[Flat], betas_vary: bool) -> None:
         for step, betas in calls:
             if step > before_end:
                 kernel(step - before_end, *betas)
+
+
+def _last_calls(optimizer: Any, flats: Sequence[Flat]) -> Iterator[tuple[int, tuple[float, ...]]]:
+    """Step and betas of the last step's calls, flat by flat."""
+    for group, members in groupby(flats, lambda flat: flat.group):
+        states = [optimizer.state.get(flat.master, {}) for flat in members if flat.master.device.type == "cpu"]
+        steps = [state["step"] for state in states if type(state.get("step")) is int]
+        if counts_together(optimizer, group):
+            steps = [max(steps)] * len(steps)
+        for step in steps:
+            yield step, tuple(optimizer.param_groups[group]["betas"])
 
 
 def _kernel(optimizer: Any) -> Any:

@@ -6,16 +6,16 @@ them; an optimizer state of the same shape (a moment) lies exactly alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zckpt.engines.tensors import dtype_name
-from zckpt.state.inventory import Fragment
+from zckpt.state.inventory import FileSpan, Fragment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +29,46 @@ class Slot:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """One flat partition of this rank: 1-D fp32 ``master``, the key of the optimizer's state."""
+    """One flat of this rank: fp32 ``master``, the key of the optimizer's state. 1-D, or one whole parameter."""
 
     group: int
     """Index of the optimizer's param group."""
     slots: tuple[Slot, ...]
     """All parameters of the flat in memory order, also those of which this rank holds nothing."""
     master: torch.Tensor
+    files: Mapping[str, FileSpan] = field(default_factory=dict)
+    """Where master and moments are, by part, while they lie in swap files; their tensors have no elements then."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(slot.name for slot in self.slots)
 
-    def fragments(self, part: str, dtype: torch.dtype, data: torch.Tensor | None = None) -> Iterator[Fragment]:
-        """What this rank holds of ``part``, in memory order; ``data`` is the master or a moment (1-D, as long)."""
+    def fragments(
+        self, part: str, dtype: torch.dtype, data: torch.Tensor | FileSpan | None = None, tier: str = "device"
+    ) -> Iterator[Fragment]:
+        """What this rank holds of ``part``, in memory order; ``data`` is the master or a moment of its shape."""
+        tier = "nvme" if isinstance(data, FileSpan) else tier
         for slot in self.slots:
             if slot.start < slot.stop:
-                view = None if data is None else data.detach().narrow(0, slot.offset, slot.stop - slot.start)
+                view = None if data is None else part_of(data, slot.offset, slot.stop - slot.start, dtype)
                 name = dtype_name(dtype, f"{part}/{slot.name}")
-                yield Fragment(part, slot.name, slot.shape, name, slot.start, slot.stop, data=view)
+                yield Fragment(part, slot.name, slot.shape, name, slot.start, slot.stop, tier, data=view)
+
+
+def part_of(data: torch.Tensor | FileSpan, start: int, count: int, dtype: torch.dtype) -> torch.Tensor | FileSpan:
+    """``count`` elements of ``data`` in row-major order from ``start`` on, 1-D; shares its memory or file."""
+    if isinstance(data, FileSpan):
+        return data.narrow(start * dtype.itemsize, count * dtype.itemsize)
+    return data.detach().view(-1).narrow(0, start, count)
+
+
+def foreign(parameters: Mapping[str, Any], optimized: Iterable[Any]) -> Iterator[str]:
+    """What to say where the optimizer has parameters that are not among the module's, which have no name."""
+    known = {id(parameter) for parameter in parameters.values()}
+    if any(id(parameter) not in known for parameter in optimized):
+        yield "an optimizer with parameters that are not the module's"
 
 
 def moments(flat: Flat, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -63,7 +82,9 @@ def scalars(flat: Flat, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_moment(flat: Flat, key: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == flat.master.shape and not _is_leftover(key)
+    # torch keeps `step` as a tensor of shape (), which is also that of a parameter with no dimensions.
+    alike = isinstance(value, torch.Tensor) and value.shape == flat.master.shape
+    return alike and key != "step" and not _is_leftover(key)
 
 
 def _is_leftover(key: str) -> bool:

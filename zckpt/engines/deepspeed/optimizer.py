@@ -19,10 +19,19 @@ from zckpt.engines.deepspeed.flats import Flat, moments, scalars
 from zckpt.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
 INTERCHANGEABLE = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
 """Classes with the same state: DeepSpeed picks between them by where the optimizer is offloaded to."""
+
+
+COUNTING_TOGETHER = frozenset({"FusedAdam"})
+"""Classes that count the steps of all tensors of a param group in the state of one of them alone: the last in use."""
+
+
+def counts_together(optimizer: Any, group: int) -> bool:
+    """Whether one state alone has the ``step`` of several. The ZeRO stages leave one tensor at a time in a group."""
+    return type(optimizer).__name__ in COUNTING_TOGETHER and len(optimizer.param_groups[group]["params"]) > 1
 
 
 def capture(optimizer: Any, flats: Sequence[Flat]) -> dict[str, Any]:
@@ -61,6 +70,9 @@ class Saved:
             if type(step) is int and not 0 <= step < 2**31:
                 raise FormatError(f"state: optimizer.states.values.step is {step!r}")
             self._state_of.update(dict.fromkeys(entry["params"], entry))
+        self._counted = self._state_of
+        if self.optimizer_class in COUNTING_TOGETHER:
+            self._counted = {name: state for group in self.groups for name, state in self._counted_in(group)}
 
     def settings(self, names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
         """The settings that all of ``names`` had when they were saved, and what stands against it."""
@@ -74,15 +86,28 @@ class Saved:
             return {}, [f"{_some(names)}: one param group here, several with other {', '.join(differing)} when saved"]
         return merged[0], []
 
-    def values(self, flat: Flat) -> tuple[dict[str, Any], list[str], list[str]]:
-        """The scalars of a flat, the names of its moments, and what stands against it."""
-        entries = _distinct(self._state_of.get(name) for name in flat.names)
+    def values(self, flat: Flat, together: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+        """The scalars of a flat, the names of its moments, and what stands against it.
+
+        ``together``: the names of all parameters that are counted together with the flat's; empty if it counts alone.
+        """
+        here, there = list(together), self._group_of.get(flat.names[0])
+        state_of = self._state_of if here and there and there["params"] == here else self._counted
+        entries = _distinct(state_of.get(name) for name in flat.names)
         if entries == [None]:
             return {}, [], []
         first, *others = entries
         if first is None or any(e is None or not _same_state(e, first) for e in others):
             return {}, [], [f"{_some(flat.names)}: one sub-group here, but other optimizer scalars for each when saved"]
         return dict(first["values"]), list(first["moments"]), []
+
+    def _counted_in(self, group: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """What each parameter of a group would have if every state had the ``step`` that was counted in one."""
+        entries = {name: self._state_of[name] for name in group["params"] if name in self._state_of}
+        steps = [entry["values"]["step"] for entry in entries.values() if type(entry["values"].get("step")) is int]
+        counted = {"step": max(steps)} if steps else {}
+        for name, entry in entries.items():
+            yield name, {**entry, "values": {**entry["values"], **counted}}
 
 
 def problems(saved: Saved, optimizer: Any, flats: Sequence[Flat], restored: Collection[tuple[str, str]]) -> list[str]:
@@ -92,8 +117,7 @@ def problems(saved: Saved, optimizer: Any, flats: Sequence[Flat], restored: Coll
         found.append(f"optimizer: {saved.optimizer_class} in the checkpoint, {here} in the engine")
     for index in range(len(optimizer.param_groups)):
         found += _settings(saved, index, flats)[1]
-    for flat in flats:
-        _, parts, against = saved.values(flat)
+    for flat, (_, parts, against) in _values(saved, optimizer, flats):
         found += against
         absent = [
             f"{part}/{slot.name}"
@@ -111,8 +135,7 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[Flat]) -> None:
     for index, group in enumerate(optimizer.param_groups):
         for key, value in _settings(saved, index, flats)[0].items():
             _assign(group, key, value, torch.device("cpu"))
-    for flat in flats:
-        values, parts, _ = saved.values(flat)
+    for flat, (values, parts, _) in _values(saved, optimizer, flats):
         if not values and not parts:
             continue
         state, group = optimizer.state[flat.master], optimizer.param_groups[flat.group]
@@ -132,6 +155,17 @@ def _settings(saved: Saved, index: int, flats: Sequence[Flat]) -> tuple[dict[str
     # All frozen: nothing to go by but its place.
     group = saved.groups[index] if index < len(saved.groups) else {"params": ["?"]}
     return ({} if group["params"] else {key: value for key, value in group.items() if key != "params"}), []
+
+
+def _values(
+    saved: Saved, optimizer: Any, flats: Sequence[Flat]
+) -> Iterator[tuple[Flat, tuple[dict[str, Any], list[str], list[str]]]]:
+    together: dict[int, list[str]] = {}
+    for flat in flats:
+        if counts_together(optimizer, flat.group):
+            together.setdefault(flat.group, []).extend(flat.names)
+    for flat in flats:
+        yield flat, saved.values(flat, together.get(flat.group, ()))
 
 
 def _assign(target: dict[str, Any], key: str, value: Any, device: torch.device) -> None:

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines.deepspeed.flats import Flat, scalars
+from zckpt.engines.deepspeed.wrapper import kind_of
 from zckpt.engines.tensors import modules_with_extra_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SUPPORTED = "supported: ZeRO stage 3 (zero_optimization.stage = 3) in bf16 or fp32, without offload"
+SUPPORTED = (
+    "supported: ZeRO stages 0, 1, 2 and 3 (zero_optimization.stage) in bf16, fp16 or fp32, with any offload device"
+)
 
 
 def unsupported(engine: Any) -> list[str]:
@@ -43,19 +46,15 @@ def _kind(engine: Any) -> Iterator[str]:
     optimizer, inner = engine.optimizer, getattr(engine.optimizer, "optimizer", None)
     if optimizer is None or _is_a(optimizer, "DeepSpeedZeRoOffload") or _is_a(inner, "DummyOptim"):
         yield "no optimizer"
-    elif engine.zero_optimization_stage() != 3:
-        yield f"zero_optimization.stage = {int(engine.zero_optimization_stage())} ({type(optimizer).__name__})"
-    elif type(optimizer).__name__ != "DeepSpeedZeroOptimizer_Stage3":
-        yield f"the optimizer wrapper {type(optimizer).__name__}"
+    elif kind_of(engine) is None:
+        yield f"zero_optimization.stage = {int(engine.zero_optimization_stage())} with {type(optimizer).__name__}"
     for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"):
         if _is_a(inner, name) or _is_a(optimizer, name):
             yield f"optimizer.type = {name}"
 
 
 def _precision(engine: Any) -> Iterator[str]:
-    if engine.fp16_enabled():
-        yield "fp16.enabled"
-    elif getattr(engine.optimizer, "dtype", torch.float32) not in (torch.bfloat16, torch.float32):
+    if getattr(engine.optimizer, "dtype", torch.float32) not in (torch.bfloat16, torch.float16, torch.float32):
         yield f"parameters in {engine.optimizer.dtype}"
     if _setting(engine, "fp16_master_weights_and_gradients"):
         yield "fp16.fp16_master_weights_and_grads"
@@ -73,19 +72,12 @@ def _precision(engine: Any) -> Iterator[str]:
 def _offload(engine: Any) -> Iterator[str]:
     for setting in ("offload_optimizer", "offload_param"):
         offload = _setting(engine, f"zero_{setting}")
-        device = getattr(offload, "device", "none")
-        if device != "none":
-            yield f"zero_optimization.{setting}.device = {getattr(device, 'value', device)}"
         if getattr(offload, "ratio", 1.0) < 1.0:
             yield f"zero_optimization.{setting}.ratio = {offload.ratio}"
         if getattr(offload, "super_offload", False):
             yield f"zero_optimization.{setting}.super_offload"
     if _setting(engine, "zenflow_config") is not None:
         yield "zero_optimization.zenflow"
-    states = getattr(engine.optimizer, "offloaded_states", ())
-    if states:
-        names = ", ".join(sorted(getattr(state, "value", str(state)) for state in states))
-        yield f"offload_states() in effect ({names}): call engine.reload_states() first"
 
 
 def _parallelism(engine: Any) -> Iterator[str]:
@@ -121,26 +113,14 @@ def _features(engine: Any) -> Iterator[str]:
 
 
 def _parameters(engine: Any) -> Iterator[str]:
-    everyone = list(range(torch.distributed.get_world_size()))
-    parameters = dict(engine.module.named_parameters())
-    groups: dict[int, tuple[Any, str]] = {}
-    for name, parameter in parameters.items():
-        if getattr(parameter, "ds_tensor", None) is None:
-            yield f"a parameter that ZeRO does not partition: {name}"
-            return
-        groups.setdefault(id(parameter.ds_process_group), (parameter.ds_process_group, name))
-    for group, name in groups.values():
-        ranks = torch.distributed.get_process_group_ranks(group)
-        if ranks != everyone:
-            yield f"a partition group other than all ranks in order: {name} lies on ranks {ranks}"
-            return
-    known = {id(parameter) for parameter in parameters.values()}
-    if any(id(parameter) not in known for group in engine.optimizer.fp16_groups for parameter in group):
-        yield "an optimizer with parameters that are not the module's"
+    kind = kind_of(engine)
+    if kind is not None:
+        yield from kind.unsupported(engine.optimizer, dict(engine.module.named_parameters()))
 
 
 def _gradients(engine: Any) -> Iterator[str]:
-    pending = any(gradients is not None for gradients in engine.optimizer.averaged_gradients.values())
+    kind = kind_of(engine)
+    pending = kind is not None and kind.has_gradients(engine.optimizer)
     steps, accumulation = engine.micro_steps, engine.gradient_accumulation_steps()
     # With a boundary set by hand, or by the caller of step(), micro_steps says nothing.
     counted = engine._is_gradient_accumulation_boundary is None and _setting(engine, "managed_gradient_accumulation", 1)

@@ -2,60 +2,143 @@
 
 P = ranks, N = elements of a parameter. Each parameter is cut on its own into P partitions of ceil(N / P) elements; what
 lies behind N in the last ones is padding, never initialised. Master weights and moments of a *sub-group* of parameters
-are one flat; the weights in the compute dtype are ``ds_tensor`` of each parameter.
+are one flat; the weights in the compute dtype are ``ds_tensor`` of each parameter. Both may lie in files (nvme.py).
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.deepspeed.flats import Flat, Slot
+from zckpt.engines.deepspeed.flats import Flat, Slot, foreign, part_of
+from zckpt.engines.deepspeed.nvme import OptimizerFiles, ParameterFiles
+from zckpt.state.inventory import MASTER, PARAM, FileSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 
 class Zero3:
-    """The wrapper around the optimizer; ``parameters`` are the module's by name."""
+    """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._wrapper = wrapper
         self._rank = torch.distributed.get_rank()
         self._parameters: Mapping[str, Any] = parameters
+        self._files = OptimizerFiles(wrapper)
+        self._moved: frozenset[Any] = frozenset()
         self.flats = self._flats()
+
+    @staticmethod
+    def unsupported(wrapper: Any, parameters: Mapping[str, Any]) -> Iterator[str]:
+        everyone = list(range(torch.distributed.get_world_size()))
+        groups: dict[int, tuple[Any, str]] = {}
+        for name, parameter in parameters.items():
+            if getattr(parameter, "ds_tensor", None) is None:
+                yield f"a parameter that ZeRO does not partition: {name}"
+                return
+            groups.setdefault(id(parameter.ds_process_group), (parameter.ds_process_group, name))
+        for group, name in groups.values():
+            ranks = torch.distributed.get_process_group_ranks(group)
+            if ranks != everyone:
+                yield f"a partition group other than all ranks in order: {name} lies on ranks {ranks}"
+                return
+        yield from foreign(parameters, (parameter for group in wrapper.fp16_groups for parameter in group))
+
+    @staticmethod
+    def has_gradients(wrapper: Any) -> bool:
+        pending = any(gradients is not None for gradients in wrapper.averaged_gradients.values())
+        # Where the optimizer is offloaded, gradients lie elsewhere; these say that there has been a backward.
+        return pending or wrapper.micro_step_id > 0 or getattr(wrapper, "_epilogue_ran_this_backward", False)
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer inside the wrapper; its state is keyed by the flats' masters."""
         return self._wrapper.optimizer
 
-    def weight(self, name: str) -> tuple[Slot, torch.Tensor]:
-        """This rank's partition of a parameter in its compute dtype: where it belongs, and the 1-D elements."""
+    def tier(self, part: str) -> str:
+        wrapper, moved = self._wrapper, {state.name for state in self._offloaded_states}
+        if part == PARAM:
+            return "host" if wrapper.offload_param or "lp_params" in moved else "device"
+        state = "hp_params" if part == MASTER else "optim_states"
+        return "host" if wrapper.offload_optimizer or state in moved else "device"
+
+    def weight(self, name: str) -> tuple[Slot, torch.Tensor | FileSpan]:
         parameter = self._parameters[name]
         slot = self._slot(name, 0)
-        return slot, parameter.ds_tensor.detach().narrow(0, 0, slot.stop - slot.start)
+        data: torch.Tensor | FileSpan | None = ParameterFiles.of(parameter)
+        if data is None:
+            data = self._moved_weight(name)
+        if data is None:
+            data = parameter.ds_tensor.detach()
+        return slot, part_of(data, 0, slot.stop - slot.start, parameter.dtype)
+
+    def settle(self) -> None:
+        self._files.settle()
+        for parameter in self._parameters.values():
+            ParameterFiles.settle(parameter)
 
     def before_restore(self) -> None:
-        """Gives up every gathered parameter, so that only partitions hold weights. Not collective."""
+        # Gives up every gathered parameter, so that only partitions hold weights.
+        self._moved = self._offloaded_states
+        if self._moved:
+            self._wrapper.reload_states()
         self._wrapper.checkpoint_event_prologue()
+        self.settle()
 
-    def after_restore(self, weights_from_param: frozenset[str]) -> None:
-        """Derives what hangs on the masters. ``weights_from_param``: parameters whose master was not restored but
-        whose weight in the compute dtype was: their master is derived from it. Collective.
-        """
+    @contextmanager
+    def flat_in_memory(self, flat: Flat, weights_from_param: Collection[str]) -> Iterator[Flat]:
+        with self._files.in_memory(self.flats.index(flat)):
+            yield replace(flat, files={})
+            self._derive(flat, weights_from_param)
+
+    @contextmanager
+    def weight_in_memory(self, name: str) -> Iterator[torch.Tensor]:
+        slot = self._slot(name, 0)
+        with ParameterFiles.rewrite(self._parameters[name]) as data:
+            yield data.narrow(0, 0, slot.stop - slot.start)
+
+    def after_restore(self, weights_from_param: Collection[str]) -> None:
         wrapper = self._wrapper
-        for index, flat in enumerate(self.flats):
-            for slot in flat.slots:
-                if slot.name in weights_from_param:
-                    partition = self._parameters[slot.name].ds_tensor.detach()
-                    flat.master.detach().narrow(0, slot.offset, partition.numel()).copy_(partition)
-            wrapper._reassign_or_swap_out_partitioned_parameters(index)
+        for flat in self.flats:
+            if not flat.files:
+                self._derive(flat, weights_from_param)
         wrapper.averaged_gradients = {}
         wrapper.zero_grad()  # also puts micro_step_id back to 0
         wrapper.overflow = False
         wrapper.checkpoint_event_epilogue()  # gathers the persistent parameters anew
+        if self._moved:
+            pinned = hasattr(wrapper, "hp_params_pin_buffers") or hasattr(wrapper, "lp_param_contiguous_pin_buffer")
+            wrapper.offload_states(include=self._moved, pin_memory=pinned)
+
+    @property
+    def _offloaded_states(self) -> frozenset[Any]:
+        """What offload_states() has moved, as members of DeepSpeed's OffloadStateTypeEnum."""
+        return frozenset(getattr(self._wrapper, "offloaded_states", ()))
+
+    def _derive(self, flat: Flat, weights_from_param: Collection[str]) -> None:
+        for slot in flat.slots:
+            if slot.name in weights_from_param:
+                with ParameterFiles.read(self._parameters[slot.name]) as partition:
+                    flat.master.detach().narrow(0, slot.offset, partition.numel()).copy_(partition)
+        self._wrapper._reassign_or_swap_out_partitioned_parameters(self.flats.index(flat))
+
+    def _moved_weight(self, name: str) -> torch.Tensor | None:
+        """The partition of an optimized parameter while offload_states() has its weight: in between, ``ds_tensor``
+        belongs to another parameter wherever the optimizer's order is not the module's."""
+        if not any(state.name == "lp_params" for state in self._offloaded_states):
+            return None
+        offset = 0
+        for flat in self.flats:
+            for slot in flat.slots:
+                length = self._parameters[slot.name].partition_numel()
+                if slot.name == name:
+                    buffer: torch.Tensor = self._wrapper.lp_param_buffer
+                    return buffer.detach().narrow(0, offset, length)
+                offset += length
+        return None
 
     def _flats(self) -> tuple[Flat, ...]:
         wrapper = self._wrapper
@@ -66,7 +149,8 @@ class Zero3:
             for parameter in wrapper.fp16_groups[index]:
                 slots.append(self._slot(names[id(parameter)], offset))
                 offset += parameter.partition_numel()
-            flats.append(Flat(wrapper.sub_group_to_group_id[index], tuple(slots), master))
+            group = wrapper.sub_group_to_group_id[index]
+            flats.append(Flat(group, tuple(slots), master, self._files.of(index)))
         return tuple(flats)
 
     def _slot(self, name: str, offset: int) -> Slot:

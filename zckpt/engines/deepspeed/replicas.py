@@ -1,0 +1,124 @@
+"""Wrappers that keep weights whole on every rank, and tensors of which every rank has a replica.
+
+Each rank speaks for one share of a replica's elements, so that each byte is written and read once. The shares are
+equal, rounded up; the last ones may be short or empty.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.engines.deepspeed.flats import Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from zckpt.engines.deepspeed.flats import Flat
+
+GATHER_BYTES = 32 << 20
+"""What one all-gather returns at most: the memory that ``gather`` needs."""
+
+
+class Replicated:
+    """What such wrappers have in common; ``wrapper.Wrapper`` says what each member is for."""
+
+    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._wrapper = wrapper
+        self._parameters = parameters
+
+    def tier(self, part: str) -> str:
+        return "device"
+
+    def weight(self, name: str) -> tuple[Slot, torch.Tensor]:
+        parameter = self._parameters[name]
+        start, stop = share(parameter.numel())
+        return Slot(name, tuple(parameter.shape), start, stop, 0), parameter.detach().view(-1)[start:stop]
+
+    def settle(self) -> None:
+        pass
+
+    def before_restore(self) -> None:
+        pass
+
+    def flat_in_memory(self, flat: Flat, weights_from_param: Collection[str]) -> AbstractContextManager[Flat]:
+        return nullcontext(flat)
+
+    def weight_in_memory(self, name: str) -> AbstractContextManager[torch.Tensor]:
+        return nullcontext(self.weight(name)[1])
+
+    def _weights(self, names: Collection[str]) -> list[torch.Tensor]:
+        return [parameter for name, parameter in self._parameters.items() if name in names]
+
+
+def share(numel: int) -> tuple[int, int]:
+    """The elements [start, stop) for which this rank speaks."""
+    length = -(-numel // torch.distributed.get_world_size())
+    start = min(torch.distributed.get_rank() * length, numel)
+    return start, min(start + length, numel)
+
+
+def unsupported(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """What cannot be dealt out."""
+    for name, parameter in parameters.items():
+        if not parameter.is_contiguous():
+            yield f"a parameter that is not contiguous: {name}"
+            return
+
+
+def gather(tensors: Sequence[torch.Tensor]) -> None:
+    """Fills every rank's copy of contiguous ``tensors``, the same on each rank, with the shares of all. Collective."""
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    if ranks == 1 or not tensors:
+        return
+    device = tensors[0].device
+    # The old name is deprecated where the new one exists.
+    all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+    room = max(GATHER_BYTES // ranks, 1)
+    sent = torch.empty(room, dtype=torch.uint8, device=device)
+    received = torch.empty(room * ranks, dtype=torch.uint8, device=device)
+    for used, pieces in _filled(tensors, ranks, room):
+        for at, shares in pieces:
+            mine = shares[rank]
+            sent.narrow(0, at, mine.numel()).copy_(mine)
+        all_gather(received[: ranks * used], sent[:used])
+        for at, shares in pieces:
+            for source, target in enumerate(shares):
+                target.copy_(received.narrow(0, source * used + at, target.numel()))
+
+
+def agreed(names: Collection[str], everything: Iterable[str], device: torch.device) -> frozenset[str]:
+    """Those of ``everything``, the same on each rank, that any rank has in ``names``. Collective."""
+    ordered = list(everything)
+    mask = torch.tensor([name in names for name in ordered], dtype=torch.uint8, device=device)
+    torch.distributed.all_reduce(mask, torch.distributed.ReduceOp.MAX)
+    return frozenset(name for name, found in zip(ordered, mask.tolist(), strict=True) if found)
+
+
+def _filled(
+    tensors: Sequence[torch.Tensor], ranks: int, room: int
+) -> Iterator[tuple[int, list[tuple[int, Sequence[torch.Tensor]]]]]:
+    """Buffers' worth of pieces: the bytes used, then where each piece lies in a rank's buffer and all ranks' views."""
+    pieces: list[tuple[int, Sequence[torch.Tensor]]] = []
+    used = 0
+    for tensor in tensors:
+        flat = tensor.detach().view(-1).view(torch.uint8)
+        length = -(-tensor.numel() // ranks) * tensor.element_size()
+        done = 0
+        while done < length:
+            count = min(length - done, room - used)
+            starts = [min(source * length + done, flat.numel()) for source in range(ranks)]
+            stops = [
+                min(source * length + done + count, (source + 1) * length, flat.numel()) for source in range(ranks)
+            ]
+            shares = [flat.narrow(0, start, stop - start) for start, stop in zip(starts, stops, strict=True)]
+            pieces.append((used, shares))
+            used, done = used + count, done + count
+            if used == room:
+                yield used, pieces
+                pieces, used = [], 0
+    if pieces:
+        yield used, pieces

@@ -1,0 +1,125 @@
+"""ZeRO stage 0, where every rank holds everything: with a wrapper that keeps master weights, and without any.
+
+``FP16_Optimizer`` (also in bf16) keeps the masters of a param group in one flat, ``FP16_UnfusedOptimizer`` one master
+for each parameter. In fp32 the parameters are the masters, and the engine's optimizer is the user's own. No other
+private attribute of theirs is read or written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zckpt.engines.deepspeed import replicas
+from zckpt.engines.deepspeed.flats import Flat, Slot, foreign, moments
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    import torch
+
+
+class Held(NamedTuple):
+    """A param group's parameters, one behind the other, and the ``master`` that holds them so."""
+
+    group: int
+    parameters: Sequence[Any]
+    master: torch.Tensor
+
+    def whole(self, data: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Each parameter and all that ``data``, the master or a moment, holds of it, a view."""
+        offset = 0
+        for parameter in self.parameters:
+            yield parameter, data.detach().view(-1).narrow(0, offset, parameter.numel()).view(parameter.shape)
+            offset += parameter.numel()
+
+
+class Unwrapped(replicas.Replicated):
+    """No wrapper: an optimizer over the model's own parameters, in fp32. ``wrapper.Wrapper`` documents the members."""
+
+    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        super().__init__(wrapper, parameters)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._all_held = tuple(self._held(wrapper))
+        self.flats = tuple(Flat(held.group, tuple(self._slots(held)), held.master) for held in self._all_held)
+
+    @classmethod
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any]) -> Iterator[str]:
+        held = list(cls._held(wrapper))
+        yield from replicas.unsupported(parameters)
+        yield from foreign(parameters, (p for one in held for p in one.parameters))
+        masters = {id(one.master) for one in held}
+        if any(state and id(key) not in masters for key, state in cls._inner(wrapper).state.items()):
+            yield "optimizer state of a parameter that has no elements or is in no param group"
+
+    @classmethod
+    def has_gradients(cls, wrapper: Any) -> bool:
+        gradients = [parameter.grad for held in cls._held(wrapper) for parameter in held.parameters]
+        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
+    @property
+    def optimizer(self) -> Any:
+        return self._inner(self._wrapper)
+
+    def after_restore(self, weights_from_param: Collection[str]) -> None:
+        # What was not restored is equal on every rank already.
+        replicas.gather([*self._weights(weights_from_param), *self._replicas()])
+        for held in self._all_held:
+            for parameter, master in held.whole(held.master):
+                if self._names[id(parameter)] in weights_from_param:
+                    master.copy_(parameter.detach())
+                else:
+                    parameter.detach().copy_(master)
+                parameter.grad = None
+
+    def _replicas(self) -> Iterator[torch.Tensor]:
+        for held, flat in zip(self._all_held, self.flats, strict=True):
+            state = moments(flat, self.optimizer.state.get(flat.master, {}))
+            for data in (held.master, *(state[key] for key in sorted(state))):
+                for _, whole in held.whole(data):
+                    yield whole
+
+    def _slots(self, held: Held) -> Iterator[Slot]:
+        offset = 0
+        for parameter in held.parameters:
+            start, stop = replicas.share(parameter.numel())
+            yield Slot(self._names[id(parameter)], tuple(parameter.shape), start, stop, offset + start)
+            offset += parameter.numel()
+
+    @staticmethod
+    def _inner(wrapper: Any) -> Any:
+        return wrapper
+
+    @classmethod
+    def _held(cls, wrapper: Any) -> Iterator[Held]:
+        for index, group in enumerate(wrapper.param_groups):
+            for parameter in group["params"]:
+                if parameter.numel() and (parameter.requires_grad or wrapper.state.get(parameter)):
+                    yield Held(index, [parameter], parameter)
+
+
+class PerParameter(Unwrapped):
+    """``FP16_UnfusedOptimizer``: a master of its own for each parameter."""
+
+    def after_restore(self, weights_from_param: Collection[str]) -> None:
+        super().after_restore(weights_from_param)
+        self._wrapper.overflow = False
+
+    @staticmethod
+    def _inner(wrapper: Any) -> Any:
+        return wrapper.optimizer
+
+    @classmethod
+    def _held(cls, wrapper: Any) -> Iterator[Held]:
+        for index, (parameters, masters) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)):
+            for parameter, master in zip(parameters, masters, strict=True):
+                yield Held(index, [parameter], master)
+
+
+class Flattened(PerParameter):
+    """``FP16_Optimizer``: one master for all parameters of a param group."""
+
+    @classmethod
+    def _held(cls, wrapper: Any) -> Iterator[Held]:
+        for index, (parameters, master) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True)):
+            if parameters:
+                yield Held(index, parameters, master)

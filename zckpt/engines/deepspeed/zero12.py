@@ -1,0 +1,145 @@
+"""ZeRO stages 1 and 2: every private attribute of ``DeepSpeedZeroOptimizer`` that is read or written.
+
+The parameters of a param group lie one behind the other in one buffer, which is cut into as many equal partitions as
+there are ranks, wherever that cuts a parameter. A rank keeps master weights and moments of its partition as one flat;
+the weights in the compute dtype are whole on every rank, as are parameters that are not trained.
+
+``_hp_mapping`` and what DeepSpeed derives from it are wrong where round_robin_gradients reorders the parameters, so
+they are set anew after a restore, but never read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from zckpt.engines.deepspeed import replicas
+from zckpt.engines.deepspeed.flats import Flat, Slot, foreign
+from zckpt.state.inventory import MASTER, PARAM
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+
+class Group(NamedTuple):
+    """One param group: its parameters in the order of the buffer, where they begin in it, and this rank's partition."""
+
+    parameters: Sequence[Any]
+    shapes: Sequence[torch.Size]
+    offsets: Sequence[int]
+    master: torch.Tensor
+
+
+class Zero12(replicas.Replicated):
+    """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
+
+    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        super().__init__(wrapper, parameters)
+        self._moved: frozenset[Any] = frozenset()
+        self._pinned = False
+        self.flats = self._flats()
+
+    @classmethod
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any]) -> Iterator[str]:
+        everyone = list(range(torch.distributed.get_world_size()))
+        for group in wrapper.real_dp_process_group:
+            ranks = torch.distributed.get_process_group_ranks(group)
+            if ranks != everyone:
+                yield f"a partition group other than all ranks in order: ranks {ranks}"
+                return
+        yield from replicas.unsupported(parameters)
+        yield from foreign(parameters, (p for group in cls._groups(wrapper) for p in group.parameters))
+
+    @staticmethod
+    def has_gradients(wrapper: Any) -> bool:
+        # The number of the micro step is put back to -1 by every step, and only counts what is not in one yet.
+        pending = any(gradients is not None for gradients in wrapper.averaged_gradients.values())
+        return pending or int(wrapper.micro_step_id) >= 0
+
+    @property
+    def optimizer(self) -> Any:
+        return self._wrapper.optimizer
+
+    def tier(self, part: str) -> str:
+        moved = {state.name for state in self._offloaded_states}
+        if part == PARAM:
+            return "host" if "lp_params" in moved else "device"
+        on_host = getattr(self._wrapper, "cpu_offload", False)
+        return "host" if on_host or ("hp_params" if part == MASTER else "optim_states") in moved else "device"
+
+    def before_restore(self) -> None:
+        wrapper, self._moved = self._wrapper, self._offloaded_states
+        if self._moved:
+            self._pinned = hasattr(wrapper, "hp_params_pin_buffers") or hasattr(wrapper, "lp_params_pin_buffers")
+            wrapper.reload_states()
+
+    def after_restore(self, weights_from_param: Collection[str]) -> None:
+        wrapper = self._wrapper
+        replicas.gather(self._weights(weights_from_param))
+        for flat in self.flats:
+            for slot in flat.slots:
+                if slot.name in weights_from_param:
+                    weight = self._parameters[slot.name].detach().view(-1)[slot.start : slot.stop]
+                    flat.master.detach().narrow(0, slot.offset, weight.numel()).copy_(weight)
+        wrapper.update_lp_params()
+        wrapper._link_all_hp_params()
+        wrapper._hp_optimizer_states_linked = False
+        if all(self.optimizer.state.get(flat.master) for flat in self.flats):
+            wrapper._lazy_init_hp_params_optimizer_state()  # without moments yet, the first step does it
+        self._drop_gradients()
+        wrapper.overflow = False
+        if self._moved:
+            wrapper.offload_states(include=self._moved, pin_memory=self._pinned)
+
+    @property
+    def _offloaded_states(self) -> frozenset[Any]:
+        """What offload_states() has moved, as members of DeepSpeed's OffloadStateTypeEnum."""
+        return frozenset(getattr(self._wrapper, "offloaded_states", ()))
+
+    def _drop_gradients(self) -> None:
+        wrapper = self._wrapper
+        wrapper.zero_grad()
+        wrapper.micro_step_id = -1
+        for flat in self.flats:
+            if flat.master.grad is not None:  # with offload, the buffer for the next step's
+                flat.master.grad.zero_()
+
+    def _flats(self) -> tuple[Flat, ...]:
+        rank = torch.distributed.get_rank()
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        flats = []
+        for index, group in enumerate(self._groups(self._wrapper)):
+            length = group.master.numel()
+            begin, end = rank * length, (rank + 1) * length
+            slots = []
+            for parameter, shape, offset in zip(group.parameters, group.shapes, group.offsets, strict=True):
+                numel = shape.numel()
+                # Of a parameter that lies wholly in other partitions: an empty span, at one end or the other.
+                start = min(max(begin - offset, 0), numel)
+                stop = max(min(end - offset, numel), start)
+                at = offset + start - begin if start < stop else 0
+                slots.append(Slot(names[id(parameter)], tuple(shape), start, stop, at))
+            flats.append(Flat(index, tuple(slots), group.master))
+        return tuple(flats)
+
+    @classmethod
+    def _groups(cls, wrapper: Any) -> Iterator[Group]:
+        for index, master in enumerate(wrapper.single_partition_of_fp32_groups):
+            parameters = wrapper.round_robin_bit16_groups[index]
+            # The parameters themselves are empty while their storage is offloaded.
+            shapes = [meta.shape for meta in wrapper.round_robin_bit16_meta[index]]
+            if hasattr(wrapper, "round_robin_bit16_offsets"):
+                offsets = wrapper.round_robin_bit16_offsets[index]
+            else:  # before DeepSpeed knew of padding between parameters
+                offsets = consecutive(shapes)
+            yield Group(parameters, shapes, offsets, master)
+
+
+def consecutive(shapes: Sequence[torch.Size]) -> list[int]:
+    """Where tensors of these shapes begin when they lie one behind the other."""
+    offsets, offset = [], 0
+    for shape in shapes:
+        offsets.append(offset)
+        offset += shape.numel()
+    return offsets
