@@ -27,7 +27,7 @@ ALLOWED = {
     "checkpoint": BELOW_IO | {"torch_dtypes", "io"},
     "validation": BELOW_IO | {"io", "checkpoint"},
     "api": BELOW_IO | {"torch_dtypes", "io", "engines", "checkpoint", "validation"},
-    "__init__": {"api", "checkpoint", "errors", "validation", "version"},
+    "__init__": {"api", "checkpoint", "errors", "integrations", "validation", "version"},
     "integrations": {"zckpt", "errors"},
     "cli": {"zckpt", "errors"},
     "__main__": {"cli"},
@@ -38,7 +38,7 @@ PUBLIC_NAMES = """
     CastError Checkpoint CheckpointExistsError CheckpointNotFoundError DigestError FeatureError Finding FormatError
     KeyNotFoundError MismatchError MissingFileError NoSpaceError PieceInfo RankError Report SizeError StateError
     StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
-    __version__ open restore validate write
+    __version__ attach detach open restore validate write
 """
 
 FILES = sorted(ROOT.rglob("*.py"))

@@ -22,6 +22,7 @@ from zckpt.errors import (
     VersionError,
     ZckptError,
 )
+from zckpt.integrations.deepspeed import attach, detach
 from zckpt.validation import Finding, Report
 from zckpt.version import __version__
 
@@ -50,6 +51,8 @@ __all__ = [
     "VersionError",
     "ZckptError",
     "__version__",
+    "attach",
+    "detach",
     "open",
     "restore",
     "validate",

@@ -6,6 +6,7 @@ import os
 import platform
 import secrets
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from zckpt.format import manifest as manifest_format
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
+from zckpt.format.rules import broken
 from zckpt.io import commit
 from zckpt.io.budget import Budget
 from zckpt.io.local import LocalReader
@@ -38,7 +40,7 @@ from zckpt.io.write import write_shards
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.plan.reshard import Span, choose_copy
-from zckpt.state.inventory import BUFFER, STATE, Fragment
+from zckpt.state.inventory import BUFFER, PARAM, STATE, Fragment
 from zckpt.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 from zckpt.validation import Finding, Report, check_checkpoint
 from zckpt.version import __version__
@@ -58,6 +60,7 @@ def write(
     path: StrPath | None = None,
     *,
     parts: Collection[str] | None = None,
+    exclude: Collection[str] = (),
     client_state: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     latest: bool = True,
@@ -65,7 +68,8 @@ def write(
     """Writes the state of a training engine as one checkpoint; durable when it returns. Every rank calls it.
 
     ``path`` is the checkpoint's directory, on a file system that all ranks share; None: ``checkpoints/global_step<N>``.
-    ``parts``: which parts of the state; None: all that a bit-exact resume needs. ``client_state``: the caller's own
+    ``parts``: which parts of the state; None: all that a bit-exact resume needs, but for those in ``exclude``, such as
+    the ``param`` of frozen weights. ``client_state``: the caller's own
     plain values, tensors and arrays, taken from rank 0. ``overwrite``: replace the checkpoint at ``path``, which stays
     whole until the new one is committed. ``latest``: have the file ``latest`` beside the checkpoint name it.
 
@@ -73,7 +77,9 @@ def write(
     UnsupportedError, StateError, CheckpointExistsError, RankError, StorageError, NoSpaceError.
     """
     ranks = Ranks()
-    adapter, fragments, about = ranks.together(lambda: _take(engine, ranks, parts, client_state), "prepare the write")
+    adapter, fragments, about = ranks.together(
+        lambda: _take(engine, ranks, parts, exclude, client_state), "prepare the write"
+    )
     fragments = _without_equal_copies(fragments, ranks)
     target = os.path.abspath(path if path is not None else os.path.join("checkpoints", f"global_step{adapter.step}"))
     ranks.agree(target, "paths")
@@ -93,13 +99,17 @@ def write(
 
 
 def _take(
-    engine: object, ranks: Ranks, parts: Collection[str] | None, client_state: Mapping[str, Any] | None
+    engine: object,
+    ranks: Ranks,
+    parts: Collection[str] | None,
+    exclude: Collection[str],
+    client_state: Mapping[str, Any] | None,
 ) -> tuple[EngineAdapter, list[Fragment], catalog.About]:
     """What this rank writes, and what rank 0 writes about it."""
     adapter = adapt(engine)
     adapter.refuse_unsupported()
     inventory = adapter.inventory(parts)
-    fragments = list(inventory.fragments)
+    fragments = [fragment for fragment in inventory.fragments if fragment.part not in exclude]
     packed = b""
     if ranks.rank == 0:
         packed = _pack_tree({"engine": adapter.state(), "client_state": dict(client_state or {})}, "", fragments, 0)
@@ -270,64 +280,122 @@ def _find(path: str) -> str:
     raise CheckpointNotFoundError("there is no manifest", file=path, hint=hint)
 
 
-def restore(engine: object, path: StrPath, *, rng: bool = False, verify: bool = True) -> dict[str, Any]:
-    """Reads a checkpoint straight into the memory of a live engine. Every rank calls it. Returns the ``client_state``.
+def restore(
+    engine: object,
+    path: StrPath,
+    *,
+    parts: Collection[str] | None = None,
+    strict: bool = True,
+    state: Collection[str] | None = None,
+    rng: bool = False,
+    verify: bool = True,
+) -> dict[str, Any]:
+    """Reads a checkpoint straight into the memory of a live engine, of any world size, stage and offload. Every rank
+    calls it. Returns the ``client_state``.
 
-    Everything that can be known without reading tensors is checked before the engine is touched. ``rng``: also restore
-    the random number generators of every rank, which needs the world size of the writer. Raises MismatchError, which
-    lists every difference, and what ``zckpt.open`` and ``Checkpoint.load`` raise, on every rank.
+    ``parts``: only these, such as ``["master"]`` for a warm start; None: all that the engine has. Weights in the dtype
+    that the model computes with are derived from restored masters. ``strict=False``: leaves out what is missing,
+    unexpected or of another shape, and the engine keeps its own. ``state``: which trees of non-tensor state
+    ("counters", "optimizer", "scaler", "scheduler"); None: all, or none where ``parts`` is given. ``rng``: also restore
+    the random number generators of every rank, which needs the world size of the writer.
+
+    Everything that can be known without reading tensors is checked before the engine is touched. Raises MismatchError,
+    which lists every difference, ValueError for a part or tree that does not exist, and what ``zckpt.open`` and
+    ``Checkpoint.load`` raise, on every rank.
     """
     ranks = Ranks()
     ranks.agree(os.path.abspath(path), "paths")
-    adapter, checkpoint, wanted, rank_state = ranks.together(
-        lambda: _prepare_restore(engine, path, ranks, rng), "prepare the restore"
-    )
-    ranks.agree(checkpoint.manifest.save_id, "checkpoints")
-    own = ranks.rank if checkpoint.world_size == ranks.size else None
-    ranks.together(lambda: _fill(adapter, checkpoint, wanted, own, verify), "restore")
-    ranks.together(lambda: adapter.finish_restore(checkpoint.state["engine"], rank_state), "restore")
-    client_state: dict[str, Any] = checkpoint.state["client_state"]
-    return client_state
+    plan = ranks.together(lambda: _plan_restore(engine, path, ranks, parts, strict, state, rng), "prepare the restore")
+    ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
+    own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
+    ranks.together(lambda: _fill(plan.adapter, plan.checkpoint, plan.wanted, own, verify), "restore")
+    ranks.together(lambda: plan.adapter.finish_restore(plan.state, plan.rank_state), "restore")
+    return plan.client_state
 
 
-def _prepare_restore(
-    engine: object, path: StrPath, ranks: Ranks, rng: bool
-) -> tuple[EngineAdapter, Checkpoint, tuple[Fragment, ...], Mapping[str, Any] | None]:
+@dataclass(frozen=True, slots=True)
+class _RestorePlan:
+    """What one rank restores, all of it checked."""
+
+    adapter: EngineAdapter
+    checkpoint: Checkpoint
+    wanted: tuple[Fragment, ...]
+    state: Mapping[str, Any]
+    rank_state: Mapping[str, Any] | None
+    client_state: dict[str, Any]
+
+
+def _plan_restore(
+    engine: object,
+    path: StrPath,
+    ranks: Ranks,
+    parts: Collection[str] | None,
+    strict: bool,
+    trees: Collection[str] | None,
+    rng: bool,
+) -> _RestorePlan:
     adapter = adapt(engine)
     adapter.refuse_unsupported()
     checkpoint = open(path)
     stored = {part: {info.name for info in checkpoint.values() if info.part == part} for part in checkpoint.parts}
+    if trees is None:
+        trees = adapter.trees if parts is None else ()
+    unknown = [*(set(parts or ()) - set(stored)), *(set(trees) - set(adapter.trees))]
+    if unknown:
+        known = ", ".join([*stored, *adapter.trees])
+        raise ValueError(f"the checkpoint has no {', '.join(unknown)}; parts and trees are {known}")
+    if parts is not None:
+        stored = {part: stored[part] for part in parts}
     wanted = adapter.wanted(stored)
-    problems = _differences(checkpoint, wanted)
+    if parts is not None:
+        wanted = tuple(fragment for fragment in wanted if fragment.part in parts)
+    differences = _differences(checkpoint, wanted)
+    problems = list(differences.values())
     problems += [f"unexpected: {key}, the engine has no place for it" for key in adapter.unexpected(stored)]
-    problems += adapter.check_state(checkpoint.state["engine"])
+    if not strict:
+        wanted = tuple(fragment for fragment in wanted if fragment.key not in differences)
+        problems = []
+    engine_state, client_state = _root(checkpoint)
+    chosen = {name: engine_state.get(name) for name in trees}
+    problems += adapter.check_state(chosen, wanted)
     if rng and checkpoint.world_size != ranks.size:
         problems.append(
             f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {ranks.size}"
         )
-    for key in {fragment.key for fragment in wanted} & checkpoint.keys():
-        checkpoint.check_sizes(checkpoint[key])
     if problems:
         raise MismatchError(
             "the checkpoint does not fit the engine; nothing was changed:\n  " + "\n  ".join(problems),
             file=checkpoint.path,
             rank=ranks.rank,
         )
-    return adapter, checkpoint, wanted, checkpoint.rank_state(ranks.rank) if rng else None
+    for key in {fragment.key for fragment in wanted}:
+        checkpoint.check_sizes(checkpoint[key])
+    rank_state = checkpoint.rank_state(ranks.rank) if rng else None
+    return _RestorePlan(adapter, checkpoint, wanted, chosen, rank_state, client_state)
 
 
-def _differences(checkpoint: Checkpoint, wanted: Sequence[Fragment]) -> list[str]:
-    """What is missing, of another shape or dtype, or left over, a line each."""
-    tensors = {fragment.key: fragment for fragment in wanted}
-    found = []
-    for key, fragment in tensors.items():
+def _root(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The two branches of the root tree. Raises FormatError (T001) where it is not such a tree."""
+    root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
+    engine, client_state = root.get("engine"), root.get("client_state")
+    if not (isinstance(engine, dict) and isinstance(client_state, dict)):
+        raise broken("T001", "the tree of state has no engine and client_state", file=checkpoint.path)
+    return engine, client_state
+
+
+def _differences(checkpoint: Checkpoint, wanted: Sequence[Fragment]) -> dict[str, str]:
+    """What is missing or of another shape or dtype, a line each, by key. Weights and buffers in the dtype that a model
+    computes with may be converted; what the optimizer updates may not."""
+    found = {}
+    for key, fragment in {fragment.key: fragment for fragment in wanted}.items():
         dtype = TORCH_DTYPES[fragment.dtype]
         if key not in checkpoint:
-            found.append(f"missing: {key} {list(fragment.shape)}")
+            found[key] = f"missing: {key} {list(fragment.shape)}"
             continue
         info = checkpoint[key]
-        if (info.shape, info.dtype) != (fragment.shape, dtype):
-            found.append(
+        converts = fragment.part in (PARAM, BUFFER) and dtype.is_floating_point and info.dtype.is_floating_point
+        if info.shape != fragment.shape or not (converts or info.dtype == dtype):
+            found[key] = (
                 f"differs: {key} is {info.dtype} {list(info.shape)}, the engine has {dtype} {list(fragment.shape)}"
             )
     return found

@@ -18,6 +18,10 @@ class EngineAdapter(Protocol):
     """
 
     @property
+    def trees(self) -> tuple[str, ...]:
+        """The keys of ``state()``."""
+
+    @property
     def step(self) -> int:
         """Optimizer steps taken (``global_steps``)."""
 
@@ -52,10 +56,11 @@ class EngineAdapter(Protocol):
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
         """The keys among these that the engine has no place for, on any rank."""
 
-    def check_state(self, state: Mapping[str, Any] | None) -> list[str]:
-        """What keeps ``state`` from being restored along with what ``wanted`` returned, one line each.
+    def check_state(self, state: Mapping[str, Any], wanted: tuple[Fragment, ...]) -> list[str]:
+        """What keeps ``state`` from being restored along with ``wanted``, one line each; changes nothing.
 
-        Empty where it fits. ``state`` None: tensors only. Raises FormatError for a tree that ``state()`` did not make.
+        ``state`` has those of ``trees`` that are to be restored. Raises FormatError for a tree that ``state()`` did not
+        make.
         """
 
     def fill(self, wanted: tuple[Fragment, ...]) -> Generator[tuple[Fragment, ...], None, None]:
@@ -66,10 +71,10 @@ class EngineAdapter(Protocol):
         Ended early (``close``), it gives up the memory of its last batch and leaves the disk as it was.
         """
 
-    def finish_restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
+    def finish_restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
         """Once the memory is filled: derives low-precision weights, sets counters, groups, scheduler, hidden state.
 
-        ``state`` None: tensors only. ``rank_state`` None: random number generators are left alone. Collective. Raises
+        ``state`` as in ``check_state``. ``rank_state`` None: random generators are left alone. Collective. Raises
         MismatchError for what ``check_state`` finds, and FormatError for trees that ``state`` and ``rank_state`` did
         not make.
         """

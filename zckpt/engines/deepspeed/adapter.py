@@ -39,6 +39,8 @@ class DeepSpeedAdapter:
         self._moments_wanted: dict[tuple[str, ...], list[str]] = {}
         """The moments to be restored, by the names of a flat's parameters; of some this rank may hold nothing."""
 
+    trees = ("counters", "optimizer", "scaler", "scheduler")
+
     @property
     def step(self) -> int:
         return int(self._engine.global_steps)
@@ -114,8 +116,7 @@ class DeepSpeedAdapter:
         order = (name for name in self._in_memory_order if name in weights_only or name in self._masterless)
         fragments += (replace(fragment, data=None) for fragment in self._param_fragments(order))
         fragments += (replace(fragment, data=None) for fragment in self._buffer_fragments())
-        self._wanted = tuple(fragments)
-        return self._wanted
+        return tuple(fragments)
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
         optimized = {name for flat in self._zero.flats for name in flat.names}
@@ -127,17 +128,23 @@ class DeepSpeedAdapter:
             if name not in places.get(part, optimized)
         ]
 
-    def check_state(self, state: Mapping[str, Any] | None) -> list[str]:
-        restored = {(fragment.part, fragment.name) for fragment in self._wanted}
-        if state is None:
+    def check_state(self, state: Mapping[str, Any], wanted: tuple[Fragment, ...]) -> list[str]:
+        restored = {(fragment.part, fragment.name) for fragment in wanted}
+        found: list[str] = []
+        if "counters" in state:
+            _counters(state)
+        if "scaler" in state:
+            scaler.check(state["scaler"])
+        if "optimizer" in state:
+            saved = optimizer.Saved(_tree(state, "optimizer"))
+            found += optimizer.problems(saved, self._zero.optimizer, self._zero.flats, restored)
+        else:
             # A moment without its step would be corrected for the wrong bias.
             created = sorted({part for part, _ in restored} - RESERVED_PARTS - set(self._live_moments))
-            return [f"{part}: its step is in the checkpoint's state, which is not to be restored" for part in created]
-        _counters(state)
-        scaler.check(state.get("scaler"))
-        saved = optimizer.Saved(_tree(state, "optimizer"))
-        found = optimizer.problems(saved, self._zero.optimizer, self._zero.flats, restored)
-        return found + self._scheduler_problems(state)
+            found += [f"{part}: its step is in the state of the optimizer, which is not restored" for part in created]
+        if "scheduler" in state:
+            found += self._scheduler_problems(state)
+        return found
 
     def fill(self, wanted: tuple[Fragment, ...]) -> Generator[tuple[Fragment, ...], None, None]:
         self._wanted = wanted
@@ -173,17 +180,21 @@ class DeepSpeedAdapter:
                 state[part] = torch.zeros_like(flat.master, requires_grad=False)
             yield from flat.fragments(part, state[part].dtype, state[part])
 
-    def finish_restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
-        found = self.check_state(state)
+    def finish_restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
+        found = self.check_state(state, self._wanted)
         if found:
             raise MismatchError("the checkpoint's state does not fit the engine:\n  " + "\n  ".join(found))
         self._zero.after_restore(replicas.agreed(self._weights_only, self._parameters[0], self._engine.device))
-        if state is not None:
+        if "optimizer" in state:
             optimizer.restore(optimizer.Saved(_tree(state, "optimizer")), self._zero.optimizer, self._zero.flats)
+        if "scheduler" in state:
             self._restore_scheduler(state)
+        if "optimizer" in state:
             betas_vary = bool(getattr(self._engine.lr_scheduler, "cycle_momentum", False))
             cpu_adam.replay(self._zero.optimizer, self._zero.flats, betas_vary)
-            scaler.restore(state.get("scaler"), self._engine.optimizer)
+        if "scaler" in state:
+            scaler.restore(state["scaler"], self._engine.optimizer)
+        if "counters" in state:
             for name, value in _counters(state).items():
                 setattr(self._engine, name, value)
             # With other accumulation steps now, the saved number may lie inside a step.

@@ -1,0 +1,1 @@
+"""zckpt inside other programs, by its public names alone."""
