@@ -27,6 +27,7 @@ from runs import (
 from zckpt.engines.deepspeed import replicas
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from cluster import Cluster
@@ -75,14 +76,24 @@ EVERY_COMMIT = {
     ("2-cpu-round-robin", "frozen-gpt2", "adamw"),
     ("2-round-robin", "odd", "adamw"),
 }
-CASES = [
-    pytest.param(*case, id="-".join(case), marks=() if case in EVERY_COMMIT else pytest.mark.matrix)
-    for case in itertools.product(MODES, SHAPES, OPTIMIZERS)
-]
 
 
-@pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
-@pytest.mark.parametrize(("mode", "shape", "optimizer"), CASES)
+def cases(every: list[tuple[Any, ...]], on_every_commit: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Each case in a fresh engine and in one that has trained; on every commit one of the two, in turns."""
+    turns = itertools.cycle((0, 2))
+    params = []
+    for case in every:
+        chosen = next(turns) if case in on_every_commit else None
+        for trained in (0, 2):
+            marks = () if trained == chosen else pytest.mark.matrix
+            name = "-".join(map(str, case)) + ("-trained" if trained else "-fresh")
+            params.append(pytest.param(*case, trained, id=name, marks=marks))
+    return params
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "optimizer", "trained"), cases(list(itertools.product(MODES, SHAPES, OPTIMIZERS)), EVERY_COMMIT)
+)
 def test_a_restored_run_goes_on_bit_for_bit(
     cluster: Cluster, tmp_path: Path, mode: str, shape: str, optimizer: str, trained: int
 ) -> None:
@@ -181,10 +192,7 @@ CROSS = [
 ]
 
 
-@pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
-@pytest.mark.parametrize(
-    ("there", "here", "written", "restored", "optimizer"), CROSS, ids=["-".join(map(str, case)) for case in CROSS]
-)
+@pytest.mark.parametrize(("there", "here", "written", "restored", "optimizer", "trained"), cases(CROSS, CROSS))
 def test_other_stages_and_world_sizes_restore_the_same_state(
     cluster: Cluster, tmp_path: Path, there: str, here: str, written: int, restored: int, optimizer: str, trained: int
 ) -> None:
