@@ -44,7 +44,8 @@ def settings(engine: Any) -> dict[str, Any]:
         name: getattr(engine, name) for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps")
     }
     scaler = getattr(engine.optimizer, "loss_scale_config", None) or getattr(engine.optimizer, "loss_scaler", None)
-    scale = {name: value for name, value in vars(scaler).items() if isinstance(value, (int, float))} if scaler else None
+    scale = vars(scaler) if engine.fp16_enabled() else {}  # in bf16 it only counts
+    scale = {name: value for name, value in scale.items() if isinstance(value, (int, float))}
     return {"groups": groups, "scheduler": scheduler, "lr": engine.get_lr(), "scale": scale, **counters}
 
 
