@@ -74,6 +74,8 @@ def make_model(model: str) -> nn.Module:
     if model == "gpt2":
         sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
         return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    if model == "thawed":
+        return Wide().requires_grad_()
     return {"mlp": Mlp, "odd": Odd, "wide": Wide}[model]()
 
 
