@@ -338,6 +338,20 @@ def test_every_fault_is_found_not_only_the_first(place: Place) -> None:
     assert len({file for _, _, file in found}) >= 3
 
 
+def write_trees(path: str, root: bytes, own: torch.Tensor) -> None:
+    save_id = api.begin_write(path, False).decode()
+    receipt = catalog.pack(api.write_rank(path, save_id, [fragment("state", "rank/0", own, 0, own.numel())], 0, 1))
+    api.commit_write(path, save_id, [receipt], catalog.About(0, 1 << 20, {}, root, {}), latest=False)
+
+
+@pytest.mark.parametrize(
+    "own", [torch.zeros(3).bfloat16(), torch.zeros((1, 1), dtype=torch.uint8)], ids=["dtype", "shape"]
+)
+def test_trees_that_are_no_bytes_are_reported(tmp_path: Path, own: torch.Tensor) -> None:
+    write_trees(str(tmp_path / "c"), b"\xc0", own)
+    assert [finding.rule for finding in zckpt.validate(tmp_path / "c").findings] == ["T001"]
+
+
 @pytest.mark.parametrize(
     ("rule", "root", "own"),
     [
@@ -351,10 +365,7 @@ def test_every_fault_is_found_not_only_the_first(place: Place) -> None:
 )
 def test_broken_trees_are_reported(tmp_path: Path, rule: str, root: bytes, own: bytes) -> None:
     path = str(tmp_path / "c")
-    save_id = api.begin_write(path, False).decode()
-    tree = fragment("state", "rank/0", torch.tensor(list(own), dtype=torch.uint8), 0, len(own))
-    receipt = catalog.pack(api.write_rank(path, save_id, [tree], 0, 1))
-    api.commit_write(path, save_id, [receipt], catalog.About(0, 1 << 20, {}, root, {}), latest=False)
+    write_trees(path, root, torch.tensor(list(own), dtype=torch.uint8))
     assert [finding.rule for finding in zckpt.validate(path).findings] == [rule]
     checkpoint = zckpt.open(path)
     with pytest.raises(FormatError) as caught:

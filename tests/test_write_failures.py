@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -227,6 +228,9 @@ def test_what_does_not_add_up_is_not_committed(tmp_path: Path) -> None:
         ({"sparse": torch.eye(2).to_sparse()}, "client_state.sparse: Tensor"),
         ({"words": [torch.zeros(1), "a", object()]}, "client_state.words[2]: object"),
         ({True: 1}, "client_state has the key True"),
+        ({"mask": np.ma.masked_array([1.0, 2.0], [0, 1])}, "client_state.mask: MaskedArray"),
+        ({"long": np.zeros(2, np.longdouble)}, "client_state.long: ndarray"),
+        ({"meta": torch.empty(2, device="meta")}, "client_state.meta: Tensor"),
     ],
 )
 def test_client_state_that_cannot_be_kept_stops_the_write(

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from zckpt.engines.base import EngineAdapter
 
 BLOCK_BYTES = 1 << 20
+_NUMPY_DTYPES = frozenset(map(np.dtype, ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"]))
 StrPath = str | os.PathLike[str]
 
 
@@ -119,15 +120,22 @@ def _pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -
 
     def put(where: str, leaf: object) -> tuple[int, str] | None:
         name = f"tree/{rank}/{len(fragments)}"
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" and leaf.dtype.isnative:
+        # By exact type: a subclass, such as a masked array, holds more than its elements
+        if type(leaf) is np.ndarray and leaf.dtype in _NUMPY_DTYPES:
             fragments.append(_state_fragment(name, torch.from_numpy(np.array(leaf))))
             return tree.NDARRAY, name
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.dtype in DTYPE_NAMES:
-            fragments.append(_state_fragment(name, leaf.detach().contiguous()))
+        if isinstance(leaf, torch.Tensor) and _is_plain(leaf):
+            fragments.append(_state_fragment(name, leaf.detach().resolve_conj().resolve_neg().contiguous()))
             return tree.TENSOR, name
         return None
 
     return tree.pack(value, path, put)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether dtype, shape and elements are all that there is to it."""
+    usual = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return usual and tensor.dtype in DTYPE_NAMES and tensor.device.type in ("cpu", "cuda")
 
 
 def _state_fragment(name: str, tensor: torch.Tensor) -> Fragment:
@@ -184,30 +192,35 @@ def commit_write(target: str, save_id: str, receipts: Sequence[bytes], about: ca
             raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=written.path(file))
     commit.write_file(os.path.join(target, names.index_path(save_id)), index)
     commit.fsync_directory(os.path.join(target, names.data_dir(save_id)))
-    replaced = _read_manifest(target)
+    replaced = _replaced_save(target)
     commit.replace_file(os.path.join(target, names.MANIFEST), manifest)
     if latest:
         parent, name = os.path.split(target)
         commit.replace_file(os.path.join(parent, names.LATEST), names.encode_latest(name))
     if replaced is not None:
-        commit.remove_tree(os.path.join(target, names.data_dir(replaced.save_id)))
+        commit.remove_tree(os.path.join(target, names.data_dir(replaced)))
     return b""
 
 
-def _read_manifest(path: str) -> manifest_format.Manifest | None:
-    """The manifest in ``path``; None if there is none or it cannot be read."""
+def _replaced_save(target: str) -> str | None:
+    """The save id of the manifest that is about to be replaced; None if there is none or it cannot be read."""
     try:
-        return _open(path).manifest
+        return _open(target).manifest.save_id
     except ZckptError:
         return None
 
 
 def _discard(target: str, save_id: str) -> None:
-    """After a failure: removes what this write has made, unless a manifest names it already."""
-    current = _read_manifest(target)
-    if current is None or current.save_id != save_id:
-        commit.remove_tree(os.path.join(target, names.data_dir(save_id)))
-        commit.remove_empty_directory(target)
+    """After a failure: removes what this write has made, unless a manifest names it, or may do so."""
+    try:
+        if _open(target).manifest.save_id == save_id:
+            return
+    except CheckpointNotFoundError:
+        pass
+    except ZckptError:
+        return
+    commit.remove_tree(os.path.join(target, names.data_dir(save_id)))
+    commit.remove_empty_directory(target)
 
 
 def open(path: StrPath) -> Checkpoint:  # noqa: A001  zckpt.open reads like the builtin on purpose
@@ -345,9 +358,8 @@ def validate(path: StrPath, *, data: bool = True) -> Report:
     Never raises for what is wrong with the checkpoint: that is in the report, one finding per broken rule and place.
     Raises CheckpointNotFoundError if there is nothing to check, and StorageError.
     """
-    found = _find(os.fspath(path))
     try:
-        checkpoint = _open(found)
+        checkpoint = open(path)
     except FormatError as error:
-        return Report(found, [Finding.of(error)], files=1)
+        return Report(os.fspath(path), [Finding.of(error)], files=1)
     return check_checkpoint(checkpoint, data=data)

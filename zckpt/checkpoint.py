@@ -110,15 +110,15 @@ class Checkpoint(Mapping[str, TensorInfo]):
     # What it holds
 
     def __getitem__(self, key: str) -> TensorInfo:
-        """Raises KeyNotFoundError, which names the nearest keys."""
+        """A tied weight is found under every name. Raises KeyNotFoundError, which names the nearest keys."""
         if key not in self:
             raise KeyNotFoundError(f"there is no key {key!r}", key=key, hint=nearest(list(self), key))
         part, _, name = key.partition("/")
-        return self._info(*self._require(part, name))
+        return self._info(*self._require(part, self.aliases.get(name, name)))
 
     def __contains__(self, key: object) -> bool:
         part, _, name = key.partition("/") if isinstance(key, str) else ("", "", "")
-        return part != STATE and self._place(part, name) is not None
+        return part != STATE and self._place(part, self.aliases.get(name, name)) is not None
 
     def __iter__(self) -> Iterator[str]:
         for part in self.manifest.parts:
@@ -170,12 +170,14 @@ class Checkpoint(Mapping[str, TensorInfo]):
         if place is None:
             return None
         info = self._info(*place)
-        packed = self._load([info], "cpu", None)[info.key]
+        if info.dtype != torch.uint8 or len(info.shape) != 1:
+            raise broken("T001", f"a packed tree that is {info.dtype} {list(info.shape)}", key=info.key)
+        packed = self._load({info.key: info}, "cpu", None)[info.key]
         return tree.unpack(packed.numpy().tobytes(), self._state_leaf, info.key)
 
     def _state_leaf(self, ext: int, name: str) -> object:
         info = self._info(*self._require(STATE, name))
-        tensor = self._load([info], "cpu", None)[info.key]
+        tensor = self._load({info.key: info}, "cpu", None)[info.key]
         return tensor if ext == tree.TENSOR else tensor.numpy()
 
     # Any part of it
@@ -192,14 +194,14 @@ class Checkpoint(Mapping[str, TensorInfo]):
         Raises KeyNotFoundError, CastError, FormatError (damaged or missing data) and StorageError; then nothing is
         returned.
         """
-        return self._load([self[key] for key in select(list(self), keys)], device, dtype, verify)
+        return self._load({key: self[key] for key in self._select(keys)}, device, dtype, verify)
 
     def iter(
         self, keys: Keys = None, *, device: Device = "cpu", dtype: torch.dtype | None = None, verify: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Like ``load``, one ``(key, tensor)`` at a time: only one is in memory, unless the caller keeps more."""
-        for key in select(list(self), keys):
-            yield key, self._load([self[key]], device, dtype, verify)[key]
+        for key in self._select(keys):
+            yield key, self._load({key: self[key]}, device, dtype, verify)[key]
 
     def load_slice(
         self,
@@ -225,7 +227,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     ) -> dict[tuple[str, int, int], torch.Tensor]:
         """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``."""
         wants: dict[tuple[str, int, int], Want] = {}
-        for key in select(list(self), keys):
+        for key in self._select(keys):
             info = self[key]
             for piece in self.pieces(info):
                 if piece.rank == rank:
@@ -277,12 +279,17 @@ class Checkpoint(Mapping[str, TensorInfo]):
         sinks = [Sink(want.info.key, want.target, want.info.dtype) for want in wants]
         run_reads(self.reader, ops, files, sinks, self._budget, batch_bytes)
 
+    def _select(self, keys: Keys) -> list[str]:
+        """The keys asked for. A tied weight's further names are matched as they are, not by patterns."""
+        aliases = {f"{part}/{alias}" for part in self.parts for alias in self.aliases}
+        return select(list(self), keys, {key for key in aliases if key in self})
+
     def _load(
-        self, infos: Sequence[TensorInfo], device: Device, dtype: torch.dtype | None, verify: bool = True
+        self, infos: Mapping[str, TensorInfo], device: Device, dtype: torch.dtype | None, verify: bool = True
     ) -> dict[str, torch.Tensor]:
-        wants = [self._whole(info, self._empty(info, info.shape, device, dtype)) for info in infos]
-        self.read(wants, verify=verify)
-        return {want.info.key: want.target for want in wants}
+        wants = {key: self._whole(info, self._empty(info, info.shape, device, dtype)) for key, info in infos.items()}
+        self.read(list(wants.values()), verify=verify)
+        return {key: want.target for key, want in wants.items()}
 
     def _whole(self, info: TensorInfo, target: torch.Tensor) -> Want:
         return Want(info, choose_copy(self.pieces(info), None), [Span(0, math.prod(info.shape), 0)], target)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 import msgpack
 
-from zckpt.errors import FormatError
 from zckpt.format import names
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.format.fields import Fields, unpack_map
 from zckpt.format.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
@@ -219,8 +219,8 @@ def decode(raw: bytes) -> Manifest:
     if len(raw) > MANIFEST_BYTES_MAX:
         raise broken("M004", f"it is {len(raw)} bytes long", file=names.MANIFEST)
     version, packed = _open_envelope(raw)
-    body = unpack_map(packed, "M005", names.MANIFEST)
-    get = _Fields(body, names.MANIFEST)
+    body = unpack_map(packed)
+    get = Fields(body, "body")
     if _version(body.get("version")) != version:
         raise broken("M001", "envelope and body differ in their version", file=names.MANIFEST)
     requires = get.strings("requires")
@@ -275,110 +275,15 @@ def _open_envelope(raw: bytes) -> tuple[tuple[int, int], bytes]:
     expected, body = envelope[2], envelope[3]
     if digest(body) != expected:
         raise broken("M003", "the manifest is damaged", file=names.MANIFEST, start=0, stop=len(raw))
-    if raw[: len(raw) - len(body)] != _prefix(version, expected, len(body)):
+    if raw != msgpack.packb([_MAGIC, version, expected, body]):
         raise broken("M001", "the envelope is not in its shortest form", file=names.MANIFEST)
     return version, body
-
-
-def _prefix(version: tuple[int, int], expected: bytes, body_bytes: int) -> bytes:
-    packer = msgpack.Packer(autoreset=False)
-    packer.pack_array_header(4)
-    packer.pack(_MAGIC)
-    packer.pack(version)
-    packer.pack(expected)
-    size = (
-        b"\xc4" + body_bytes.to_bytes(1, "big")
-        if body_bytes < 1 << 8
-        else b"\xc5" + body_bytes.to_bytes(2, "big")
-        if body_bytes < 1 << 16
-        else b"\xc6" + body_bytes.to_bytes(4, "big")
-    )
-    return bytes(packer.bytes()) + size
 
 
 def _version(value: object) -> tuple[int, int] | None:
     if isinstance(value, list) and len(value) == 2 and all(type(n) is int and n >= 0 for n in value):
         return value[0], value[1]
     return None
-
-
-def unpack_map(raw: bytes, rule: str, file: str) -> dict[Any, Any]:
-    """One msgpack map without duplicate keys, or FormatError by ``rule``."""
-
-    def distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise broken(rule, "a map has a duplicate key", file=file)
-        return found
-
-    try:
-        value = msgpack.unpackb(raw, raw=False, strict_map_key=False, object_pairs_hook=distinct)
-    except FormatError:
-        raise
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise broken(rule, f"cannot be parsed: {error or type(error).__name__}", file=file) from error
-    if not isinstance(value, dict):
-        raise broken(rule, f"a {type(value).__name__} where a map is due", file=file)
-    return value
-
-
-class _Fields:
-    """Typed access to the fields of one map; whatever is missing or of another type breaks M005."""
-
-    def __init__(self, values: Mapping[Any, Any], where: str) -> None:
-        self.values = values
-        self.where = where
-
-    def _get(self, name: str, kind: type) -> Any:
-        value = self.values.get(name)
-        if type(value) is not kind:
-            raise broken("M005", f"field {name!r} is {type(value).__name__}, not {kind.__name__}", file=names.MANIFEST)
-        return value
-
-    def array(self, name: str) -> list[Any]:
-        value: list[Any] = self._get(name, list)
-        return value
-
-    def binary(self, name: str) -> bytes:
-        value: bytes = self._get(name, bytes)
-        return value
-
-    def string(self, name: str) -> str:
-        value: str = self._get(name, str)
-        return value
-
-    def map(self, name: str) -> _Fields:
-        return _Fields(self._get(name, dict), name)
-
-    def integer(self, name: str, low: int, high: int) -> int:
-        value: int = self._get(name, int)
-        if not low <= value <= high:
-            raise broken("M005", f"field {name!r} is {value}, not in [{low}, {high}]", file=names.MANIFEST)
-        return value
-
-    def integers(self, name: str) -> list[int]:
-        values = self.array(name)
-        if not all(type(value) is int and 0 <= value <= TENSOR_BYTES_MAX for value in values):
-            raise broken("M005", f"field {name!r} holds something else than sizes", file=names.MANIFEST)
-        return values
-
-    def strings(self, name: str) -> list[str]:
-        values = self.array(name)
-        if not all(type(value) is str for value in values):
-            raise broken("M005", f"field {name!r} holds something else than strings", file=names.MANIFEST)
-        return values
-
-    def string_map(self, name: str) -> dict[str, str]:
-        values: dict[Any, Any] = self._get(name, dict)
-        if not all(type(key) is str and type(value) is str for key, value in values.items()):
-            raise broken("M005", f"field {name!r} holds something else than strings", file=names.MANIFEST)
-        return values
-
-    def columns(self, *columns: str) -> list[list[int]]:
-        found = [self.integers(column) for column in columns]
-        if len({len(column) for column in found}) > 1:
-            raise broken("M005", f"the columns of {self.where!r} differ in length", file=names.MANIFEST)
-        return found
 
 
 def _bad_shape(shape: object) -> tuple[int, ...]:
@@ -394,7 +299,7 @@ def _digest(value: object) -> bytes:
 def _part(value: object) -> Part:
     if not isinstance(value, dict):
         raise broken("M005", "a part that is not a map", file=names.MANIFEST)
-    get = _Fields(value, "parts")
+    get = Fields(value, "parts")
     name = get.string("name")
     names.check_part_name(name, file=names.MANIFEST)
     part = Part(
@@ -414,11 +319,11 @@ def _part(value: object) -> Part:
     return part
 
 
-def _files(get: _Fields) -> Files:
+def _files(get: Fields) -> Files:
     return Files(*map(tuple, get.columns("rank", "part", "tier", "bytes", "data_start", "first_block")))
 
 
-def _chunks(get: _Fields) -> tuple[Chunk, ...]:
+def _chunks(get: Fields) -> tuple[Chunk, ...]:
     columns = get.columns(*list(_CHUNK_COLUMNS)[:-1])
     digests = [_digest(value) for value in get.array("digest")]
     if len(digests) != len(columns[0]):

@@ -191,7 +191,7 @@ def is_shape(shape: object) -> bool:
         return False
     if not all(type(dim) is int and 0 <= dim <= TENSOR_BYTES_MAX for dim in shape):
         return False
-    return math.prod(shape) <= TENSOR_BYTES_MAX
+    return math.prod(dim or 1 for dim in shape) <= TENSOR_BYTES_MAX  # torch computes strides of empty tensors too
 
 
 def _entry(name: str, value: object, file: str) -> Entry:

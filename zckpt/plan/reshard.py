@@ -75,12 +75,14 @@ def extents(
 def slice_spans(shape: Sequence[int], index: Sequence[slice]) -> tuple[tuple[int, ...], list[Span]]:
     """Shape and row-major spans of ``tensor[index]``. ``index`` has at most one slice per dimension, of step 1.
 
-    Raises MismatchError for more slices than dimensions or another step.
+    Raises MismatchError for more slices than dimensions, another step, or what is no slice.
     """
     if len(index) > len(shape):
         raise MismatchError(f"{len(index)} slices for a tensor of shape {list(shape)}")
     bounds = []
     for dim, part in zip(shape, (*index, *[slice(None)] * (len(shape) - len(index))), strict=True):
+        if not isinstance(part, slice):
+            raise MismatchError(f"{part!r} is not a slice")
         start, stop, step = part.indices(dim)
         if step != 1:
             raise MismatchError(f"a slice of step {step}; only step 1 can be read")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from zckpt.errors import KeyNotFoundError
 
@@ -15,8 +15,8 @@ COMPARED_MAX = 10_000
 """Keys that are compared to find the nearest: about a second."""
 
 
-def select(keys: Sequence[str], wanted: Keys) -> list[str]:
-    """The keys that ``wanted`` asks for, each once, in the order of ``keys``.
+def select(keys: Sequence[str], wanted: Keys, aliases: Collection[str] = ()) -> list[str]:
+    """The keys that ``wanted`` asks for, each once, in the order of ``keys``; then ``aliases`` asked for by name.
 
     Raises KeyNotFoundError if a key or glob matches nothing; the error names the nearest keys.
     """
@@ -25,13 +25,13 @@ def select(keys: Sequence[str], wanted: Keys) -> list[str]:
     if callable(wanted):
         return [key for key in keys if wanted(key)]
     found: set[str] = set()
-    known = set(keys)
+    known = {*keys, *aliases}
     for pattern in [wanted] if isinstance(wanted, str) else wanted:
         matches = {pattern} & known or set(fnmatch.filter(keys, pattern))
         if not matches:
             raise KeyNotFoundError(f"no key matches {pattern!r}", key=pattern, hint=nearest(keys, pattern))
         found |= matches
-    return [key for key in keys if key in found]
+    return [key for key in (*keys, *aliases) if key in found]
 
 
 def nearest(keys: Sequence[str], wanted: str) -> str:

@@ -1,0 +1,199 @@
+"""A second reader, from spec/format.md alone: no code of zckpt. It checks structure, not digests or duplicate keys."""
+
+import json
+import math
+import re
+import struct
+from itertools import groupby, islice
+from pathlib import Path
+
+import msgpack
+import zstandard
+
+SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+SIZES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8}
+TIERS = [("device", ""), ("host", "host."), ("nvme", "swap.")]
+MIB, UINT, TEXT = 2**20, range(2**62), "[^\0-\x1f\x7f-\x9f\ud800-\udfff]+"
+NAME = rf"(?!@|__metadata__\Z|.*@[0-9]+:[0-9]+\Z){TEXT}"
+PART = {"name": str, "layout": range(2**22 + 1), "names": [UINT], "shapes": [UINT], "dtypes": [str]}
+FILES = {name: [UINT] for name in ("rank", "part", "tier", "bytes", "data_start", "first_block")}
+CHUNKS = {name: [UINT] for name in ("layout", "first_row", "rows", "pieces", "offset", "bytes")} | {"digest": [bytes]}
+BODY = {"save_id": str, "step": UINT, "world_size": range(1, 2**20 + 1), "block_bytes": range(4096, 2**26 + 1, 4096)}
+BODY |= {"names": [str], "aliases": dict, "shapes": [[UINT]], "parts": [PART], "files": FILES, "chunks": CHUNKS}
+BODY |= {"digests": [bytes], "index_bytes": UINT, "state": bytes, "writer": dict}
+ENTRY = {"dtype": str, "shape": [UINT], "data_offsets": [UINT]}
+
+
+def need(holds, rule, what):
+    if not holds:
+        raise ValueError(f"{rule}: {what!r}")
+
+
+def parse(rule, function, *args, **options):
+    try:
+        return function(*args, **options)
+    except (ValueError, TypeError, RecursionError, struct.error, zstandard.ZstdError) as error:
+        raise ValueError(f"{rule}: {error!r}") from error
+
+
+def fits(value, kind):
+    """Whether a value is an integer of a range, an array, a map that has the fields of a table, or of a type."""
+    if isinstance(kind, list):
+        return type(value) is list and all(fits(item, kind[0]) for item in value)
+    if isinstance(kind, dict):
+        return type(value) is dict and all(fits(value.get(field), kind[field]) for field in kind)
+    return type(value) is int and value in kind if isinstance(kind, range) else type(value) is kind
+
+
+def read(root, path, begin, count, size=None):
+    place = root.resolve() / path
+    need(place.is_file() and place.resolve() == place, "F001 or F002", place)
+    need(size in (None, place.stat().st_size), "F003 or I001", place)
+    with place.open("rb") as file:
+        file.seek(begin)
+        return file.read(count)
+
+
+class Reader:
+    def __init__(self, path):
+        if not (path := Path(path)).joinpath("manifest.msgpack").exists():
+            name = read(path, "latest", 0, 257).decode(errors="surrogateescape")
+            need(len(name) <= 256 and re.fullmatch(rf"(?!\.\.?\n?\Z|.*/){TEXT}\n?", name), "L001", name)
+            path /= name.removesuffix("\n")
+        raw = read(path, "manifest.msgpack", 0, 256 * MIB + 1)
+        need(len(raw) <= 256 * MIB and raw[1:7] == b"\xa5zckpt", "M001 or M004", raw[:7])
+        need(raw[7:9] == b"\x92\x01", "M002", raw[7:12])
+        envelope = parse("M001", msgpack.unpackb, raw, strict_map_key=False)
+        need(raw[:1] == b"\x94" and msgpack.packb(envelope) == raw and fits(envelope[2:], [bytes]), "M001", raw[:32])
+        body = self.body = parse("M005", msgpack.unpackb, envelope[3], strict_map_key=False)
+        need(fits(body, {"version": [UINT], "requires": [str]}) and body["version"] == envelope[1], "M001, M005", body)
+        need(not body["requires"], "M006", body["requires"])
+        need(fits(body, BODY) and len(body["digests"]) == body["world_size"], "M005", [*body])
+        need({*map(len, [envelope[2], *body["digests"], *body["chunks"]["digest"]])} == {16}, "M005", "digests")
+        need(re.fullmatch("[0-9a-f]{16}", body["save_id"]), "N004", body["save_id"])
+        files, chunks = ([*map(body[field].get, kind)] for field, kind in (("files", FILES), ("chunks", CHUNKS)))
+        need(len({*map(len, files)}) == len({*map(len, chunks)}) == 1, "M005", "columns")
+        places = [*zip(*files[:3], strict=True)]  # of data files: (rank, part id, tier)
+        self.files = {place: (*file, {}) for place, *file in zip(places, *files[3:5], strict=True)}
+        need(places == sorted(self.files), "M011", "order of files")
+        self.step, self.world_size, self.aliases = body["step"], body["world_size"], body["aliases"]
+        for (rank, p, tier), (size, start, _) in self.files.items():
+            need(rank < self.world_size and p < len(body["parts"]) and tier < len(TIERS), "M011", (rank, p, tier))
+            need(start in range(4096, size + 1, 4096), "S003", start)
+        self.root, self.data, self.tensors = path, f"data-{body['save_id']}", {}  # by key: dtype, shape, pieces
+        self._read_parts(set(body["names"]), self._read_index(chunks))
+        for place in places:
+            self._compare_header(place)
+
+    def _read_index(self, chunks):
+        """The rows of each layout: name id, and a list of (rank, tier, length, offset, block)."""
+        at, index = 0, {part["layout"]: [] for part in self.body["parts"]}
+        for layout, first_row, rows, pieces, offset, size, _ in zip(*chunks, strict=True):
+            need(layout in index and (at, len(index[layout])) == (offset, first_row), "M013", offset)
+            need(rows >= 1 and 1 <= size <= 64 * MIB, "M013", offset)
+            data, at = read(self.root, f"{self.data}/index.bin", offset, size, self.body["index_bytes"]), at + size
+            frame = parse("I003", zstandard.get_frame_parameters, data)
+            need(frame.content_size == 8 * rows + 25 * pieces <= 64 * MIB >= frame.window_size, "I003", offset)
+            data = parse("I003", zstandard.ZstdDecompressor().decompress, data, allow_extra_data=False)
+            values = iter(parse("I003", struct.unpack, f"<{2 * rows + pieces}I{pieces}B{2 * pieces}Q{pieces}I", data))
+            names, counts, *columns = ([*islice(values, count)] for count in (rows, rows, *[pieces] * 5))
+            need(0 not in counts and sum(counts) == pieces, "I004", offset)
+            pieces = zip(*columns, strict=True)
+            index[layout] += [(name, [*islice(pieces, count)]) for name, count in zip(names, counts, strict=True)]
+        need(at == self.body["index_bytes"] and sum(chunks[3]) <= 2**26, "M013", at)
+        return index
+
+    def _read_parts(self, known, index):
+        names, shapes, parts, alias = (self.body[field] for field in ("names", "shapes", "parts", "aliases"))
+        need(len({part["name"] for part in parts}) == len(parts) and len(known) == len(names) <= 2**22, "M007", "names")
+        need(fits([*alias.values()], [str]) and known >= {*alias.values()} and not known & {*alias}, "M012", alias)
+        for name in [*names, *alias]:
+            need(fits(name, str) and re.fullmatch(NAME, name) and len(name.encode()) <= 1024, "N001 or N002", name)
+        need(all(len(shape) <= 64 and math.prod(shape) in UINT for shape in shapes), "M008", "shapes")
+        for p, part in enumerate(parts):
+            part, layout, ids, shape_ids, dtypes = map(part.get, PART)
+            need(re.fullmatch("[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", part), "N003", part)
+            need(len(ids) == len(shape_ids) == len(dtypes) and ids == sorted({*ids}), "M010", part)
+            need(max(ids, default=-1) < len(names) and max(shape_ids, default=-1) < len(shapes), "M010", part)
+            need(ids == [name for name, _ in index[layout]], "M013 or I004", part)
+            for (name, row), shape, dtype in zip(index[layout], shape_ids, dtypes, strict=True):
+                pieces = [*self._place(p, names[name], dtype, shapes[shape], row)]
+                self.tensors[f"{part}/{names[name]}"] = dtype, shapes[shape], pieces
+
+    def _place(self, p, name, dtype, shape, row):
+        """The pieces of a tensor, each as (copy, file, first byte, byte behind the last)."""
+        elements, width, before = math.prod(shape), SIZES.get(dtype), 0
+        need(width and elements * width in UINT, "M008 or M009", name)
+        for i, (rank, tier, length, offset, _) in enumerate(row):
+            copy, start = divmod(before, elements) if elements else (i, 0)
+            before, end, place = before + length, offset + length * width, (rank, p, tier)
+            need(start < start + length <= elements or length == elements == 0, "I005", name)
+            size, data_start, entries = self.files.get(place, (0, 1, {}))  # no file has room for nothing
+            need(offset % width == 0 and end <= size - data_start, "I006", name)
+            entry, span = (name, shape) if length == elements else (f"{name}@{start}:{start + length}", [length])
+            need(entry not in entries, "S007", entry)
+            entries[entry] = {"dtype": dtype, "shape": span, "data_offsets": [offset, end]}
+            yield copy, place, offset, end
+        need(not elements or before % elements == 0, "I005", name)
+
+    def _read(self, place, begin, end):
+        (rank, p, tier), (size, start, _) = place, self.files[place]
+        path = f"{self.data}/rank-{rank:05}/{TIERS[tier][1]}{self.body['parts'][p]['name']}.safetensors"
+        return read(self.root, path, start + begin, end - begin, size)
+
+    def _compare_header(self, place):
+        (rank, p, tier), (size, start, entries) = place, self.files[place]
+        facts = {"rank": str(rank), "tier": TIERS[tier][0], "part": self.body["parts"][p]["name"]}
+        facts |= {key: str(self.body[key]) for key in ("save_id", "world_size")}
+        raw = self._read(place, -start, 0)
+        need(int.from_bytes(raw[:8], "little") == start - 8 <= 100_000_000, "S001 or S003", place)
+        need(re.fullmatch(rb"\{.*\} *", raw[8:], re.DOTALL), "S002", place)
+        header = parse("S002", json.loads, raw[8:])
+        meta = header.pop("__metadata__", None)
+        need(fits(meta, {"zckpt.version": str}) and meta["zckpt.version"].split(".")[0] == "1", "S006", meta)
+        need(all(meta.get(f"zckpt.{name}") == fact for name, fact in facts.items()), "S006", meta)
+        need(all(fits(e, ENTRY) and len(e) == 3 == len(e["data_offsets"]) + 1 for e in header.values()), "S004", place)
+        spans = sorted(entry["data_offsets"] for entry in header.values())
+        need([0, *(span[-1] for span in spans)] == [*(span[0] for span in spans), size - start], "S005", place)
+        for name in [name for name in header if name.startswith("@")]:
+            dtype, shape, (begin, end) = map(header.pop(name).get, ENTRY)
+            need(dtype == "U8" and shape == [end - begin] and end - begin < 4096, "S008", name)
+            need(not any(self._read(place, begin, end)), "S008", name)
+        need(header == entries, "S007", place)
+
+    def copies(self, key):
+        """The copies of a tensor, each as its row-major bytes."""
+        part, _, name = key.partition("/")
+        pieces = self.tensors[f"{part}/{self.aliases.get(name, name)}"][2]
+        for _, copy in groupby(pieces, key=lambda piece: piece[0]):
+            yield b"".join(self._read(*place) for _, *place in copy)
+
+    def load(self, key):
+        return next(self.copies(key))
+
+    def tree(self, rank=None):
+        data = self.body["state"] if rank is None else self.load(f"state/rank/{rank}")
+        return self._tree(parse("T001", msgpack.unpackb, data, strict_map_key=False))
+
+    def _tree(self, value, level=0):
+        need(level <= 64, "T002", level)
+        match value:
+            case None | bool() | int() | float() | str() | bytes():
+                return value
+            case list():
+                return [self._tree(item, level + 1) for item in value]
+            case dict() if all(type(key) in (str, int) for key in value):
+                return {key: self._tree(item, level + 1) for key, item in value.items()}
+            case msgpack.ExtType(code=1 | 2):
+                key = f"state/{value.data.decode(errors='surrogateescape')}"
+                need(key in self.tensors, "T003", key)
+                return *self.tensors[key][:2], self.load(key)
+            case msgpack.ExtType(code=4) if re.fullmatch(rb"-?[1-9][0-9]{0,3999}", value.data):
+                return int(value.data)
+            case msgpack.ExtType(code=3 | 5):
+                match value.code, parse("T001", msgpack.unpackb, value.data, strict_map_key=False):
+                    case (3, list(inner)):
+                        return tuple(self._tree(inner, level))
+                    case (5, ["OrderedDict" | "Counter", dict(inner)]):
+                        return self._tree(inner, level)
+        raise ValueError(f"T001: {value!r}")
