@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -73,6 +74,8 @@ def make_model(model: str) -> nn.Module:
     if model == "gpt2":
         sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
         return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    if model == "thawed":
+        return Wide().requires_grad_()
     return {"mlp": Mlp, "odd": Odd, "wide": Wide}[model]()
 
 
@@ -107,11 +110,14 @@ def make_engine(
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 9, "loss_scale_window": 3, "hysteresis": 1},
         "optimizer": OPTIMIZERS[optimizer],
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100, **zero},
         "zero_allow_untested_optimizer": True,
         **(config or {}),
     }
+    if dtype == "fp16":  # which DeepSpeed leaves to GPUs, though it runs on the CPU
+        type(get_accelerator()).is_fp16_supported = lambda self: True
     if scheduler:
         settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
     engine, *_ = deepspeed.initialize(model=module, model_parameters=split if groups else trained, config=settings)

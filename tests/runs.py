@@ -40,8 +40,13 @@ def raw(engine: Any) -> dict[Any, torch.Tensor]:
 def settings(engine: Any) -> dict[str, Any]:
     groups = [{k: v for k, v in group.items() if k != "params"} for group in inner(engine).param_groups]
     scheduler = engine.lr_scheduler and engine.lr_scheduler.state_dict()
-    counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "micro_steps")}
-    return {"groups": groups, "scheduler": scheduler, "lr": engine.get_lr(), **counters}
+    counters = {
+        name: getattr(engine, name) for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+    }
+    scaler = getattr(engine.optimizer, "loss_scale_config", None) or getattr(engine.optimizer, "loss_scaler", None)
+    scale = vars(scaler) if engine.fp16_enabled() else {}  # in bf16 it only counts
+    scale = {name: value for name, value in scale.items() if isinstance(value, (int, float))}
+    return {"groups": groups, "scheduler": scheduler, "lr": engine.get_lr(), "scale": scale, **counters}
 
 
 def logical(engine: Any, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:

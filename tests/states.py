@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zckpt import api
 from zckpt.plan import catalog
-from zckpt.state.inventory import BUFFER, MASTER, TIERS, Fragment
+from zckpt.state.inventory import BUFFER, MASTER, TIERS, FileSpan, Fragment
 from zckpt.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -57,11 +57,13 @@ def write_state(
     latest: bool = True,
     step: int = 5,
     seed: int = 0,
+    swap: Path | None = None,
 ) -> Written:
     """Writes a checkpoint. ``tensors`` are shapes, to be filled at random, or values, the same in every part.
 
     ``layout``: "zero3", where every rank has an equal share of every tensor, or "random": cut anywhere, held by anyone
-    on any tier. ``buffers`` has the values of each rank. ``engine_state`` and ``client_state`` go to the tree of state.
+    on any tier. ``swap``: a directory for the files of what lies on tier nvme. ``buffers`` has the values of each rank.
+    ``engine_state`` and ``client_state`` go to the tree of state.
     """
     torch.manual_seed(seed)
     choice = random.Random(seed)
@@ -78,9 +80,12 @@ def write_state(
         for rank, value in enumerate(values):
             fragments[rank].append(fragment(BUFFER, name, value, 0, value.numel(), "device", rank))
     ranks = [
-        {(one.key, one.start, one.stop): one.data for one in own if one.data is not None and one.data.numel()}
+        {(f.key, f.start, f.stop): f.data for f in own if isinstance(f.data, torch.Tensor) and f.data.numel()}
         for own in fragments
     ]
+    if swap is not None:
+        for rank, own in enumerate(fragments):
+            fragments[rank] = swap_out(own, swap / f"{rank}.swp")
     save_id = api.begin_write(str(path), overwrite).decode()
     state = api._pack_tree({"engine": engine_state, "client_state": client_state}, "", fragments[0], 0)
     receipts = []
@@ -98,6 +103,20 @@ def fragment(
 ) -> Fragment:
     data = value.contiguous().reshape(-1)[start:stop]
     return Fragment(part, name, tuple(value.shape), DTYPE_NAMES[value.dtype], start, stop, tier, copy, data)
+
+
+def swap_out(fragments: list[Fragment], path: Path) -> list[Fragment]:
+    """Those of tier nvme as ranges of a file, with junk between them."""
+    swapped = []
+    with path.open("wb") as file:
+        for one in fragments:
+            if one.tier == "nvme" and isinstance(one.data, torch.Tensor):
+                file.write(b"junk")
+                span = FileSpan(str(path), file.tell(), one.data.nbytes)
+                file.write(one.data.numpy().tobytes())
+                one = replace(one, data=span)
+            swapped.append(one)
+    return swapped
 
 
 def cuts(numel: int, world_size: int, layout: str, choice: random.Random) -> list[tuple[int, str, int, int]]:

@@ -99,7 +99,7 @@ def test_its_state_is_what_the_engine_had(name: str) -> None:
 
 def restore_and_train(path: str) -> tuple[dict[Any, torch.Tensor], list[float]]:
     from models import make_engine, train
-    from test_zero3 import held
+    from runs import held
 
     engine = make_engine(model="odd", dtype="bf16", groups=True, scheduler=True, seed=1)
     zckpt.restore(engine, path, rng=True)

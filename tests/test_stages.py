@@ -12,11 +12,13 @@ import zckpt
 import zckpt.api
 from models import batch, make_engine, train
 from runs import (
+    AFTER,
     BEFORE,
     assert_goes_on_alike,
     assert_same,
     inner,
     logical,
+    raw,
     restore_and_go_on,
     settings,
     weights,
@@ -25,6 +27,7 @@ from runs import (
 from zckpt.engines.deepspeed import replicas
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from cluster import Cluster
@@ -34,12 +37,15 @@ CPU = {"offload_optimizer": {"device": "cpu"}}
 MODES: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},
     "0-fp32": {"stage": 0, "dtype": "fp32"},
+    "0-fp16": {"stage": 0, "dtype": "fp16"},
     "1": {"stage": 1},
     "1-fp32": {"stage": 1, "dtype": "fp32"},
+    "1-fp16": {"stage": 1, "dtype": "fp16"},
     "1-bf16-optimizer": {"stage": 1, **FP32_GRADIENTS},
     "1-cpu": {"stage": 1, **CPU},
     "2": {"stage": 2},
     "2-fp32": {"stage": 2, "dtype": "fp32"},
+    "2-fp16-cpu": {"stage": 2, "dtype": "fp16", **CPU},
     "2-cpu": {"stage": 2, **CPU},
     "2-round-robin": {"stage": 2, "round_robin_gradients": True},
     "2-cpu-round-robin": {"stage": 2, "round_robin_gradients": True, **CPU},
@@ -56,6 +62,10 @@ EVERY_COMMIT = {
     ("0", "frozen-gpt2", "torch_adamw"),
     ("0-fp32", "odd", "adamw"),
     ("0-fp32", "groups", "sgd"),
+    ("0-fp16", "groups", "adamw"),
+    ("0-fp16", "odd", "torch_adamw"),
+    ("1-fp16", "groups", "adamw"),
+    ("2-fp16-cpu", "groups", "adamw"),
     ("1", "odd", "adamw"),
     ("1-bf16-optimizer", "odd", "adamw"),
     ("1-bf16-optimizer", "frozen-gpt2", "sgd"),
@@ -66,14 +76,24 @@ EVERY_COMMIT = {
     ("2-cpu-round-robin", "frozen-gpt2", "adamw"),
     ("2-round-robin", "odd", "adamw"),
 }
-CASES = [
-    pytest.param(*case, id="-".join(case), marks=() if case in EVERY_COMMIT else pytest.mark.matrix)
-    for case in itertools.product(MODES, SHAPES, OPTIMIZERS)
-]
 
 
-@pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
-@pytest.mark.parametrize(("mode", "shape", "optimizer"), CASES)
+def cases(every: list[tuple[Any, ...]], on_every_commit: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Each case in a fresh engine and in one that has trained; on every commit one of the two, in turns."""
+    turns = itertools.cycle((0, 2))
+    params = []
+    for case in every:
+        chosen = next(turns) if case in on_every_commit else None
+        for trained in (0, 2):
+            marks = () if trained == chosen else pytest.mark.matrix
+            name = "-".join(map(str, case)) + ("-trained" if trained else "-fresh")
+            params.append(pytest.param(*case, trained, id=name, marks=marks))
+    return params
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "optimizer", "trained"), cases(list(itertools.product(MODES, SHAPES, OPTIMIZERS)), EVERY_COMMIT)
+)
 def test_a_restored_run_goes_on_bit_for_bit(
     cluster: Cluster, tmp_path: Path, mode: str, shape: str, optimizer: str, trained: int
 ) -> None:
@@ -128,7 +148,7 @@ def whole(engine: Any, parts: tuple[str, ...]) -> dict[str, Any]:
     }
     # FusedAdam at stage 0 has 0 in all states but one.
     steps = {int(state["step"]) for state in inner(engine).state.values() if "step" in state}
-    about = {name: value for name, value in settings(engine).items() if name != "groups"}
+    about = {name: value for name, value in settings(engine).items() if name not in ("groups", "scale")}
     return {
         "logical": logical(engine, parts), "weights": weights(engine), "parameters": parameters, "about": about,
         "step": max(steps, default=None),
@@ -172,10 +192,7 @@ CROSS = [
 ]
 
 
-@pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
-@pytest.mark.parametrize(
-    ("there", "here", "written", "restored", "optimizer"), CROSS, ids=["-".join(map(str, case)) for case in CROSS]
-)
+@pytest.mark.parametrize(("there", "here", "written", "restored", "optimizer", "trained"), cases(CROSS, CROSS))
 def test_other_stages_and_world_sizes_restore_the_same_state(
     cluster: Cluster, tmp_path: Path, there: str, here: str, written: int, restored: int, optimizer: str, trained: int
 ) -> None:
@@ -260,3 +277,32 @@ def gather_shares(room: int) -> None:
 @pytest.mark.parametrize("room", [3, 50, 1 << 20])
 def test_shares_make_every_replica_whole(cluster: Cluster, ranks: int, room: int) -> None:
     cluster.run(gather_shares, ranks, room)
+
+
+def move_and_go_on(path: str, setup: dict[str, Any], trained: int | None) -> dict[str, Any]:
+    """As write_and_go_on and, with ``trained``, restore_and_go_on, while the states are moved away."""
+    engine = make_engine(**setup, seed=int(trained is not None))
+    train(engine, BEFORE if trained is None else trained, 0 if trained is None else 100)
+    engine.offload_states(pin_memory=False)
+    moved = set(engine.optimizer.offloaded_states)
+    if trained is None:
+        zckpt.write(engine, path)
+    else:
+        zckpt.restore(engine, path)
+    assert moved == set(engine.optimizer.offloaded_states)
+    engine.reload_states()
+    return {"before": raw(engine), "losses": train(engine, AFTER, BEFORE), "after": raw(engine)}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
+def test_states_that_were_moved_away_stay_there(cluster: Cluster, tmp_path: Path, stage: int, trained: int) -> None:
+    setup = {"stage": stage, **SHAPES["frozen-gpt2"]}
+    path = str(tmp_path / "global_step3")
+    through = cluster.run(move_and_go_on, 2, path, setup, None)
+    resumed = cluster.run(move_and_go_on, 2, path, setup, trained)
+    for one, other in zip(through, resumed, strict=True):
+        for when in ("before", "after"):
+            leftover = [key for key in (*one[when], *other[when]) if str(key[0]).endswith("_offload_buffer")]
+            assert_same(*({k: v for k, v in run[when].items() if k not in leftover} for run in (one, other)))
+        assert one["losses"] == other["losses"]

@@ -360,7 +360,7 @@ def train_alone() -> list[float]:
 
 def fail_to_restore(directory: str) -> dict[str, Any]:
     from models import make_engine, train
-    from test_zero3 import held
+    from runs import held
 
     engine, other = make_engine(), make_engine(model="odd", groups=True, seed=1)
     train(engine, 1)
