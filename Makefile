@@ -1,5 +1,8 @@
-# make test    lint, types and all tests          make demo         a training run that is killed and resumed
-# make setup   what both of them need             make bench-index  size and speed of the index at 1024 ranks
+# make demo      a run writes, another process opens parts of it, fresh engines resume it
+# make test      lint, types and the tests of every commit
+# make test-all  the same, with every combination of stage, offload, dtype and optimizer
+# make setup     what all of them need
+# make bench-index  size and speed of the index at 1024 ranks
 #
 # Wants python3 (3.11 or newer, with headers), make and a C++ compiler; everything else goes into .venv and .cache.
 # Without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids several GB of CUDA packages.
@@ -23,12 +26,15 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 export MAX_JOBS ?= 2
 
-.PHONY: setup lint test demo bench-index clean
+.PHONY: setup lint test test-all demo bench-index clean
 
 setup: $(SETUP) $(OPS)
 
 test: setup lint
 	@$(PY) -m pytest
+
+test-all: setup lint
+	@$(PY) -m pytest -m "matrix or not matrix"
 
 lint: $(SETUP)
 	@.venv/bin/ruff check --quiet

@@ -22,7 +22,6 @@ from models import make_engine, train
 from runs import settings
 from states import same_all, write_state
 from zckpt import api
-from zckpt.engines import adapt
 from zckpt.state.inventory import FileSpan, Fragment
 
 if TYPE_CHECKING:
@@ -363,13 +362,7 @@ def write_fragment(path: Path, fragment: Fragment) -> None:
 
 def derive_from_weights(path: str, setup: dict[str, Any], swap: str) -> dict[str, str]:
     engine = make(setup, swap, seed=1)
-    adapter = adapt(engine)
-    adapter.refuse_unsupported()
-    checkpoint = zckpt.open(path)
-    wanted = adapter.wanted({"param": {info.name for info in checkpoint.values() if info.part == "param"}})
-    assert not adapter.check_state(None)
-    api._fill(adapter, checkpoint, tuple(f for f in wanted if f.part == "param"), None, True)
-    adapter.finish_restore(None, None)
+    zckpt.restore(engine, path, parts=["param"])
     assert_at_rest(engine)
     return held(engine)
 

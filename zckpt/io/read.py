@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.format.digest import DIGEST_BYTES, digest
@@ -43,17 +43,7 @@ def run_reads(
     """
     staging = Staging(batch_bytes, [sink.device for sink in sinks])
 
-    def run(op: ReadOp) -> None:
-        _run(reader, op, files[op.file], sinks, staging)
-
-    with ThreadPoolExecutor(budget.threads, thread_name_prefix="zckpt-read") as pool:
-        futures = [pool.submit(run, op) for op in ops]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    budget.run(partial(_run, reader, op, files[op.file], sinks, staging) for op in ops)
 
 
 def _run(reader: LocalReader, op: ReadOp, file: ReadFile, sinks: Sequence[Sink], staging: Staging) -> None:

@@ -6,7 +6,6 @@ What lies on a device or in a swap file goes through staging buffers, so a write
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -42,31 +41,19 @@ def write_shards(root: str, plans: Sequence[ShardPlan], budget: Budget, block_by
     staging = Staging(batch_bytes, [source.device for source in sources if not isinstance(source, FileSpan)])
     files: list[tuple[int, str]] = []
     try:
-        with ThreadPoolExecutor(budget.threads, thread_name_prefix="zckpt-write") as pool:
-            tasks = []
-            for plan in plans:
-                path = os.path.join(root, plan.shard.path)
-                fd = _create(path)
-                files.append((fd, path))
-                ops = plan_writes(plan, batch_bytes=batch_bytes, batch_spans=SPANS_MAX, block_bytes=block_bytes)
-                tasks += [partial(_run, fd, path, plan, op, table, staging, block_bytes) for op in ops]
-            _all(pool, tasks)
-            _all(pool, [partial(fsync, fd, path) for fd, path in files])
+        tasks = []
+        for plan in plans:
+            path = os.path.join(root, plan.shard.path)
+            fd = _create(path)
+            files.append((fd, path))
+            ops = plan_writes(plan, batch_bytes=batch_bytes, batch_spans=SPANS_MAX, block_bytes=block_bytes)
+            tasks += [partial(_run, fd, path, plan, op, table, staging, block_bytes) for op in ops]
+        budget.run(tasks)
+        budget.run(partial(fsync, fd, path) for fd, path in files)
     finally:
         for fd, _ in files:
             os.close(fd)
     return bytes(table)
-
-
-def _all(pool: ThreadPoolExecutor, tasks: Sequence[partial[None]]) -> None:
-    """Runs ``tasks``; on the first failure the rest are dropped."""
-    futures = [pool.submit(task) for task in tasks]
-    try:
-        for future in futures:
-            future.result()
-    except BaseException:
-        pool.shutdown(wait=True, cancel_futures=True)
-        raise
 
 
 def _create(path: str) -> int:
