@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt import api
+from zckpt.errors import FormatError
+from zckpt.format.names import check_tensor_name
 from zckpt.plan import catalog
 from zckpt.state.inventory import BUFFER, MASTER, TIERS, FileSpan, Fragment
 from zckpt.torch_dtypes import DTYPE_NAMES
@@ -155,3 +157,12 @@ def edit(value: Any, path: str, change: Any) -> None:
         del value[last]
     else:
         value[last] = change(value[last]) if callable(change) else change
+
+
+def is_tensor_name(name: str) -> bool:
+    """Whether the format allows it."""
+    try:
+        check_tensor_name(name)
+    except FormatError:
+        return False
+    return True

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
-from states import edit, write_state
+from states import edit, is_tensor_name, write_state
 from zckpt.errors import DigestError, FeatureError, FormatError, SizeError, VersionError
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 sizes = st.integers(0, (1 << 62) - 1)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-tensor_names = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=12).filter(
-    names.is_tensor_name
-)
+tensor_names = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=12).filter(is_tensor_name)
 part_names = st.from_regex(names._PART, fullmatch=True)
 digests = st.binary(min_size=16, max_size=16)
 

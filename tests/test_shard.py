@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from states import edit
+from states import edit, is_tensor_name
 from zckpt.errors import FormatError, SizeError
 from zckpt.format import shard as shard_format
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.names import is_tensor_name, piece_name, split_piece_name
+from zckpt.format.names import piece_name, split_piece_name
 from zckpt.format.shard import Entry, ShardId, decode_header, encode_header, regions
 from zckpt.torch_dtypes import TORCH_DTYPES
 

@@ -211,6 +211,20 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     assert everything(tmp_path) == {}
 
 
+@pytest.mark.parametrize(("part", "name", "rule"), [("../up", "w", "N003"), ("master", "w@0:2", "N002")])
+def test_a_name_that_the_format_cannot_hold_stops_the_write(tmp_path: Path, part: str, name: str, rule: str) -> None:
+    engine = Engine()
+    odd = fragment(part, name, engine.weight, 0, len(engine.weight))
+    with (
+        mock.patch.object(engine, "fragments", return_value=[odd]),
+        mock.patch.object(zckpt.api, "begin_write", side_effect=AssertionError("a byte was written")),
+        pytest.raises(FormatError) as caught,
+    ):
+        zckpt.write(engine, tmp_path / "run" / "c")
+    assert caught.value.rule == rule
+    assert everything(tmp_path) == {}
+
+
 def test_what_does_not_add_up_is_not_committed(tmp_path: Path) -> None:
     engine = Engine()
     half = fragment("master", "w", engine.weight, 0, 7)

@@ -68,10 +68,10 @@ def write(
     """Writes the state of a training engine as one checkpoint; durable when it returns. Every rank calls it.
 
     ``path`` is the checkpoint's directory, on a file system that all ranks share; None: ``checkpoints/global_step<N>``.
-    ``parts``: which parts of the state; None: all that a bit-exact resume needs, but for those in ``exclude``, such as
-    the ``param`` of frozen weights. ``client_state``: the caller's own
-    plain values, tensors and arrays, taken from rank 0. ``overwrite``: replace the checkpoint at ``path``, which stays
-    whole until the new one is committed. ``latest``: have the file ``latest`` beside the checkpoint name it.
+    ``parts``: which parts of the state; None: all that a bit-exact resume needs. ``exclude``: parts to leave out, such
+    as the ``param`` of frozen weights. ``client_state``: the caller's own plain values, tensors and arrays, taken from
+    rank 0. ``overwrite``: replace the checkpoint at ``path``, which stays whole until the new one is committed.
+    ``latest``: have the file ``latest`` beside the checkpoint name it.
 
     Returns the checkpoint's absolute path. Raises on every rank, and leaves nothing behind, if any rank fails:
     UnsupportedError, StateError, CheckpointExistsError, RankError, StorageError, NoSpaceError.
@@ -110,6 +110,9 @@ def _take(
     adapter.refuse_unsupported()
     inventory = adapter.inventory(parts)
     fragments = [fragment for fragment in inventory.fragments if fragment.part not in exclude]
+    for fragment in fragments:  # a part's name is a file's name
+        names.check_part_name(fragment.part)
+        names.check_tensor_name(fragment.name)
     packed = b""
     if ranks.rank == 0:
         packed = _pack_tree({"engine": adapter.state(), "client_state": dict(client_state or {})}, "", fragments, 0)

@@ -316,12 +316,6 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     # Manifest and index
 
-    def all_tensors(self) -> Iterator[TensorInfo]:
-        """Those of the mapping, and those that carry state trees."""
-        for part_id, part in enumerate(self.manifest.parts):
-            for row in range(len(part.names)):
-                yield self._info(part_id, row)
-
     def _place(self, part: str, name: str) -> tuple[int, int] | None:
         """Part id and row of a tensor."""
         part_id, name_id = self.manifest.part_ids.get(part), self.manifest.name_ids.get(name)

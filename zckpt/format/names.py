@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from zckpt.errors import FormatError
 from zckpt.format.limits import LATEST_BYTES_MAX, NAME_BYTES_MAX
 from zckpt.format.rules import broken
 
@@ -41,18 +40,6 @@ def check_part_name(part: object, *, file: str | None = None) -> None:
     """Raises FormatError (N003)."""
     if not (isinstance(part, str) and _PART.fullmatch(part)):
         raise broken("N003", f"part name {part!r}", file=file)
-
-
-def is_part_name(part: str) -> bool:
-    return _PART.fullmatch(part) is not None
-
-
-def is_tensor_name(name: str) -> bool:
-    try:
-        check_tensor_name(name)
-    except FormatError:
-        return False
-    return True
 
 
 def check_save_id(save_id: object, *, file: str | None = None) -> None:
