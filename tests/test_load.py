@@ -343,7 +343,7 @@ def test_iterating_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
     for key, tensor in checkpoint.iter():
         assert tensor.count_nonzero() > 0, key
     assert high_water_mark() - before <= largest + 64 * MIB
-    assert checkpoint.io.data_bytes == total
+    assert total <= checkpoint.io.data_bytes <= 1.01 * total  # whole pages
     checkpoint.reader.close()
     shutil.rmtree(tmp_path / "c")
 

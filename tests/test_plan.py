@@ -75,11 +75,11 @@ def test_pieces_keep_the_order_of_memory() -> None:
     assert [piece.fragment.name for piece in plan.pieces] == ["wide", *names]
 
 
-@given(fragment_lists, st.integers(1, 4), st.integers(1, 5))
-def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_blocks: int, batch_spans: int) -> None:
+@given(fragment_lists, st.integers(1, 4))
+def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_blocks: int) -> None:
     batch_bytes = batch_blocks * BLOCK_BYTES
     for plan in plan_shards(fragments, SAVE_ID, 0, 2, block_bytes=BLOCK_BYTES):
-        ops = plan_writes(plan, batch_bytes=batch_bytes, batch_spans=batch_spans, block_bytes=BLOCK_BYTES)
+        ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=BLOCK_BYTES)
         sizes = {-1: len(plan.header)} | {i: piece.nbytes for i, piece in enumerate(plan.pieces)}
         starts = {-1: 0}
         for i, piece in enumerate(plan.pieces):
@@ -89,7 +89,6 @@ def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_b
         for op in ops:
             assert op.offset == position
             assert 0 < op.nbytes <= batch_bytes
-            assert 0 < len(op.spans) <= batch_spans
             for span in op.spans:
                 assert starts[span.source] + span.start == position
                 assert span.start % BLOCK_BYTES == 0

@@ -206,7 +206,7 @@ def test_any_system_call_may_fail(tmp_path: Path, call: str, overwrite: bool) ->
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    with mock.patch("zckpt.io.write.write_from", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch("zckpt.io.local.NewFile.write", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         zckpt.write(Engine(), tmp_path / "c")
     assert everything(tmp_path) == {}
 
@@ -305,7 +305,7 @@ def fail_to_write(directory: str) -> dict[str, Any]:
     attempt("paths", f"{directory}/{rank}")
     attempt("client state", f"{directory}/c", client_state={"fn": print})
     attempt("part", f"{directory}/c", parts=["master", "exp_abs"])
-    broken = mock.patch("zckpt.io.write.write_from", side_effect=OSError(errno.EIO, "the disk is on fire"))
+    broken = mock.patch("zckpt.io.local.NewFile.write", side_effect=OSError(errno.EIO, "the disk is on fire"))
     if rank == 1:
         broken.start()
     attempt("one rank", f"{directory}/c")

@@ -34,7 +34,7 @@ from zckpt.format.rules import broken
 from zckpt.io import commit
 from zckpt.io.budget import Budget
 from zckpt.io.local import LocalReader
-from zckpt.io.memory import host_view
+from zckpt.io.memory import host_bytes
 from zckpt.io.ranks import Ranks
 from zckpt.io.write import write_shards
 from zckpt.plan import catalog
@@ -159,7 +159,7 @@ def _state_fragment(name: str, tensor: torch.Tensor) -> Fragment:
 def _without_equal_copies(fragments: list[Fragment], ranks: Ranks) -> list[Fragment]:
     """Leaves out the rank-local values that equal rank 0's: a replicated buffer is stored once. Collective."""
     buffers = [(f.key, f.data) for f in fragments if f.part == BUFFER]
-    mine = {key: digest(host_view(data.cpu())) for key, data in buffers if isinstance(data, torch.Tensor)}
+    mine = {key: digest(host_bytes(data.cpu())) for key, data in buffers if isinstance(data, torch.Tensor)}
     first = msgpack.unpackb(ranks.first(lambda: msgpack.packb(mine), "compare buffers"))
     return [f for f in fragments if f.copy == 0 or mine[f.key] != first.get(f.key)]
 
@@ -188,7 +188,7 @@ def write_rank(
     own = os.path.join(target, names.rank_dir(save_id, rank))
     commit.make_directories(own)
     plans = plan_shards(fragments, save_id, rank, world_size, block_bytes=block_bytes)
-    table = write_shards(target, plans, Budget(), block_bytes)
+    table = write_shards(target, plans, Budget.from_environment(), block_bytes)
     commit.write_file(os.path.join(target, names.digests_path(save_id, rank)), table)
     commit.fsync_directory(own)
     return catalog.receipt(rank, digest(table), plans)

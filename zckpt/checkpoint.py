@@ -20,7 +20,7 @@ from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX
 from zckpt.format.manifest import TIERS, Manifest
 from zckpt.format.rules import broken
 from zckpt.io.budget import Budget
-from zckpt.io.memory import Sink, check_cast
+from zckpt.io.memory import PAGE_BYTES, Sink, Staging, check_cast, cuda_device, fresh_tensor
 from zckpt.io.read import ReadFile, run_reads
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Span, choose_copy, extents, slice_spans
@@ -101,7 +101,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.path = path
         self.manifest = manifest
         self.reader = reader
-        self._budget = budget or Budget()
+        self._budget = budget or Budget.from_environment()
+        self._staging: dict[torch.device | None, Staging] = {}
         self._layouts: dict[int, Layout] = {}
         self._tables: dict[int, memoryview] = {}
         self._sized: set[int] = set()
@@ -277,7 +278,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
             batch_bytes=batch_bytes,
         )
         sinks = [Sink(want.info.key, want.target, want.info.dtype) for want in wants]
-        run_reads(self.reader, ops, files, sinks, self._budget, batch_bytes)
+        device = cuda_device(want.target for want in wants)
+        staging = self._staging.setdefault(device, Staging(batch_bytes + 2 * PAGE_BYTES, device))
+        run_reads(self.reader, ops, files, sinks, self._budget, staging)
 
     def _select(self, keys: Keys) -> list[str]:
         """The keys asked for. A tied weight's further names are matched as they are, not by patterns."""
@@ -300,7 +303,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """Memory for elements of ``info``: never more than its files really hold, whatever the manifest says."""
         check_cast(info.dtype, dtype or info.dtype, info.key)
         self.check_sizes(info)
-        return torch.empty(shape, dtype=dtype or info.dtype, device=device)
+        return fresh_tensor(shape, dtype or info.dtype, device)
 
     def check_sizes(self, info: TensorInfo) -> None:
         """Raises FormatError (F001 to F003) unless the files that hold ``info`` are there and as long as recorded."""

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    Buffer = bytes | bytearray | memoryview
+    from collections.abc import Buffer, Iterator
 
 DIGEST_BYTES = 16
 

@@ -7,17 +7,25 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format.rules import broken
+from zckpt.io.commit import fsync
+from zckpt.io.memory import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from zckpt.io.memory import Bytes
+
 IDLE_FILES_MAX = 64
+UNSYNCED_BYTES_MAX = 32 << 20
+"""Of one file, where its writes go through the page cache."""
 
 
 @dataclass
@@ -46,36 +54,75 @@ class LocalReader:
         self.root = root
         self.count = IOCount()
         self._lock = threading.Lock()
-        self._idle: OrderedDict[str, int] = OrderedDict()
+        self._idle: OrderedDict[tuple[str, int], int] = OrderedDict()
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """``nbytes`` from byte ``offset``, or fewer at the end of the file."""
-        buffer = bytearray(nbytes)
+        buffer = np.empty(nbytes, np.uint8)
         with self.file(path) as fd:
-            got, reads = self._fill(fd, [memoryview(buffer)], offset, path)
+            got, reads = self._fill(fd, [buffer], offset, path)
         with self._lock:
             self.count.reads += reads
             self.count.metadata_bytes += got
-        return bytes(memoryview(buffer)[:got])
+        return buffer[:got].tobytes()
 
     def size(self, path: str) -> int:
         """In bytes."""
         with self.file(path) as fd:
             return os.fstat(fd).st_size
 
-    def read_into(self, fd: int, views: Sequence[memoryview], offset: int, path: str) -> int:
-        """Fills ``views`` one after the other with tensor data from byte ``offset`` of the open file ``path``; returns
-        the bytes read, fewer only at its end."""
-        got, reads = self._fill(fd, views, offset, path)
-        with self._lock:
-            self.count.reads += reads
-            self.count.data_bytes += got
+    def read_cached(self, path: str, views: Sequence[Bytes], offset: int) -> int:
+        """Fills ``views`` one after the other with tensor data from byte ``offset``, as far as it is in the page cache;
+        returns the bytes read. Never waits for a disk."""
+        got = 0
+        with self.file(path) as fd:
+            try:
+                got = os.preadv(fd, views, offset, os.RWF_NOWAIT)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                if not is_refused(error):
+                    raise from_os_error(error, "read", self._full(path), offset) from error
+        self._add(1, got)
         return got
 
-    def _fill(self, fd: int, views: Sequence[memoryview], offset: int, path: str) -> tuple[int, int]:
+    def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
+        """Fills ``pages``, whole pages of memory, with tensor data from byte ``offset``, a multiple of a page, past the
+        page cache; returns the bytes read: fewer at the end of the file, or 0 where there is no direct I/O."""
+        done = reads = 0
+        try:
+            with self.file(path, os.O_DIRECT) as fd:
+                while done < len(pages) and done % PAGE_BYTES == 0:
+                    got = os.preadv(fd, [pages[done:]], offset + done)
+                    reads += 1
+                    if got == 0:
+                        break
+                    done += got
+        except OSError as error:
+            if not is_refused(error):
+                if isinstance(error, StorageError):
+                    raise
+                raise from_os_error(error, "read", self._full(path), offset + done, offset + len(pages)) from error
+        self._add(reads, done)
+        return done
+
+    def read_into(self, path: str, views: Sequence[Bytes], offset: int) -> int:
+        """Fills ``views`` one after the other with tensor data from byte ``offset``; returns the bytes read, fewer only
+        at the end of the file."""
+        with self.file(path) as fd:
+            got, reads = self._fill(fd, views, offset, path)
+        self._add(reads, got)
+        return got
+
+    def _add(self, reads: int, data_bytes: int) -> None:
+        with self._lock:
+            self.count.reads += reads
+            self.count.data_bytes += data_bytes
+
+    def _fill(self, fd: int, views: Sequence[Bytes], offset: int, path: str) -> tuple[int, int]:
         """Bytes and calls."""
         total = sum(view.nbytes for view in views)
-        left = [view for view in views if view.nbytes]
+        left: Sequence[Bytes] = [view for view in views if view.nbytes]
         done = reads = 0
         try:
             while left:
@@ -84,26 +131,26 @@ class LocalReader:
                 if got == 0:
                     break
                 done += got
-                left = _advance(left, got)
+                left = after(left, got)
         except OSError as error:
             raise from_os_error(error, "read", self._full(path), offset + done, offset + total) from error
         return done, reads
 
     @contextmanager
-    def file(self, path: str) -> Iterator[int]:
+    def file(self, path: str, flags: int = 0) -> Iterator[int]:
         """A file descriptor of ``path``, opened for reading; kept open for a while after use."""
         with self._lock:
-            fd = self._idle.pop(path, -1)
+            fd = self._idle.pop((path, flags), -1)
         if fd < 0:
-            fd = self._open(path)
+            fd = self._open(path, flags)
         try:
             yield fd
         finally:
             with self._lock:
-                if path in self._idle:
+                if (path, flags) in self._idle:
                     os.close(fd)
                 else:
-                    self._idle[path] = fd
+                    self._idle[path, flags] = fd
                     if len(self._idle) > IDLE_FILES_MAX:
                         os.close(self._idle.popitem(last=False)[1])
 
@@ -115,7 +162,7 @@ class LocalReader:
     def __del__(self) -> None:
         self.close()
 
-    def _open(self, path: str) -> int:
+    def _open(self, path: str, more_flags: int) -> int:
         """Opens component by component, so that no symbolic link inside the checkpoint is followed."""
         *directories, name = path.split("/")
         flags = os.O_RDONLY | os.O_CLOEXEC
@@ -124,7 +171,7 @@ class LocalReader:
             fd = os.open(self.root, flags | os.O_DIRECTORY)
             for directory in directories:
                 fd = _step(fd, directory, flags | os.O_DIRECTORY | os.O_NOFOLLOW)
-            fd = _step(fd, name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO must not block
+            fd = _step(fd, name, flags | more_flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO must not block
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
                 raise broken("F002", "not a regular file", file=self._full(path))
@@ -147,7 +194,13 @@ def _step(parent: int, name: str, flags: int) -> int:
         os.close(parent)
 
 
-def _advance(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+def is_refused(error: OSError) -> bool:
+    """Whether it says that there are no direct reads and writes here, or no reads from the cache alone."""
+    cause = error.__cause__ if isinstance(error, StorageError) else error
+    return isinstance(cause, OSError) and cause.errno in (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def after(views: Sequence[Bytes], nbytes: int) -> list[Bytes]:
     """What is left of ``views`` after the first ``nbytes``."""
     for i, view in enumerate(views):
         if nbytes < view.nbytes:
@@ -156,38 +209,85 @@ def _advance(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     return []
 
 
-def write_from(fd: int, views: Sequence[memoryview], offset: int, path: str) -> None:
-    """Writes ``views`` one after the other from byte ``offset`` of ``path``. Raises StorageError, NoSpaceError."""
-    total = sum(view.nbytes for view in views)
-    left: Sequence[memoryview] = views
-    done = 0
-    try:
-        while left:
-            put = os.pwritev(fd, left, offset + done)
-            done += put
-            left = _advance(left, put)
-    except OSError as error:
-        raise from_os_error(error, "write", path, offset + done, offset + total) from error
+class NewFile:
+    """A file that several threads write at once, each part of it once. With ``direct``, whole pages go past the page
+    cache where the file system allows it; else what is written goes to disk and out of the cache every now and then.
+
+    Every method raises StorageError or NoSpaceError.
+    """
+
+    def __init__(self, path: str, direct: bool) -> None:
+        self.path = path
+        self._unsynced_bytes = 0
+        try:
+            flags = os.O_WRONLY | os.O_CLOEXEC
+            self._fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            raise from_os_error(error, "create", path) from error
+        self._direct_fd = -1
+        if direct:
+            with suppress(OSError):  # such as a file system without direct I/O
+                self._direct_fd = os.open(path, flags | os.O_DIRECT)
+
+    def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
+        """Writes ``nbytes`` at byte ``offset``. They lie in ``stage``, which begins at a page of memory, as far behind
+        its start as ``offset`` is behind the start of a page."""
+        base = offset - offset % PAGE_BYTES
+        stop = offset + nbytes
+        first_page, last_page = -(-offset // PAGE_BYTES) * PAGE_BYTES, stop - stop % PAGE_BYTES
+        if self._direct_fd >= 0 and first_page < last_page:
+            try:
+                self._put(self._direct_fd, stage[first_page - base : last_page - base], first_page)
+            except StorageError as error:
+                if not is_refused(error):
+                    raise
+            else:
+                self._put(self._fd, stage[offset - base : first_page - base], offset)
+                self._put(self._fd, stage[last_page - base : stop - base], last_page)
+                return
+        self._put(self._fd, stage[offset - base : stop - base], offset)
+        self._unsynced_bytes += nbytes
+        if self._unsynced_bytes >= UNSYNCED_BYTES_MAX:
+            self._unsynced_bytes = 0
+            self.sync()
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _put(self, fd: int, view: Bytes, offset: int) -> None:
+        done = 0
+        try:
+            while done < len(view):
+                done += os.pwritev(fd, [view[done:]], offset + done)
+        except OSError as error:
+            raise from_os_error(error, "write", self.path, offset + done, offset + len(view)) from error
+
+    def sync(self) -> None:
+        """Makes the data durable."""
+        fsync(self._fd, self.path)
+
+    def close(self) -> None:
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
 
 
-def read_from(path: str, reads: Sequence[tuple[int, memoryview]]) -> None:
-    """Fills each view from its byte offset of ``path``, a file outside of any checkpoint, and leaves nothing of it in
+def read_from(path: str, offset: int, room: Bytes) -> None:
+    """Fills ``room`` from byte ``offset`` of ``path``, a file outside of any checkpoint, and leaves nothing of it in
     the page cache. Raises StorageError, also where the file is too short."""
-    offset = stop = 0
+    done = 0
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            for start, view in reads:
-                offset, stop = start, start + view.nbytes
-                while offset < stop:
-                    got = os.preadv(fd, [view[offset - start :]], offset)
-                    if got == 0:
-                        raise StorageError("the file ends too early", file=path, start=offset, stop=stop)
-                    offset += got
-                os.posix_fadvise(fd, start, view.nbytes, os.POSIX_FADV_DONTNEED)
+            while done < len(room):
+                got = os.preadv(fd, [room[done:]], offset + done)
+                if got == 0:
+                    raise StorageError(
+                        "the file ends too early", file=path, start=offset + done, stop=offset + len(room)
+                    )
+                done += got
+            os.posix_fadvise(fd, offset, len(room), os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        raise from_os_error(error, "read", path, offset, stop) from error
+        raise from_os_error(error, "read", path, offset + done, offset + len(room)) from error

@@ -1,17 +1,48 @@
-"""Tensors as bytes: views of host memory, staging buffers, and sinks that loaded bytes go to."""
+"""Tensors as bytes: fresh and staging memory, views of host memory, and sinks that loaded bytes go to."""
 
 from __future__ import annotations
 
+import math
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from zckpt.errors import CastError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+
+PAGE_BYTES = 4096
+"""Direct I/O wants file offsets, lengths and memory addresses to be multiples of it."""
+_CACHE_LINE_BYTES = 64
+
+
+def fresh_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """An uninitialised contiguous tensor.
+
+    On the host its memory is numpy's, which asks for huge pages: first touched, it is several times faster than
+    ``torch.empty``'s.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    return (
+        _aligned(torch.from_numpy(np.empty(nbytes + _CACHE_LINE_BYTES, np.uint8)), nbytes, _CACHE_LINE_BYTES)
+        .view(dtype)
+        .view(tuple(shape))
+    )
+
+
+def _aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int) -> torch.Tensor:
+    return room.narrow(0, -room.data_ptr() % alignment_bytes, nbytes)
 
 
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -19,9 +50,10 @@ def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-def host_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory."""
-    return memoryview(byte_tensor(tensor).numpy())  # type: ignore[arg-type]
+def host_bytes(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a contiguous tensor in host memory, shared."""
+    array: Bytes = byte_tensor(tensor).numpy()
+    return array
 
 
 def check_cast(stored: torch.dtype, wanted: torch.dtype, key: str) -> None:
@@ -51,53 +83,85 @@ class Sink:
         self._target = target.detach().reshape(-1)
         self._stored = stored
         self._bytes = (
-            host_view(target) if target.device.type == "cpu" and target.dtype == stored and target.numel() else None
+            host_bytes(target) if target.device.type == "cpu" and target.dtype == stored and target.numel() else None
         )
 
-    @property
-    def device(self) -> torch.device:
-        return self._target.device
-
-    def memory(self, start: int, stop: int) -> memoryview | None:
+    def memory(self, start: int, stop: int) -> Bytes | None:
         """The host memory for the stored bytes ``[start, stop)``, if they can be read straight into it."""
         return None if self._bytes is None else self._bytes[start:stop]
 
-    def put(self, start: int, staged: torch.Tensor) -> None:
-        """Copies stored bytes (uint8, 1-D, host) to byte ``start``; on a device, queued on the current stream."""
-        if staged.storage_offset() % self._stored.itemsize:
-            staged = staged.clone()  # behind smaller elements in a file that another writer has ordered
-        values = staged.view(self._stored)
+    def put(self, start: int, staged: Bytes) -> None:
+        """Copies stored bytes in host memory to byte ``start``; to a device, queued on the current stream."""
+        if self._bytes is not None:
+            self._bytes[start : start + len(staged)] = staged
+            return
+        values = torch.from_numpy(staged)
+        if values.data_ptr() % self._stored.itemsize:
+            values = values.clone()  # behind smaller elements in a file that another writer has ordered
+        values = values.view(self._stored)
         first = start // self._stored.itemsize
         self._target[first : first + values.numel()].copy_(values, non_blocking=True)
 
 
-class Staging:
-    """One reused host buffer of ``nbytes`` per thread, pinned if a device takes part, and a stream beside it."""
+def cuda_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """The device that staging has to serve, if any of ``tensors`` is on one."""
+    return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
 
-    def __init__(self, nbytes: int, devices: Sequence[torch.device]) -> None:
+
+class Stage:
+    """One staging buffer of ``nbytes``, and the stream on which copies between it and the device are queued."""
+
+    def __init__(self, nbytes: int, device: torch.device | None) -> None:
         self._nbytes = nbytes
-        self._device = next((device for device in devices if device.type == "cuda"), None)
-        self._local = threading.local()
-        if self._device is not None:
-            # What runs on the caller's stream must be done before another stream touches the memory
-            torch.cuda.current_stream(self._device).synchronize()
+        self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def buffer(self) -> torch.Tensor:
-        """uint8, 1-D."""
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._device is not None)
-        buffer: torch.Tensor = self._local.buffer
-        return buffer
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        """uint8, 1-D, aligned for direct I/O, pinned if there is a device. Allocated when it is first asked for."""
+        nbytes = self._nbytes + PAGE_BYTES
+        if self._stream is not None:
+            return _aligned(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), self._nbytes, PAGE_BYTES)
+        return _aligned(torch.from_numpy(np.empty(nbytes, np.uint8)), self._nbytes, PAGE_BYTES)
+
+    @cached_property
+    def bytes(self) -> Bytes:
+        """The same memory."""
+        array: Bytes = self.tensor.numpy()
+        return array
 
     def stream(self) -> AbstractContextManager[object]:
-        """Context in which copies between this thread's buffer and the device are queued; a no-op without a device."""
-        if self._device is None:
-            return nullcontext()
-        if not hasattr(self._local, "stream"):
-            self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return torch.cuda.stream(self._local.stream)
+        """Context in which copies are queued; a no-op without a device."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
-        """Until the copies that this thread queued are done, so that its buffer may be used again."""
+        """Until the queued copies are done, so that the buffer may be used again."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class Staging:
+    """Staging buffers of ``nbytes``, made as they are needed and used again. Safe to use from several threads."""
+
+    def __init__(self, nbytes: int, device: torch.device | None) -> None:
+        self._nbytes = nbytes
+        self._device = device
+        self._idle: list[Stage] = []
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Waits for what runs on the caller's stream: it must be done before another stream touches the memory."""
         if self._device is not None:
-            self._local.stream.synchronize()
+            torch.cuda.current_stream(self._device).synchronize()
+
+    @contextmanager
+    def lend(self) -> Iterator[Stage]:
+        """A buffer for this thread alone. Every copy that was queued on it is done at the end."""
+        with self._lock:
+            stage = self._idle.pop() if self._idle else None
+        stage = stage or Stage(self._nbytes, self._device)
+        try:
+            yield stage
+        finally:
+            stage.wait()
+            with self._lock:
+                self._idle.append(stage)

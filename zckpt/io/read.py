@@ -1,23 +1,32 @@
-"""Runs planned reads: parallel positional I/O, straight into the destination where that can be, digests checked."""
+"""Runs planned reads: parallel positional I/O, digests checked on the way.
+
+What is in the page cache is read from there, straight into the destination where that can be. The rest is read by
+direct I/O into aligned staging buffers, so that it evicts nothing.
+"""
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
-from zckpt.io.memory import Sink, Staging, host_view
+from zckpt.io.local import after
+from zckpt.io.memory import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
     from zckpt.io.budget import Budget
     from zckpt.io.local import LocalReader
+    from zckpt.io.memory import Bytes, Sink, Staging
     from zckpt.plan.coalesce import ReadOp, Segment
+
+DIRECT_BYTES_MIN = 256 << 10
+"""Smaller reads go through the page cache: the kernel serves them better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,50 +44,56 @@ def run_reads(
     files: Mapping[int, ReadFile],
     sinks: Sequence[Sink],
     budget: Budget,
-    batch_bytes: int,
+    staging: Staging,
 ) -> None:
-    """Carries out ``ops``.
+    """Carries out ``ops``, each of which fits in a buffer of ``staging`` with a page to spare on either side.
 
     Raises FormatError (F001 to F003, D003) and StorageError; the sinks then hold undefined values.
     """
-    staging = Staging(batch_bytes, [sink.device for sink in sinks])
-
-    budget.run(partial(_run, reader, op, files[op.file], sinks, staging) for op in ops)
-
-
-def _run(reader: LocalReader, op: ReadOp, file: ReadFile, sinks: Sequence[Sink], staging: Staging) -> None:
-    views: list[memoryview] = []
-    staged: list[tuple[Segment, torch.Tensor]] = []
-    used = 0
-    for segment in op.segments:
-        view = _direct(segment, sinks)
-        if view is None:
-            part = staging.buffer()[used : used + segment.nbytes]
-            used += segment.nbytes
-            staged.append((segment, part))
-            view = host_view(part)
-        views.append(view)
-    with reader.file(file.path) as fd:
-        got = reader.read_into(fd, views, op.offset, file.path)
-    if got < op.nbytes:
-        raise broken(
-            "F003", f"the file ends at byte {op.offset + got}, expected {file.nbytes}", file=file.path,
-            key=sinks[op.segments[0].copies[0].sink].key, start=op.offset, stop=op.offset + op.nbytes,
-        )  # fmt: skip
-    position = op.offset
-    for segment, view in zip(op.segments, views, strict=True):
-        if segment.block >= 0:
-            check_block(view, segment.block, file, position, sinks[segment.copies[0].sink].key)
-        position += segment.nbytes
-    if staged:
-        with staging.stream():
-            for segment, part in staged:
-                for copy in segment.copies:
-                    sinks[copy.sink].put(copy.target, part[copy.source : copy.source + copy.nbytes])
-        staging.wait()
+    staging.begin()
+    budget.run(partial(_run, reader, op, files[op.file], sinks, staging, budget.direct) for op in ops)
 
 
-def _direct(segment: Segment, sinks: Sequence[Sink]) -> memoryview | None:
+def _run(
+    reader: LocalReader, op: ReadOp, file: ReadFile, sinks: Sequence[Sink], staging: Staging, direct: bool
+) -> None:
+    base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes
+    starts = [*itertools.accumulate((segment.nbytes for segment in op.segments), initial=op.offset)]
+    places = [_destination(segment, sinks) for segment in op.segments]
+    with staging.lend() as stage:
+        # What does not go straight to its destination is staged as it lies in the file, whose byte `base` comes first.
+        views = [
+            stage.bytes[start - base : end - base] if place is None else place
+            for place, (start, end) in zip(places, itertools.pairwise(starts), strict=True)
+        ]
+        done, got = 0, op.offset
+        if direct and op.nbytes >= DIRECT_BYTES_MIN:
+            got += reader.read_cached(file.path, views, op.offset)
+            if got < stop:
+                # On from the segment that the cache has only in part, so that a digest's bytes are in one place.
+                done = bisect_right(starts, got) - 1
+                places[done:] = [None] * (len(places) - done)
+                views[done:] = [stage.bytes[a - base : b - base] for a, b in itertools.pairwise(starts[done:])]
+                first, last = starts[done] // PAGE_BYTES * PAGE_BYTES, -(-stop // PAGE_BYTES) * PAGE_BYTES
+                read = reader.read_direct(file.path, stage.bytes[first - base : last - base], first)
+                got = min(max(starts[done], first + read), stop)
+        if got < stop:
+            got += reader.read_into(file.path, after(views[done:], got - starts[done]), got)
+        if got < stop:
+            raise broken(
+                "F003", f"the file ends at byte {got}, expected {file.nbytes}", file=file.path,
+                key=sinks[op.segments[0].copies[0].sink].key, start=op.offset, stop=stop,
+            )  # fmt: skip
+        with stage.stream():
+            for segment, start, view, place in zip(op.segments, starts, views, places, strict=False):
+                if segment.block >= 0:
+                    check_block(view, segment.block, file, start, sinks[segment.copies[0].sink].key)
+                if place is None:
+                    for copy in segment.copies:
+                        sinks[copy.sink].put(copy.target, view[copy.source : copy.source + copy.nbytes])
+
+
+def _destination(segment: Segment, sinks: Sequence[Sink]) -> Bytes | None:
     """The destination's own memory, if the whole segment goes to one place in host memory as it is."""
     copy = segment.copies[0]
     if len(segment.copies) > 1 or copy.nbytes < segment.nbytes:
@@ -86,7 +101,7 @@ def _direct(segment: Segment, sinks: Sequence[Sink]) -> memoryview | None:
     return sinks[copy.sink].memory(copy.target, copy.target + copy.nbytes)
 
 
-def check_block(view: memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:
+def check_block(view: Bytes | memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:
     """Raises FormatError (D001, D003) unless ``view`` has the digest of ``block``."""
     expected = file.digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
     if len(expected) != DIGEST_BYTES:

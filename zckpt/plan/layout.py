@@ -102,8 +102,8 @@ class WriteOp:
     spans: tuple[WriteSpan, ...]
 
 
-def plan_writes(plan: ShardPlan, *, batch_bytes: int, batch_spans: int, block_bytes: int) -> tuple[WriteOp, ...]:
-    """Cuts a file into writes of about ``batch_bytes`` (a multiple of ``block_bytes``) and at most ``batch_spans``."""
+def plan_writes(plan: ShardPlan, *, batch_bytes: int, block_bytes: int) -> tuple[WriteOp, ...]:
+    """Cuts a file into writes of at most ``batch_bytes``, a multiple of ``block_bytes``."""
     sources = [(-1, len(plan.header), 0)] + [(i, piece.nbytes, piece.block) for i, piece in enumerate(plan.pieces)]
     ops: list[WriteOp] = []
     spans: list[WriteSpan] = []
@@ -119,11 +119,11 @@ def plan_writes(plan: ShardPlan, *, batch_bytes: int, batch_spans: int, block_by
     for source, total, block in sources:
         start = 0
         while start < total:
-            room = (batch_bytes - size) // block_bytes * block_bytes
-            if room <= 0 or len(spans) == batch_spans:
+            room = batch_bytes - size
+            nbytes = total - start if total - start <= room else room // block_bytes * block_bytes
+            if nbytes == 0:
                 flush()
                 continue
-            nbytes = min(room, total - start)
             spans.append(WriteSpan(source, start, nbytes, plan.first_block + block + start // block_bytes))
             start += nbytes
             size += nbytes
