@@ -94,7 +94,9 @@ def write_state(
     for rank, own in enumerate(fragments):
         tree = api._pack_tree({"rank": rank}, "rank_state", own, rank)
         own.append(api._state_fragment(f"rank/{rank}", torch.frombuffer(bytearray(tree), dtype=torch.uint8)))
-        receipts.append(catalog.pack(api.write_rank(str(path), save_id, own, rank, world_size, block_bytes)))
+        receipts.append(
+            catalog.pack(api.write_rank(str(path), save_id, own, rank, world_size, block_bytes=block_bytes))
+        )
     about = catalog.About(step, block_bytes, aliases or {}, state, {"created": "by a test"})
     api.commit_write(str(path), save_id, receipts, about, latest=latest)
     return Written(path, save_id, full, ranks)

@@ -27,7 +27,7 @@ ALLOWED = {
     "checkpoint": BELOW_IO | {"torch_dtypes", "io"},
     "validation": BELOW_IO | {"io", "checkpoint"},
     "api": BELOW_IO | {"torch_dtypes", "io", "engines", "checkpoint", "validation"},
-    "__init__": {"api", "checkpoint", "errors", "integrations", "validation", "version"},
+    "__init__": {"api", "checkpoint", "errors", "integrations", "io", "validation", "version"},
     "integrations": {"zckpt", "errors"},
     "cli": {"zckpt", "errors"},
     "__main__": {"cli"},
@@ -35,9 +35,9 @@ ALLOWED = {
 WITHOUT_TORCH = {"version", "errors", "format", "state", "plan"}
 
 PUBLIC_NAMES = """
-    CastError Checkpoint CheckpointExistsError CheckpointNotFoundError DigestError FeatureError Finding FormatError
-    KeyNotFoundError MismatchError MissingFileError NoSpaceError PieceInfo RankError Report SizeError StateError
-    StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
+    Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError DigestError FeatureError Finding
+    FormatError KeyNotFoundError MismatchError MissingFileError NoSpaceError PieceInfo RankError Report SizeError
+    StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
     __version__ attach detach open restore validate write
 """
 

@@ -408,3 +408,32 @@ def test_a_tied_weight_is_found_under_every_name(tmp_path: Path) -> None:
         "master/bias",
     }
     assert "master/none.weight" not in checkpoint
+
+
+def test_into_memory_of_the_callers(tmp_path: Path) -> None:
+    state = write_state(tmp_path / "c", 2, {"a": (300, 1024), "b": (5,)}, parts=("master",))
+    checkpoint = zckpt.open(tmp_path / "c")
+    out = {"master/a": torch.empty(300, 1024), "master/unasked": torch.zeros(3)}
+    loaded = checkpoint.load(out=out)
+    assert loaded.keys() == {"master/a", "master/b"}
+    assert loaded["master/a"] is out["master/a"]
+    assert same_all(loaded, state.full)
+    half = torch.empty(300, 1024, dtype=torch.bfloat16)
+    checkpoint.load("master/a", out={"master/a": half})
+    assert torch.equal(half, state.full["master/a"].bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (torch.empty(5, 1), zckpt.MismatchError),
+        (torch.empty(10)[::2], zckpt.MismatchError),
+        (torch.empty(5, dtype=torch.int32), zckpt.CastError),
+    ],
+)
+def test_memory_that_does_not_fit_is_refused(tmp_path: Path, given: torch.Tensor, error: type[Exception]) -> None:
+    write_state(tmp_path / "c", 1, {"a": (5,), "b": (5,)}, parts=("master",))
+    first = torch.full((5,), 7.0)
+    with pytest.raises(error, match="master/b"):
+        zckpt.open(tmp_path / "c").load(out={"master/a": first, "master/b": given})
+    assert torch.equal(first, torch.full((5,), 7.0))

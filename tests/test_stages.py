@@ -128,7 +128,7 @@ def restore_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...], trai
     train(engine, trained, 100)
     opened = []
     original = zckpt.api.open
-    zckpt.api.open = lambda path: opened.append(original(path)) or opened[0]  # type: ignore[func-returns-value]
+    zckpt.api.open = lambda path, **options: opened.append(original(path, **options)) or opened[0]  # type: ignore[func-returns-value]
     zckpt.restore(engine, path, verify=False)  # a digest covers a whole block, which here is most of a file
     restored = whole(engine, parts)
     (loss,) = train(engine, 1, BEFORE)

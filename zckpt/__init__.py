@@ -23,10 +23,12 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.integrations.deepspeed import attach, detach
+from zckpt.io.budget import Budget
 from zckpt.validation import Finding, Report
 from zckpt.version import __version__
 
 __all__ = [
+    "Budget",
     "CastError",
     "Checkpoint",
     "CheckpointExistsError",

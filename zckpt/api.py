@@ -64,6 +64,7 @@ def write(
     client_state: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     latest: bool = True,
+    budget: Budget | None = None,
 ) -> str:
     """Writes the state of a training engine as one checkpoint; durable when it returns. Every rank calls it.
 
@@ -71,7 +72,8 @@ def write(
     ``parts``: which parts of the state; None: all that a bit-exact resume needs. ``exclude``: parts to leave out, such
     as the ``param`` of frozen weights. ``client_state``: the caller's own plain values, tensors and arrays, taken from
     rank 0. ``overwrite``: replace the checkpoint at ``path``, which stays whole until the new one is committed.
-    ``latest``: have the file ``latest`` beside the checkpoint name it.
+    ``latest``: have the file ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O;
+    None: ``Budget.from_environment()``.
 
     Returns the checkpoint's absolute path. Raises on every rank, and leaves nothing behind, if any rank fails:
     UnsupportedError, StateError, CheckpointExistsError, RankError, StorageError, NoSpaceError.
@@ -88,7 +90,9 @@ def write(
     save_id = ranks.first(lambda: begin_write(target, overwrite), "begin the write").decode()
     committed = False
     try:
-        receipt = ranks.together(lambda: write_rank(target, save_id, fragments, ranks.rank, ranks.size), "write")
+        receipt = ranks.together(
+            lambda: write_rank(target, save_id, fragments, ranks.rank, ranks.size, budget), "write"
+        )
         receipts = ranks.gather(catalog.pack(receipt))
         ranks.first(lambda: commit_write(target, save_id, receipts, about, latest=latest), "commit")
         committed = True
@@ -176,7 +180,13 @@ def begin_write(target: str, overwrite: bool) -> bytes:
 
 
 def write_rank(
-    target: str, save_id: str, fragments: Sequence[Fragment], rank: int, world_size: int, block_bytes: int = BLOCK_BYTES
+    target: str,
+    save_id: str,
+    fragments: Sequence[Fragment],
+    rank: int,
+    world_size: int,
+    budget: Budget | None = None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> catalog.Receipt:
     """One rank's files of a write that rank 0 has begun, durable. Raises StorageError, RankError."""
     data = os.path.join(target, names.data_dir(save_id))
@@ -188,7 +198,7 @@ def write_rank(
     own = os.path.join(target, names.rank_dir(save_id, rank))
     commit.make_directories(own)
     plans = plan_shards(fragments, save_id, rank, world_size, block_bytes=block_bytes)
-    table = write_shards(target, plans, Budget.from_environment(), block_bytes)
+    table = write_shards(target, plans, budget or Budget.from_environment(), block_bytes)
     commit.write_file(os.path.join(target, names.digests_path(save_id, rank)), table)
     commit.fsync_directory(own)
     return catalog.receipt(rank, digest(table), plans)
@@ -236,22 +246,24 @@ def _discard(target: str, save_id: str) -> None:
     commit.remove_empty_directory(target)
 
 
-def open(path: StrPath) -> Checkpoint:  # noqa: A001  zckpt.open reads like the builtin on purpose
+def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa: A001  reads like the builtin on purpose
     """Opens the checkpoint at ``path``, or, in the directory of a run, the one that ``latest`` names.
+
+    ``budget``: memory, threads and kind of I/O of all reads; None: ``Budget.from_environment()``.
 
     Reads the manifest and nothing else. Needs neither the framework that wrote it nor torch.distributed. Raises
     CheckpointNotFoundError, UnfinishedWriteError, VersionError, FeatureError, FormatError, StorageError.
     """
-    return _open(_find(os.fspath(path)))
+    return _open(_find(os.fspath(path)), budget)
 
 
-def _open(path: str) -> Checkpoint:
+def _open(path: str, budget: Budget | None = None) -> Checkpoint:
     reader = LocalReader(path)
     if not os.path.lexists(os.path.join(path, names.MANIFEST)):
         raise CheckpointNotFoundError("there is no manifest", file=path)
     raw = reader.read(names.MANIFEST, 0, min(reader.size(names.MANIFEST), MANIFEST_BYTES_MAX + 1))
     try:
-        return Checkpoint(path, manifest_format.decode(raw), reader)
+        return Checkpoint(path, manifest_format.decode(raw), reader, budget)
     except FormatError as error:
         error.file = os.path.join(path, names.MANIFEST)
         raise
@@ -291,7 +303,8 @@ def restore(
     strict: bool = True,
     state: Collection[str] | None = None,
     rng: bool = False,
-    verify: bool = True,
+    verify: bool | None = None,
+    budget: Budget | None = None,
 ) -> dict[str, Any]:
     """Reads a checkpoint straight into the memory of a live engine, of any world size, stage and offload. Every rank
     calls it. Returns the ``client_state``.
@@ -300,7 +313,8 @@ def restore(
     that the model computes with are derived from restored masters. ``strict=False``: leaves out what is missing,
     unexpected or of another shape, and the engine keeps its own. ``state``: which trees of non-tensor state
     ("counters", "optimizer", "scaler", "scheduler"); None: all, or none where ``parts`` is given. ``rng``: also restore
-    the random number generators of every rank, which needs the world size of the writer.
+    the random number generators of every rank, which needs the world size of the writer. ``verify``: compare every
+    block with its digest; None: yes, unless the environment has ZCKPT_VERIFY=0. ``budget``: as for ``open``.
 
     Everything that can be known without reading tensors is checked before the engine is touched. Raises MismatchError,
     which lists every difference, ValueError for a part or tree that does not exist, and what ``zckpt.open`` and
@@ -308,7 +322,9 @@ def restore(
     """
     ranks = Ranks()
     ranks.agree(os.path.abspath(path), "paths")
-    plan = ranks.together(lambda: _plan_restore(engine, path, ranks, parts, strict, state, rng), "prepare the restore")
+    plan = ranks.together(
+        lambda: _plan_restore(engine, path, ranks, parts, strict, state, rng, budget), "prepare the restore"
+    )
     ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
     own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
     ranks.together(lambda: _fill(plan.adapter, plan.checkpoint, plan.wanted, own, verify), "restore")
@@ -336,10 +352,11 @@ def _plan_restore(
     strict: bool,
     trees: Collection[str] | None,
     rng: bool,
+    budget: Budget | None,
 ) -> _RestorePlan:
     adapter = adapt(engine)
     adapter.refuse_unsupported()
-    checkpoint = open(path)
+    checkpoint = open(path, budget=budget)
     stored = {part: {info.name for info in checkpoint.values() if info.part == part} for part in checkpoint.parts}
     if trees is None:
         trees = adapter.trees if parts is None else ()
@@ -405,7 +422,7 @@ def _differences(checkpoint: Checkpoint, wanted: Sequence[Fragment]) -> dict[str
 
 
 def _fill(
-    adapter: EngineAdapter, checkpoint: Checkpoint, wanted: tuple[Fragment, ...], rank: int | None, verify: bool
+    adapter: EngineAdapter, checkpoint: Checkpoint, wanted: tuple[Fragment, ...], rank: int | None, verify: bool | None
 ) -> None:
     def want(fragment: Fragment) -> Want:
         assert isinstance(fragment.data, torch.Tensor), "fill supplies the memory"

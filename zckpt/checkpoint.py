@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.errors import KeyNotFoundError
+from zckpt.errors import KeyNotFoundError, MismatchError
 from zckpt.format import index as index_format
 from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, digest
@@ -19,7 +19,7 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX
 from zckpt.format.manifest import TIERS, Manifest
 from zckpt.format.rules import broken
-from zckpt.io.budget import Budget
+from zckpt.io.budget import Budget, flag
 from zckpt.io.memory import PAGE_BYTES, Sink, Staging, check_cast, cuda_device, fresh_tensor
 from zckpt.io.read import ReadFile, run_reads
 from zckpt.plan.coalesce import plan_reads
@@ -173,36 +173,53 @@ class Checkpoint(Mapping[str, TensorInfo]):
         info = self._info(*place)
         if info.dtype != torch.uint8 or len(info.shape) != 1:
             raise broken("T001", f"a packed tree that is {info.dtype} {list(info.shape)}", key=info.key)
-        packed = self._load({info.key: info}, "cpu", None)[info.key]
+        packed = self._one(info)
         return tree.unpack(packed.numpy().tobytes(), self._state_leaf, info.key)
 
     def _state_leaf(self, ext: int, name: str) -> object:
         info = self._info(*self._require(STATE, name))
-        tensor = self._load({info.key: info}, "cpu", None)[info.key]
+        tensor = self._one(info)
         return tensor if ext == tree.TENSOR else tensor.numpy()
 
     # Any part of it
 
     def load(
-        self, keys: Keys = None, *, device: Device = "cpu", dtype: torch.dtype | None = None, verify: bool = True
+        self,
+        keys: Keys = None,
+        *,
+        device: Device = "cpu",
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Whole tensors by key, assembled from the pieces of all ranks, in memory of their own on ``device``.
 
         ``keys``: one key, a glob (``"master/*"``), several of either, a predicate over keys, or None for all. ``dtype``
         converts between floating point types, or between integer types, on the way. ``verify`` checks every block's
-        digest. Reads nothing but these tensors, the index chunks that list them and the digests that cover them.
+        digest; None: unless the environment has ZCKPT_VERIFY=0. ``out``: contiguous tensors by key, of the stored
+        shapes, on any device; keys that it has are read into them and converted to their dtype; after an error they
+        hold undefined values. Reads nothing but these tensors, the index chunks that list them and the digests that
+        cover them.
 
-        Raises KeyNotFoundError, CastError, FormatError (damaged or missing data) and StorageError; then nothing is
-        returned.
+        Raises KeyNotFoundError, CastError, MismatchError (``out`` does not fit), FormatError (damaged or missing data)
+        and StorageError; then nothing is returned.
         """
-        return self._load({key: self[key] for key in self._select(keys)}, device, dtype, verify)
+        infos = {key: self[key] for key in self._select(keys)}
+        targets = {
+            key: self._empty(info, info.shape, device, dtype)
+            if out is None or key not in out
+            else self._given(info, out[key])
+            for key, info in infos.items()
+        }
+        self.read([self._whole(info, targets[key]) for key, info in infos.items()], verify=verify)
+        return targets
 
     def iter(
-        self, keys: Keys = None, *, device: Device = "cpu", dtype: torch.dtype | None = None, verify: bool = True
+        self, keys: Keys = None, *, device: Device = "cpu", dtype: torch.dtype | None = None, verify: bool | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Like ``load``, one ``(key, tensor)`` at a time: only one is in memory, unless the caller keeps more."""
         for key in self._select(keys):
-            yield key, self._load({key: self[key]}, device, dtype, verify)[key]
+            yield key, self._one(self[key], device, dtype, verify)
 
     def load_slice(
         self,
@@ -211,7 +228,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         *,
         device: Device = "cpu",
         dtype: torch.dtype | None = None,
-        verify: bool = True,
+        verify: bool | None = None,
     ) -> torch.Tensor:
         """``tensor[index]`` without reading the rest; ``index`` is a slice, or one per leading dimension, of step 1.
 
@@ -224,7 +241,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return target
 
     def load_pieces(
-        self, rank: int, keys: Keys = None, *, device: Device = "cpu", verify: bool = True
+        self, rank: int, keys: Keys = None, *, device: Device = "cpu", verify: bool | None = None
     ) -> dict[tuple[str, int, int], torch.Tensor]:
         """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``."""
         wants: dict[tuple[str, int, int], Want] = {}
@@ -239,7 +256,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return {place: want.target for place, want in wants.items()}
 
     def state_dict(
-        self, *, dtype: torch.dtype | None = None, device: Device = "cpu", verify: bool = True
+        self, *, dtype: torch.dtype | None = None, device: Device = "cpu", verify: bool | None = None
     ) -> dict[str, torch.Tensor]:
         """What ``model.load_state_dict`` takes: weights (from ``master``, else ``param``), buffers, and tied weights by
         every name. ``dtype`` applies to floating point weights; buffers keep theirs."""
@@ -254,8 +271,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.read([self._whole(info, targets[name]) for name, info in sources.items()], verify=verify)
         return targets | {alias: targets[name] for alias, name in self.aliases.items() if name in targets}
 
-    def read(self, wants: Sequence[Want], *, verify: bool = True) -> None:
+    def read(self, wants: Sequence[Want], *, verify: bool | None = None) -> None:
         """Fills the target of every want. The one way in which tensor data is read."""
+        verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
         manifest = self.manifest
         batch_bytes = self._budget.batch_bytes(manifest.block_bytes)
         found = [
@@ -287,12 +305,12 @@ class Checkpoint(Mapping[str, TensorInfo]):
         aliases = {f"{part}/{alias}" for part in self.parts for alias in self.aliases}
         return select(list(self), keys, {key for key in aliases if key in self})
 
-    def _load(
-        self, infos: Mapping[str, TensorInfo], device: Device, dtype: torch.dtype | None, verify: bool = True
-    ) -> dict[str, torch.Tensor]:
-        wants = {key: self._whole(info, self._empty(info, info.shape, device, dtype)) for key, info in infos.items()}
-        self.read(list(wants.values()), verify=verify)
-        return {key: want.target for key, want in wants.items()}
+    def _one(
+        self, info: TensorInfo, device: Device = "cpu", dtype: torch.dtype | None = None, verify: bool | None = None
+    ) -> torch.Tensor:
+        target = self._empty(info, info.shape, device, dtype)
+        self.read([self._whole(info, target)], verify=verify)
+        return target
 
     def _whole(self, info: TensorInfo, target: torch.Tensor) -> Want:
         return Want(info, choose_copy(self.pieces(info), None), [Span(0, math.prod(info.shape), 0)], target)
@@ -304,6 +322,15 @@ class Checkpoint(Mapping[str, TensorInfo]):
         check_cast(info.dtype, dtype or info.dtype, info.key)
         self.check_sizes(info)
         return fresh_tensor(shape, dtype or info.dtype, device)
+
+    def _given(self, info: TensorInfo, target: torch.Tensor) -> torch.Tensor:
+        """Memory of the caller's, if it can hold ``info``. Raises MismatchError, CastError."""
+        check_cast(info.dtype, target.dtype, info.key)
+        if tuple(target.shape) != info.shape or not target.is_contiguous():
+            what = f"{list(target.shape)}{'' if target.is_contiguous() else ', not contiguous'}"
+            raise MismatchError(f"out has {what}, the checkpoint {list(info.shape)}", key=info.key)
+        self.check_sizes(info)
+        return target
 
     def check_sizes(self, info: TensorInfo) -> None:
         """Raises FormatError (F001 to F003) unless the files that hold ``info`` are there and as long as recorded."""

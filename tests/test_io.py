@@ -1,0 +1,211 @@
+"""The I/O engine: what goes past the page cache and what does not, budgets, and what the environment says of them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import zckpt
+from states import same_all, write_state
+from zckpt.io.local import LocalReader, NewFile
+from zckpt.io.memory import PAGE_BYTES, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MIB = 1 << 20
+SHAPES = {"large": (1500, 1009), "larger": (2_200_001,), "one": (1,), "none": (0, 3)}
+
+
+def cached_bytes(path: Path) -> int:
+    """Of a file, in the page cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        pages = np.zeros(-(-len(mapped) // PAGE_BYTES), np.uint8)
+        assert (
+            libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), pages.ctypes.data_as(ctypes.c_void_p))
+            == 0
+        )
+        return int((pages & 1).sum()) * PAGE_BYTES
+
+
+def data_files(checkpoint: Path) -> list[Path]:
+    return [file for file in checkpoint.rglob("*.safetensors") if file.stat().st_size > MIB]
+
+
+def has_direct_io(directory: Path) -> bool:
+    try:
+        os.close(os.open(directory / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def test_direct_io_leaves_the_page_cache_alone(tmp_path: Path) -> None:
+    if not has_direct_io(tmp_path):
+        pytest.skip("the file system has no direct I/O")
+    state = write_state(tmp_path / "c", 2, SHAPES)
+    files = data_files(tmp_path / "c")
+    edges = MIB // 2  # pages shared by two writes, small reads and what the kernel reads ahead of them
+    assert files
+    assert all(file.stat().st_size > 6 * MIB for file in files)
+    assert all(cached_bytes(file) <= edges for file in files)
+    assert same_all(zckpt.open(tmp_path / "c").load(), state.full)
+    assert all(cached_bytes(file) <= edges for file in files)
+    assert same_all(zckpt.open(tmp_path / "c", budget=zckpt.Budget(direct=False)).load(), state.full)
+    assert any(cached_bytes(file) > edges for file in files)
+
+
+@pytest.mark.parametrize("percent", [0, 30, 60, 100])
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_is_cached_is_read_from_there_and_the_rest_once(tmp_path: Path, percent: int, verify: bool) -> None:
+    state = write_state(tmp_path / "c", 1, SHAPES, parts=("master",))
+    for file in data_files(tmp_path / "c"):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            opened.read(file.stat().st_size * percent // 100)
+    checkpoint = zckpt.open(tmp_path / "c")
+    loaded = checkpoint.load(verify=verify)
+    assert same_all(loaded, state.full)
+    total = sum(info.nbytes for info in checkpoint.values())
+    # A block that is cached in part is read again as a whole, and a page at either end of each read.
+    assert total <= checkpoint.io.data_bytes <= total + 4 * (MIB + 3 * PAGE_BYTES)
+
+
+@pytest.mark.parametrize("refused", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("when", ["open", "use"])
+def test_a_file_system_without_direct_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, when: str
+) -> None:
+    """Refused where a file is opened, or where it is first used."""
+    direct: set[int] = set()
+
+    def opened(*args: Any, **kwargs: Any) -> int:
+        if args[1] & os.O_DIRECT and when == "open":
+            raise OSError(refused, os.strerror(refused))
+        fd = real["open"](*args, **kwargs)
+        (direct.add if args[1] & os.O_DIRECT else direct.discard)(fd)
+        return fd
+
+    def used(name: str) -> Callable[..., int]:
+        def call(fd: int, views: Any, offset: int, flags: int = 0) -> int:
+            if fd in direct or flags:
+                raise OSError(refused, os.strerror(refused))
+            return real[name](fd, views, offset, flags)
+
+        return call
+
+    real = {name: getattr(os, name) for name in ("open", "preadv", "pwritev")}
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "preadv", used("preadv"))
+    monkeypatch.setattr(os, "pwritev", used("pwritev"))
+    state = write_state(tmp_path / "c", 2, SHAPES)
+    assert same_all(zckpt.open(tmp_path / "c").load(), state.full)
+    monkeypatch.undo()
+    assert zckpt.validate(tmp_path / "c").ok
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    """In the middle of a direct read, after the sizes were checked."""
+    for number, nbytes in enumerate((-1, MIB + 17, PAGE_BYTES)):
+        path = tmp_path / str(number)
+        write_state(path, 1, SHAPES, parts=("master",))
+        (file,) = data_files(path)
+        checkpoint = zckpt.open(path)
+        checkpoint.load("master/one")
+        os.truncate(file, nbytes if nbytes > 0 else file.stat().st_size + nbytes)
+        with pytest.raises(zckpt.SizeError, match="ends at byte"):
+            checkpoint.load()
+
+
+def test_a_write_of_any_offset_and_length(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    content = random.integers(0, 256, 300_000, dtype=np.uint8)
+    for direct in (True, False):
+        file = NewFile(str(tmp_path / f"file{direct}"), direct)
+        cuts = [0, *sorted(random.choice(len(content), 40, replace=False).tolist()), 8192, 12288, len(content)]
+        cuts = sorted(set(cuts))
+        spans = list(itertools.pairwise(cuts))
+        for start, stop in random.permutation(spans).tolist():
+            stage = Stage(stop - start + PAGE_BYTES, None)
+            stage.bytes[start % PAGE_BYTES : start % PAGE_BYTES + stop - start] = content[start:stop]
+            file.write(stage.bytes, start, stop - start)
+        file.sync()
+        file.close()
+        assert (tmp_path / f"file{direct}").read_bytes() == content.tobytes()
+
+
+def test_an_error_of_the_disk_is_not_taken_for_a_missing_feature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_state(tmp_path / "c", 1, SHAPES, parts=("master",))
+
+    def fail(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    checkpoint = zckpt.open(tmp_path / "c")
+    assert checkpoint["master/large"].pieces
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(zckpt.StorageError, match=r"master\.safetensors"):
+        checkpoint.load("master/large", verify=False)
+
+
+def test_the_budget_bounds_every_buffer() -> None:
+    for nbytes in (8 * MIB, 32 * MIB, 256 * MIB):
+        budget = zckpt.Budget(nbytes=nbytes, threads=4)
+        assert 4 * (budget.batch_bytes(MIB) + 2 * PAGE_BYTES) <= nbytes
+    with pytest.raises(ValueError, match="2 MiB"):
+        zckpt.Budget(nbytes=MIB)
+    with pytest.raises(ValueError, match="threads"):
+        zckpt.Budget(threads=0)
+
+
+def test_small_budgets_write_and_read_the_same(tmp_path: Path) -> None:
+    state = write_state(tmp_path / "c", 2, SHAPES)
+    loaded = zckpt.open(tmp_path / "c", budget=zckpt.Budget(nbytes=2 * MIB, threads=1)).load()
+    assert same_all(loaded, state.full)
+
+
+def test_the_environment_sets_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert zckpt.Budget.from_environment() == zckpt.Budget()
+    monkeypatch.setenv("ZCKPT_BUDGET_BYTES", str(64 * MIB))
+    monkeypatch.setenv("ZCKPT_THREADS", "2")
+    monkeypatch.setenv("ZCKPT_DIRECT", "0")
+    assert zckpt.Budget.from_environment() == zckpt.Budget(64 * MIB, 2, False)
+    for variable, value in (("ZCKPT_THREADS", "many"), ("ZCKPT_DIRECT", "yes"), ("ZCKPT_BUDGET_BYTES", "256M")):
+        with monkeypatch.context() as context:
+            context.setenv(variable, value)
+            with pytest.raises(ValueError, match=variable):
+                zckpt.Budget.from_environment()
+
+
+def test_the_environment_turns_digests_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_state(tmp_path / "c", 1, SHAPES, parts=("master",))
+    (file,) = data_files(tmp_path / "c")
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size - 100)
+        opened.write(b"\xff\x00\xff\x00")
+    with pytest.raises(zckpt.DigestError):
+        zckpt.open(tmp_path / "c").load()
+    monkeypatch.setenv("ZCKPT_VERIFY", "0")
+    zckpt.open(tmp_path / "c").load()
+    with pytest.raises(zckpt.DigestError):
+        zckpt.open(tmp_path / "c").load(verify=True)
+
+
+def test_files_stay_open_for_a_while(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(10))
+    reader = LocalReader(str(tmp_path))
+    assert reader.read("a", 0, 10) == reader.read("a", 0, 20) == bytes(10)
+    (tmp_path / "a").unlink()
+    assert reader.read("a", 2, 3) == bytes(3)
+    reader.close()
