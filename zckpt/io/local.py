@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import stat
 import threading
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zckpt.io.memory import Bytes
+
+_libc = ctypes.CDLL(None)
 
 IDLE_FILES_MAX = 64
 UNSYNCED_BYTES_MAX = 32 << 20
@@ -71,20 +75,23 @@ class LocalReader:
         with self.file(path) as fd:
             return os.fstat(fd).st_size
 
-    def read_cached(self, path: str, views: Sequence[Bytes], offset: int) -> int:
-        """Fills ``views`` one after the other with tensor data from byte ``offset``, as far as it is in the page cache;
-        returns the bytes read. Never waits for a disk."""
-        got = 0
+    def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
+        """Whether all of these bytes are in the page cache. Starts no I/O, as even a read with RWF_NOWAIT would."""
+        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        length = offset + nbytes - start
         with self.file(path) as fd:
             try:
-                got = os.preadv(fd, views, offset, os.RWF_NOWAIT)
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                if not is_refused(error):
-                    raise from_os_error(error, "read", self._full(path), offset) from error
-        self._add(1, got)
-        return got
+                mapped = mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=start)
+            except (OSError, ValueError):  # such as a file that has become too short: reading will tell
+                return False
+        with mapped:
+            resident = np.zeros(-(-length // PAGE_BYTES), np.uint8)  # bit 0 of a byte for each page
+            address = np.frombuffer(mapped, np.uint8).ctypes.data
+            failed = _libc.mincore(
+                ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_void_p(resident.ctypes.data)
+            )
+            first = (offset - start) // PAGE_BYTES
+            return not failed and bool((resident[first:] & 1).all())
 
     def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
         """Fills ``pages``, whole pages of memory, with tensor data from byte ``offset``, a multiple of a page, past the
@@ -195,7 +202,7 @@ def _step(parent: int, name: str, flags: int) -> int:
 
 
 def is_refused(error: OSError) -> bool:
-    """Whether it says that there are no direct reads and writes here, or no reads from the cache alone."""
+    """Whether it says that there is no direct I/O here."""
     cause = error.__cause__ if isinstance(error, StorageError) else error
     return isinstance(cause, OSError) and cause.errno in (errno.EINVAL, errno.EOPNOTSUPP)
 

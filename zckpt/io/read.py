@@ -1,13 +1,12 @@
 """Runs planned reads: parallel positional I/O, digests checked on the way.
 
-What is in the page cache is read from there, straight into the destination where that can be. The rest is read by
-direct I/O into aligned staging buffers, so that it evicts nothing.
+What is in the page cache is read from there, straight into the destination where that can be; the rest by direct I/O
+into aligned staging buffers, so that it evicts nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -57,28 +56,19 @@ def run_reads(
 def _run(
     reader: LocalReader, op: ReadOp, file: ReadFile, sinks: Sequence[Sink], staging: Staging, direct: bool
 ) -> None:
-    base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes
+    base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes  # the stage begins with byte `base`
     starts = [*itertools.accumulate((segment.nbytes for segment in op.segments), initial=op.offset)]
     places = [_destination(segment, sinks) for segment in op.segments]
     with staging.lend() as stage:
-        # What does not go straight to its destination is staged as it lies in the file, whose byte `base` comes first.
-        views = [
-            stage.bytes[start - base : end - base] if place is None else place
-            for place, (start, end) in zip(places, itertools.pairwise(starts), strict=True)
-        ]
-        done, got = 0, op.offset
-        if direct and op.nbytes >= DIRECT_BYTES_MIN:
-            got += reader.read_cached(file.path, views, op.offset)
-            if got < stop:
-                # On from the segment that the cache has only in part, so that a digest's bytes are in one place.
-                done = bisect_right(starts, got) - 1
-                places[done:] = [None] * (len(places) - done)
-                views[done:] = [stage.bytes[a - base : b - base] for a, b in itertools.pairwise(starts[done:])]
-                first, last = starts[done] // PAGE_BYTES * PAGE_BYTES, -(-stop // PAGE_BYTES) * PAGE_BYTES
-                read = reader.read_direct(file.path, stage.bytes[first - base : last - base], first)
-                got = min(max(starts[done], first + read), stop)
+        staged = [stage.bytes[a - base : b - base] for a, b in itertools.pairwise(starts)]  # as they lie in the file
+        got = op.offset
+        if direct and op.nbytes >= DIRECT_BYTES_MIN and not reader.is_cached(file.path, op.offset, op.nbytes):
+            places = [None] * len(places)
+            pages = stage.bytes[: -(-stop // PAGE_BYTES) * PAGE_BYTES - base]
+            got = min(max(got, base + reader.read_direct(file.path, pages, base)), stop)
+        views = [room if place is None else place for place, room in zip(places, staged, strict=True)]
         if got < stop:
-            got += reader.read_into(file.path, after(views[done:], got - starts[done]), got)
+            got += reader.read_into(file.path, after(views, got - op.offset), got)
         if got < stop:
             raise broken(
                 "F003", f"the file ends at byte {got}, expected {file.nbytes}", file=file.path,
