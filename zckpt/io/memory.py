@@ -153,15 +153,23 @@ class Staging:
         if self._device is not None:
             torch.cuda.current_stream(self._device).synchronize()
 
-    @contextmanager
-    def lend(self) -> Iterator[Stage]:
-        """A buffer for this thread alone. Every copy that was queued on it is done at the end."""
+    def acquire(self) -> Stage:
+        """A buffer for the caller alone, until it is released."""
         with self._lock:
             stage = self._idle.pop() if self._idle else None
-        stage = stage or Stage(self._nbytes, self._device)
+        return stage or Stage(self._nbytes, self._device)
+
+    def release(self, stage: Stage) -> None:
+        """Waits until every copy that was queued on it is done."""
+        stage.wait()
+        with self._lock:
+            self._idle.append(stage)
+
+    @contextmanager
+    def lend(self) -> Iterator[Stage]:
+        """A buffer for the duration of a context."""
+        stage = self.acquire()
         try:
             yield stage
         finally:
-            stage.wait()
-            with self._lock:
-                self._idle.append(stage)
+            self.release(stage)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,20 +18,47 @@ import torch
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.io.local import NewFile, read_from
 from zckpt.io.memory import PAGE_BYTES, Staging, byte_tensor, cuda_device
+from zckpt.io.pipeline import Pipeline
 from zckpt.plan.layout import plan_writes
 from zckpt.state.inventory import FileSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from zckpt.io.budget import Budget
+    from zckpt.io.memory import Stage
     from zckpt.plan.layout import ShardPlan, WriteOp, WriteSpan
 
 
-def write_shards(root: str, plans: Sequence[ShardPlan], budget: Budget, block_bytes: int) -> bytes:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One write to one of the files."""
+
+    file: NewFile
+    plan: ShardPlan
+    op: WriteOp
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each span begins in a staging buffer, and where the last one ends: as far behind the start of a page as
+        in the file."""
+        return [*itertools.accumulate((span.nbytes for span in self.op.spans), initial=self.op.offset % PAGE_BYTES)]
+
+
+def write_shards(
+    root: str,
+    plans: Sequence[ShardPlan],
+    budget: Budget,
+    block_bytes: int,
+    *,
+    snapshot_bytes: int = 0,
+    taken: Callable[[], None] = lambda: None,
+) -> bytes:
     """Writes the files of one rank under ``root``, whose directories exist, and makes their data durable.
 
-    Returns the digest table. Raises StorageError.
+    ``taken`` is called once all of the state has been copied from where it is: from then on it may change. Up to
+    ``snapshot_bytes`` of it, or what the budget has for buffers if that is more, are then still to be written. Returns
+    the digest table. Raises StorageError.
     """
     table = bytearray(sum(plan.blocks for plan in plans) * DIGEST_BYTES)
     batch_bytes = budget.batch_bytes(block_bytes)
@@ -39,12 +67,16 @@ def write_shards(root: str, plans: Sequence[ShardPlan], budget: Budget, block_by
     staging.begin()
     files: list[NewFile] = []
     try:
-        tasks = []
+        jobs = []
         for plan in plans:
             files.append(NewFile(os.path.join(root, plan.shard.path), budget.direct))
             ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=block_bytes)
-            tasks += [partial(_run, files[-1], plan, op, table, staging, block_bytes) for op in ops]
-        budget.run(tasks)
+            jobs += [_Job(files[-1], plan, op) for op in ops]
+        pipeline = Pipeline(
+            jobs, _take, partial(_put, table, block_bytes), staging,
+            max(snapshot_bytes // (batch_bytes + PAGE_BYTES), budget.threads), taken,
+        )  # fmt: skip
+        budget.run([pipeline.work] * budget.threads)
         budget.run(file.sync for file in files)
     finally:
         for file in files:
@@ -52,19 +84,19 @@ def write_shards(root: str, plans: Sequence[ShardPlan], budget: Budget, block_by
     return bytes(table)
 
 
-def _run(file: NewFile, plan: ShardPlan, op: WriteOp, table: bytearray, staging: Staging, block_bytes: int) -> None:
-    # As far behind the start of a page as the bytes will be in the file.
-    starts = [*itertools.accumulate((span.nbytes for span in op.spans), initial=op.offset % PAGE_BYTES)]
-    with staging.lend() as stage:
-        with stage.stream():
-            for span, (start, stop) in zip(op.spans, itertools.pairwise(starts), strict=True):
-                _fill(stage.tensor[start:stop], plan, span)
-        stage.wait()
-        for span, (start, stop) in zip(op.spans, itertools.pairwise(starts), strict=True):
-            for number, first in enumerate(range(start, stop, block_bytes), span.block):
-                block = stage.bytes[first : min(first + block_bytes, stop)]
-                table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = digest(block)
-        file.write(stage.bytes, op.offset, op.nbytes)
+def _take(job: _Job, stage: Stage) -> None:
+    with stage.stream():
+        for span, (start, stop) in zip(job.op.spans, itertools.pairwise(job.starts), strict=True):
+            _fill(stage.tensor[start:stop], job.plan, span)
+    stage.wait()
+
+
+def _put(table: bytearray, block_bytes: int, job: _Job, stage: Stage) -> None:
+    for span, (start, stop) in zip(job.op.spans, itertools.pairwise(job.starts), strict=True):
+        for number, first in enumerate(range(start, stop, block_bytes), span.block):
+            block = stage.bytes[first : min(first + block_bytes, stop)]
+            table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = digest(block)
+    job.file.write(stage.bytes, job.op.offset, job.op.nbytes)
 
 
 def _fill(room: torch.Tensor, plan: ShardPlan, span: WriteSpan) -> None:
