@@ -24,10 +24,11 @@ ALLOWED = {
     "plan": {"errors", "format", "state"},
     "io": BELOW_IO | {"torch_dtypes"},
     "engines": {"errors", "state", "torch_dtypes"},
+    "background": set(),
     "checkpoint": BELOW_IO | {"torch_dtypes", "io"},
     "validation": BELOW_IO | {"io", "checkpoint"},
-    "api": BELOW_IO | {"torch_dtypes", "io", "engines", "checkpoint", "validation"},
-    "__init__": {"api", "checkpoint", "errors", "integrations", "io", "validation", "version"},
+    "api": BELOW_IO | {"torch_dtypes", "io", "engines", "background", "checkpoint", "validation"},
+    "__init__": {"api", "background", "checkpoint", "errors", "integrations", "io", "validation", "version"},
     "integrations": {"zckpt", "errors"},
     "cli": {"zckpt", "errors"},
     "__main__": {"cli"},
@@ -36,8 +37,8 @@ WITHOUT_TORCH = {"version", "errors", "format", "state", "plan"}
 
 PUBLIC_NAMES = """
     Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError DigestError FeatureError Finding
-    FormatError KeyNotFoundError MismatchError MissingFileError NoSpaceError PieceInfo RankError Report SizeError
-    StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
+    FormatError KeyNotFoundError MismatchError MissingFileError NoSpaceError PendingWrite PieceInfo RankError Report
+    SizeError StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
     __version__ attach detach open restore validate write
 """
 

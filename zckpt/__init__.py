@@ -1,6 +1,7 @@
 """zckpt: sharded, verified checkpoints of ZeRO training states. See README.md; the format is in ``spec/``."""
 
 from zckpt.api import open, restore, validate, write  # noqa: A004  zckpt.open reads like the builtin on purpose
+from zckpt.background import PendingWrite
 from zckpt.checkpoint import Checkpoint, PieceInfo, TensorInfo
 from zckpt.errors import (
     CastError,
@@ -41,6 +42,7 @@ __all__ = [
     "MismatchError",
     "MissingFileError",
     "NoSpaceError",
+    "PendingWrite",
     "PieceInfo",
     "RankError",
     "Report",

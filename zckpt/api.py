@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import platform
 import secrets
+import socket
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgpack
 import numpy as np
 import torch
 
+from zckpt.background import PendingWrite, finish_current, start_write
 from zckpt.checkpoint import Checkpoint, Want
 from zckpt.engines import adapt
 from zckpt.errors import (
@@ -34,9 +37,9 @@ from zckpt.format.rules import broken
 from zckpt.io import commit
 from zckpt.io.budget import Budget
 from zckpt.io.local import LocalReader
-from zckpt.io.memory import host_bytes
+from zckpt.io.memory import available_bytes, host_bytes, wait_for_caller
 from zckpt.io.ranks import Ranks
-from zckpt.io.write import write_shards
+from zckpt.io.write import cuda_device_of, write_shards
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.plan.reshard import Span, choose_copy
@@ -46,13 +49,45 @@ from zckpt.validation import Finding, Report, check_checkpoint
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from zckpt.engines.base import EngineAdapter
 
 BLOCK_BYTES = 1 << 20
 _NUMPY_DTYPES = frozenset(map(np.dtype, ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"]))
 StrPath = str | os.PathLike[str]
+
+
+@overload
+def write(
+    engine: object,
+    path: StrPath | None = None,
+    *,
+    parts: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    client_state: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    latest: bool = True,
+    budget: Budget | None = None,
+    background: Literal[False] = False,
+) -> str: ...
+
+
+@overload
+def write(
+    engine: object,
+    path: StrPath | None = None,
+    *,
+    parts: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    client_state: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    latest: bool = True,
+    budget: Budget | None = None,
+    background: Literal[True],
+    snapshot: Literal["copy", "lazy"] = "copy",
+    snapshot_bytes: int | None = None,
+) -> PendingWrite: ...
 
 
 def write(
@@ -65,7 +100,10 @@ def write(
     overwrite: bool = False,
     latest: bool = True,
     budget: Budget | None = None,
-) -> str:
+    background: bool = False,
+    snapshot: Literal["copy", "lazy"] = "copy",
+    snapshot_bytes: int | None = None,
+) -> str | PendingWrite:
     """Writes the state of a training engine as one checkpoint; durable when it returns. Every rank calls it.
 
     ``path`` is the checkpoint's directory, on a file system that all ranks share; None: ``checkpoints/global_step<N>``.
@@ -75,9 +113,19 @@ def write(
     ``latest``: have the file ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O;
     None: ``Budget.from_environment()``.
 
+    ``background``: return a PendingWrite as soon as training may go on; the checkpoint is of the state at this call.
+    With ``snapshot="copy"`` that is once the state has been copied. With "lazy" it is at once: the state is read while
+    the next forward and backward passes run, and the next optimizer step waits until that is done; change it in no
+    other way before. ``snapshot_bytes`` bounds the memory for copies on this rank: where the state is larger, the rest
+    is on disk before training goes on. None: half of what is available, shared by the ranks of a machine. One write is
+    under way at a time: the next write or restore and the end of the process wait for it and show its error.
+
     Returns the checkpoint's absolute path. Raises on every rank, and leaves nothing behind, if any rank fails:
     UnsupportedError, StateError, CheckpointExistsError, RankError, StorageError, NoSpaceError.
     """
+    if snapshot not in ("copy", "lazy"):
+        raise ValueError(f"snapshot must be 'copy' or 'lazy', got {snapshot!r}")
+    finish_current()
     ranks = Ranks()
     adapter, fragments, about = ranks.together(
         lambda: _take(engine, ranks, parts, exclude, client_state), "prepare the write"
@@ -88,18 +136,51 @@ def write(
     if latest:
         names.encode_latest(os.path.basename(target))  # refused now, not after the commit
     save_id = ranks.first(lambda: begin_write(target, overwrite), "begin the write").decode()
+    wait_for_caller(cuda_device_of(fragments))
+    if snapshot == "lazy" and background:
+        fragments = [_detached(fragment) for fragment in fragments]
+    write_own = partial(write_rank, target, save_id, fragments, ranks.rank, ranks.size, budget)
+    finish = partial(_finish_write, target, save_id, about, latest)
+    if not background:
+        finish(ranks, write_own)
+        return target
+    if snapshot_bytes is None:
+        here = socket.gethostname().encode()
+        snapshot_bytes = available_bytes() // 2 // ranks.gather(here).count(here)
+    write_own = partial(write_own, snapshot_bytes=snapshot_bytes)
+    others = Ranks(background=True)
+    pending = start_write(target, lambda taken: finish(others, partial(write_own, taken=taken)))
+    if snapshot == "lazy":
+        adapter.before_change(pending.wait_until_taken)
+    else:
+        pending.wait_until_taken()
+    return pending
+
+
+def _detached(fragment: Fragment) -> Fragment:
+    """With data of its own where something else than the optimizer's step may change it."""
+    if fragment.part in (BUFFER, STATE) and isinstance(fragment.data, torch.Tensor):
+        return replace(fragment, data=fragment.data.clone())
+    return fragment
+
+
+def _finish_write(
+    target: str,
+    save_id: str,
+    about: catalog.About,
+    latest: bool,
+    ranks: Ranks,
+    write_own: Callable[[], catalog.Receipt],
+) -> None:
+    """Every rank's files, then the commit; or, after a failure on any of them, none of it. Collective."""
     committed = False
     try:
-        receipt = ranks.together(
-            lambda: write_rank(target, save_id, fragments, ranks.rank, ranks.size, budget), "write"
-        )
-        receipts = ranks.gather(catalog.pack(receipt))
+        receipts = ranks.gather(catalog.pack(ranks.together(write_own, "write")))
         ranks.first(lambda: commit_write(target, save_id, receipts, about, latest=latest), "commit")
         committed = True
     finally:
         if not committed and ranks.rank == 0:
             _discard(target, save_id)
-    return target
 
 
 def _take(
@@ -186,9 +267,15 @@ def write_rank(
     rank: int,
     world_size: int,
     budget: Budget | None = None,
+    *,
     block_bytes: int = BLOCK_BYTES,
+    snapshot_bytes: int = 0,
+    taken: Callable[[], None] = lambda: None,
 ) -> catalog.Receipt:
-    """One rank's files of a write that rank 0 has begun, durable. Raises StorageError, RankError."""
+    """One rank's files of a write that rank 0 has begun, durable. ``taken`` is called once the state may change.
+
+    Raises StorageError, RankError.
+    """
     data = os.path.join(target, names.data_dir(save_id))
     if not os.path.isdir(data):
         raise RankError(
@@ -198,7 +285,9 @@ def write_rank(
     own = os.path.join(target, names.rank_dir(save_id, rank))
     commit.make_directories(own)
     plans = plan_shards(fragments, save_id, rank, world_size, block_bytes=block_bytes)
-    table = write_shards(target, plans, budget or Budget.from_environment(), block_bytes)
+    table = write_shards(
+        target, plans, budget or Budget.from_environment(), block_bytes, snapshot_bytes=snapshot_bytes, taken=taken
+    )
     commit.write_file(os.path.join(target, names.digests_path(save_id, rank)), table)
     commit.fsync_directory(own)
     return catalog.receipt(rank, digest(table), plans)
@@ -320,6 +409,7 @@ def restore(
     which lists every difference, ValueError for a part or tree that does not exist, and what ``zckpt.open`` and
     ``Checkpoint.load`` raise, on every rank.
     """
+    finish_current()
     ranks = Ranks()
     ranks.agree(os.path.abspath(path), "paths")
     plan = ranks.together(

@@ -15,7 +15,8 @@ Item = TypeVar("Item")
 
 
 class Pipeline(Generic[Item]):
-    """``take`` fills a buffer from an item's source, ``put`` empties it. Every thread that calls ``work`` helps.
+    """``take`` fills a buffer from an item's source, ``put`` empties it. Every thread that calls ``work`` helps. There
+    is at least one item.
 
     Taking comes first: as long as there is a buffer, the sources are read, and ``taken`` is called as soon as none of
     them is needed any more. With all of ``buffers`` full, no source is read until one is put.
@@ -42,8 +43,6 @@ class Pipeline(Generic[Item]):
 
     def work(self) -> None:
         """Returns when nothing is left to do, or another thread has failed. Raises what ``take`` and ``put`` raise."""
-        if not self._left:
-            self._on_taken()
         try:
             while (step := self._next()) is not None:
                 step()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
 from zckpt.io.local import after
-from zckpt.io.memory import PAGE_BYTES
+from zckpt.io.memory import PAGE_BYTES, wait_for_caller
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def run_reads(
 
     Raises FormatError (F001 to F003, D003) and StorageError; the sinks then hold undefined values.
     """
-    staging.begin()
+    wait_for_caller(staging.device)
     budget.run(partial(_run, reader, op, files[op.file], sinks, staging, budget.direct) for op in ops)
 
 

@@ -23,11 +23,17 @@ from zckpt.plan.layout import plan_writes
 from zckpt.state.inventory import FileSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from zckpt.io.budget import Budget
     from zckpt.io.memory import Stage
     from zckpt.plan.layout import ShardPlan, WriteOp, WriteSpan
+    from zckpt.state.inventory import Fragment
+
+
+def cuda_device_of(fragments: Iterable[Fragment]) -> torch.device | None:
+    """The device that some of these are on."""
+    return cuda_device(fragment.data for fragment in fragments if isinstance(fragment.data, torch.Tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +68,8 @@ def write_shards(
     """
     table = bytearray(sum(plan.blocks for plan in plans) * DIGEST_BYTES)
     batch_bytes = budget.batch_bytes(block_bytes)
-    sources = (piece.fragment.data for plan in plans for piece in plan.pieces)
-    staging = Staging(batch_bytes + PAGE_BYTES, cuda_device(data for data in sources if isinstance(data, torch.Tensor)))
-    staging.begin()
+    fragments = (piece.fragment for plan in plans for piece in plan.pieces)
+    staging = Staging(batch_bytes + PAGE_BYTES, cuda_device_of(fragments))
     files: list[NewFile] = []
     try:
         jobs = []
