@@ -213,6 +213,22 @@ def test_one_write_is_under_way_at_a_time(cluster: Cluster, tmp_path: Path) -> N
     assert all(zckpt.validate(tmp_path / name).ok for name in ("first", "second"))
 
 
+def save_with_an_attached_engine(path: str) -> float:
+    engine = zckpt.attach(make_engine(), background=True)
+    train(engine, 1)
+    with slow(0.3):
+        assert engine.save_checkpoint(path) is True
+        (loss,) = train(engine, 1, 1)
+        assert not Path(path, "latest").exists()
+        engine.load_checkpoint(path)
+    assert train(engine, 1, 1) == [loss]
+    return loss
+
+
+def test_an_attached_engine_saves_in_the_background(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(save_with_an_attached_engine, 2, str(tmp_path))
+
+
 @pytest.mark.parametrize("snapshot_bytes", [0, 40 * MIB])
 def test_copies_take_no_more_memory_than_allowed(tmp_path: Path, snapshot_bytes: int) -> None:
     """Of a state of 128 MiB, while the disk is slow."""

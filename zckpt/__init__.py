@@ -1,7 +1,7 @@
 """zckpt: sharded, verified checkpoints of ZeRO training states. See README.md; the format is in ``spec/``."""
 
 from zckpt.api import open, restore, validate, write  # noqa: A004  zckpt.open reads like the builtin on purpose
-from zckpt.background import PendingWrite
+from zckpt.background import PendingWrite, wait
 from zckpt.checkpoint import Checkpoint, PieceInfo, TensorInfo
 from zckpt.errors import (
     CastError,
@@ -25,6 +25,7 @@ from zckpt.errors import (
 )
 from zckpt.integrations.deepspeed import attach, detach
 from zckpt.io.budget import Budget
+from zckpt.progress import Progress, ProgressBar
 from zckpt.validation import Finding, Report
 from zckpt.version import __version__
 
@@ -44,6 +45,8 @@ __all__ = [
     "NoSpaceError",
     "PendingWrite",
     "PieceInfo",
+    "Progress",
+    "ProgressBar",
     "RankError",
     "Report",
     "SizeError",
@@ -60,5 +63,6 @@ __all__ = [
     "open",
     "restore",
     "validate",
+    "wait",
     "write",
 ]

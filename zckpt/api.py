@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 import torch
 
-from zckpt.background import PendingWrite, finish_current, start_write
+from zckpt.background import PendingWrite, start_write, wait
 from zckpt.checkpoint import Checkpoint, Want
 from zckpt.engines import adapt
 from zckpt.errors import (
@@ -43,6 +43,7 @@ from zckpt.io.write import cuda_device_of, write_shards
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.plan.reshard import Span, choose_copy
+from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, PARAM, STATE, Fragment
 from zckpt.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 from zckpt.validation import Finding, Report, check_checkpoint
@@ -69,6 +70,7 @@ def write(
     overwrite: bool = False,
     latest: bool = True,
     budget: Budget | None = None,
+    progress: Progress | None = None,
     background: Literal[False] = False,
 ) -> str: ...
 
@@ -84,6 +86,7 @@ def write(
     overwrite: bool = False,
     latest: bool = True,
     budget: Budget | None = None,
+    progress: Progress | None = None,
     background: Literal[True],
     snapshot: Literal["copy", "lazy"] = "copy",
     snapshot_bytes: int | None = None,
@@ -100,6 +103,7 @@ def write(
     overwrite: bool = False,
     latest: bool = True,
     budget: Budget | None = None,
+    progress: Progress | None = None,
     background: bool = False,
     snapshot: Literal["copy", "lazy"] = "copy",
     snapshot_bytes: int | None = None,
@@ -111,7 +115,7 @@ def write(
     as the ``param`` of frozen weights. ``client_state``: the caller's own plain values, tensors and arrays, taken from
     rank 0. ``overwrite``: replace the checkpoint at ``path``, which stays whole until the new one is committed.
     ``latest``: have the file ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O;
-    None: ``Budget.from_environment()``.
+    None: ``Budget.from_environment()``. ``progress``: such as ``zckpt.ProgressBar()``.
 
     ``background``: return a PendingWrite as soon as training may go on; the checkpoint is of the state at this call.
     With ``snapshot="copy"`` that is once the state has been copied. With "lazy" it is at once: the state is read while
@@ -125,7 +129,7 @@ def write(
     """
     if snapshot not in ("copy", "lazy"):
         raise ValueError(f"snapshot must be 'copy' or 'lazy', got {snapshot!r}")
-    finish_current()
+    wait()
     ranks = Ranks()
     adapter, fragments, about = ranks.together(
         lambda: _take(engine, ranks, parts, exclude, client_state), "prepare the write"
@@ -139,7 +143,7 @@ def write(
     wait_for_caller(cuda_device_of(fragments))
     if snapshot == "lazy" and background:
         fragments = [_detached(fragment) for fragment in fragments]
-    write_own = partial(write_rank, target, save_id, fragments, ranks.rank, ranks.size, budget)
+    write_own = partial(write_rank, target, save_id, fragments, ranks.rank, ranks.size, budget, progress)
     finish = partial(_finish_write, target, save_id, about, latest)
     if not background:
         finish(ranks, write_own)
@@ -267,6 +271,7 @@ def write_rank(
     rank: int,
     world_size: int,
     budget: Budget | None = None,
+    progress: Progress | None = None,
     *,
     block_bytes: int = BLOCK_BYTES,
     snapshot_bytes: int = 0,
@@ -285,9 +290,12 @@ def write_rank(
     own = os.path.join(target, names.rank_dir(save_id, rank))
     commit.make_directories(own)
     plans = plan_shards(fragments, save_id, rank, world_size, block_bytes=block_bytes)
-    table = write_shards(
-        target, plans, budget or Budget.from_environment(), block_bytes, snapshot_bytes=snapshot_bytes, taken=taken
-    )
+    nbytes = sum(piece.nbytes for plan in plans for piece in plan.pieces)
+    with reported(progress, "write", nbytes) as advance:
+        table = write_shards(
+            target, plans, budget or Budget.from_environment(), block_bytes,
+            snapshot_bytes=snapshot_bytes, taken=taken, advance=advance,
+        )  # fmt: skip
     commit.write_file(os.path.join(target, names.digests_path(save_id, rank)), table)
     commit.fsync_directory(own)
     return catalog.receipt(rank, digest(table), plans)
@@ -394,6 +402,7 @@ def restore(
     rng: bool = False,
     verify: bool | None = None,
     budget: Budget | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Reads a checkpoint straight into the memory of a live engine, of any world size, stage and offload. Every rank
     calls it. Returns the ``client_state``.
@@ -404,12 +413,13 @@ def restore(
     ("counters", "optimizer", "scaler", "scheduler"); None: all, or none where ``parts`` is given. ``rng``: also restore
     the random number generators of every rank, which needs the world size of the writer. ``verify``: compare every
     block with its digest; None: yes, unless the environment has ZCKPT_VERIFY=0. ``budget``: as for ``open``.
+    ``progress``: such as ``zckpt.ProgressBar()``.
 
     Everything that can be known without reading tensors is checked before the engine is touched. Raises MismatchError,
     which lists every difference, ValueError for a part or tree that does not exist, and what ``zckpt.open`` and
     ``Checkpoint.load`` raise, on every rank.
     """
-    finish_current()
+    wait()
     ranks = Ranks()
     ranks.agree(os.path.abspath(path), "paths")
     plan = ranks.together(
@@ -417,7 +427,7 @@ def restore(
     )
     ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
     own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
-    ranks.together(lambda: _fill(plan.adapter, plan.checkpoint, plan.wanted, own, verify), "restore")
+    ranks.together(lambda: _fill(plan.adapter, plan.checkpoint, plan.wanted, own, verify, progress), "restore")
     ranks.together(lambda: plan.adapter.finish_restore(plan.state, plan.rank_state), "restore")
     return plan.client_state
 
@@ -512,7 +522,12 @@ def _differences(checkpoint: Checkpoint, wanted: Sequence[Fragment]) -> dict[str
 
 
 def _fill(
-    adapter: EngineAdapter, checkpoint: Checkpoint, wanted: tuple[Fragment, ...], rank: int | None, verify: bool | None
+    adapter: EngineAdapter,
+    checkpoint: Checkpoint,
+    wanted: tuple[Fragment, ...],
+    rank: int | None,
+    verify: bool | None,
+    progress: Progress | None,
 ) -> None:
     def want(fragment: Fragment) -> Want:
         assert isinstance(fragment.data, torch.Tensor), "fill supplies the memory"
@@ -520,18 +535,19 @@ def _fill(
         span = Span(fragment.start, fragment.stop, 0)
         return Want(info, choose_copy(checkpoint.pieces(info), rank), [span], fragment.data)
 
+    nbytes = sum((f.stop - f.start) * checkpoint[f.key].dtype.itemsize for f in wanted)
     try:
-        with closing(adapter.fill(wanted)) as batches:
+        with reported(progress, "restore", nbytes) as advance, closing(adapter.fill(wanted)) as batches:
             for fragments in batches:
-                checkpoint.read([want(fragment) for fragment in fragments], verify=verify)
+                checkpoint.read([want(fragment) for fragment in fragments], verify=verify, advance=advance)
     except (FormatError, StorageError) as error:
         error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
         raise
 
 
-def validate(path: StrPath, *, data: bool = True) -> Report:
+def validate(path: StrPath, *, data: bool = True, progress: Progress | None = None) -> Report:
     """Checks a checkpoint against the specification. ``data``: read every byte and compare it with its digest; without,
-    only names, sizes, headers and the index are checked.
+    only names, sizes, headers and the index are checked. ``progress``: such as ``zckpt.ProgressBar()``.
 
     Never raises for what is wrong with the checkpoint: that is in the report, one finding per broken rule and place.
     Raises CheckpointNotFoundError if there is nothing to check, and StorageError.
@@ -540,4 +556,4 @@ def validate(path: StrPath, *, data: bool = True) -> Report:
         checkpoint = open(path)
     except FormatError as error:
         return Report(os.fspath(path), [Finding.of(error)], files=1)
-    return check_checkpoint(checkpoint, data=data)
+    return check_checkpoint(checkpoint, data=data, progress=progress)

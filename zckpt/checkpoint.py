@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from zckpt.io.read import ReadFile, run_reads
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Span, choose_copy, extents, slice_spans
 from zckpt.plan.select import Keys, nearest, select
+from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.torch_dtypes import TORCH_DTYPES
 
@@ -191,6 +192,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         dtype: torch.dtype | None = None,
         verify: bool | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, torch.Tensor]:
         """Whole tensors by key, assembled from the pieces of all ranks, in memory of their own on ``device``.
 
@@ -198,8 +200,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         converts between floating point types, or between integer types, on the way. ``verify`` checks every block's
         digest; None: unless the environment has ZCKPT_VERIFY=0. ``out``: contiguous tensors by key, of the stored
         shapes, on any device; keys that it has are read into them and converted to their dtype; after an error they
-        hold undefined values. Reads nothing but these tensors, the index chunks that list them and the digests that
-        cover them.
+        hold undefined values. ``progress``: such as ``zckpt.ProgressBar()``. Reads nothing but these tensors, the index
+        chunks that list them and the digests that cover them.
 
         Raises KeyNotFoundError, CastError, MismatchError (``out`` does not fit), FormatError (damaged or missing data)
         and StorageError; then nothing is returned.
@@ -211,15 +213,24 @@ class Checkpoint(Mapping[str, TensorInfo]):
             else self._given(info, out[key])
             for key, info in infos.items()
         }
-        self.read([self._whole(info, targets[key]) for key, info in infos.items()], verify=verify)
+        with reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
+            self.read([self._whole(info, targets[key]) for key, info in infos.items()], verify=verify, advance=advance)
         return targets
 
     def iter(
-        self, keys: Keys = None, *, device: Device = "cpu", dtype: torch.dtype | None = None, verify: bool | None = None
+        self,
+        keys: Keys = None,
+        *,
+        device: Device = "cpu",
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+        progress: Progress | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Like ``load``, one ``(key, tensor)`` at a time: only one is in memory, unless the caller keeps more."""
-        for key in self._select(keys):
-            yield key, self._one(self[key], device, dtype, verify)
+        infos = {key: self[key] for key in self._select(keys)}
+        with reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
+            for key, info in infos.items():
+                yield key, self._one(info, device, dtype, verify, advance)
 
     def load_slice(
         self,
@@ -256,7 +267,12 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return {place: want.target for place, want in wants.items()}
 
     def state_dict(
-        self, *, dtype: torch.dtype | None = None, device: Device = "cpu", verify: bool | None = None
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        device: Device = "cpu",
+        verify: bool | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, torch.Tensor]:
         """What ``model.load_state_dict`` takes: weights (from ``master``, else ``param``), buffers, and tied weights by
         every name. ``dtype`` applies to floating point weights; buffers keep theirs."""
@@ -268,11 +284,19 @@ class Checkpoint(Mapping[str, TensorInfo]):
             for name, info in sources.items()
         }
         targets = {name: self._empty(info, info.shape, device, casts[name]) for name, info in sources.items()}
-        self.read([self._whole(info, targets[name]) for name, info in sources.items()], verify=verify)
+        with reported(progress, "load", sum(info.nbytes for info in sources.values())) as advance:
+            self.read([self._whole(i, targets[name]) for name, i in sources.items()], verify=verify, advance=advance)
         return targets | {alias: targets[name] for alias, name in self.aliases.items() if name in targets}
 
-    def read(self, wants: Sequence[Want], *, verify: bool | None = None) -> None:
-        """Fills the target of every want. The one way in which tensor data is read."""
+    def read(
+        self,
+        wants: Sequence[Want],
+        *,
+        verify: bool | None = None,
+        advance: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Fills the target of every want. The one way in which tensor data is read. ``advance`` is told the bytes that
+        have been."""
         verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
         manifest = self.manifest
         batch_bytes = self._budget.batch_bytes(manifest.block_bytes)
@@ -298,7 +322,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         sinks = [Sink(want.info.key, want.target, want.info.dtype) for want in wants]
         device = cuda_device(want.target for want in wants)
         staging = self._staging.setdefault(device, Staging(batch_bytes + 2 * PAGE_BYTES, device))
-        run_reads(self.reader, ops, files, sinks, self._budget, staging)
+        run_reads(self.reader, ops, files, sinks, self._budget, staging, advance)
 
     def _select(self, keys: Keys) -> list[str]:
         """The keys asked for. A tied weight's further names are matched as they are, not by patterns."""
@@ -306,10 +330,15 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return select(list(self), keys, {key for key in aliases if key in self})
 
     def _one(
-        self, info: TensorInfo, device: Device = "cpu", dtype: torch.dtype | None = None, verify: bool | None = None
+        self,
+        info: TensorInfo,
+        device: Device = "cpu",
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+        advance: Callable[[int], None] = lambda nbytes: None,
     ) -> torch.Tensor:
         target = self._empty(info, info.shape, device, dtype)
-        self.read([self._whole(info, target)], verify=verify)
+        self.read([self._whole(info, target)], verify=verify, advance=advance)
         return target
 
     def _whole(self, info: TensorInfo, target: torch.Tensor) -> Want:

@@ -17,7 +17,7 @@ from zckpt.io.local import after
 from zckpt.io.memory import PAGE_BYTES, wait_for_caller
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.io.budget import Budget
     from zckpt.io.local import LocalReader
@@ -44,13 +44,20 @@ def run_reads(
     sinks: Sequence[Sink],
     budget: Budget,
     staging: Staging,
+    advance: Callable[[int], None],
 ) -> None:
     """Carries out ``ops``, each of which fits in a buffer of ``staging`` with a page to spare on either side.
+    ``advance`` is told the bytes that have reached their sinks.
 
     Raises FormatError (F001 to F003, D003) and StorageError; the sinks then hold undefined values.
     """
     wait_for_caller(staging.device)
-    budget.run(partial(_run, reader, op, files[op.file], sinks, staging, budget.direct) for op in ops)
+
+    def run(op: ReadOp) -> None:
+        _run(reader, op, files[op.file], sinks, staging, budget.direct)
+        advance(sum(copy.nbytes for segment in op.segments for copy in segment.copies))
+
+    budget.run(partial(run, op) for op in ops)
 
 
 def _run(

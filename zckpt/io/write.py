@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,14 +56,15 @@ def write_shards(
     budget: Budget,
     block_bytes: int,
     *,
-    snapshot_bytes: int = 0,
-    taken: Callable[[], None] = lambda: None,
+    snapshot_bytes: int,
+    taken: Callable[[], None],
+    advance: Callable[[int], None],
 ) -> bytes:
     """Writes the files of one rank under ``root``, whose directories exist, and makes their data durable.
 
     ``taken`` is called once all of the state has been copied from where it is: from then on it may change. Up to
-    ``snapshot_bytes`` of it, or what the budget has for buffers if that is more, are then still to be written. Returns
-    the digest table. Raises StorageError.
+    ``snapshot_bytes`` of it, or what the budget has for buffers if that is more, are then still to be written.
+    ``advance`` is told the bytes of tensors that have been. Returns the digest table. Raises StorageError.
     """
     table = bytearray(sum(plan.blocks for plan in plans) * DIGEST_BYTES)
     batch_bytes = budget.batch_bytes(block_bytes)
@@ -77,8 +77,13 @@ def write_shards(
             files.append(NewFile(os.path.join(root, plan.shard.path), budget.direct))
             ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=block_bytes)
             jobs += [_Job(files[-1], plan, op) for op in ops]
+
+        def put(job: _Job, stage: Stage) -> None:
+            _put(table, block_bytes, job, stage)
+            advance(sum(span.nbytes for span in job.op.spans if span.source >= 0))
+
         pipeline = Pipeline(
-            jobs, _take, partial(_put, table, block_bytes), staging,
+            jobs, _take, put, staging,
             max(snapshot_bytes // (batch_bytes + PAGE_BYTES), budget.threads), taken,
         )  # fmt: skip
         budget.run([pipeline.work] * budget.threads)
