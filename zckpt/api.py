@@ -312,7 +312,7 @@ def restore(
     ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
     own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
     ranks.together(lambda: _fill(plan.adapter, plan.checkpoint, plan.wanted, own, verify), "restore")
-    ranks.together(lambda: plan.adapter.finish_restore(plan.state, plan.rank_state), "restore")
+    ranks.together(lambda: plan.adapter.finish_restore(plan.state, plan.rank_state, rng), "restore")
     return plan.client_state
 
 
@@ -340,7 +340,9 @@ def _plan_restore(
     adapter = adapt(engine)
     adapter.refuse_unsupported()
     checkpoint = open(path)
-    stored = {part: {info.name for info in checkpoint.values() if info.part == part} for part in checkpoint.parts}
+    stored = {
+        part: {info.name: info.dtype for info in checkpoint.values() if info.part == part} for part in checkpoint.parts
+    }
     if trees is None:
         trees = adapter.trees if parts is None else ()
     unknown = [*(set(parts or ()) - set(stored)), *(set(trees) - set(adapter.trees))]
@@ -360,7 +362,11 @@ def _plan_restore(
         problems = []
     engine_state, client_state = _root(checkpoint)
     chosen = {name: engine_state.get(name) for name in trees}
-    problems += adapter.check_state(chosen, wanted)
+    needed = rng or adapter.needs_rank_state(chosen)
+    rank_state = (
+        checkpoint.rank_state(ranks.rank, lazy=True) if needed and checkpoint.world_size == ranks.size else None
+    )
+    problems += adapter.check_state(chosen, rank_state, wanted)
     if rng and checkpoint.world_size != ranks.size:
         problems.append(
             f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {ranks.size}"
@@ -373,7 +379,6 @@ def _plan_restore(
         )
     for key in {fragment.key for fragment in wanted}:
         checkpoint.check_sizes(checkpoint[key])
-    rank_state = checkpoint.rank_state(ranks.rank) if rng else None
     return _RestorePlan(adapter, checkpoint, wanted, chosen, rank_state, client_state)
 
 
