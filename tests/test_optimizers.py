@@ -6,13 +6,15 @@ AdamW, DeepSpeed's own and torch's, and SGD without offload are in test_stages.p
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import zckpt
 from models import make_engine, train
-from runs import AFTER, assert_at_rest, everything
+from runs import AFTER, assert_at_rest, assert_same, everything, inner, plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -114,3 +116,143 @@ def test_a_restored_run_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, ca
         assert resumed == through
     report = zckpt.validate(path)
     assert report.ok, str(report)
+
+
+def write_trained(path: str, setup: dict[str, Any], steps: int = 3) -> None:
+    engine = make_engine(**setup)
+    train(engine, steps)
+    zckpt.write(engine, path)
+
+
+def restore_and_write(path: str, again: str, setup: dict[str, Any], trained: int) -> None:
+    engine = make_engine(**setup, seed=1)
+    train(engine, trained, 100)
+    zckpt.restore(engine, path)
+    zckpt.write(engine, again)
+    assert all(math.isfinite(loss) for loss in train(engine, 2))
+
+
+def optimizer_states(checkpoint: zckpt.Checkpoint) -> dict[str, Any]:
+    """What is kept by parameter. FusedAdam counts the steps of a group in one state alone where it can."""
+    tree = checkpoint.state["engine"]["optimizer"]
+    return {name: entry["values"] for entry in tree["states"] for name in entry["params"]}
+
+
+CROSS = {
+    "lion": ("lion", "bf16", "1-cpu", 2, "3-cpu", 3),
+    "lion-back": ("lion", "fp16", "3-cpu", 2, "2-cpu", 1),
+    "adagrad": ("adagrad", "bf16", "2-cpu", 2, "3-cpu", 3),
+    "adagrad-torch": ("adagrad", "fp32", "0", 2, "1", 3),
+    "adagrad-torch-back": ("adagrad", "fp32", "3", 3, "0", 2),
+    "sgd": ("sgd", "bf16", "3-cpu", 2, "1", 3),
+    "sgd-back": ("sgd", "fp32", "2-cpu", 3, "0", 2),
+    "muon": ("muon", "bf16", "1", 2, "3", 3),
+    "muon-back": ("muon", "bf16", "3", 3, "2", 2),
+    "muon-from-0": ("muon", "fp32", "0", 2, "2", 3),
+    "muon-to-0": ("muon", "fp32", "2", 3, "0", 2),
+    "muon-to-cpu": ("muon", "fp32", "1", 3, "1-cpu", 2),
+    "muon-other-size": ("muon", "fp16", "2", 3, "2", 2),
+}
+EVERY_COMMIT |= {"lion", "muon", "muon-from-0"}
+
+
+@pytest.mark.parametrize("case", marked(CROSS))
+def test_other_stages_and_world_sizes_restore_the_same_state(cluster: Cluster, tmp_path: Path, case: str) -> None:
+    optimizer, dtype, there, written, here, restored = CROSS[case]
+    shape = {"model": "mlp", "dtype": dtype, "groups": not case.startswith("adagrad-torch"), **OPTIMIZERS[optimizer]}
+    path, again = str(tmp_path / "checkpoint"), str(tmp_path / "again")
+    cluster.run(write_trained, written, path, {**MODES[there], **shape})
+    for trained in (0, 2):
+        cluster.run(restore_and_write, restored, path, f"{again}{trained}", {**MODES[here], **shape}, trained)
+        one, other = zckpt.open(path), zckpt.open(f"{again}{trained}")
+        assert_same(one.load(), other.load())
+        for name, values in optimizer_states(one).items():
+            if here != "0" and there != "0":
+                assert plain(list(values.items())) == plain(list(optimizer_states(other)[name].items()))
+
+
+@pytest.mark.parametrize("mode", ["1", "2", "1-cpu"])
+def test_muon_s_momentum_is_written_under_its_own_name(cluster: Cluster, tmp_path: Path, mode: str) -> None:
+    """As another stage, of which DeepSpeed's own functions tell the state, has it after the same training."""
+    shape = {**MUON, "dtype": "fp32", "model": "gpt2"}
+    cluster.run(write_trained, 2, str(tmp_path / "3"), {**MODES["3"], **shape}, 1)
+    cluster.run(write_trained, 2, str(tmp_path / "other"), {**MODES[mode], **shape}, 1)
+    one, other = (zckpt.open(tmp_path / name).load("momentum_buffer/*") for name in ("3", "other"))
+    assert one.keys() == other.keys() != set()
+    for key, tensor in one.items():
+        torch.testing.assert_close(other[key], tensor, rtol=1e-3, atol=1e-7)
+
+
+def refuse_other_geometry(path: str, setup: dict[str, Any], trained: int) -> list[str]:
+    engine = make_engine(**setup, seed=1)
+    train(engine, trained, 100)
+    before = everything(engine)
+    with pytest.raises(zckpt.MismatchError) as refused:
+        zckpt.restore(engine, path)
+    assert everything(engine) == before
+    zckpt.restore(engine, path, parts=["master"])
+    after = everything(engine)
+    assert {key for key in before if "master" in key and before[key] != after[key]}
+    return str(refused.value).splitlines()
+
+
+BOUND_ELSEWHERE = {
+    "2-to-3": ("2", 2, "3", 2, {}),
+    "0-to-1": ("0", 2, "1", 2, {}),
+    "1-to-0": ("1", 2, "0", 2, {}),
+    "2-to-three-ranks": ("2", 2, "2", 3, {}),
+    "3-to-other-sub-groups": ("3", 2, "3", 2, {"sub_group_size": 10**9}),
+}
+EVERY_COMMIT |= {"2-to-3", "0-to-1"}
+
+
+@pytest.mark.parametrize("case", marked(BOUND_ELSEWHERE))
+def test_state_that_fits_one_geometry_alone_is_refused_in_another(cluster: Cluster, tmp_path: Path, case: str) -> None:
+    there, written, here, restored, changed = BOUND_ELSEWHERE[case]
+    shape = {"model": "mlp", "dtype": "fp32", "optimizer": "factored"}
+    cluster.run(write_trained, written, str(tmp_path), {**MODES[there], **shape})
+    setup = {**MODES[here], **shape, **changed}
+    for message in cluster.run(refuse_other_geometry, restored, str(tmp_path), setup, len(case) % 2):
+        assert "columns, rows, sizes of Factored cannot be cut anew" in message[1]
+        assert 'parts=["master"]' in message[1]
+
+
+def restore_elsewhere_and_go_on(path: str, setup: dict[str, Any], seed: int) -> Any:
+    engine = make_engine(**setup, seed=seed)
+    zckpt.restore(engine, path)
+    return [plain(list(state.items())) for state in inner(engine).state.values()], train(engine, 2)
+
+
+@pytest.mark.parametrize(("there", "here", "ranks"), [("0", "0", 3), ("1", "2", 2)])
+def test_state_of_the_same_geometry_is_restored_elsewhere(
+    cluster: Cluster, tmp_path: Path, there: str, here: str, ranks: int
+) -> None:
+    shape = {"model": "mlp", "dtype": "fp32", "optimizer": "factored", "groups": True}
+    cluster.run(write_trained, 2, str(tmp_path), {**MODES[there], **shape})
+    outcomes = [
+        cluster.run(restore_elsewhere_and_go_on, ranks, str(tmp_path), {**MODES[mode], **shape}, seed)
+        for seed, mode in enumerate((there, here))
+    ]
+    assert outcomes[0] == outcomes[1]
+    assert "sizes" in str(outcomes[0][0][0])
+
+
+def keep_odd_things(path: str) -> None:
+    for stage, where in ((0, r"engine\.optimizer\.states\[0\]"), (2, r"rank_state\[0\]\.optimizer\[0\]")):
+        engine = make_engine(stage=stage, dtype="fp32", optimizer="factored")
+        zckpt.write(engine, f"{path}/{stage}")
+        train(engine, 2)
+        with pytest.raises(zckpt.MismatchError, match="missing: optimizer state columns, rows, sizes of layers"):
+            zckpt.restore(engine, f"{path}/{stage}")
+        zckpt.write(engine, f"{path}/{stage}-trained")
+        state = next(iter(inner(engine).state.values()))
+        state["seen"] = {1, 2}
+        with pytest.raises(zckpt.StateError, match=rf"^{where}\.values\.seen: set cannot be kept"):
+            zckpt.write(engine, f"{path}/{stage}-set")
+    checkpoint = zckpt.open(f"{path}/2-trained")
+    (lazy,), (eager,) = (checkpoint.rank_state(0, lazy=lazy)["optimizer"] for lazy in (True, False))
+    assert plain(lazy["values"]["rows"]()) == plain(eager["values"]["rows"]) == plain(state["rows"])
+
+
+def test_what_an_optimizer_keeps_is_named_where_it_cannot_be_kept(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(keep_odd_things, 1, str(tmp_path))
