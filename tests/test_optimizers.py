@@ -47,6 +47,8 @@ def runs_in_deepspeed(optimizer: str, mode: str, groups: bool) -> bool:
     offloaded = "offload_optimizer" in MODES[mode]
     if optimizer == "lion" and not offloaded:  # there it is in CUDA
         return False
+    if mode == "3-nvme" and not groups:  # DeepSpeed itself goes wrong, as test_offload.py says
+        return False
     # From stage 1 on, DeepSpeed makes torch's Adagrad anew, with one param group, and fails where there were two.
     return not (optimizer == "adagrad" and groups and mode in ("1", "2", "3"))
 
@@ -63,10 +65,10 @@ def combinations() -> dict[str, dict[str, Any]]:
 
 CASES: dict[str, dict[str, Any]] = {
     **combinations(),
-    # 20 steps: fewer do not show whether the running products of Muon's Adam are restored.
-    "muon-0-20": {**MODES["0"], **MUON, "steps": 20},
-    "muon-1-20": {**MODES["1"], **MUON, "steps": 20},
-    "muon-3-cpu-20": {**MODES["3-cpu"], **MUON, "steps": 20},
+    # 13 steps: from there to the next, the running products of Muon's Adam differ from powers in the last bit.
+    "muon-0-13": {**MODES["0"], **MUON, "steps": 13},
+    "muon-1-13": {**MODES["1"], **MUON, "steps": 13},
+    "muon-3-cpu-13": {**MODES["3-cpu"], **MUON, "steps": 13},
     "muon-1-bf16-optimizer": {**MODES["1"], **MUON, **FP32_GRADIENTS},
     "muon-1-one-behind": {**MODES["1"], **MUON, "model": "uneven"},
     "muon-2-round-robin": {**MODES["2"], **MUON, "model": "gpt2", "round_robin_gradients": True, "groups": True},
@@ -75,7 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
 EVERY_COMMIT = {
     "lion-3-nvme-bf16-groups",
     "adagrad-2-cpu-fp32-groups",
-    "muon-1-20",
+    "muon-1-13",
     "muon-1-one-behind",
     "muon-3-cpu-bf16-groups",
     "factored-0-fp32",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ from zckpt.validation import Finding, Report, check_checkpoint
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from zckpt.engines.base import EngineAdapter
 
@@ -312,7 +312,7 @@ def restore(
     ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
     own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
     ranks.together(lambda: _fill(plan.adapter, plan.checkpoint, plan.wanted, own, verify), "restore")
-    ranks.together(lambda: plan.adapter.finish_restore(plan.state, plan.rank_state, rng), "restore")
+    ranks.together(lambda: _finish(plan, rng), "restore")
     return plan.client_state
 
 
@@ -418,10 +418,20 @@ def _fill(
         span = Span(fragment.start, fragment.stop, 0)
         return Want(info, choose_copy(checkpoint.pieces(info), rank), [span], fragment.data)
 
+    with _changing_the_engine(), closing(adapter.fill(wanted)) as batches:
+        for fragments in batches:
+            checkpoint.read([want(fragment) for fragment in fragments], verify=verify)
+
+
+def _finish(plan: _RestorePlan, rng: bool) -> None:
+    with _changing_the_engine():
+        plan.adapter.finish_restore(plan.state, plan.rank_state, rng)
+
+
+@contextmanager
+def _changing_the_engine() -> Iterator[None]:
     try:
-        with closing(adapter.fill(wanted)) as batches:
-            for fragments in batches:
-                checkpoint.read([want(fragment) for fragment in fragments], verify=verify)
+        yield
     except (FormatError, StorageError) as error:
         error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
         raise

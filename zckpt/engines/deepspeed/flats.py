@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines.tensors import dtype_name
-from zckpt.state.inventory import MASTER, FileSpan, Fragment
+from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileSpan, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -139,7 +139,7 @@ def is_collective(value: Any) -> bool:
 
 def _is_moment(flat: Flat, key: str, value: Any) -> bool:
     # torch keeps `step` as a tensor of shape (), which is also that of a parameter with no dimensions.
-    if not isinstance(value, torch.Tensor) or key == "step" or _is_leftover(key):
+    if not isinstance(value, torch.Tensor) or key == "step" or key in RESERVED_PARTS or _is_leftover(key):
         return False
     if flat.files and value.shape == flat.master.shape:
         return True  # in a file as well

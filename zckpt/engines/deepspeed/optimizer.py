@@ -64,7 +64,7 @@ def capture(optimizer: Any, flats: Sequence[Flat]) -> dict[str, Any]:
         if tied and flat.whole:
             own["values"] |= tied
         elif tied:
-            own["bound"] = sorted(tied)
+            own["bound"] = sorted(map(str, tied))
         equal = (entry for entry in states if not (tied and flat.whole) and _same_state(entry, own))
         entry = next(equal, None)
         if entry is None:
@@ -155,7 +155,7 @@ class Saved:
         own = self._bound.get(flat.names, {})
         for entry in filter(None, entries):
             apart = entry.get("bound", ())
-            tied = sorted({*apart, *(key for key, value in entry["values"].items() if is_collective(value))})
+            tied = sorted({*apart, *(str(key) for key, value in entry["values"].items() if is_collective(value))})
             if tied and (own.get("geometry") != geometry(flat) if apart else not flat.whole):
                 return NOTHING, [_misfit(tied, flat, self.optimizer_class)]
         first, *others = entries
@@ -186,7 +186,7 @@ def problems(saved: Saved, optimizer: Any, flats: Sequence[Flat], restored: Coll
         found += against
         stale = bound(flat, optimizer.state.get(flat.master, {})).keys() - state.values.keys()
         if stale and not against:
-            found.append(f"missing: optimizer state {', '.join(sorted(stale))} of {_some(flat.names)}")
+            found.append(f"missing: optimizer state {', '.join(sorted(map(str, stale)))} of {_some(flat.names)}")
         absent = [
             f"{part}/{slot.name}"
             for part in state.moments
@@ -277,7 +277,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return bool(a["moments"] == b["moments"]) and _equal(a["values"], b["values"])
+    alike = a["moments"] == b["moments"] and a.get("bound") == b.get("bound")
+    return alike and _equal(a["values"], b["values"])
 
 
 def _distinct(items: Iterable[Mapping[str, Any] | None]) -> list[Mapping[str, Any] | None]:
