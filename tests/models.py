@@ -19,8 +19,8 @@ ADAMW = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
 
 
 class Factored(torch.optim.Optimizer):
-    """What optimizers may keep besides moments and a step: means over the rows and the columns of a gradient, the first
-    steps' sizes in a list, and the last one's. A 1-D gradient is taken for the rows of a matrix, as far as they go.
+    """Keeps what is shaped otherwise than the weights: means over the rows and the columns of the gradient, and a list
+    of the sizes of the last two. Of a 1-D gradient it makes a matrix of up to 16 columns, leaving out what is over.
     """
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
