@@ -71,7 +71,7 @@ $(OPS): $(SETUP) tests/ops.py
 	    { echo "setup: needs Python's headers, such as Debian's python3-dev"; exit 1; }
 	@mkdir -p .cache
 	@$(install_libaio)
-	@echo "setup: DeepSpeed's C++ ops (two minutes at first)"
+	@echo "setup: DeepSpeed's C++ ops (three minutes at first)"
 	@$(PY) tests/ops.py
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -15,11 +16,48 @@ if TYPE_CHECKING:
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAMW = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
-OPTIMIZERS: dict[str, dict[str, Any]] = {
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps what is shaped otherwise than the weights: means over the rows and the columns of the gradient, and a list
+    of the sizes of the last two. Of a 1-D gradient it makes a matrix of up to 16 columns, leaving out what is over.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "decay": 0.8})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                columns = p.shape[-1] if p.dim() > 1 else min(p.numel(), 16)
+                matrix = p.grad.float().flatten()[: p.numel() // columns * columns].view(-1, columns)
+                means = {"rows": matrix.square().mean(1), "columns": matrix.square().mean(0)}
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, sizes=[], **{name: torch.zeros_like(mean) for name, mean in means.items()})
+                state["step"] += 1
+                state["sizes"] = [*state["sizes"], matrix.abs().sum()][-2:]
+                for name, mean in means.items():
+                    state[name].lerp_(mean, 1 - group["decay"])
+                scale = (state["rows"].mean() + state["columns"].mean()).sqrt() + sum(state["sizes"]) + 1e-8
+                p.add_(p.grad / scale, alpha=-group["lr"])
+                p.view(-1)[: matrix.numel()].view_as(matrix).mul_(1 - 1e-2 * state["rows"][:, None] / scale)
+
+
+OPTIMIZERS: dict[str, Any] = {
     "adamw": {"type": "AdamW", "params": ADAMW},  # DeepSpeed's own, in C++
     "torch_adamw": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
     "sgd": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+    "lion": {"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.01}},
+    "adagrad": {"type": "Adagrad", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+    "muon": {"type": "Muon", "params": {**ADAMW, "momentum": 0.9, "ns_method": "standard"}},
+    "factored": Factored,
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
 }
+"""DeepSpeed's configuration of it, or what makes one of parameters."""
 
 
 class Mlp(nn.Module):
@@ -70,13 +108,25 @@ class Wide(nn.Module):
         return self.frozen(self.second(self.first(x).relu())).float().square().mean()
 
 
+class Uneven(nn.Module):
+    """Two matrices of 63 and 64 elements: of two ranks, the second holds the last 63 of the second, then padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(63, 1))
+        self.second = nn.Parameter(torch.randn(1, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x[:, :63] @ self.first @ self.second).float().square().mean()
+
+
 def make_model(model: str) -> nn.Module:
     if model == "gpt2":
         sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
         return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     if model == "thawed":
         return Wide().requires_grad_()
-    return {"mlp": Mlp, "odd": Odd, "wide": Wide}[model]()
+    return {"mlp": Mlp, "odd": Odd, "wide": Wide, "uneven": Uneven}[model]()
 
 
 def make_engine(
@@ -89,12 +139,14 @@ def make_engine(
     optimizer: str = "adamw",
     scheduler: bool = False,
     config: Mapping[str, Any] | None = None,
+    swap: str = "",
     **zero: Any,
 ) -> deepspeed.DeepSpeedEngine:
     """An engine over a new model; ``seed`` decides its weights.
 
     ``groups``: weights and one-dimensional parameters in two groups with other settings. ``frozen``: the first quarter
     of the parameters is frozen. ``config`` and ``zero`` go over the DeepSpeed configuration and its zero_optimization.
+    ``optimizer``: one of OPTIMIZERS. ``swap``: the folder for what is offloaded to NVMe.
     """
     torch.manual_seed(seed)
     module = make_model(model)
@@ -107,20 +159,33 @@ def make_engine(
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "lr": 2e-2},
     ]
+    for offload in ("offload_optimizer", "offload_param"):
+        if zero.get(offload, {}).get("device") == "nvme":
+            zero[offload] = {**zero[offload], "nvme_path": swap}
+    chosen = OPTIMIZERS[optimizer]
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": dtype == "bf16"},
         "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 9, "loss_scale_window": 3, "hysteresis": 1},
-        "optimizer": OPTIMIZERS[optimizer],
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100, **zero},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         **(config or {}),
     }
     if dtype == "fp16":  # which DeepSpeed leaves to GPUs, though it runs on the CPU
         type(get_accelerator()).is_fp16_supported = lambda self: True
+    if isinstance(chosen, dict):
+        settings["optimizer"] = chosen
+    if optimizer == "muon":
+        torch.compiler.set_stance("force_eager")  # compiling takes longer than training here
     if scheduler:
         settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=split if groups else trained, config=settings)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        model_parameters=split if groups else trained,
+        optimizer=None if isinstance(chosen, dict) else chosen,
+        config=settings,
+    )
     torch.manual_seed(1000 * seed + engine.global_rank)
     return engine
 

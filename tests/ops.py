@@ -18,7 +18,7 @@ def load() -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
     import deepspeed
     import torch
-    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder
+    from deepspeed.ops.op_builder import cpu
 
     directory = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     directory.mkdir(parents=True, exist_ok=True)
@@ -32,10 +32,12 @@ def load() -> None:
         # torch waits for ever for a lock that a killed build left. Nobody builds now: the flock is ours.
         for lock in directory.glob("*/lock"):
             lock.unlink()
-        for builder in (ShareMemCommBuilder, FusedAdamBuilder, CPUAdamBuilder):
+        builders = [cpu.ShareMemCommBuilder, cpu.FusedAdamBuilder]
+        builders += [cpu.CPUAdamBuilder, cpu.CPUAdagradBuilder, cpu.CPULionBuilder]
+        if async_io():
+            builders.append(cpu.AsyncIOBuilder)
+        for builder in builders:
             builder().load(verbose=False)
-        if AsyncIOBuilder().is_compatible():
-            AsyncIOBuilder().load(verbose=False)
         made_with.write_text(versions)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -74,13 +76,73 @@ def logical(engine: Any, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
     return found
 
 
+def fingerprint(tensor: torch.Tensor) -> str:
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.blake2b(raw).hexdigest()}"
+
+
+def told(engine: Any) -> dict[str, str]:
+    """Every whole tensor by key at stage 3, as DeepSpeed's public functions tell. Collective."""
+    zero, moments = engine.optimizer, {}
+    for parameters, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+        state = zero.optimizer.state.get(flat, {})
+        found = [key for key, value in state.items() if is_moment(value, parameters)]
+        moments.update({parameter.ds_id: found for parameter in parameters})
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad and parameter.ds_numel:
+            found[f"master/{name}"] = fingerprint(safe_get_full_fp32_param(parameter))
+            for key in moments[parameter.ds_id]:
+                found[f"{key}/{name}"] = fingerprint(safe_get_full_optimizer_state(parameter, key))
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found[f"param/{name}"] = fingerprint(parameter)
+    for name, buffer in engine.module.named_buffers():
+        found[f"buffer/{name}"] = fingerprint(buffer)
+    return found
+
+
+def is_moment(value: Any, parameters: list[Any]) -> bool:
+    """Of a flat at stage 3; what lies in a file has no elements."""
+    numel = sum(parameter.partition_numel() for parameter in parameters)
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() in (0, numel)
+
+
+def everything(engine: Any) -> dict[str, Any]:
+    """All that an engine of any stage holds, as far as it is initialised, to be compared. Collective."""
+    zero, found = engine.optimizer, {"settings": settings(engine)}
+    if engine.zero_optimization_stage() < 3:
+        buffers = {("buffer", name): buffer for name, buffer in engine.module.named_buffers()}
+        tensors = {**raw(engine), **buffers}
+        for key in [key for key in tensors if key[0] == "master"]:
+            tensors[key] = tensors[key][: filled(engine, key[1])]
+        return {**found, **{key: plain(value) for key, value in tensors.items()}}
+    for n, (parameters, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
+        for key, value in zero.optimizer.state.get(flat, {}).items():
+            if not is_moment(value, parameters):
+                found[f"{key} of {n}"] = plain(value)
+    return {**found, **told(engine)}
+
+
+def filled(engine: Any, group: int) -> int | None:
+    """Where padding begins in this rank's flat at stages 1 and 2. Lion moves it along, but nobody reads it."""
+    groups = getattr(engine.optimizer, "bit16_groups", None) or getattr(engine.optimizer, "bf16_groups", None)
+    if groups is None:
+        return None
+    flat = inner(engine).param_groups[group]["params"][0].numel()
+    return max(sum(parameter.numel() for parameter in groups[group]) - engine.global_rank * flat, 0)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, *map(plain, value)]
+    return fingerprint(value) if isinstance(value, torch.Tensor) else repr(value)
+
+
 def weights(engine: Any) -> dict[str, torch.Tensor]:
     """The whole parameters and persistent buffers in the dtype that the model computes with, on this rank."""
     found = {name: b.clone() for name, b in engine.module.named_buffers() if name in engine.module.state_dict()}
     for name, p in engine.module.named_parameters():
         if hasattr(p, "ds_id"):
-            import deepspeed
-
             with deepspeed.zero.GatheredParameters([p]):
                 found[name] = p.detach().clone()
         else:
@@ -126,3 +188,14 @@ def assert_goes_on_alike(through: list[dict[str, Any]], resumed: list[dict[str, 
         assert one["losses"] == other["losses"]
         assert other["client"]["note"] == "made by a test"
         assert torch.equal(other["client"]["where"], torch.arange(3))
+
+
+def assert_at_rest(engine: Any) -> None:
+    """No swap buffer is in use."""
+    swapper = engine.optimizer.optimizer_swapper
+    if swapper is not None:
+        assert len(swapper.swap_buffer_manager.free_buffer_index) == swapper.swap_buffer_manager.count
+        assert not any(getattr(swapper, "swap_ops", {}).values())
+    for parameter in engine.module.parameters():
+        if getattr(parameter, "nvme_swapper", None) is not None:
+            assert parameter.nvme_swapper.pending_writes == parameter.nvme_swapper.pending_reads == 0

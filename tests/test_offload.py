@@ -5,26 +5,23 @@ What an engine holds is asked of DeepSpeed's public functions and of its swap fi
 
 from __future__ import annotations
 
-import copy
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import deepspeed
 import numpy as np
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import zckpt
 from models import make_engine, train
-from runs import settings
+from runs import assert_at_rest, fingerprint, settings, told
 from states import same_all, write_state
 from zckpt import api
 from zckpt.state.inventory import FileSpan, Fragment
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
     from cluster import Cluster
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -41,7 +38,7 @@ wrong on NVMe: from the first step on, its losses differ from those of the same 
 draws on whatever its buffers held before. Here they are equal.
 """
 ODD: dict[str, Any] = {"model": "odd", "groups": True, "sub_group_size": 1000}
-TORCH_ADAM: dict[str, Any] = {"optimizer": "torch_adamw", "config": {"zero_force_ds_cpu_optimizer": False}}
+TORCH_ADAM: dict[str, Any] = {"optimizer": "torch_adamw"}
 
 
 def fp16(**settings: Any) -> dict[str, Any]:
@@ -98,59 +95,17 @@ def _async_io(request: pytest.FixtureRequest, cluster: Cluster) -> None:
         pytest.skip("no libaio (install libaio-dev): DeepSpeed cannot build the op behind NVMe offload")
 
 
-def make(setup: dict[str, Any], swap: str, seed: int = 0) -> deepspeed.DeepSpeedEngine:
-    """``make_engine``, swapping to ``swap``, in fp16 too, which DeepSpeed leaves to GPUs though it runs on the CPU."""
-    setup = copy.deepcopy(setup)
-    for offload in ("offload_optimizer", "offload_param"):
-        if setup.get(offload, {}).get("device") == "nvme":
-            setup[offload]["nvme_path"] = swap
-    type(get_accelerator()).is_fp16_supported = lambda self: True
-    return make_engine(**setup, seed=seed)
-
-
-def fingerprint(tensor: torch.Tensor) -> str:
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.blake2b(raw).hexdigest()}"
-
-
-def held(engine: deepspeed.DeepSpeedEngine) -> dict[str, str]:
-    """Every whole tensor by key, as DeepSpeed tells. Collective."""
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad and parameter.ds_numel:
-            found[f"master/{name}"] = fingerprint(safe_get_full_fp32_param(parameter))
-            if engine.global_steps > engine.skipped_steps:
-                for moment in MOMENTS:
-                    found[f"{moment}/{name}"] = fingerprint(safe_get_full_optimizer_state(parameter, moment))
-        with deepspeed.zero.GatheredParameters([parameter]):
-            found[f"param/{name}"] = fingerprint(parameter)
-    for name, buffer in engine.module.named_buffers():
-        found[f"buffer/{name}"] = fingerprint(buffer)
-    return found
-
-
-def state(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
+def state(engine: DeepSpeedEngine) -> dict[str, Any]:
     zero = engine.optimizer
     steps = [{k: v for k, v in one.items() if k == "step"} for one in zero.optimizer.state.values()]
     scaler = {key: value for key, value in vars(zero.loss_scaler).items() if key != "dtype"}
     return {**settings(engine), "skipped": engine.skipped_steps, "steps": steps, "scaler": scaler}
 
 
-def assert_at_rest(engine: deepspeed.DeepSpeedEngine) -> None:
-    """No swap buffer is in use."""
-    swapper = engine.optimizer.optimizer_swapper
-    if swapper is not None:
-        assert len(swapper.swap_buffer_manager.free_buffer_index) == swapper.swap_buffer_manager.count
-        assert not any(getattr(swapper, "swap_ops", {}).values())
-    for parameter in engine.module.parameters():
-        if getattr(parameter, "nvme_swapper", None) is not None:
-            assert parameter.nvme_swapper.pending_writes == parameter.nvme_swapper.pending_reads == 0
-
-
 def write_and_go_on(path: str, setup: dict[str, Any], swap: str, steps: int, moved: bool = False) -> dict[str, Any]:
-    engine = make(setup, swap)
+    engine = make_engine(**setup, swap=swap)
     train(engine, steps)
-    before = held(engine), state(engine)
+    before = told(engine), state(engine)
     if moved:
         engine.offload_states()
     zckpt.write(engine, path)
@@ -159,15 +114,15 @@ def write_and_go_on(path: str, setup: dict[str, Any], swap: str, steps: int, mov
     if moved:
         assert len(engine.optimizer.offloaded_states) == 5
         engine.reload_states()
-    assert (held(engine), state(engine)) == before
+    assert (told(engine), state(engine)) == before
     losses = train(engine, AFTER, steps)
-    return {"before": before, "losses": losses, "after": (held(engine), state(engine))}
+    return {"before": before, "losses": losses, "after": (told(engine), state(engine))}
 
 
 def restore_and_go_on(
     path: str, setup: dict[str, Any], swap: str, trained: int, steps: int, moved: bool = False
 ) -> dict[str, Any]:
-    engine = make(setup, swap, seed=1)
+    engine = make_engine(**setup, swap=swap, seed=1)
     train(engine, trained, 100)
     if moved:
         engine.offload_states()
@@ -176,17 +131,17 @@ def restore_and_go_on(
     if moved:
         assert len(engine.optimizer.offloaded_states) == 5
         engine.reload_states()
-    before = held(engine), state(engine)
+    before = told(engine), state(engine)
     losses = train(engine, AFTER, steps)
-    return {"before": before, "losses": losses, "after": (held(engine), state(engine))}
+    return {"before": before, "losses": losses, "after": (told(engine), state(engine))}
 
 
 def restore_and_look(path: str, setup: dict[str, Any], swap: str, trained: int) -> dict[str, str]:
-    engine = make(setup, swap, seed=1)
+    engine = make_engine(**setup, swap=swap, seed=1)
     train(engine, trained, 100)
     zckpt.restore(engine, path)
     assert_at_rest(engine)
-    found = held(engine)
+    found = told(engine)
     train(engine, 1)
     return found
 
@@ -239,7 +194,7 @@ def test_swap_files_go_to_their_own_files_without_padding(cluster: Cluster, tmp_
 
 
 def train_and_leave(setup: dict[str, Any], swap: str, steps: int) -> None:
-    train(make(setup, swap), steps)
+    train(make_engine(**setup, swap=swap), steps)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -285,7 +240,7 @@ def test_states_that_were_moved_away_stay_there(
 
 
 def restore_damaged_then_whole(damaged: str, whole: str, setup: dict[str, Any], swap: str, trained: int) -> Any:
-    engine = make(setup, swap, seed=1)
+    engine = make_engine(**setup, swap=swap, seed=1)
     train(engine, trained, 100)
     error = None
     try:
@@ -294,7 +249,7 @@ def restore_damaged_then_whole(damaged: str, whole: str, setup: dict[str, Any], 
         error = type(caught).__name__
     assert_at_rest(engine)
     zckpt.restore(engine, whole)
-    return error, held(engine)
+    return error, told(engine)
 
 
 @pytest.mark.nvme
@@ -318,7 +273,7 @@ def test_a_failed_restore_reaches_all_and_leaks_no_buffers(
 
 
 def write_without_a_swap_file(path: str, setup: dict[str, Any], swap: str) -> str:
-    engine = make(setup, swap)
+    engine = make_engine(**setup, swap=swap)
     train(engine, 1)
     if engine.global_rank == 1:
         next(Path(swap).glob("zero_stage_3/optimizer/rank1/exp_avg_sq-*.swp")).unlink()
@@ -361,10 +316,10 @@ def write_fragment(path: Path, fragment: Fragment) -> None:
 
 
 def derive_from_weights(path: str, setup: dict[str, Any], swap: str) -> dict[str, str]:
-    engine = make(setup, swap, seed=1)
+    engine = make_engine(**setup, swap=swap, seed=1)
     zckpt.restore(engine, path, parts=["param"])
     assert_at_rest(engine)
-    return held(engine)
+    return told(engine)
 
 
 @pytest.mark.parametrize("mode", ["none", "cpu", "nvme"])
@@ -382,7 +337,7 @@ def test_masters_are_derived_from_weights_where_there_are_no_others(
 
 
 def refused_after_backward(setup: dict[str, Any], swap: str, path: str) -> str:
-    engine = make(setup, swap)
+    engine = make_engine(**setup, swap=swap)
     train(engine, 1)
     engine.backward(engine(torch.ones(4, 1024, dtype=torch.bfloat16)))
     with pytest.raises(zckpt.UnsupportedError) as caught:
@@ -427,7 +382,7 @@ def measure(path: str, swap: str) -> tuple[int, int, int]:
     import models
 
     models.Wide = Deep  # type: ignore[misc,assignment]
-    engine = make({"model": "wide", "offload_optimizer": NVME, "sub_group_size": 1000000}, swap)
+    engine = make_engine(model="wide", offload_optimizer=NVME, sub_group_size=1000000, swap=swap)
     train(engine, 1)
     written = peak_growth(lambda: zckpt.write(engine, path))
     restored = peak_growth(lambda: zckpt.restore(engine, path))

@@ -6,7 +6,7 @@ import os
 import platform
 import secrets
 import socket
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -50,7 +50,7 @@ from zckpt.validation import Finding, Report, check_checkpoint
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from zckpt.engines.base import EngineAdapter
 
@@ -428,7 +428,7 @@ def restore(
     ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
     own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
     ranks.together(lambda: _fill(plan.adapter, plan.checkpoint, plan.wanted, own, verify, progress), "restore")
-    ranks.together(lambda: plan.adapter.finish_restore(plan.state, plan.rank_state), "restore")
+    ranks.together(lambda: _finish(plan, rng), "restore")
     return plan.client_state
 
 
@@ -457,7 +457,9 @@ def _plan_restore(
     adapter = adapt(engine)
     adapter.refuse_unsupported()
     checkpoint = open(path, budget=budget)
-    stored = {part: {info.name for info in checkpoint.values() if info.part == part} for part in checkpoint.parts}
+    stored = {
+        part: {info.name: info.dtype for info in checkpoint.values() if info.part == part} for part in checkpoint.parts
+    }
     if trees is None:
         trees = adapter.trees if parts is None else ()
     unknown = [*(set(parts or ()) - set(stored)), *(set(trees) - set(adapter.trees))]
@@ -477,7 +479,11 @@ def _plan_restore(
         problems = []
     engine_state, client_state = _root(checkpoint)
     chosen = {name: engine_state.get(name) for name in trees}
-    problems += adapter.check_state(chosen, wanted)
+    needed = rng or adapter.needs_rank_state(chosen)
+    rank_state = (
+        checkpoint.rank_state(ranks.rank, lazy=True) if needed and checkpoint.world_size == ranks.size else None
+    )
+    problems += adapter.check_state(chosen, rank_state, wanted)
     if rng and checkpoint.world_size != ranks.size:
         problems.append(
             f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {ranks.size}"
@@ -490,7 +496,6 @@ def _plan_restore(
         )
     for key in {fragment.key for fragment in wanted}:
         checkpoint.check_sizes(checkpoint[key])
-    rank_state = checkpoint.rank_state(ranks.rank) if rng else None
     return _RestorePlan(adapter, checkpoint, wanted, chosen, rank_state, client_state)
 
 
@@ -536,10 +541,24 @@ def _fill(
         return Want(info, choose_copy(checkpoint.pieces(info), rank), [span], fragment.data)
 
     nbytes = sum((f.stop - f.start) * checkpoint[f.key].dtype.itemsize for f in wanted)
+    with (
+        _changing_the_engine(),
+        reported(progress, "restore", nbytes) as advance,
+        closing(adapter.fill(wanted)) as batches,
+    ):
+        for fragments in batches:
+            checkpoint.read([want(fragment) for fragment in fragments], verify=verify, advance=advance)
+
+
+def _finish(plan: _RestorePlan, rng: bool) -> None:
+    with _changing_the_engine():
+        plan.adapter.finish_restore(plan.state, plan.rank_state, rng)
+
+
+@contextmanager
+def _changing_the_engine() -> Iterator[None]:
     try:
-        with reported(progress, "restore", nbytes) as advance, closing(adapter.fill(wanted)) as batches:
-            for fragments in batches:
-                checkpoint.read([want(fragment) for fragment in fragments], verify=verify, advance=advance)
+        yield
     except (FormatError, StorageError) as error:
         error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
         raise

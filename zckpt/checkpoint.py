@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,8 +166,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """The tree of non-tensor state that all ranks share; tensors inside it are on the CPU."""
         return tree.unpack(self.manifest.state, self._state_leaf, names.MANIFEST)
 
-    def rank_state(self, rank: int) -> Any:
-        """The tree of state that ``rank`` alone had, such as its random number generators; None if there is none."""
+    def rank_state(self, rank: int, *, lazy: bool = False) -> Any:
+        """The tree of state that ``rank`` alone had, such as its random number generators; None if there is none.
+
+        ``lazy``: for each tensor and array, a function without arguments that reads it.
+        """
         place = self._place(STATE, f"rank/{rank}")
         if place is None:
             return None
@@ -175,7 +178,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         if info.dtype != torch.uint8 or len(info.shape) != 1:
             raise broken("T001", f"a packed tree that is {info.dtype} {list(info.shape)}", key=info.key)
         packed = self._one(info)
-        return tree.unpack(packed.numpy().tobytes(), self._state_leaf, info.key)
+        leaf = partial(partial, self._state_leaf) if lazy else self._state_leaf
+        return tree.unpack(packed.numpy().tobytes(), leaf, info.key)
 
     def _state_leaf(self, ext: int, name: str) -> object:
         info = self._info(*self._require(STATE, name))

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Mapping
 
+    import torch
+
     from zckpt.state.inventory import Fragment, Inventory
 
 
@@ -46,14 +48,21 @@ class EngineAdapter(Protocol):
         """
 
     def rank_state(self) -> dict[str, Any]:
-        """The state of this rank alone: random number generators."""
+        """The state of this rank alone: random number generators, and optimizer state that no other rank can use.
+
+        May share memory with the engine, as ``state`` may.
+        """
 
     def before_change(self, action: Callable[[], None]) -> None:
         """Has ``action`` called once, by the training's thread, before the engine next changes or moves the memory of
         its fragments: at its next optimizer step. Buffers may change before."""
 
-    def wanted(self, stored: Mapping[str, Collection[str]]) -> tuple[Fragment, ...]:
-        """The fragments that this rank would fill from a checkpoint with these names by part, ``data`` left out.
+    def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
+        """Whether ``rank_state`` has a part of ``state``, which is as in ``check_state``. Raises FormatError."""
+
+    def wanted(self, stored: Mapping[str, Mapping[str, torch.dtype]]) -> tuple[Fragment, ...]:
+        """The fragments that this rank would fill from a checkpoint with these dtypes by part and name, ``data`` left
+        out. What the engine does not have yet (moments) takes the dtype that is stored.
 
         Holds every fragment that the engine needs, stored or not, so that what is missing shows.
         """
@@ -61,11 +70,14 @@ class EngineAdapter(Protocol):
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
         """The keys among these that the engine has no place for, on any rank."""
 
-    def check_state(self, state: Mapping[str, Any], wanted: tuple[Fragment, ...]) -> list[str]:
+    def check_state(
+        self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, wanted: tuple[Fragment, ...]
+    ) -> list[str]:
         """What keeps ``state`` from being restored along with ``wanted``, one line each; changes nothing.
 
-        ``state`` has those of ``trees`` that are to be restored. Raises FormatError for a tree that ``state()`` did not
-        make.
+        ``state`` has those of ``trees`` that are to be restored; ``rank_state`` is this rank's, None if the writer had
+        another number of ranks or nothing needs it. Tensors and arrays in the latter are functions that read them.
+        Raises FormatError for a tree that ``state()`` did not make.
         """
 
     def fill(self, wanted: tuple[Fragment, ...]) -> Generator[tuple[Fragment, ...], None, None]:
@@ -76,10 +88,10 @@ class EngineAdapter(Protocol):
         Ended early (``close``), it gives up the memory of its last batch and leaves the disk as it was.
         """
 
-    def finish_restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
+    def finish_restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rng_too: bool) -> None:
         """Once the memory is filled: derives low-precision weights, sets counters, groups, scheduler, hidden state.
 
-        ``state`` as in ``check_state``. ``rank_state`` None: random generators are left alone. Collective. Raises
-        MismatchError for what ``check_state`` finds, and FormatError for trees that ``state`` and ``rank_state`` did
-        not make.
+        ``state`` and ``rank_state`` as in ``check_state``. Without ``rng_too`` random generators are left alone.
+        Collective. Raises MismatchError for what ``check_state`` finds, and FormatError for trees that ``state()`` and
+        ``rank_state()`` did not make.
         """

@@ -37,7 +37,7 @@ class DeepSpeedAdapter:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._wanted: tuple[Fragment, ...] = ()
-        self._moments_wanted: dict[tuple[str, ...], list[str]] = {}
+        self._moments_wanted: dict[tuple[str, ...], dict[str, torch.dtype]] = {}
         """The moments to be restored, by the names of a flat's parameters; of some this rank may hold nothing."""
 
     trees = ("counters", "optimizer", "scaler", "scheduler")
@@ -57,7 +57,6 @@ class DeepSpeedAdapter:
 
     def refuse_unsupported(self) -> None:
         found = refuse.unsupported(self._engine)
-        found = found or refuse.unsupported_state(self._zero.optimizer, self._zero.flats)
         if found:
             raise UnsupportedError(
                 f"zckpt does not support this DeepSpeed engine: {'; '.join(found)}", hint=refuse.SUPPORTED
@@ -97,6 +96,7 @@ class DeepSpeedAdapter:
         return {
             "rng": rng.capture(self._engine.device),
             "rng_tracker": {name: rng.to_bytes(state) for name, state in tracked.items()},
+            "optimizer": optimizer.capture_bound(self._zero.optimizer, self._zero.flats),
         }
 
     def before_change(self, action: Callable[[], None]) -> None:
@@ -105,7 +105,10 @@ class DeepSpeedAdapter:
             [(self._engine.optimizer, "step"), (self._engine, "offload_states"), (self._engine, "reload_states")],
         )
 
-    def wanted(self, stored: Mapping[str, Collection[str]]) -> tuple[Fragment, ...]:
+    def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
+        return "optimizer" in state and optimizer.Saved.has_bound(_tree(state, "optimizer"))
+
+    def wanted(self, stored: Mapping[str, Mapping[str, torch.dtype]]) -> tuple[Fragment, ...]:
         masters = set(stored.get(MASTER, ()))
         weights_only = set(stored.get(PARAM, ())) - masters - set(self._masterless)
         self._moments_wanted = {}
@@ -113,13 +116,14 @@ class DeepSpeedAdapter:
         for flat in self._zero.flats:
             fragments += (f for f in flat.fragments(MASTER, flat.master.dtype) if f.name not in weights_only)
         for part in dict.fromkeys((*self._live_moments, *sorted(set(stored) - RESERVED_PARTS))):
-            names = set(stored.get(part, ()))
+            names = stored.get(part, {})
             for flat in self._zero.flats:
                 live = moments(flat, self._state_of(flat.master)).get(part)
                 # All of the flat or nothing: if one parameter has a moment, the others' must not be left at zero.
-                if live is not None or not names.isdisjoint(flat.names):
-                    self._moments_wanted.setdefault(flat.names, []).append(part)
-                    fragments += flat.fragments(part, flat.master.dtype if live is None else live.dtype)
+                if live is not None or not names.keys().isdisjoint(flat.names):
+                    dtype = next(names[name] for name in flat.names if name in names) if live is None else live.dtype
+                    self._moments_wanted.setdefault(flat.names, {})[part] = dtype
+                    fragments += flat.wanted(part, dtype)
         order = (name for name in self._in_memory_order if name in weights_only or name in self._masterless)
         fragments += (replace(fragment, data=None) for fragment in self._param_fragments(order))
         fragments += (replace(fragment, data=None) for fragment in self._buffer_fragments())
@@ -135,7 +139,9 @@ class DeepSpeedAdapter:
             if name not in places.get(part, optimized)
         ]
 
-    def check_state(self, state: Mapping[str, Any], wanted: tuple[Fragment, ...]) -> list[str]:
+    def check_state(
+        self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, wanted: tuple[Fragment, ...]
+    ) -> list[str]:
         restored = {(fragment.part, fragment.name) for fragment in wanted}
         found: list[str] = []
         if "counters" in state:
@@ -143,7 +149,7 @@ class DeepSpeedAdapter:
         if "scaler" in state:
             scaler.check(state["scaler"])
         if "optimizer" in state:
-            saved = optimizer.Saved(_tree(state, "optimizer"))
+            saved = optimizer.Saved(_tree(state, "optimizer"), (rank_state or {}).get("optimizer"))
             found += optimizer.problems(saved, self._zero.optimizer, self._zero.flats, restored)
         else:
             # A moment without its step would be corrected for the wrong bias.
@@ -181,19 +187,20 @@ class DeepSpeedAdapter:
     def _with_moments(self, flat: Flat) -> Iterator[Fragment]:
         """All of a flat that is in memory, moments made where they do not exist yet."""
         yield from flat.fragments(MASTER, flat.master.dtype, flat.master)
-        for part in self._moments_wanted.get(flat.names, ()):
+        for part, dtype in self._moments_wanted.get(flat.names, {}).items():
             state = self._zero.optimizer.state[flat.master]
             if part not in state:
-                state[part] = torch.zeros_like(flat.master, requires_grad=False)
-            yield from flat.fragments(part, state[part].dtype, state[part])
+                state[part] = torch.zeros(flat.moment_shape(part), dtype=dtype, device=flat.master.device)
+            yield from flat.wanted(part, state[part].dtype, state[part])
 
-    def finish_restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
-        found = self.check_state(state, self._wanted)
+    def finish_restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rng_too: bool) -> None:
+        found = self.check_state(state, rank_state, self._wanted)
         if found:
             raise MismatchError("the checkpoint's state does not fit the engine:\n  " + "\n  ".join(found))
         self._zero.after_restore(replicas.agreed(self._weights_only, self._parameters[0], self._engine.device))
         if "optimizer" in state:
-            optimizer.restore(optimizer.Saved(_tree(state, "optimizer")), self._zero.optimizer, self._zero.flats)
+            saved = optimizer.Saved(_tree(state, "optimizer"), (rank_state or {}).get("optimizer"))
+            optimizer.restore(saved, self._zero.optimizer, self._zero.flats)
         if "scheduler" in state:
             self._restore_scheduler(state)
         if "optimizer" in state:
@@ -206,7 +213,7 @@ class DeepSpeedAdapter:
                 setattr(self._engine, name, value)
             # With other accumulation steps now, the saved number may lie inside a step.
             self._engine.micro_steps -= self._engine.micro_steps % self._engine.gradient_accumulation_steps()
-        if rank_state is not None:
+        if rank_state is not None and rng_too:
             rng.restore(_tree(rank_state, "rng"), self._engine.device)
             tracked = _tree(rank_state, "rng_tracker")
             if tracked:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.deepspeed.optimizer import counts_together
+from zckpt.engines.deepspeed.optimizer import counts_together, inner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,14 +57,14 @@ def _last_calls(optimizer: Any, flats: Sequence[Flat]) -> Iterator[tuple[int, tu
         states = [optimizer.state.get(flat.master, {}) for flat in members if flat.master.device.type == "cpu"]
         steps = [state["step"] for state in states if type(state.get("step")) is int]
         if counts_together(optimizer, group):
-            steps = [max(steps)] * len(steps)
+            steps = [max(steps, default=0)] * len(steps)
         for step in steps:
             yield step, tuple(optimizer.param_groups[group]["betas"])
 
 
 def _kernel(optimizer: Any) -> Any:
     """A function of step, beta1 and beta2 that calls the C++ Adam behind ``optimizer`` on nothing; None without one."""
-    optimizer = getattr(optimizer, "aux_optimizer", None) or optimizer  # Muon leaves what it cannot do to an Adam
+    optimizer = inner(optimizer) or optimizer
     empty = [torch.empty(0) for _ in range(4)]
     kinds = {kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("deepspeed.ops.adam.")}
     if "DeepSpeedCPUAdam" in kinds:

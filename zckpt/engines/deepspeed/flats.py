@@ -1,18 +1,21 @@
 """Flat partitions: the 1-D buffers in which every ZeRO stage keeps master weights and optimizer states.
 
 A flat belongs to one param group. Its parameters' partitions lie in it one after another, padding between or behind
-them; an optimizer state of the same shape (a moment) lies exactly alike.
+them. What the optimizer keeps for it is told apart by shape. A tensor of the flat's own shape is a *moment*: it lies
+exactly alike, and can be cut anew for any other layout. Of the rest, single numbers mean the same for every flat; other
+tensors and collections are *bound* to this one and mean nothing for one that is cut otherwise.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zckpt.engines.tensors import dtype_name
-from zckpt.state.inventory import FileSpan, Fragment
+from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileSpan, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -40,21 +43,50 @@ class Flat:
     master: torch.Tensor
     files: Mapping[str, FileSpan] = field(default_factory=dict)
     """Where master and moments are, by part, while they lie in swap files; their tensors have no elements then."""
+    whole: bool = False
+    """The one parameter that it holds is whole, in its own shape and the same on every rank."""
+    wider: Mapping[str, tuple[Slot, ...]] = field(default_factory=dict)
+    """Moments that are 1-D and hold more than the flat, by part: where the parameters lie in each."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(slot.name for slot in self.slots)
 
+    @property
+    def numel(self) -> int:
+        file = self.files.get(MASTER)
+        return self.master.numel() if file is None else file.nbytes // self.master.dtype.itemsize
+
+    def moment_shape(self, part: str) -> tuple[int, ...]:
+        """The shape of a moment in memory."""
+        if part in self.wider:
+            return (sum(slot.stop - slot.start for slot in self.wider[part]),)
+        return (self.numel,) if self.files else tuple(self.master.shape)
+
     def fragments(
         self, part: str, dtype: torch.dtype, data: torch.Tensor | FileSpan | None = None, tier: str = "device"
     ) -> Iterator[Fragment]:
-        """What this rank holds of ``part``, in memory order; ``data`` is the master or a moment of its shape."""
-        tier = "nvme" if isinstance(data, FileSpan) else tier
-        for slot in self.slots:
-            if slot.start < slot.stop:
-                view = None if data is None else part_of(data, slot.offset, slot.stop - slot.start, dtype)
-                name = dtype_name(dtype, f"{part}/{slot.name}")
-                yield Fragment(part, slot.name, slot.shape, name, slot.start, slot.stop, tier, data=view)
+        """What this rank writes of ``part``, in memory order; ``data`` is the master or a moment."""
+        slots = self.slots
+        if part in self.wider:
+            starts = {slot.name: slot.offset for slot in self.wider[part]}
+            slots = tuple(replace(s, offset=starts[s.name] + s.start) for s in slots if s.start < s.stop)
+        return _fragments(slots, part, dtype, data, tier)
+
+    def wanted(self, part: str, dtype: torch.dtype, data: torch.Tensor | None = None) -> Iterator[Fragment]:
+        """What this rank reads of ``part``: all that its memory holds, though other ranks may write some of it."""
+        return _fragments(self.wider.get(part, self.slots), part, dtype, data, "device")
+
+
+def _fragments(
+    slots: Iterable[Slot], part: str, dtype: torch.dtype, data: torch.Tensor | FileSpan | None, tier: str
+) -> Iterator[Fragment]:
+    tier = "nvme" if isinstance(data, FileSpan) else tier
+    for slot in slots:
+        if slot.start < slot.stop:
+            view = None if data is None else part_of(data, slot.offset, slot.stop - slot.start, dtype)
+            name = dtype_name(dtype, f"{part}/{slot.name}")
+            yield Fragment(part, slot.name, slot.shape, name, slot.start, slot.stop, tier, data=view)
 
 
 def part_of(data: torch.Tensor | FileSpan, start: int, count: int, dtype: torch.dtype) -> torch.Tensor | FileSpan:
@@ -72,19 +104,46 @@ def foreign(parameters: Mapping[str, Any], optimized: Iterable[Any]) -> Iterator
 
 
 def moments(flat: Flat, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a flat's optimizer state that lie like the flat itself, by torch name."""
+    """The moments in a flat's optimizer state, by torch name."""
     return {key: value for key, value in state.items() if _is_moment(flat, key, value)}
 
 
-def scalars(flat: Flat, state: Mapping[str, Any]) -> dict[str, Any]:
-    """All else in a flat's optimizer state, such as ``step``."""
-    return {key: value for key, value in state.items() if not _is_moment(flat, key, value) and not _is_leftover(key)}
+def numbers(flat: Flat, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What means the same for any flat, such as ``step``."""
+    return {key: value for key, value in _rest(flat, state) if not is_collective(value)}
+
+
+def bound(flat: Flat, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What means nothing but for a flat of the same ``geometry``."""
+    return {key: value for key, value in _rest(flat, state) if is_collective(value)}
+
+
+def geometry(flat: Flat) -> dict[str, Any]:
+    """All that the optimizer's view of a flat depends on, as a plain tree."""
+    slots = [[slot.name, list(slot.shape), slot.start, slot.stop, slot.offset] for slot in flat.slots]
+    return {"numel": flat.numel, "slots": slots}
+
+
+def _rest(flat: Flat, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if not _is_moment(flat, key, value) and not _is_leftover(key):
+            yield key, value
+
+
+def is_collective(value: Any) -> bool:
+    """Whether ``value``, if it is no moment, is bound to its flat."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() > 1
+    return isinstance(value, Collection) and not isinstance(value, (str, bytes))
 
 
 def _is_moment(flat: Flat, key: str, value: Any) -> bool:
     # torch keeps `step` as a tensor of shape (), which is also that of a parameter with no dimensions.
-    alike = isinstance(value, torch.Tensor) and value.shape == flat.master.shape
-    return alike and key != "step" and not _is_leftover(key)
+    if not isinstance(value, torch.Tensor) or key == "step" or key in RESERVED_PARTS or _is_leftover(key):
+        return False
+    if flat.files and value.shape == flat.master.shape:
+        return True  # in a file as well
+    return tuple(value.shape) == flat.moment_shape(key)
 
 
 def _is_leftover(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""An optimizer's non-tensor state as a plain tree keyed by parameter names, and back.
+"""What an optimizer keeps besides weights and moments, as a plain tree keyed by parameter names, and back.
 
     {"class": "FusedAdam",
      "param_groups": [{"params": ["a.weight", ...], "lr": 0.001, "betas": (0.9, 0.999), ...}, ...],
@@ -6,16 +6,24 @@
 
 The order of the groups is the optimizer's. ``states`` has one entry for all parameters whose values are equal; a
 parameter without any state is in none of them. Names make the tree independent of world size, sub-groups and stage.
+
+What is bound to a flat (flats.py) cannot be. If the flat is a whole parameter, equal on every rank, it stands among the
+``values`` of that parameter. All else is in the tree of its rank, and ``"bound": ["factors"]`` in an entry names it:
+
+    [{"params": ["a.weight", ...], "geometry": {...}, "values": {"factors": <tensor>}}, ...]
+
+Muon leaves some parameters to another optimizer inside it: ``"inner_class": "FusedAdam"`` is that one's class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from zckpt.engines.deepspeed.flats import Flat, moments, scalars
+from zckpt.engines.deepspeed.flats import Flat, bound, geometry, is_collective, moments, numbers
 from zckpt.errors import FormatError
 
 if TYPE_CHECKING:
@@ -24,14 +32,19 @@ if TYPE_CHECKING:
 INTERCHANGEABLE = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
 """Classes with the same state: DeepSpeed picks between them by where the optimizer is offloaded to."""
 
-
 COUNTING_TOGETHER = frozenset({"FusedAdam"})
 """Classes that count the steps of all tensors of a param group in the state of one of them alone: the last in use."""
 
 
+def inner(optimizer: Any) -> Any:
+    """The optimizer to which Muon leaves what is no matrix; None in any other."""
+    return getattr(optimizer, "aux_optimizer", None)
+
+
 def counts_together(optimizer: Any, group: int) -> bool:
     """Whether one state alone has the ``step`` of several. The ZeRO stages leave one tensor at a time in a group."""
-    return type(optimizer).__name__ in COUNTING_TOGETHER and len(optimizer.param_groups[group]["params"]) > 1
+    kind = type(inner(optimizer) or optimizer).__name__
+    return kind in COUNTING_TOGETHER and len(optimizer.param_groups[group]["params"]) > 1
 
 
 def capture(optimizer: Any, flats: Sequence[Flat]) -> dict[str, Any]:
@@ -46,21 +59,51 @@ def capture(optimizer: Any, flats: Sequence[Flat]) -> dict[str, Any]:
         state = optimizer.state.get(flat.master, {})
         if not state:
             continue
-        names, values = sorted(moments(flat, state)), scalars(flat, state)
-        for entry in states:
-            if _same_state(entry, {"moments": names, "values": values}):
-                entry["params"].extend(flat.names)
-                break
+        own: dict[str, Any] = {"moments": sorted(moments(flat, state)), "values": numbers(flat, state)}
+        tied = bound(flat, state)
+        if tied and flat.whole:
+            own["values"] |= tied
+        elif tied:
+            own["bound"] = sorted(map(str, tied))
+        equal = (entry for entry in states if not (tied and flat.whole) and _same_state(entry, own))
+        entry = next(equal, None)
+        if entry is None:
+            states.append({"params": list(flat.names), **own})
         else:
-            states.append({"params": list(flat.names), "moments": names, "values": values})
-    return {"class": type(optimizer).__name__, "param_groups": groups, "states": states}
+            entry["params"].extend(flat.names)
+    aux = {} if inner(optimizer) is None else {"inner_class": type(inner(optimizer)).__name__}
+    return {"class": type(optimizer).__name__, **aux, "param_groups": groups, "states": states}
+
+
+def capture_bound(optimizer: Any, flats: Sequence[Flat]) -> list[dict[str, Any]]:
+    """What is bound to the flats of this rank, for the tree of this rank."""
+    found = []
+    for flat in flats:
+        tied = bound(flat, optimizer.state.get(flat.master, {}))
+        if tied and not flat.whole:
+            found.append({"params": list(flat.names), "geometry": geometry(flat), "values": tied})
+    return found
+
+
+class State(NamedTuple):
+    """What was saved for all parameters of a flat."""
+
+    values: Mapping[str, Any]
+    moments: Sequence[str]
+
+
+NOTHING = State({}, ())
 
 
 class Saved:
-    """A tree read back, looked up by parameter name. Raises FormatError where it is not such a tree."""
+    """A tree read back, looked up by parameter name. Raises FormatError where it is not such a tree.
 
-    def __init__(self, tree: Any) -> None:
+    ``bound``: what ``capture_bound`` made on this very rank; None if there is no such rank.
+    """
+
+    def __init__(self, tree: Any, bound: Any = None) -> None:
         self.optimizer_class = _member(tree, "class", str, "optimizer")
+        self.inner_class = _member(tree, "inner_class", str, "optimizer") if "inner_class" in tree else None
         self.groups = _members(tree, "param_groups")
         self._group_of = {name: group for group in self.groups for name in group["params"]}
         self._state_of: dict[str, Mapping[str, Any]] = {}
@@ -69,10 +112,23 @@ class Saved:
             step = _member(entry, "values", dict, "optimizer.states").get("step", 0)
             if type(step) is int and not 0 <= step < 2**31:
                 raise FormatError(f"state: optimizer.states.values.step is {step!r}")
+            if "bound" in entry:
+                _names(entry, "bound", "optimizer.states")
             self._state_of.update(dict.fromkeys(entry["params"], entry))
         self._counted = self._state_of
-        if self.optimizer_class in COUNTING_TOGETHER:
+        if (self.inner_class or self.optimizer_class) in COUNTING_TOGETHER:
             self._counted = {name: state for group in self.groups for name, state in self._counted_in(group)}
+        self._bound = {}
+        for entry in [] if bound is None else _members({"bound": bound}, "bound"):
+            _member(entry, "values", dict, "optimizer.bound")
+            self._bound[tuple(entry["params"])] = entry
+
+    @staticmethod
+    def has_bound(tree: Any) -> bool:
+        """Whether a part of ``tree`` is in the trees of the ranks."""
+        return any(
+            isinstance(entry, Mapping) and "bound" in entry for entry in _member(tree, "states", list, "optimizer")
+        )
 
     def settings(self, names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
         """The settings that all of ``names`` had when they were saved, and what stands against it."""
@@ -86,8 +142,8 @@ class Saved:
             return {}, [f"{_some(names)}: one param group here, several with other {', '.join(differing)} when saved"]
         return merged[0], []
 
-    def values(self, flat: Flat, together: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-        """The scalars of a flat, the names of its moments, and what stands against it.
+    def state(self, flat: Flat, together: Sequence[str]) -> tuple[State, list[str]]:
+        """What was saved for a flat, and what stands against it.
 
         ``together``: the names of all parameters that are counted together with the flat's; empty if it counts alone.
         """
@@ -95,11 +151,18 @@ class Saved:
         state_of = self._state_of if here and there and there["params"] == here else self._counted
         entries = _distinct(state_of.get(name) for name in flat.names)
         if entries == [None]:
-            return {}, [], []
+            return NOTHING, []
+        own = self._bound.get(flat.names, {})
+        for entry in filter(None, entries):
+            apart = entry.get("bound", ())
+            tied = sorted({*apart, *(str(key) for key, value in entry["values"].items() if is_collective(value))})
+            if tied and (own.get("geometry") != geometry(flat) if apart else not flat.whole):
+                return NOTHING, [_misfit(tied, flat, self.optimizer_class)]
         first, *others = entries
         if first is None or any(e is None or not _same_state(e, first) for e in others):
-            return {}, [], [f"{_some(flat.names)}: one sub-group here, but other optimizer scalars for each when saved"]
-        return dict(first["values"]), list(first["moments"]), []
+            against = f"{_some(flat.names)}: one sub-group here, but other optimizer scalars for each when saved"
+            return NOTHING, [against]
+        return State({**first["values"], **own.get("values", {})}, first["moments"]), []
 
     def _counted_in(self, group: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """What each parameter of a group would have if every state had the ``step`` that was counted in one."""
@@ -112,16 +175,21 @@ class Saved:
 
 def problems(saved: Saved, optimizer: Any, flats: Sequence[Flat], restored: Collection[tuple[str, str]]) -> list[str]:
     """What keeps ``saved`` from being restored, given the (part, name) pairs that will be. Changes nothing."""
-    here, found = type(optimizer).__name__, []
-    if saved.optimizer_class != here and not {saved.optimizer_class, here} <= INTERCHANGEABLE:
-        found.append(f"optimizer: {saved.optimizer_class} in the checkpoint, {here} in the engine")
+    found = []
+    aux = None if inner(optimizer) is None else type(inner(optimizer)).__name__
+    for there, here in ((saved.optimizer_class, type(optimizer).__name__), (saved.inner_class, aux)):
+        if there != here and not {there, here} <= INTERCHANGEABLE:
+            found.append(f"optimizer: {there} in the checkpoint, {here} in the engine")
     for index in range(len(optimizer.param_groups)):
         found += _settings(saved, index, flats)[1]
-    for flat, (_, parts, against) in _values(saved, optimizer, flats):
+    for flat, state, against in _states(saved, optimizer, flats):
         found += against
+        stale = bound(flat, optimizer.state.get(flat.master, {})).keys() - state.values.keys()
+        if stale and not against:
+            found.append(f"missing: optimizer state {', '.join(sorted(map(str, stale)))} of {_some(flat.names)}")
         absent = [
             f"{part}/{slot.name}"
-            for part in parts
+            for part in state.moments
             for slot in flat.slots
             if slot.start < slot.stop and (part, slot.name) not in restored
         ]
@@ -134,16 +202,17 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[Flat]) -> None:
     """Sets the param groups and the scalars of every flat; call it only where ``problems`` found none."""
     for index, group in enumerate(optimizer.param_groups):
         for key, value in _settings(saved, index, flats)[0].items():
-            _assign(group, key, value, torch.device("cpu"))
-    for flat, (values, parts, _) in _values(saved, optimizer, flats):
-        if not values and not parts:
+            group[key] = _placed(value, group.get(key), torch.device("cpu"))
+    for flat, saved_state, _ in _states(saved, optimizer, flats):
+        if not saved_state.values and not saved_state.moments:
             continue
         state, group = optimizer.state[flat.master], optimizer.param_groups[flat.group]
-        for key, value in values.items():
+        for key, value in saved_state.values.items():
             # As torch's own load_state_dict: `step` stays on the host unless the kernel reads it on the device.
             on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-            _assign(state, key, value, torch.device("cpu") if on_host else flat.master.device)
-        for part in parts:
+            device = torch.device("cpu") if on_host else flat.master.device
+            state[key] = _placed(value, state.get(key), device)
+        for part in saved_state.moments:
             if part not in state:  # only where this rank's flat is all padding: nothing was there to be restored
                 state[part] = torch.zeros_like(flat.master, requires_grad=False)
 
@@ -157,25 +226,41 @@ def _settings(saved: Saved, index: int, flats: Sequence[Flat]) -> tuple[dict[str
     return ({} if group["params"] else {key: value for key, value in group.items() if key != "params"}), []
 
 
-def _values(
-    saved: Saved, optimizer: Any, flats: Sequence[Flat]
-) -> Iterator[tuple[Flat, tuple[dict[str, Any], list[str], list[str]]]]:
+def _states(saved: Saved, optimizer: Any, flats: Sequence[Flat]) -> Iterator[tuple[Flat, State, list[str]]]:
     together: dict[int, list[str]] = {}
     for flat in flats:
         if counts_together(optimizer, flat.group):
             together.setdefault(flat.group, []).extend(flat.names)
     for flat in flats:
-        yield flat, saved.values(flat, together.get(flat.group, ()))
+        yield flat, *saved.state(flat, together.get(flat.group, ()))
 
 
-def _assign(target: dict[str, Any], key: str, value: Any, device: torch.device) -> None:
-    present = target.get(key)
-    if not isinstance(value, torch.Tensor):
-        target[key] = value
-    elif isinstance(present, torch.Tensor) and present.shape == value.shape and present.dtype == value.dtype:
-        present.copy_(value)
-    else:
-        target[key] = value.detach().to(device, copy=True)
+def _misfit(keys: Sequence[str], flat: Flat, optimizer_class: str) -> str:
+    return (
+        f"{_some(flat.names)}: {', '.join(keys)} of {optimizer_class} cannot be cut anew, it fits only the elements "
+        "that it was made for: restore with the writer's stage, number of ranks and param groups, or without the "
+        'state of the optimizer (parts=["master"])'
+    )
+
+
+def _placed(value: Any, present: Any, device: torch.device) -> Any:
+    """A copy of ``value`` with its tensors on ``device``; in the memory of ``present`` if it is alike.
+
+    A function stands for a tensor or an array that has not been read yet.
+    """
+    if callable(value):
+        value = value()
+    if isinstance(value, torch.Tensor):
+        if isinstance(present, torch.Tensor) and present.shape == value.shape and present.dtype == value.dtype:
+            return present.copy_(value)
+        return value.detach().to(device, copy=True)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_placed(item, None, device) for item in value)
+    if isinstance(value, dict):
+        placed = copy(value)  # of the same class
+        placed.update({key: _placed(item, None, device) for key, item in value.items()})
+        return placed
+    return value
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -192,7 +277,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return bool(a["moments"] == b["moments"]) and _equal(a["values"], b["values"])
+    alike = a["moments"] == b["moments"] and a.get("bound") == b.get("bound")
+    return alike and _equal(a["values"], b["values"])
 
 
 def _distinct(items: Iterable[Mapping[str, Any] | None]) -> list[Mapping[str, Any] | None]:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.deepspeed.flats import Flat, scalars
 from zckpt.engines.deepspeed.wrapper import kind_of
 from zckpt.engines.tensors import modules_with_extra_state
 
@@ -23,18 +22,6 @@ def unsupported(engine: Any) -> list[str]:
     found = [*_kind(engine), *_precision(engine), *_offload(engine), *_parallelism(engine), *_features(engine)]
     # The wrapper's insides are only known once it is the one expected.
     return found or [*_parameters(engine), *_gradients(engine), *_scheduler(engine)]
-
-
-def unsupported_state(optimizer: Any, flats: tuple[Flat, ...]) -> list[str]:
-    """Optimizer state that is neither one number nor laid out like the flat: nobody knows how ranks share it."""
-    return sorted(
-        {
-            f"optimizer state {key!r} of {type(optimizer).__name__}, {_describe(value)}"
-            for flat in flats
-            for key, value in scalars(flat, optimizer.state.get(flat.master, {})).items()
-            if (value.numel() > 1 if isinstance(value, torch.Tensor) else isinstance(value, (list, tuple, dict, set)))
-        }
-    )
 
 
 def _kind(engine: Any) -> Iterator[str]:
@@ -143,7 +130,3 @@ def _setting(engine: Any, method: str, default: Any = None) -> Any:
 def _is_a(thing: Any, name: str) -> bool:
     # By name, so that no part of DeepSpeed is imported that the engine does not use.
     return any(k.__name__ == name and k.__module__.startswith("deepspeed.") for k in type(thing).__mro__)
-
-
-def _describe(value: Any) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -40,15 +40,19 @@ class Unwrapped(replicas.Replicated):
         super().__init__(wrapper, parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._all_held = tuple(self._held(wrapper))
-        self.flats = tuple(Flat(held.group, tuple(self._slots(held)), held.master) for held in self._all_held)
+        self.flats = tuple(
+            Flat(held.group, tuple(self._slots(held)), held.master, whole=len(held.parameters) == 1)
+            for held in self._all_held
+        )
 
     @classmethod
     def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any]) -> Iterator[str]:
         held = list(cls._held(wrapper))
         yield from replicas.unsupported(parameters)
         yield from foreign(parameters, (p for one in held for p in one.parameters))
-        masters = {id(one.master) for one in held}
-        if any(state and id(key) not in masters for key, state in cls._inner(wrapper).state.items()):
+        # torch's Adagrad, made before there were masters, has a state for each parameter too, which nobody reads.
+        known = {id(tensor) for one in held for tensor in (one.master, *one.parameters)}
+        if any(state and id(key) not in known for key, state in cls._inner(wrapper).state.items()):
             yield "optimizer state of a parameter that has no elements or is in no param group"
 
     @classmethod

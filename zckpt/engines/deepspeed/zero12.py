@@ -10,6 +10,7 @@ they are set anew after a restore, but never read.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +30,8 @@ class Group(NamedTuple):
     shapes: Sequence[torch.Size]
     offsets: Sequence[int]
     master: torch.Tensor
+    muon: Sequence[Any] = ()
+    """Parameters of which Muon's momentum is kept here whole, one behind the other: all that begin or go on here."""
 
 
 class Zero12(replicas.Replicated):
@@ -120,7 +123,14 @@ class Zero12(replicas.Replicated):
                 stop = max(min(end - offset, numel), start)
                 at = offset + start - begin if start < stop else 0
                 slots.append(Slot(names[id(parameter)], tuple(shape), start, stop, at))
-            flats.append(Flat(index, tuple(slots), group.master))
+            by_name = {slot.name: slot for slot in slots}
+            momentum = [by_name[names[id(parameter)]] for parameter in group.muon]
+            sizes = [torch.Size(slot.shape) for slot in momentum]
+            wider = tuple(
+                replace(slot, start=0, stop=size.numel(), offset=offset)
+                for slot, size, offset in zip(momentum, sizes, consecutive(sizes), strict=True)
+            )
+            flats.append(Flat(index, tuple(slots), group.master, wider={"momentum_buffer": wider} if wider else {}))
         return tuple(flats)
 
     @classmethod
@@ -133,7 +143,8 @@ class Zero12(replicas.Replicated):
                 offsets = wrapper.round_robin_bit16_offsets[index]
             else:  # before DeepSpeed knew of padding between parameters
                 offsets = consecutive(shapes)
-            yield Group(parameters, shapes, offsets, master)
+            by_muon = wrapper.optimizer.param_groups[index].get("use_muon") and not wrapper.cpu_offload
+            yield Group(parameters, shapes, offsets, master, wrapper.params_in_partition[index] if by_muon else ())
 
 
 def consecutive(shapes: Sequence[torch.Size]) -> list[int]:
