@@ -50,7 +50,8 @@ class EngineAdapter(Protocol):
     def wanted(self, stored: Mapping[str, Collection[str]]) -> tuple[Fragment, ...]:
         """The fragments that this rank would fill from a checkpoint with these names by part, ``data`` left out.
 
-        Holds every fragment that the engine needs, stored or not, so that what is missing shows.
+        Holds every fragment that the engine needs, stored or not, so that what is missing shows: of what it trains the
+        masters and all of the moments, of all else the weights in the compute dtype, and the buffers.
         """
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:

@@ -36,8 +36,8 @@ class DeepSpeedAdapter:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._wanted: tuple[Fragment, ...] = ()
-        self._moments_wanted: dict[tuple[str, ...], list[str]] = {}
-        """The moments to be restored, by the names of a flat's parameters; of some this rank may hold nothing."""
+        self._unknown: frozenset[str] = frozenset()
+        """The trained parameters of which the checkpoint has no master, and so perhaps no param group."""
 
     trees = ("counters", "optimizer", "scaler", "scheduler")
 
@@ -99,22 +99,19 @@ class DeepSpeedAdapter:
         }
 
     def wanted(self, stored: Mapping[str, Collection[str]]) -> tuple[Fragment, ...]:
-        masters = set(stored.get(MASTER, ()))
-        weights_only = set(stored.get(PARAM, ())) - masters - set(self._masterless)
-        self._moments_wanted = {}
+        trained = {name for flat in self._zero.flats for name in flat.names}
+        self._unknown = frozenset(trained.difference(stored.get(MASTER, ())))
         fragments: list[Fragment] = []
         for flat in self._zero.flats:
-            fragments += (f for f in flat.fragments(MASTER, flat.master.dtype) if f.name not in weights_only)
+            fragments += flat.fragments(MASTER, flat.master.dtype)
         for part in dict.fromkeys((*self._live_moments, *sorted(set(stored) - RESERVED_PARTS))):
             names = set(stored.get(part, ()))
             for flat in self._zero.flats:
                 live = moments(flat, self._state_of(flat.master)).get(part)
                 # All of the flat or nothing: if one parameter has a moment, the others' must not be left at zero.
                 if live is not None or not names.isdisjoint(flat.names):
-                    self._moments_wanted.setdefault(flat.names, []).append(part)
                     fragments += flat.fragments(part, flat.master.dtype if live is None else live.dtype)
-        order = (name for name in self._in_memory_order if name in weights_only or name in self._masterless)
-        fragments += (replace(fragment, data=None) for fragment in self._param_fragments(order))
+        fragments += (replace(fragment, data=None) for fragment in self._param_fragments(self._masterless))
         fragments += (replace(fragment, data=None) for fragment in self._buffer_fragments())
         return tuple(fragments)
 
@@ -137,7 +134,7 @@ class DeepSpeedAdapter:
             scaler.check(state["scaler"])
         if "optimizer" in state:
             saved = optimizer.Saved(_tree(state, "optimizer"))
-            found += optimizer.problems(saved, self._zero.optimizer, self._zero.flats, restored)
+            found += optimizer.problems(saved, self._zero.optimizer, self._zero.flats, restored, self._unknown)
         else:
             # A moment without its step would be corrected for the wrong bias.
             created = sorted({part for part, _ in restored} - RESERVED_PARTS - set(self._live_moments))
@@ -156,7 +153,7 @@ class DeepSpeedAdapter:
 
         for buffer in self._buffers[0].values():
             buffer.data = buffer.data.contiguous()  # else its fragment would be a copy
-        weights = chosen(self._param_fragments(self._in_memory_order))
+        weights = chosen(self._param_fragments(self._masterless))
         here = [*chosen(self._buffer_fragments()), *(f for f in weights if isinstance(f.data, torch.Tensor))]
         for flat in self._zero.flats:
             if not flat.files:
@@ -168,13 +165,15 @@ class DeepSpeedAdapter:
                     yield (replace(fragment, data=data),)
         for flat in self._zero.flats:
             if flat.files:
-                with self._zero.flat_in_memory(flat, self._weights_only) as in_memory:
+                with self._zero.flat_in_memory(flat) as in_memory:
                     yield chosen(self._with_moments(in_memory))
 
     def _with_moments(self, flat: Flat) -> Iterator[Fragment]:
         """All of a flat that is in memory, moments made where they do not exist yet."""
         yield from flat.fragments(MASTER, flat.master.dtype, flat.master)
-        for part in self._moments_wanted.get(flat.names, ()):
+        names = set(flat.names)
+        wanted = (f.part for f in self._wanted if f.name in names and f.part not in RESERVED_PARTS)
+        for part in dict.fromkeys(wanted):
             state = self._zero.optimizer.state[flat.master]
             if part not in state:
                 state[part] = torch.zeros_like(flat.master, requires_grad=False)
@@ -184,9 +183,11 @@ class DeepSpeedAdapter:
         found = self.check_state(state, self._wanted)
         if found:
             raise MismatchError("the checkpoint's state does not fit the engine:\n  " + "\n  ".join(found))
-        self._zero.after_restore(replicas.agreed(self._weights_only, self._parameters[0], self._engine.device))
+        weights = {fragment.name for fragment in self._wanted if fragment.part == PARAM}
         if "optimizer" in state:
-            optimizer.restore(optimizer.Saved(_tree(state, "optimizer")), self._zero.optimizer, self._zero.flats)
+            saved = optimizer.Saved(_tree(state, "optimizer"))
+            optimizer.restore(saved, self._zero.optimizer, self._zero.flats, self._unknown)
+        self._zero.after_restore(replicas.agreed(weights, self._parameters[0], self._engine.device))
         if "scheduler" in state:
             self._restore_scheduler(state)
         if "optimizer" in state:
@@ -237,11 +238,6 @@ class DeepSpeedAdapter:
     def _state_of(self, master: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._zero.optimizer.state.get(master, {})
         return state
-
-    @property
-    def _weights_only(self) -> frozenset[str]:
-        """Names of the parameters that are restored from their weight in the compute dtype."""
-        return frozenset(fragment.name for fragment in self._wanted if fragment.part == PARAM)
 
     def _flat_fragments(self, part: str) -> Iterator[Fragment]:
         for flat in self._zero.flats:
