@@ -142,6 +142,8 @@ def assert_converted(
         gone = [key for key in saved["states"] if key not in states]
         assert bool(new) == thawed
         assert bool(gone) != thawed
+        if not alone:
+            assert len(states) == 3 * sum(key.startswith("master/") for key in states)
         assert found["settings"]["groups"] == saved["settings"]["groups"]
         for name in ("global_steps", "skipped_steps", "scheduler", "lr"):
             assert found["settings"][name] == saved["settings"][name]
