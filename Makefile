@@ -3,6 +3,7 @@
 # make test-all  the same, with every combination of stage, offload, dtype and optimizer
 # make setup     what all of them need
 # make bench-index  size and speed of the index at 1024 ranks
+# make bench-coverage  what DeepSpeed's own checkpoints and zckpt do in the same situations; writes bench/results/
 #
 # Wants python3 (3.11 or newer, with headers), make and a C++ compiler; everything else goes into .venv and .cache.
 # Without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids several GB of CUDA packages.
@@ -26,7 +27,7 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 export MAX_JOBS ?= 2
 
-.PHONY: setup lint test test-all demo bench-index clean
+.PHONY: setup lint test test-all demo bench-index bench-coverage clean
 
 setup: $(SETUP) $(OPS)
 
@@ -46,6 +47,9 @@ demo: setup
 
 bench-index: $(SETUP)
 	@$(PY) bench/index_scale.py
+
+bench-coverage: setup
+	@$(PY) bench/coverage.py --output bench/results/coverage.md
 
 clean:
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

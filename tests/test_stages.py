@@ -190,9 +190,18 @@ CROSS = [
     ("0-fp32", "2-fp32", 2, 2, "adamw"),
     ("0-fp32", "0-fp32", 2, 3, "adamw"),
 ]
+FOUR_RANKS = [
+    ("3", "3", 2, 4, "adamw"),
+    ("2", "2", 2, 4, "adamw"),
+    ("3", "2", 4, 2, "adamw"),
+    ("1-bf16-optimizer", "3", 2, 4, "torch_adamw"),
+    ("0", "2-cpu", 2, 4, "adamw"),
+]
 
 
-@pytest.mark.parametrize(("there", "here", "written", "restored", "optimizer", "trained"), cases(CROSS, CROSS))
+@pytest.mark.parametrize(
+    ("there", "here", "written", "restored", "optimizer", "trained"), cases([*CROSS, *FOUR_RANKS], CROSS)
+)
 def test_other_stages_and_world_sizes_restore_the_same_state(
     cluster: Cluster, tmp_path: Path, there: str, here: str, written: int, restored: int, optimizer: str, trained: int
 ) -> None:

@@ -64,7 +64,8 @@ class EngineAdapter(Protocol):
         """The fragments that this rank would fill from a checkpoint with these dtypes by part and name, ``data`` left
         out. What the engine does not have yet (moments) takes the dtype that is stored.
 
-        Holds every fragment that the engine needs, stored or not, so that what is missing shows.
+        Holds every fragment that the engine needs, stored or not, so that what is missing shows: of what it trains the
+        masters and all of the moments, of all else the weights in the compute dtype, and the buffers.
         """
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:

@@ -38,7 +38,9 @@ class DeepSpeedAdapter:
         self._engine = engine
         self._wanted: tuple[Fragment, ...] = ()
         self._moments_wanted: dict[tuple[str, ...], dict[str, torch.dtype]] = {}
-        """The moments to be restored, by the names of a flat's parameters; of some this rank may hold nothing."""
+        """The moments to be restored, by the names of a flat's parameters."""
+        self._unknown: frozenset[str] = frozenset()
+        """The trained parameters of which the checkpoint has no master, and so perhaps no param group."""
 
     trees = ("counters", "optimizer", "scaler", "scheduler")
 
@@ -109,12 +111,12 @@ class DeepSpeedAdapter:
         return "optimizer" in state and optimizer.Saved.has_bound(_tree(state, "optimizer"))
 
     def wanted(self, stored: Mapping[str, Mapping[str, torch.dtype]]) -> tuple[Fragment, ...]:
-        masters = set(stored.get(MASTER, ()))
-        weights_only = set(stored.get(PARAM, ())) - masters - set(self._masterless)
+        trained = {name for flat in self._zero.flats for name in flat.names}
+        self._unknown = frozenset(trained.difference(stored.get(MASTER, ())))
         self._moments_wanted = {}
         fragments: list[Fragment] = []
         for flat in self._zero.flats:
-            fragments += (f for f in flat.fragments(MASTER, flat.master.dtype) if f.name not in weights_only)
+            fragments += flat.fragments(MASTER, flat.master.dtype)
         for part in dict.fromkeys((*self._live_moments, *sorted(set(stored) - RESERVED_PARTS))):
             names = stored.get(part, {})
             for flat in self._zero.flats:
@@ -124,8 +126,7 @@ class DeepSpeedAdapter:
                     dtype = next(names[name] for name in flat.names if name in names) if live is None else live.dtype
                     self._moments_wanted.setdefault(flat.names, {})[part] = dtype
                     fragments += flat.wanted(part, dtype)
-        order = (name for name in self._in_memory_order if name in weights_only or name in self._masterless)
-        fragments += (replace(fragment, data=None) for fragment in self._param_fragments(order))
+        fragments += (replace(fragment, data=None) for fragment in self._param_fragments(self._masterless))
         fragments += (replace(fragment, data=None) for fragment in self._buffer_fragments())
         return tuple(fragments)
 
@@ -150,7 +151,7 @@ class DeepSpeedAdapter:
             scaler.check(state["scaler"])
         if "optimizer" in state:
             saved = optimizer.Saved(_tree(state, "optimizer"), (rank_state or {}).get("optimizer"))
-            found += optimizer.problems(saved, self._zero.optimizer, self._zero.flats, restored)
+            found += optimizer.problems(saved, self._zero.optimizer, self._zero.flats, restored, self._unknown)
         else:
             # A moment without its step would be corrected for the wrong bias.
             created = sorted({part for part, _ in restored} - RESERVED_PARTS - set(self._live_moments))
@@ -163,13 +164,17 @@ class DeepSpeedAdapter:
         self._wanted = wanted
         self._zero.before_restore()
         places = {(fragment.part, fragment.name) for fragment in wanted}
+        self._moments_wanted = {
+            names: {part: dtype for part, dtype in parts.items() if any((part, name) in places for name in names)}
+            for names, parts in self._moments_wanted.items()
+        }
 
         def chosen(live: Iterable[Fragment]) -> tuple[Fragment, ...]:
             return tuple(fragment for fragment in live if (fragment.part, fragment.name) in places)
 
         for buffer in self._buffers[0].values():
             buffer.data = buffer.data.contiguous()  # else its fragment would be a copy
-        weights = chosen(self._param_fragments(self._in_memory_order))
+        weights = chosen(self._param_fragments(self._masterless))
         here = [*chosen(self._buffer_fragments()), *(f for f in weights if isinstance(f.data, torch.Tensor))]
         for flat in self._zero.flats:
             if not flat.files:
@@ -181,7 +186,7 @@ class DeepSpeedAdapter:
                     yield (replace(fragment, data=data),)
         for flat in self._zero.flats:
             if flat.files:
-                with self._zero.flat_in_memory(flat, self._weights_only) as in_memory:
+                with self._zero.flat_in_memory(flat) as in_memory:
                     yield chosen(self._with_moments(in_memory))
 
     def _with_moments(self, flat: Flat) -> Iterator[Fragment]:
@@ -197,10 +202,11 @@ class DeepSpeedAdapter:
         found = self.check_state(state, rank_state, self._wanted)
         if found:
             raise MismatchError("the checkpoint's state does not fit the engine:\n  " + "\n  ".join(found))
-        self._zero.after_restore(replicas.agreed(self._weights_only, self._parameters[0], self._engine.device))
+        weights = {fragment.name for fragment in self._wanted if fragment.part == PARAM}
         if "optimizer" in state:
             saved = optimizer.Saved(_tree(state, "optimizer"), (rank_state or {}).get("optimizer"))
-            optimizer.restore(saved, self._zero.optimizer, self._zero.flats)
+            optimizer.restore(saved, self._zero.optimizer, self._zero.flats, self._unknown)
+        self._zero.after_restore(replicas.agreed(weights, self._parameters[0], self._engine.device))
         if "scheduler" in state:
             self._restore_scheduler(state)
         if "optimizer" in state:
@@ -251,11 +257,6 @@ class DeepSpeedAdapter:
     def _state_of(self, master: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._zero.optimizer.state.get(master, {})
         return state
-
-    @property
-    def _weights_only(self) -> frozenset[str]:
-        """Names of the parameters that are restored from their weight in the compute dtype."""
-        return frozenset(fragment.name for fragment in self._wanted if fragment.part == PARAM)
 
     def _flat_fragments(self, part: str) -> Iterator[Fragment]:
         for flat in self._zero.flats:

@@ -90,20 +90,6 @@ class ParameterFiles:
 
     @staticmethod
     @contextmanager
-    def read(parameter: Any) -> Iterator[torch.Tensor]:
-        """The elements of a partition, wherever it lives."""
-        if ParameterFiles.of(parameter) is None:
-            yield parameter.ds_tensor.detach()
-            return
-        swapper = parameter.nvme_swapper
-        swapper.swap_in([parameter], async_op=False)
-        try:
-            yield parameter.ds_tensor.detach()
-        finally:
-            swapper.remove_partition_and_release_buffers([parameter])
-
-    @staticmethod
-    @contextmanager
     def rewrite(parameter: Any) -> Iterator[torch.Tensor]:
         """Memory for a partition that lives in a file, to be filled; written to the file unless an error ends it."""
         swapper = parameter.nvme_swapper

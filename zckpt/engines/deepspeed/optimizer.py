@@ -130,12 +130,20 @@ class Saved:
             isinstance(entry, Mapping) and "bound" in entry for entry in _member(tree, "states", list, "optimizer")
         )
 
-    def settings(self, names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-        """The settings that all of ``names`` had when they were saved, and what stands against it."""
+    def has_state(self, name: str) -> bool:
+        return name in self._state_of
+
+    def settings(self, names: Iterable[str], unknown: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+        """The settings that all of ``names`` had when they were saved, and what stands against it. Those that are in
+        ``unknown`` need not have had any: they take the others'.
+        """
+        groupless = [name for name in names if name not in self._group_of and name not in unknown]
+        if groupless:
+            return {}, [f"{_some(groupless)}: in no param group of the checkpoint"]
         groups = _distinct(self._group_of.get(name) for name in names)
-        if any(group is None for group in groups):
-            return {}, [f"{_some(n for n in names if n not in self._group_of)}: in no param group of the checkpoint"]
         merged = [{key: value for key, value in group.items() if key != "params"} for group in groups if group]
+        if not merged:
+            return {}, []
         keys = {key for settings in merged for key in settings}
         differing = sorted(key for key in keys if any(not _equal(m.get(key), merged[0].get(key)) for m in merged))
         if differing:
@@ -146,21 +154,23 @@ class Saved:
         """What was saved for a flat, and what stands against it.
 
         ``together``: the names of all parameters that are counted together with the flat's; empty if it counts alone.
+        Parameters that had no state when they were saved take the others' scalars.
         """
         here, there = list(together), self._group_of.get(flat.names[0])
         state_of = self._state_of if here and there and there["params"] == here else self._counted
-        entries = _distinct(state_of.get(name) for name in flat.names)
-        if entries == [None]:
+        names = here if here and there is None else flat.names
+        entries = [entry for entry in _distinct(state_of.get(name) for name in names) if entry]
+        if not entries:
             return NOTHING, []
         own = self._bound.get(flat.names, {})
-        for entry in filter(None, entries):
+        for entry in entries:
             apart = entry.get("bound", ())
             tied = sorted({*apart, *(str(key) for key, value in entry["values"].items() if is_collective(value))})
             if tied and (own.get("geometry") != geometry(flat) if apart else not flat.whole):
                 return NOTHING, [_misfit(tied, flat, self.optimizer_class)]
         first, *others = entries
-        if first is None or any(e is None or not _same_state(e, first) for e in others):
-            against = f"{_some(flat.names)}: one sub-group here, but other optimizer scalars for each when saved"
+        if not all(_same_state(entry, first) for entry in others):
+            against = f"{_some(names)}: one sub-group here, but other optimizer scalars for each when saved"
             return NOTHING, [against]
         return State({**first["values"], **own.get("values", {})}, first["moments"]), []
 
@@ -173,15 +183,22 @@ class Saved:
             yield name, {**entry, "values": {**entry["values"], **counted}}
 
 
-def problems(saved: Saved, optimizer: Any, flats: Sequence[Flat], restored: Collection[tuple[str, str]]) -> list[str]:
-    """What keeps ``saved`` from being restored, given the (part, name) pairs that will be. Changes nothing."""
+def problems(
+    saved: Saved,
+    optimizer: Any,
+    flats: Sequence[Flat],
+    restored: Collection[tuple[str, str]],
+    unknown: Collection[str],
+) -> list[str]:
+    """What keeps ``saved`` from being restored, given the (part, name) pairs that will be, and the parameters that need
+    not be in it. Changes nothing."""
     found = []
     aux = None if inner(optimizer) is None else type(inner(optimizer)).__name__
     for there, here in ((saved.optimizer_class, type(optimizer).__name__), (saved.inner_class, aux)):
         if there != here and not {there, here} <= INTERCHANGEABLE:
             found.append(f"optimizer: {there} in the checkpoint, {here} in the engine")
     for index in range(len(optimizer.param_groups)):
-        found += _settings(saved, index, flats)[1]
+        found += _settings(saved, index, flats, unknown)[1]
     for flat, state, against in _states(saved, optimizer, flats):
         found += against
         stale = bound(flat, optimizer.state.get(flat.master, {})).keys() - state.values.keys()
@@ -191,20 +208,23 @@ def problems(saved: Saved, optimizer: Any, flats: Sequence[Flat], restored: Coll
             f"{part}/{slot.name}"
             for part in state.moments
             for slot in flat.slots
-            if slot.start < slot.stop and (part, slot.name) not in restored
+            if slot.start < slot.stop and (part, slot.name) not in restored and saved.has_state(slot.name)
         ]
         if absent:
             found.append(f"{_some(absent)}: not restored, though the optimizer's scalars would be")
     return found
 
 
-def restore(saved: Saved, optimizer: Any, flats: Sequence[Flat]) -> None:
+def restore(saved: Saved, optimizer: Any, flats: Sequence[Flat], unknown: Collection[str]) -> None:
     """Sets the param groups and the scalars of every flat; call it only where ``problems`` found none."""
     for index, group in enumerate(optimizer.param_groups):
-        for key, value in _settings(saved, index, flats)[0].items():
+        for key, value in _settings(saved, index, flats, unknown)[0].items():
             group[key] = _placed(value, group.get(key), torch.device("cpu"))
     for flat, saved_state, _ in _states(saved, optimizer, flats):
         if not saved_state.values and not saved_state.moments:
+            live = optimizer.state.get(flat.master, {})
+            if "step" in live:  # that of other moments, which are gone
+                live["step"] = 0 * live["step"]
             continue
         state, group = optimizer.state[flat.master], optimizer.param_groups[flat.group]
         for key, value in saved_state.values.items():
@@ -213,14 +233,16 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[Flat]) -> None:
             device = torch.device("cpu") if on_host else flat.master.device
             state[key] = _placed(value, state.get(key), device)
         for part in saved_state.moments:
-            if part not in state:  # only where this rank's flat is all padding: nothing was there to be restored
+            if part not in state:  # nothing to be restored: the flat is all padding, or its parameters are unknown
                 state[part] = torch.zeros_like(flat.master, requires_grad=False)
 
 
-def _settings(saved: Saved, index: int, flats: Sequence[Flat]) -> tuple[dict[str, Any], list[str]]:
+def _settings(
+    saved: Saved, index: int, flats: Sequence[Flat], unknown: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
     names = [name for flat in flats if flat.group == index for name in flat.names]
     if names:
-        return saved.settings(names)
+        return saved.settings(names, unknown)
     # All frozen: nothing to go by but its place.
     group = saved.groups[index] if index < len(saved.groups) else {"params": ["?"]}
     return ({} if group["params"] else {key: value for key, value in group.items() if key != "params"}), []

@@ -44,7 +44,7 @@ class Replicated:
     def before_restore(self) -> None:
         pass
 
-    def flat_in_memory(self, flat: Flat, weights_from_param: Collection[str]) -> AbstractContextManager[Flat]:
+    def flat_in_memory(self, flat: Flat) -> AbstractContextManager[Flat]:
         return nullcontext(flat)
 
     def weight_in_memory(self, name: str) -> AbstractContextManager[torch.Tensor]:

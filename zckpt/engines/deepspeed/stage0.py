@@ -64,15 +64,12 @@ class Unwrapped(replicas.Replicated):
     def optimizer(self) -> Any:
         return self._inner(self._wrapper)
 
-    def after_restore(self, weights_from_param: Collection[str]) -> None:
+    def after_restore(self, weights: Collection[str]) -> None:
         # What was not restored is equal on every rank already.
-        replicas.gather([*self._weights(weights_from_param), *self._replicas()])
+        replicas.gather([*self._weights(weights), *self._replicas()])
         for held in self._all_held:
             for parameter, master in held.whole(held.master):
-                if self._names[id(parameter)] in weights_from_param:
-                    master.copy_(parameter.detach())
-                else:
-                    parameter.detach().copy_(master)
+                parameter.detach().copy_(master)
                 parameter.grad = None
 
     def _replicas(self) -> Iterator[torch.Tensor]:
@@ -104,8 +101,8 @@ class Unwrapped(replicas.Replicated):
 class PerParameter(Unwrapped):
     """``FP16_UnfusedOptimizer``: a master of its own for each parameter."""
 
-    def after_restore(self, weights_from_param: Collection[str]) -> None:
-        super().after_restore(weights_from_param)
+    def after_restore(self, weights: Collection[str]) -> None:
+        super().after_restore(weights)
         self._wrapper.overflow = False
 
     @staticmethod

@@ -60,7 +60,7 @@ class Wrapper(Protocol):
     def before_restore(self) -> None:
         """Brings back what offload_states() has moved, and gives up what would go stale. Not collective."""
 
-    def flat_in_memory(self, flat: Flat, weights_from_param: Collection[str]) -> AbstractContextManager[Flat]:
+    def flat_in_memory(self, flat: Flat) -> AbstractContextManager[Flat]:
         """Brings a flat that lies in files into memory, to be filled. At the end, what hangs on it is derived and
         it is written back, unless an error has ended it.
         """
@@ -70,9 +70,9 @@ class Wrapper(Protocol):
         error has ended it.
         """
 
-    def after_restore(self, weights_from_param: Collection[str]) -> None:
-        """Derives what hangs on masters, moments and weights. ``weights_from_param``, equal on every rank: parameters
-        whose weight in the compute dtype was restored; their master, if they have one, is derived from it. Collective.
+    def after_restore(self, weights: Collection[str]) -> None:
+        """Derives what hangs on masters, moments and weights. ``weights``, equal on every rank: the parameters without
+        a master whose weight was restored. Collective.
         """
 
 

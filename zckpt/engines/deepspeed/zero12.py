@@ -77,14 +77,9 @@ class Zero12(replicas.Replicated):
             self._pinned = hasattr(wrapper, "hp_params_pin_buffers") or hasattr(wrapper, "lp_params_pin_buffers")
             wrapper.reload_states()
 
-    def after_restore(self, weights_from_param: Collection[str]) -> None:
+    def after_restore(self, weights: Collection[str]) -> None:
         wrapper = self._wrapper
-        replicas.gather(self._weights(weights_from_param))
-        for flat in self.flats:
-            for slot in flat.slots:
-                if slot.name in weights_from_param:
-                    weight = self._parameters[slot.name].detach().view(-1)[slot.start : slot.stop]
-                    flat.master.detach().narrow(0, slot.offset, weight.numel()).copy_(weight)
+        replicas.gather(self._weights(weights))
         wrapper.update_lp_params()
         wrapper._link_all_hp_params()
         wrapper._hp_optimizer_states_linked = False

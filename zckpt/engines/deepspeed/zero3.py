@@ -89,10 +89,10 @@ class Zero3:
         self.settle()
 
     @contextmanager
-    def flat_in_memory(self, flat: Flat, weights_from_param: Collection[str]) -> Iterator[Flat]:
+    def flat_in_memory(self, flat: Flat) -> Iterator[Flat]:
         with self._files.in_memory(self.flats.index(flat)):
             yield replace(flat, files={})
-            self._derive(flat, weights_from_param)
+            self._derive_weights(flat)
 
     @contextmanager
     def weight_in_memory(self, name: str) -> Iterator[torch.Tensor]:
@@ -100,11 +100,11 @@ class Zero3:
         with ParameterFiles.rewrite(self._parameters[name]) as data:
             yield data.narrow(0, 0, slot.stop - slot.start)
 
-    def after_restore(self, weights_from_param: Collection[str]) -> None:
+    def after_restore(self, weights: Collection[str]) -> None:
         wrapper = self._wrapper
         for flat in self.flats:
             if not flat.files:
-                self._derive(flat, weights_from_param)
+                self._derive_weights(flat)
         wrapper.averaged_gradients = {}
         wrapper.zero_grad()  # also puts micro_step_id back to 0
         wrapper.overflow = False
@@ -118,11 +118,7 @@ class Zero3:
         """What offload_states() has moved, as members of DeepSpeed's OffloadStateTypeEnum."""
         return frozenset(getattr(self._wrapper, "offloaded_states", ()))
 
-    def _derive(self, flat: Flat, weights_from_param: Collection[str]) -> None:
-        for slot in flat.slots:
-            if slot.name in weights_from_param:
-                with ParameterFiles.read(self._parameters[slot.name]) as partition:
-                    flat.master.detach().narrow(0, slot.offset, partition.numel()).copy_(partition)
+    def _derive_weights(self, flat: Flat) -> None:
         self._wrapper._reassign_or_swap_out_partitioned_parameters(self.flats.index(flat))
 
     def _moved_weight(self, name: str) -> torch.Tensor | None:
