@@ -36,7 +36,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 MUON: dict[str, Any] = {"optimizer": "muon", "reduce_scatter": False}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    **{name: {"optimizer": name} for name in ("lion", "adagrad", "sgd", "factored", "adafactor")},
+    **{name: {"optimizer": name} for name in ("lion", "adagrad", "sgd", "factored")},
+    # Without padding: it takes the norm of a whole flat, and at stage 3 DeepSpeed never initialises what is padding.
+    "adafactor": {"optimizer": "adafactor", "model": "mlp"},
     "muon": MUON,
 }
 FP32_GRADIENTS = {"config": {"data_types": {"grad_accum_dtype": "fp32"}}}
@@ -48,6 +50,8 @@ def runs_in_deepspeed(optimizer: str, mode: str, groups: bool) -> bool:
     if optimizer == "lion" and not offloaded:  # there it is in CUDA
         return False
     if mode == "3-nvme" and not groups:  # DeepSpeed itself goes wrong, as test_offload.py says
+        return False
+    if mode == "3-nvme" and optimizer == "adafactor":  # without padding, there is nothing large enough for NVMe
         return False
     # From stage 1 on, DeepSpeed makes torch's Adagrad anew, with one param group, and fails where there were two.
     return not (optimizer == "adagrad" and groups and mode in ("1", "2", "3"))
