@@ -49,7 +49,7 @@ bench-index: $(SETUP)
 	@$(PY) bench/index_scale.py
 
 bench-coverage: setup
-	@$(PY) bench/coverage.py --output bench/results/coverage.md
+	@$(PY) bench/coverage.py --output bench/results
 
 clean:
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,6 +1,6 @@
 """What DeepSpeed's own checkpoints and zckpt do in the same situations: real ranks, one row per situation.
 
-    python bench/coverage.py [--only WORD] [--output FILE]
+    python bench/coverage.py [--only REGEX] [--output DIR]
 
 Two runs in fresh processes for each row and library: one trains six steps and calls ``engine.save_checkpoint``; the
 other makes an engine with other random weights, calls ``engine.load_checkpoint`` and trains on. For zckpt the same
@@ -13,9 +13,11 @@ and the step of each parameter, counters, learning rates.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -174,7 +176,7 @@ def observe(engine: Any, path: str) -> None:
 def files_of(saved: Path, library: str, rank: int, kind: str) -> list[Path]:
     patterns = {
         ("DeepSpeed", "moments"): f"{TAG}/*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
-        ("DeepSpeed", "swapped"): f"{TAG}/**/rank{rank}/exp_avg-*.swp",
+        ("DeepSpeed", "swapped"): f"{TAG}/offloaded_tensors/rank{rank:02}/**/exp_avg-*.swp",
         ("DeepSpeed", "all"): f"{TAG}/*zero_pp_rank_{rank}_*.pt",
         ("zckpt", "moments"): f"{TAG}/data-*/rank-{rank:05}/exp_avg.safetensors",
         ("zckpt", "swapped"): f"{TAG}/data-*/rank-{rank:05}/swap.exp_avg.safetensors",
@@ -263,11 +265,11 @@ ROWS = [
     Row(CONFIG, "ZeRO-3, optimizer: CPU to NVMe", {**BIG, **CPU}, {**BIG, **NVME}),
     Row(CONFIG, "ZeRO-3, optimizer: NVMe to CPU", {**BIG, **NVME}, {**BIG, **CPU}),
     Row(CONFIG, "ZeRO-3, bf16 to fp32", Z3, {**Z3, "dtype": "fp32"}),
-    Row(DISK, "resume", {**WIDE, **NVME}),
-    Row(DISK, "resume, all of the model too small to be swapped", {**Z3, **NVME}),
-    Row(DISK, "resume, into an engine that has trained", {**WIDE, **NVME}, trained=1),
-    Row(DISK, "2 to 1 ranks", {**WIDE, **NVME}, ranks=1),
-    Row(DISK, "the same tag saved twice", {**WIDE, **NVME}, twice=True),
+    Row(DISK, "NVMe, resume", {**WIDE, **NVME}),
+    Row(DISK, "NVMe, all of the model too small to be swapped", {**Z3, **NVME}),
+    Row(DISK, "NVMe, into an engine that has trained", {**WIDE, **NVME}, trained=1),
+    Row(DISK, "NVMe, 2 to 1 ranks", {**WIDE, **NVME}, ranks=1),
+    Row(DISK, "NVMe, the same tag saved twice", {**WIDE, **NVME}, twice=True),
     Row(DAMAGE, "a bit flipped in a rank's optimizer state", Z3, damage=flip("moments"), right="error"),
     Row(DAMAGE, "a bit flipped in what NVMe held", {**WIDE, **NVME}, damage=flip("swapped"), right="error"),
     Row(DAMAGE, "a rank's optimizer state cut in half", Z3, damage=cut, right="error"),
@@ -304,7 +306,7 @@ def measure(cluster: Cluster, row: Row, library: str, cache: dict[str, Path], di
         row.damage(saved, library)
     if row.kill:
         cluster.outcomes(f"{MODULE}:load_and_die", 2, str(place), row.there, library, *row.kill, grace=8)
-    outcomes = cluster.outcomes(f"{MODULE}:load", row.ranks, str(place), here, library, about, grace=12)
+    outcomes = cluster.outcomes(f"{MODULE}:load", row.ranks, str(place), here, library, about, timeout=60, grace=12)
     text = verdict(row, place, outcomes)
     shutil.rmtree(place)
     return text
@@ -326,9 +328,10 @@ def verdict(row: Row, place: Path, outcomes: list[Outcome]) -> str:
     failed = [rank for rank, text in failures.items() if text]
     if failed:
         first = next((text for text in failures.values() if text and "RankError" not in text), failures[failed[0]])
+        hanging = [rank for rank, text in failures.items() if text is None]
         text = f"error: {shorten(str(first))}"
         if len(failed) < row.ranks:
-            text += f"; on rank {', '.join(map(str, failed))} alone"
+            text += f"; on rank {', '.join(map(str, failed))} alone{', the other hangs' if hanging else ''}"
         fine = row.right == "error" and len(failed) == row.ranks and not executed
         return f"{'+' if fine else '-'} {text}{executed}"
     if None in failures.values() or not (place / "found" / "manifest.msgpack").exists():
@@ -368,6 +371,11 @@ def compare(row: Row, place: Path) -> list[str]:
     if not same(*loaded(place, "", "buffer/")):
         wrong.append("buffers")
     trees = [settings_of(checkpoint, names) for checkpoint in (truth, found)]
+    there, here = (tree["settings"] for tree in trees)
+    for name in names:  # FusedAdam and the Adam for the CPU name some settings that the other does not have
+        shared = there[name].keys() & here[name].keys()
+        for settings in (there, here):
+            settings[name] = {key: settings[name][key] for key in shared}
     return wrong + [name for name in trees[0] if trees[0][name] != trees[1][name]]
 
 
@@ -422,11 +430,11 @@ def error_line(outcomes: list[Outcome]) -> str:
 
 
 def shorten(text: str, most: int = 90) -> str:
-    text = text.replace("|", "/").replace("\n", " ")
+    text = re.sub(r"/\S*/zckpt-coverage-[^/]*/[^/]*/", "", text.replace("|", "/").replace("\n", " "))
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def table(results: list[tuple[Row, list[str]]]) -> str:
+def table(results: dict[str, list[str]]) -> str:
     import deepspeed
 
     lines = [
@@ -438,39 +446,49 @@ def table(results: list[tuple[Row, list[str]]]) -> str:
         f"DeepSpeed {deepspeed.__version__}, torch {torch.__version__}, Python {platform.python_version()}.",
     ]
     group = ""
-    for row, cells in results:
+    for row in ROWS:
+        if row.change not in results:
+            continue
         if row.group != group:
             group = row.group
             lines += ["", f"### {group}", "", f"| | DeepSpeed {deepspeed.__version__} | zckpt |", "|---|---|---|"]
-        marked = [f"{'✓' if cell[0] == '+' else '✗'} {cell[2:]}" for cell in cells]
+        marked = [f"{'✓' if cell[0] == '+' else '✗'} {cell[2:]}" for cell in results[row.change]]
         lines.append(f"| {row.change} | {marked[0]} | {marked[1]} |")
     return "\n".join(lines).strip()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="rows whose text contains this")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", default="", metavar="REGEX", help="these rows; others stay as they are in DIR")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write coverage.json and coverage.md here")
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")])
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
-    rows = [row for row in ROWS if not options.only or options.only in f"{row.group} {row.change}"]
+    rows = [row for row in ROWS if re.search(options.only, f"{row.group} {row.change}")]
     cluster, cache = Cluster(), {}
     start = time.monotonic()
-    results = []
+    results: dict[str, list[str]] = {}
+    if options.output and options.only and (options.output / "coverage.json").exists():
+        results = json.loads((options.output / "coverage.json").read_text())
     with tempfile.TemporaryDirectory(prefix="zckpt-coverage-") as directory:
         try:
             for row in rows:
                 cells = [measure(cluster, row, library, cache, Path(directory)) for library in LIBRARIES]
-                results.append((row, cells))
+                results[row.change] = cells
+                if options.output:
+                    keep(results, options.output)
                 print(f"{row.group}: {row.change}", *(f"    {cell}" for cell in cells), sep="\n", flush=True)
         finally:
             cluster.close()
-    right = [sum(cells[i][0] == "+" for _, cells in results) for i in (0, 1)]
-    print(f"right: DeepSpeed {right[0]}, zckpt {right[1]}, of {len(rows)}; {time.monotonic() - start:.0f} s")
-    if options.output:
-        options.output.write_text(table(results) + "\n")
+    right = [sum(cells[i][0] == "+" for cells in results.values()) for i in (0, 1)]
+    print(f"right: DeepSpeed {right[0]}, zckpt {right[1]}, of {len(results)}; {time.monotonic() - start:.0f} s")
     return 0
+
+
+def keep(results: dict[str, list[str]], directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "coverage.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    (directory / "coverage.md").write_text(table(results) + "\n")
 
 
 if __name__ == "__main__":
