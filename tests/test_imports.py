@@ -38,7 +38,7 @@ PUBLIC_NAMES = """
     CastError Checkpoint CheckpointExistsError CheckpointNotFoundError DigestError FeatureError Finding FormatError
     KeyNotFoundError MismatchError MissingFileError NoSpaceError PieceInfo RankError Report SizeError StateError
     StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
-    __version__ attach detach open restore validate write
+    __version__ attach attach_all detach open restore validate write
 """
 
 FILES = sorted(ROOT.rglob("*.py"))

@@ -22,7 +22,7 @@ from zckpt.errors import (
     VersionError,
     ZckptError,
 )
-from zckpt.integrations.deepspeed import attach, detach
+from zckpt.integrations.deepspeed import attach, attach_all, detach
 from zckpt.validation import Finding, Report
 from zckpt.version import __version__
 
@@ -52,6 +52,7 @@ __all__ = [
     "ZckptError",
     "__version__",
     "attach",
+    "attach_all",
     "detach",
     "open",
     "restore",
