@@ -175,7 +175,17 @@ def runs(draw: st.DrawFn, model: Model, most_ranks: int, round_robin: bool = Tru
     return Run(ranks, tuple(map(tuple, groups)), tuple(choices), zero, config)
 
 
+def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for key, tensor in one.items():
+        precision = 2**-7 if tensor.dtype == torch.bfloat16 else 1e-5
+        largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+        torch.testing.assert_close(tensor, other[key], rtol=precision, atol=1e-6 * largest)
+
+
 def check(cluster: Cluster, model: Model, written: Run, restored: Run, trained: int) -> None:
+    # Truth is then another engine's, and the last bit of a C++ Adam depends on where in a flat an element lies.
+    same = assert_close if written.zero.get("round_robin_gradients") else assert_same
     fits = all(len({written.settings_of(index) for index in group}) == 1 for group in restored.groups)
     with tempfile.TemporaryDirectory(prefix="zckpt-random-") as path:
         truth = cluster.run(write, written.world_size, f"{path}/c", model, written)[0]
@@ -186,18 +196,17 @@ def check(cluster: Cluster, model: Model, written: Run, restored: Run, trained: 
             for name, weight in truth["weights"].items()
             if f"master/{name}" not in truth["logical"]
         }
-        assert_same(checkpoint.load(), {**truth["logical"], **masterless})
+        same(checkpoint.load(), {**truth["logical"], **masterless})
     for rank in found:
         if not fits:
             assert "one param group here, several with other" in rank
             continue
         assert not isinstance(rank, str), rank
-        assert_same(truth["logical"], rank["logical"])
-        assert_same(truth["weights"], rank["weights"])
+        same(truth["logical"], rank["logical"])
+        same(truth["weights"], rank["weights"])
         assert truth["parameters"] == rank["parameters"]
         assert truth["step"] == rank["step"]
-        for name, weight in truth["next"].items():
-            torch.testing.assert_close(rank["next"][name], weight)
+        assert_close(truth["next"], rank["next"])
 
 
 # To shrink what fails would take minutes, and these models are small.
