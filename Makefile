@@ -1,6 +1,7 @@
 # make demo      a run writes, another process opens parts of it, fresh engines resume it
 # make test      lint, types and the tests of every commit
 # make test-all  the same, with every combination of stage, offload, dtype and optimizer
+# make test-versions  some of the tests with every DeepSpeed version that zckpt is meant for
 # make setup     what all of them need
 # make bench-index  size and speed of the index at 1024 ranks
 # make bench-coverage  what DeepSpeed's own checkpoints and zckpt do in the same situations; writes bench/results/
@@ -15,6 +16,8 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check
 SETUP := .venv/.stamp
 OPS := .cache/ops.stamp
+OLDER := 0.16.9 0.17.6 0.18.9
+SMOKE := -m "matrix or not matrix" @tests/smoke.txt
 
 # The build of the ops calls ninja, which comes with the tools. Nothing is read from or left in the home directory.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -27,7 +30,7 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 export MAX_JOBS ?= 2
 
-.PHONY: setup lint test test-all demo bench-index bench-coverage clean
+.PHONY: setup lint test test-all test-versions $(OLDER:%=test-%) demo bench-index bench-coverage clean
 
 setup: $(SETUP) $(OPS)
 
@@ -36,6 +39,14 @@ test: setup lint
 
 test-all: setup lint
 	@$(PY) -m pytest -m "matrix or not matrix"
+
+test-versions: setup $(OLDER:%=test-%)
+	@$(PY) -m pytest $(SMOKE)
+
+# What an older version warns of while it is imported is not zckpt's; in the ranks, zckpt's own warnings stay errors.
+$(OLDER:%=test-%): test-%: .cache/versions/%/stamp
+	@echo "DeepSpeed $*"
+	@$(with_version) $(PY) -m pytest -W ignore $(SMOKE)
 
 lint: $(SETUP)
 	@.venv/bin/ruff check --quiet
@@ -77,6 +88,16 @@ $(OPS): $(SETUP) tests/ops.py
 	@$(install_libaio)
 	@echo "setup: DeepSpeed's C++ ops (three minutes at first)"
 	@$(PY) tests/ops.py
+	@touch $@
+
+# An older DeepSpeed lies beside .venv, in front of the one there, and so do its ops.
+with_version = PYTHONPATH=$(CURDIR)/.cache/versions/$*/site TORCH_EXTENSIONS_DIR=$(CURDIR)/.cache/versions/$*/ops
+$(OLDER:%=.cache/versions/%/stamp): .cache/versions/%/stamp: $(SETUP)
+	@echo "setup: DeepSpeed $* (three minutes)"
+	@rm -rf $(@D)
+	@env -u PIP_CONSTRAINT $(PIP) install --no-deps --no-build-isolation --target $(@D)/site deepspeed==$*
+	@$(with_version) $(PY) -c 'import importlib.metadata; assert importlib.metadata.version("deepspeed") == "$*"'
+	@$(with_version) $(PY) tests/ops.py
 	@touch $@
 
 # libaio serves NVMe offload alone, so its absence stops nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import shutil
 import sys
@@ -42,10 +43,13 @@ def load() -> None:
 
 
 def async_io() -> bool:
-    """Whether there is the op behind NVMe offload: it needs libaio's header."""
+    """Whether there is NVMe offload on the CPU: its op needs libaio's header, and before DeepSpeed 0.19 pinned memory
+    was CUDA's alone; without any, the swapper aborts in its first write.
+    """
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
-    return bool(AsyncIOBuilder().is_compatible(verbose=False))
+    pins = importlib.util.find_spec("deepspeed.utils.pin_memory") is not None
+    return pins and bool(AsyncIOBuilder().is_compatible(verbose=False))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,10 @@ def inner(engine: Any) -> torch.optim.Optimizer:
 
 
 def raw(engine: Any) -> dict[Any, torch.Tensor]:
-    """The same as it lies in the engine, padding and replicas and all; for stages whose memory is all initialised."""
+    """The same as it lies in the engine, replicas, gathered weights and padding and all."""
     tensors: dict[Any, torch.Tensor] = {("param", name): p for name, p in engine.module.named_parameters()}
+    if engine.zero_optimization_stage() == 3:  # whose padding is never initialised
+        return {key: tensor.detach().clone() for key, tensor in tensors.items()}
     for g, group in enumerate(inner(engine).param_groups):
         for i, master in enumerate(group["params"]):
             tensors["master", g, i] = master

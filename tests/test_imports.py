@@ -51,7 +51,7 @@ PUBLIC_NAMES = """
     FormatError KeyNotFoundError MismatchError MissingFileError NoSpaceError PendingWrite PieceInfo Progress
     ProgressBar RankError Report SizeError StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError
     VersionError ZckptError
-    __version__ attach detach open restore validate wait write
+    __version__ attach attach_all detach open restore validate wait write
 """
 
 FILES = sorted(ROOT.rglob("*.py"))

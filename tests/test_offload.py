@@ -92,7 +92,7 @@ def marked(cases: dict[str, Any]) -> list[Any]:
 def _async_io(request: pytest.FixtureRequest, cluster: Cluster) -> None:
     on_disk = any(word in request.node.name for word in ("nvme", "disk"))
     if (on_disk or request.node.get_closest_marker("nvme")) and not cluster.run("ops:async_io", 1, init=False)[0]:
-        pytest.skip("no libaio (install libaio-dev): DeepSpeed cannot build the op behind NVMe offload")
+        pytest.skip("no NVMe offload on the CPU: needs libaio (install libaio-dev) and DeepSpeed 0.19")
 
 
 def state(engine: DeepSpeedEngine) -> dict[str, Any]:

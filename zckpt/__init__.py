@@ -23,7 +23,7 @@ from zckpt.errors import (
     VersionError,
     ZckptError,
 )
-from zckpt.integrations.deepspeed import attach, detach
+from zckpt.integrations.deepspeed import attach, attach_all, detach
 from zckpt.io.budget import Budget
 from zckpt.progress import Progress, ProgressBar
 from zckpt.validation import Finding, Report
@@ -59,6 +59,7 @@ __all__ = [
     "ZckptError",
     "__version__",
     "attach",
+    "attach_all",
     "detach",
     "open",
     "restore",

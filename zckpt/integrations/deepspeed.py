@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _WEIGHTS = ("master", "param", "buffer")
 _METHODS = ("save_checkpoint", "load_checkpoint")
+_MARK = "_zckpt_attaches"
 
 
 def attach(engine: Any, *, background: bool = False) -> Any:
@@ -38,6 +39,27 @@ def detach(engine: Any) -> Any:
     for method in _METHODS:
         vars(engine).pop(method, None)
     return engine
+
+
+def attach_all() -> None:
+    """Has every engine that ``deepspeed.initialize`` returns from now on attached, whoever calls it.
+
+    For frameworks that make the engine themselves, such as Trainer, Accelerate and Lightning: call it before they do,
+    or start the script with ``zckpt run``. Imports DeepSpeed. Doing it twice changes nothing.
+    """
+    import deepspeed
+
+    stock: Callable[..., Any] = deepspeed.initialize
+    if hasattr(stock, _MARK):
+        return
+
+    @functools.wraps(stock)
+    def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        engine, *others = stock(*args, **kwargs)
+        return (attach(engine), *others)
+
+    setattr(initialize, _MARK, True)
+    deepspeed.initialize = initialize
 
 
 def _save_checkpoint(
