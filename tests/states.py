@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt import api
 from zckpt.errors import FormatError
 from zckpt.format.names import check_tensor_name
+from zckpt.pipelines import write as pipeline
 from zckpt.plan import catalog
 from zckpt.state.inventory import BUFFER, MASTER, TIERS, FileSpan, Fragment
 from zckpt.torch_dtypes import DTYPE_NAMES
@@ -88,17 +88,17 @@ def write_state(
     if swap is not None:
         for rank, own in enumerate(fragments):
             fragments[rank] = swap_out(own, swap / f"{rank}.swp")
-    save_id = api.begin_write(str(path), overwrite).decode()
-    state = api._pack_tree({"engine": engine_state, "client_state": client_state}, "", fragments[0], 0)
+    save_id = pipeline.begin_write(str(path), overwrite).decode()
+    state = pipeline._pack_tree({"engine": engine_state, "client_state": client_state}, "", fragments[0], 0)
     receipts = []
     for rank, own in enumerate(fragments):
-        tree = api._pack_tree({"rank": rank}, "rank_state", own, rank)
-        own.append(api._state_fragment(f"rank/{rank}", torch.frombuffer(bytearray(tree), dtype=torch.uint8)))
+        tree = pipeline._pack_tree({"rank": rank}, "rank_state", own, rank)
+        own.append(pipeline._state_fragment(f"rank/{rank}", torch.frombuffer(bytearray(tree), dtype=torch.uint8)))
         receipts.append(
-            catalog.pack(api.write_rank(str(path), save_id, own, rank, world_size, block_bytes=block_bytes))
+            catalog.pack(pipeline.write_rank(str(path), save_id, own, rank, world_size, block_bytes=block_bytes))
         )
     about = catalog.About(step, block_bytes, aliases or {}, state, {"created": "by a test"})
-    api.commit_write(str(path), save_id, receipts, about, latest=latest)
+    pipeline.commit_write(str(path), save_id, receipts, about, latest=latest)
     return Written(path, save_id, full, ranks)
 
 

@@ -168,8 +168,8 @@ import os, sys, time
 import torch
 sys.path.insert(0, {tests!r})
 from test_write_failures import Engine
-import zckpt, zckpt.api, zckpt.io.write
-zckpt.api.adapt = lambda engine: engine
+import zckpt, zckpt.io.write, zckpt.pipelines.write
+zckpt.pipelines.write.adapt = lambda engine: engine
 put = zckpt.io.write._put
 def slow(*args):
     time.sleep(1)
@@ -233,7 +233,7 @@ def test_an_attached_engine_saves_in_the_background(cluster: Cluster, tmp_path: 
 def test_copies_take_no_more_memory_than_allowed(tmp_path: Path, snapshot_bytes: int) -> None:
     """Of a state of 128 MiB, while the disk is slow."""
     engine = Engine(64 * MIB)
-    with mock.patch("zckpt.api.adapt", lambda engine: engine), slow(0.01):
+    with mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine), slow(0.01):
         Path("/proc/self/clear_refs").write_text("5")
         before = memory("VmRSS")
         pending = zckpt.write(engine, tmp_path / "c", background=True, snapshot_bytes=snapshot_bytes)

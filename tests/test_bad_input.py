@@ -19,7 +19,6 @@ import torch
 
 import zckpt
 from states import Written, edit, fragment, same_all, write_state
-from zckpt import api
 from zckpt.cli import main
 from zckpt.errors import (
     CheckpointNotFoundError,
@@ -34,6 +33,7 @@ from zckpt.errors import (
 )
 from zckpt.format import names
 from zckpt.format.digest import digest
+from zckpt.pipelines import write as pipeline
 from zckpt.plan import catalog
 
 if TYPE_CHECKING:
@@ -339,9 +339,9 @@ def test_every_fault_is_found_not_only_the_first(place: Place) -> None:
 
 
 def write_trees(path: str, root: bytes, own: torch.Tensor) -> None:
-    save_id = api.begin_write(path, False).decode()
-    receipt = catalog.pack(api.write_rank(path, save_id, [fragment("state", "rank/0", own, 0, own.numel())], 0, 1))
-    api.commit_write(path, save_id, [receipt], catalog.About(0, 1 << 20, {}, root, {}), latest=False)
+    save_id = pipeline.begin_write(path, False).decode()
+    receipt = catalog.pack(pipeline.write_rank(path, save_id, [fragment("state", "rank/0", own, 0, own.numel())], 0, 1))
+    pipeline.commit_write(path, save_id, [receipt], catalog.About(0, 1 << 20, {}, root, {}), latest=False)
 
 
 @pytest.mark.parametrize(

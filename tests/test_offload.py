@@ -16,7 +16,7 @@ import zckpt
 from models import make_engine, train
 from runs import assert_at_rest, fingerprint, settings, told
 from states import same_all, write_state
-from zckpt import api
+from zckpt.pipelines import write as pipeline
 from zckpt.state.inventory import FileSpan, Fragment
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def test_a_swap_file_that_is_too_short_is_named(tmp_path: Path) -> None:
 
 
 def write_fragment(path: Path, fragment: Fragment) -> None:
-    api.write_rank(str(path), api.begin_write(str(path), False).decode(), [fragment], 0, 1)
+    pipeline.write_rank(str(path), pipeline.begin_write(str(path), False).decode(), [fragment], 0, 1)
 
 
 def derive_from_weights(path: str, setup: dict[str, Any], swap: str) -> dict[str, str]:

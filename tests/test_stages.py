@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import zckpt
-import zckpt.api
 from models import batch, make_engine, train
 from runs import (
     AFTER,
@@ -25,6 +24,7 @@ from runs import (
     write_and_go_on,
 )
 from zckpt.engines.deepspeed import replicas
+from zckpt.pipelines import restore as pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -127,8 +127,8 @@ def restore_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...], trai
     engine = make_engine(**setup, seed=1)
     train(engine, trained, 100)
     opened = []
-    original = zckpt.api.open
-    zckpt.api.open = lambda path, **options: opened.append(original(path, **options)) or opened[0]  # type: ignore[func-returns-value]
+    original = pipeline.open_checkpoint
+    pipeline.open_checkpoint = lambda *args: opened.append(original(*args)) or opened[0]  # type: ignore[func-returns-value]
     zckpt.restore(engine, path, verify=False)  # a digest covers a whole block, which here is most of a file
     restored = whole(engine, parts)
     (loss,) = train(engine, 1, BEFORE)

@@ -65,7 +65,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def engines_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zckpt.api.adapt", lambda engine: engine)
+    monkeypatch.setattr("zckpt.pipelines.write.adapt", lambda engine: engine)
 
 
 def is_whole(path: Path, engine: Engine) -> bool:
@@ -217,7 +217,7 @@ def test_a_name_that_the_format_cannot_hold_stops_the_write(tmp_path: Path, part
     odd = fragment(part, name, engine.weight, 0, len(engine.weight))
     with (
         mock.patch.object(engine, "fragments", return_value=[odd]),
-        mock.patch.object(zckpt.api, "begin_write", side_effect=AssertionError("a byte was written")),
+        mock.patch("zckpt.pipelines.write.begin_write", side_effect=AssertionError("a byte was written")),
         pytest.raises(FormatError) as caught,
     ):
         zckpt.write(engine, tmp_path / "run" / "c")

@@ -1,4 +1,4 @@
-"""What the pipelines in ``api.py`` ask of a training engine. One implementation per framework, found by ``adapt``."""
+"""What the pipelines ask of a training engine. One implementation per framework, found by ``adapt``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,72 @@
+"""From a path to a Checkpoint."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from zckpt.checkpoint import Checkpoint
+from zckpt.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    UnfinishedWriteError,
+)
+from zckpt.format import manifest as manifest_format
+from zckpt.format import names
+from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
+from zckpt.io.local import LocalReader
+
+if TYPE_CHECKING:
+    from zckpt.io.budget import Budget
+
+StrPath = str | os.PathLike[str]
+
+
+def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa: A001  reads like the builtin on purpose
+    """Opens the checkpoint at ``path``, or, in the directory of a run, the one that ``latest`` names.
+
+    ``budget``: memory, threads and kind of I/O of all reads; None: ``Budget.from_environment()``.
+
+    Reads the manifest and nothing else. Needs neither the framework that wrote it nor torch.distributed. Raises
+    CheckpointNotFoundError, UnfinishedWriteError, VersionError, FeatureError, FormatError, StorageError.
+    """
+    return open_checkpoint(find(os.fspath(path)), budget)
+
+
+def open_checkpoint(path: str, budget: Budget | None = None) -> Checkpoint:
+    """The checkpoint in exactly this directory."""
+    reader = LocalReader(path)
+    if not os.path.lexists(os.path.join(path, names.MANIFEST)):
+        raise CheckpointNotFoundError("there is no manifest", file=path)
+    raw = reader.read(names.MANIFEST, 0, min(reader.size(names.MANIFEST), MANIFEST_BYTES_MAX + 1))
+    try:
+        return Checkpoint(path, manifest_format.decode(raw), reader, budget)
+    except FormatError as error:
+        error.file = os.path.join(path, names.MANIFEST)
+        raise
+
+
+def find(path: str) -> str:
+    """The checkpoint's directory. Raises CheckpointNotFoundError, UnfinishedWriteError, FormatError (L001)."""
+    if os.path.lexists(os.path.join(path, names.MANIFEST)):
+        return path
+    if not os.path.isdir(path):
+        what = "is a file" if os.path.exists(path) else "does not exist"
+        raise CheckpointNotFoundError(f"the path {what}", file=path, hint="give the directory of a checkpoint or run")
+    if os.path.lexists(os.path.join(path, names.LATEST)):
+        raw = LocalReader(path).read(names.LATEST, 0, LATEST_BYTES_MAX + 1)
+        found = os.path.join(path, names.decode_latest(raw, os.path.join(path, names.LATEST)))
+        if os.path.lexists(os.path.join(found, names.MANIFEST)):
+            return found
+        raise CheckpointNotFoundError("`latest` names a checkpoint that is not there", file=found, rule="L001")
+    entries = os.listdir(path)
+    if any(names.is_data_dir(entry) for entry in entries):
+        raise UnfinishedWriteError(
+            "a write was begun here and never committed",
+            file=path,
+            hint="open an older checkpoint; this one is not whole",
+        )
+    hint = "give the directory of a checkpoint or run"
+    if any(entry.endswith("_states.pt") for entry in entries):
+        hint = "this looks like a checkpoint in DeepSpeed's own format"
+    raise CheckpointNotFoundError("there is no manifest", file=path, hint=hint)

@@ -1,0 +1,253 @@
+"""From a checkpoint into a live engine: what fits, what stands in for what, all checked before anything is touched."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.background import wait
+from zckpt.checkpoint import Checkpoint, TensorInfo, Want
+from zckpt.engines import adapt
+from zckpt.errors import (
+    FormatError,
+    MismatchError,
+    StorageError,
+)
+from zckpt.format.rules import broken
+from zckpt.io.ranks import Ranks
+from zckpt.pipelines.open import StrPath, find, open_checkpoint
+from zckpt.plan.reshard import Span, choose_copy
+from zckpt.progress import Progress, reported
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment
+from zckpt.torch_dtypes import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from zckpt.engines.base import EngineAdapter
+    from zckpt.io.budget import Budget
+
+
+_STAND_INS = {MASTER: PARAM, PARAM: MASTER}
+"""The part in which a parameter's weight was saved if it is not in the one that is wanted: it was frozen on one side.
+"""
+
+
+def restore(
+    engine: object,
+    path: StrPath,
+    *,
+    parts: Collection[str] | None = None,
+    strict: bool = True,
+    state: Collection[str] | None = None,
+    rng: bool = False,
+    verify: bool | None = None,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Reads a checkpoint straight into the memory of a live engine, of any world size, stage and offload. Every rank
+    calls it. Returns the ``client_state``.
+
+    ``parts``: only these, such as ``["master"]`` for a warm start; None: all that the engine has. Weights in the dtype
+    that the model computes with are derived from restored masters. ``state``: which trees of non-tensor state
+    ("counters", "optimizer", "scaler", "scheduler"); None: all, or none where ``parts`` is given. ``rng``: also restore
+    the random number generators of every rank, which needs the world size of the writer. ``verify``: compare every
+    block with its digest; None: yes, unless the environment has ZCKPT_VERIFY=0. ``budget``: as for ``open``.
+    ``progress``: such as ``zckpt.ProgressBar()``.
+
+    ``strict=False``: leaves out what is missing, unexpected or of another shape, and the engine keeps its own weights.
+    What was frozen and now is trained, or the reverse, is restored: ``master`` from ``param`` and ``param`` from
+    ``master``, converted. A parameter without moments in the checkpoint has moments of zero then. As to its settings
+    and its step, it joins the others of its param group and its flat, as if its gradients had been zero until now; one
+    that has no others there keeps its settings and begins at step 0.
+
+    Everything that can be known without reading tensors is checked before the engine is touched. Raises MismatchError,
+    which lists every difference, ValueError for a part or tree that does not exist, and what ``zckpt.open`` and
+    ``Checkpoint.load`` raise, on every rank.
+    """
+    wait()
+    ranks = Ranks()
+    ranks.agree(os.path.abspath(path), "paths")
+    plan = ranks.together(
+        lambda: _plan_restore(engine, path, ranks, parts, strict, state, rng, budget), "prepare the restore"
+    )
+    ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
+    own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
+    ranks.together(lambda: _fill(plan, own, verify, progress), "restore")
+    ranks.together(lambda: _finish(plan, rng), "restore")
+    return plan.client_state
+
+
+@dataclass(frozen=True, slots=True)
+class _RestorePlan:
+    """What one rank restores, all of it checked."""
+
+    adapter: EngineAdapter
+    checkpoint: Checkpoint
+    wanted: tuple[Fragment, ...]
+    sources: Mapping[str, TensorInfo]
+    """What is read for each key. What is wanted without a source starts at zero."""
+    state: Mapping[str, Any]
+    rank_state: Mapping[str, Any] | None
+    client_state: dict[str, Any]
+
+
+def _plan_restore(
+    engine: object,
+    path: StrPath,
+    ranks: Ranks,
+    parts: Collection[str] | None,
+    strict: bool,
+    trees: Collection[str] | None,
+    rng: bool,
+    budget: Budget | None,
+) -> _RestorePlan:
+    adapter = adapt(engine)
+    adapter.refuse_unsupported()
+    checkpoint = open_checkpoint(find(os.fspath(path)), budget)
+    stored = {
+        part: {info.name: info.dtype for info in checkpoint.values() if info.part == part} for part in checkpoint.parts
+    }
+    if trees is None:
+        trees = adapter.trees if parts is None else ()
+    unknown = [*(set(parts or ()) - set(stored)), *(set(trees) - set(adapter.trees))]
+    if unknown:
+        known = ", ".join([*stored, *adapter.trees])
+        raise ValueError(f"the checkpoint has no {', '.join(unknown)}; parts and trees are {known}")
+    if parts is not None:
+        stored = {part: stored[part] for part in parts}
+    wanted = adapter.wanted(stored)
+    sources, differences = _sources(checkpoint, wanted, stored if parts is not None else None)
+    problems: list[str] = []
+    hint = None
+    if strict:
+        filled = sources.keys() | differences.keys()
+        problems += differences.values()
+        if MASTER in stored:  # else it is weights that are asked for, whoever trained them
+            problems += _changed_roles(wanted, sources)
+        used = {info.key for info in sources.values()}
+        unexpected = (key for key in adapter.unexpected(stored) if key not in used)
+        problems += [f"unexpected: {key}, the engine has no place for it" for key in unexpected]
+        if problems:
+            hint = "strict=False leaves out what does not fit, and converts what is frozen on one side only"
+    else:
+        filled = sources.keys() | _without_moments(wanted, sources, differences)
+    wanted = tuple(fragment for fragment in wanted if fragment.key in filled)
+    engine_state, client_state = _root(checkpoint)
+    chosen = {name: engine_state.get(name) for name in trees}
+    needed = rng or adapter.needs_rank_state(chosen)
+    rank_state = (
+        checkpoint.rank_state(ranks.rank, lazy=True) if needed and checkpoint.world_size == ranks.size else None
+    )
+    problems += adapter.check_state(chosen, rank_state, wanted)
+    if rng and checkpoint.world_size != ranks.size:
+        problems.append(
+            f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {ranks.size}"
+        )
+    if problems:
+        raise MismatchError(
+            "the checkpoint does not fit the engine; nothing was changed:\n  " + "\n  ".join(problems),
+            file=checkpoint.path,
+            rank=ranks.rank,
+            hint=hint,
+        )
+    for info in sources.values():
+        checkpoint.check_sizes(info)
+    return _RestorePlan(adapter, checkpoint, wanted, sources, chosen, rank_state, client_state)
+
+
+def _root(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The two branches of the root tree. Raises FormatError (T001) where it is not such a tree."""
+    root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
+    engine, client_state = root.get("engine"), root.get("client_state")
+    if not (isinstance(engine, dict) and isinstance(client_state, dict)):
+        raise broken("T001", "the tree of state has no engine and client_state", file=checkpoint.path)
+    return engine, client_state
+
+
+def _sources(
+    checkpoint: Checkpoint, wanted: Sequence[Fragment], parts: Collection[str] | None
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """The stored tensor for each wanted key, and a line for each that has none: missing, or of another shape or dtype.
+    Only ``parts`` are read; what is wanted of others and has no stand-in among these is in neither.
+
+    Weights and buffers in the dtype that a model computes with may be converted; what the optimizer updates may not.
+    """
+    sources, differences = {}, {}
+    for key, fragment in {fragment.key: fragment for fragment in wanted}.items():
+        readable = [fragment.part, _STAND_INS.get(fragment.part, fragment.part)]
+        readable = [part for part in readable if parts is None or part in parts]
+        found = [f"{part}/{fragment.name}" for part in readable if f"{part}/{fragment.name}" in checkpoint]
+        if not found:
+            if fragment.part in readable:
+                differences[key] = f"missing: {key} {list(fragment.shape)}"
+            continue
+        info, dtype = checkpoint[found[0]], TORCH_DTYPES[fragment.dtype]
+        floating = dtype.is_floating_point and info.dtype.is_floating_point
+        converts = floating and not {fragment.part, info.part}.isdisjoint((PARAM, BUFFER))
+        if info.shape == fragment.shape and (converts or info.dtype == dtype):
+            sources[key] = info
+        else:
+            there, here = f"{info.dtype} {list(info.shape)}", f"{dtype} {list(fragment.shape)}"
+            differences[key] = f"differs: {info.key} is {there}, the engine has {here}"
+    return sources, differences
+
+
+def _changed_roles(wanted: Sequence[Fragment], sources: Mapping[str, TensorInfo]) -> list[str]:
+    """A line for each parameter that is frozen in the engine and was not when it was saved, or the reverse."""
+    words = {MASTER: "trained", PARAM: "frozen"}
+    found = {(f.name, f.part, sources[f.key].part): None for f in wanted if f.key in sources}
+    return [
+        f"differs: {name} is {words[here]} in the engine and was {words[there]} when it was saved"
+        for name, here, there in found
+        if here != there
+    ]
+
+
+def _without_moments(
+    wanted: Sequence[Fragment], sources: Mapping[str, TensorInfo], differences: Mapping[str, str]
+) -> set[str]:
+    """The keys of moments that start at zero: of parameters of which no moment can be restored. One alone is not made
+    up: beside another one from the checkpoint, it would make for steps of any size."""
+    moments = [fragment for fragment in wanted if fragment.part not in RESERVED_PARTS]
+    restored = {fragment.name for fragment in moments if fragment.key in sources}
+    return {fragment.key for fragment in moments if fragment.key in differences and fragment.name not in restored}
+
+
+def _fill(plan: _RestorePlan, rank: int | None, verify: bool | None, progress: Progress | None) -> None:
+    checkpoint, sources = plan.checkpoint, plan.sources
+    nbytes = sum((f.stop - f.start) * sources[f.key].dtype.itemsize for f in plan.wanted if f.key in sources)
+    with (
+        _changing_the_engine(),
+        reported(progress, "restore", nbytes) as advance,
+        closing(plan.adapter.fill(plan.wanted)) as batches,
+    ):
+        for fragments in batches:
+            wants = []
+            for fragment in fragments:
+                assert isinstance(fragment.data, torch.Tensor), "fill supplies the memory"
+                info = sources.get(fragment.key)
+                if info is None:
+                    fragment.data.zero_()
+                    continue
+                span = Span(fragment.start, fragment.stop, 0)
+                wants.append(Want(info, choose_copy(checkpoint.pieces(info), rank), [span], fragment.data))
+            checkpoint.read(wants, verify=verify, advance=advance)
+
+
+def _finish(plan: _RestorePlan, rng: bool) -> None:
+    with _changing_the_engine():
+        plan.adapter.finish_restore(plan.state, plan.rank_state, rng)
+
+
+@contextmanager
+def _changing_the_engine() -> Iterator[None]:
+    try:
+        yield
+    except (FormatError, StorageError) as error:
+        error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
+        raise

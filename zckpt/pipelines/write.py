@@ -1,0 +1,334 @@
+"""From a live engine to a checkpoint: what each rank holds, its files, the commit, now or in the background."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import socket
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import msgpack
+import numpy as np
+import torch
+
+from zckpt.background import PendingWrite, start_write, wait
+from zckpt.engines import adapt
+from zckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    RankError,
+    ZckptError,
+)
+from zckpt.format import manifest as manifest_format
+from zckpt.format import names, tree
+from zckpt.format.digest import digest
+from zckpt.io import commit
+from zckpt.io.budget import Budget
+from zckpt.io.local import LocalReader
+from zckpt.io.memory import available_bytes, host_bytes, wait_for_caller
+from zckpt.io.ranks import Ranks
+from zckpt.io.write import cuda_device_of, write_shards
+from zckpt.pipelines.open import StrPath, open_checkpoint
+from zckpt.plan import catalog
+from zckpt.plan.layout import plan_shards
+from zckpt.progress import Progress, reported
+from zckpt.state.inventory import BUFFER, STATE, Fragment
+from zckpt.torch_dtypes import DTYPE_NAMES
+from zckpt.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from zckpt.engines.base import EngineAdapter
+
+
+BLOCK_BYTES = 1 << 20
+_NUMPY_DTYPES = frozenset(map(np.dtype, ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"]))
+
+
+@overload
+def write(
+    engine: object,
+    path: StrPath | None = None,
+    *,
+    parts: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    client_state: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    latest: bool = True,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+    background: Literal[False] = False,
+) -> str: ...
+
+
+@overload
+def write(
+    engine: object,
+    path: StrPath | None = None,
+    *,
+    parts: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    client_state: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    latest: bool = True,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+    background: Literal[True],
+    snapshot: Literal["copy", "lazy"] = "copy",
+    snapshot_bytes: int | None = None,
+) -> PendingWrite: ...
+
+
+def write(
+    engine: object,
+    path: StrPath | None = None,
+    *,
+    parts: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    client_state: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    latest: bool = True,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+    background: bool = False,
+    snapshot: Literal["copy", "lazy"] = "copy",
+    snapshot_bytes: int | None = None,
+) -> str | PendingWrite:
+    """Writes the state of a training engine as one checkpoint; durable when it returns. Every rank calls it.
+
+    ``path`` is the checkpoint's directory, on a file system that all ranks share; None: ``checkpoints/global_step<N>``.
+    ``parts``: which parts of the state; None: all that a bit-exact resume needs. ``exclude``: parts to leave out, such
+    as the ``param`` of frozen weights. ``client_state``: the caller's own plain values, tensors and arrays, taken from
+    rank 0. ``overwrite``: replace the checkpoint at ``path``, which stays whole until the new one is committed.
+    ``latest``: have the file ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O;
+    None: ``Budget.from_environment()``. ``progress``: such as ``zckpt.ProgressBar()``.
+
+    ``background``: return a PendingWrite as soon as training may go on; the checkpoint is of the state at this call.
+    With ``snapshot="copy"`` that is once the state has been copied. With "lazy" it is at once: the state is read while
+    the next forward and backward passes run, and the next optimizer step waits until that is done; change it in no
+    other way before. ``snapshot_bytes`` bounds the memory for copies on this rank: where the state is larger, the rest
+    is on disk before training goes on. None: half of what is available, shared by the ranks of a machine. One write is
+    under way at a time: the next write or restore and the end of the process wait for it and show its error.
+
+    Returns the checkpoint's absolute path. Raises on every rank, and leaves nothing behind, if any rank fails:
+    UnsupportedError, StateError, CheckpointExistsError, RankError, StorageError, NoSpaceError.
+    """
+    if snapshot not in ("copy", "lazy"):
+        raise ValueError(f"snapshot must be 'copy' or 'lazy', got {snapshot!r}")
+    wait()
+    ranks = Ranks()
+    adapter, fragments, about = ranks.together(
+        lambda: _take(engine, ranks, parts, exclude, client_state), "prepare the write"
+    )
+    fragments = _without_equal_copies(fragments, ranks)
+    target = os.path.abspath(path if path is not None else os.path.join("checkpoints", f"global_step{adapter.step}"))
+    ranks.agree(target, "paths")
+    if latest:
+        names.encode_latest(os.path.basename(target))  # refused now, not after the commit
+    save_id = ranks.first(lambda: begin_write(target, overwrite), "begin the write").decode()
+    wait_for_caller(cuda_device_of(fragments))
+    if snapshot == "lazy" and background:
+        fragments = [_detached(fragment) for fragment in fragments]
+    write_own = partial(write_rank, target, save_id, fragments, ranks.rank, ranks.size, budget, progress)
+    finish = partial(_finish_write, target, save_id, about, latest)
+    if not background:
+        finish(ranks, write_own)
+        return target
+    if snapshot_bytes is None:
+        here = socket.gethostname().encode()
+        snapshot_bytes = available_bytes() // 2 // ranks.gather(here).count(here)
+    write_own = partial(write_own, snapshot_bytes=snapshot_bytes)
+    others = Ranks(background=True)
+    pending = start_write(target, lambda taken: finish(others, partial(write_own, taken=taken)))
+    if snapshot == "lazy":
+        adapter.before_change(pending.wait_until_taken)
+    else:
+        pending.wait_until_taken()
+    return pending
+
+
+def _detached(fragment: Fragment) -> Fragment:
+    """With data of its own where something else than the optimizer's step may change it."""
+    if fragment.part in (BUFFER, STATE) and isinstance(fragment.data, torch.Tensor):
+        return replace(fragment, data=fragment.data.clone())
+    return fragment
+
+
+def _finish_write(
+    target: str,
+    save_id: str,
+    about: catalog.About,
+    latest: bool,
+    ranks: Ranks,
+    write_own: Callable[[], catalog.Receipt],
+) -> None:
+    """Every rank's files, then the commit; or, after a failure on any of them, none of it. Collective."""
+    committed = False
+    try:
+        receipts = ranks.gather(catalog.pack(ranks.together(write_own, "write")))
+        ranks.first(lambda: commit_write(target, save_id, receipts, about, latest=latest), "commit")
+        committed = True
+    finally:
+        if not committed and ranks.rank == 0:
+            _discard(target, save_id)
+
+
+def _take(
+    engine: object,
+    ranks: Ranks,
+    parts: Collection[str] | None,
+    exclude: Collection[str],
+    client_state: Mapping[str, Any] | None,
+) -> tuple[EngineAdapter, list[Fragment], catalog.About]:
+    """What this rank writes, and what rank 0 writes about it."""
+    adapter = adapt(engine)
+    adapter.refuse_unsupported()
+    inventory = adapter.inventory(parts)
+    fragments = [fragment for fragment in inventory.fragments if fragment.part not in exclude]
+    for fragment in fragments:  # a part's name is a file's name
+        names.check_part_name(fragment.part)
+        names.check_tensor_name(fragment.name)
+    packed = b""
+    if ranks.rank == 0:
+        packed = _pack_tree({"engine": adapter.state(), "client_state": dict(client_state or {})}, "", fragments, 0)
+    rank_tree = _pack_tree(adapter.rank_state(), f"rank_state[{ranks.rank}]", fragments, ranks.rank)
+    fragments.append(_state_fragment(f"rank/{ranks.rank}", torch.frombuffer(bytearray(rank_tree), dtype=torch.uint8)))
+    writer = {
+        "zckpt": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **adapter.description,
+    }
+    return adapter, fragments, catalog.About(adapter.step, BLOCK_BYTES, inventory.aliases, packed, writer)
+
+
+def _pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -> bytes:
+    """The packed tree; what it holds of tensors and arrays is added to ``fragments``."""
+
+    def put(where: str, leaf: object) -> tuple[int, str] | None:
+        name = f"tree/{rank}/{len(fragments)}"
+        # By exact type: a subclass, such as a masked array, holds more than its elements
+        if type(leaf) is np.ndarray and leaf.dtype in _NUMPY_DTYPES:
+            fragments.append(_state_fragment(name, torch.from_numpy(np.array(leaf))))
+            return tree.NDARRAY, name
+        if isinstance(leaf, torch.Tensor) and _is_plain(leaf):
+            fragments.append(_state_fragment(name, leaf.detach().resolve_conj().resolve_neg().contiguous()))
+            return tree.TENSOR, name
+        return None
+
+    return tree.pack(value, path, put)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether dtype, shape and elements are all that there is to it."""
+    usual = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return usual and tensor.dtype in DTYPE_NAMES and tensor.device.type in ("cpu", "cuda")
+
+
+def _state_fragment(name: str, tensor: torch.Tensor) -> Fragment:
+    shape = tuple(tensor.shape)
+    return Fragment(STATE, name, shape, DTYPE_NAMES[tensor.dtype], 0, tensor.numel(), "host", 0, tensor.reshape(-1))
+
+
+def _without_equal_copies(fragments: list[Fragment], ranks: Ranks) -> list[Fragment]:
+    """Leaves out the rank-local values that equal rank 0's: a replicated buffer is stored once. Collective."""
+    buffers = [(f.key, f.data) for f in fragments if f.part == BUFFER]
+    mine = {key: digest(host_bytes(data.cpu())) for key, data in buffers if isinstance(data, torch.Tensor)}
+    first = msgpack.unpackb(ranks.first(lambda: msgpack.packb(mine), "compare buffers"))
+    return [f for f in fragments if f.copy == 0 or mine[f.key] != first.get(f.key)]
+
+
+def begin_write(target: str, overwrite: bool) -> bytes:
+    """Makes the directory that the new data goes to, beside that of an older checkpoint, and returns the save id."""
+    if os.path.lexists(os.path.join(target, names.MANIFEST)) and not overwrite:
+        raise CheckpointExistsError(
+            "there is already a checkpoint here", file=target, hint="write elsewhere, or pass overwrite=True"
+        )
+    save_id = secrets.token_hex(8)
+    commit.make_directories(os.path.join(target, names.data_dir(save_id)))
+    return save_id.encode()
+
+
+def write_rank(
+    target: str,
+    save_id: str,
+    fragments: Sequence[Fragment],
+    rank: int,
+    world_size: int,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    snapshot_bytes: int = 0,
+    taken: Callable[[], None] = lambda: None,
+) -> catalog.Receipt:
+    """One rank's files of a write that rank 0 has begun, durable. ``taken`` is called once the state may change.
+
+    Raises StorageError, RankError.
+    """
+    data = os.path.join(target, names.data_dir(save_id))
+    if not os.path.isdir(data):
+        raise RankError(
+            "rank 0 has made a directory that this rank does not see", file=data, rank=rank,
+            hint="write to a file system that all ranks share",
+        )  # fmt: skip
+    own = os.path.join(target, names.rank_dir(save_id, rank))
+    commit.make_directories(own)
+    plans = plan_shards(fragments, save_id, rank, world_size, block_bytes=block_bytes)
+    nbytes = sum(piece.nbytes for plan in plans for piece in plan.pieces)
+    with reported(progress, "write", nbytes) as advance:
+        table = write_shards(
+            target, plans, budget or Budget.from_environment(), block_bytes,
+            snapshot_bytes=snapshot_bytes, taken=taken, advance=advance,
+        )  # fmt: skip
+    commit.write_file(os.path.join(target, names.digests_path(save_id, rank)), table)
+    commit.fsync_directory(own)
+    return catalog.receipt(rank, digest(table), plans)
+
+
+def commit_write(target: str, save_id: str, receipts: Sequence[bytes], about: catalog.About, *, latest: bool) -> bytes:
+    """On rank 0, when every rank's files are durable: the index, then the manifest, then ``latest``."""
+    manifest, index = catalog.catalog([catalog.unpack(receipt) for receipt in receipts], save_id, about)
+    reader = LocalReader(target)
+    written = manifest_format.decode(manifest)
+    for file in written.files:
+        size = reader.size(written.path(file))
+        if size != file.nbytes:
+            raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=written.path(file))
+    commit.write_file(os.path.join(target, names.index_path(save_id)), index)
+    commit.fsync_directory(os.path.join(target, names.data_dir(save_id)))
+    replaced = _replaced_save(target)
+    commit.replace_file(os.path.join(target, names.MANIFEST), manifest)
+    if latest:
+        parent, name = os.path.split(target)
+        commit.replace_file(os.path.join(parent, names.LATEST), names.encode_latest(name))
+    if replaced is not None:
+        commit.remove_tree(os.path.join(target, names.data_dir(replaced)))
+    return b""
+
+
+def _replaced_save(target: str) -> str | None:
+    """The save id of the manifest that is about to be replaced; None if there is none or it cannot be read."""
+    try:
+        return open_checkpoint(target).manifest.save_id
+    except ZckptError:
+        return None
+
+
+def _discard(target: str, save_id: str) -> None:
+    """After a failure: removes what this write has made, unless a manifest names it, or may do so."""
+    try:
+        if open_checkpoint(target).manifest.save_id == save_id:
+            return
+    except CheckpointNotFoundError:
+        pass
+    except ZckptError:
+        return
+    commit.remove_tree(os.path.join(target, names.data_dir(save_id)))
+    commit.remove_empty_directory(target)
