@@ -88,7 +88,7 @@ def told(engine: Any) -> dict[str, str]:
     zero, moments = engine.optimizer, {}
     for parameters, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
         state = zero.optimizer.state.get(flat, {})
-        found = [key for key, value in state.items() if is_moment(value, parameters)]
+        found = [key for key, value in state.items() if is_moment(key, value, parameters)]
         moments.update({parameter.ds_id: found for parameter in parameters})
     found = {}
     for name, parameter in engine.module.named_parameters():
@@ -103,10 +103,11 @@ def told(engine: Any) -> dict[str, str]:
     return found
 
 
-def is_moment(value: Any, parameters: list[Any]) -> bool:
-    """Of a flat at stage 3; what lies in a file has no elements."""
+def is_moment(key: str, value: Any, parameters: list[Any]) -> bool:
+    """Of a flat at stage 3; what lies in a file has no elements. offload_states() leaves its buffers behind."""
     numel = sum(parameter.partition_numel() for parameter in parameters)
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() in (0, numel)
+    alike = isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() in (0, numel)
+    return alike and not key.endswith("_offload_buffer")
 
 
 def everything(engine: Any) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def everything(engine: Any) -> dict[str, Any]:
         return {**found, **{key: plain(value) for key, value in tensors.items()}}
     for n, (parameters, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
         for key, value in zero.optimizer.state.get(flat, {}).items():
-            if not is_moment(value, parameters):
+            if not is_moment(key, value, parameters):
                 found[f"{key} of {n}"] = plain(value)
     return {**found, **told(engine)}
 
