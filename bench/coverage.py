@@ -13,6 +13,7 @@ and the step of each parameter, counters, learning rates.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import pickle
@@ -134,9 +135,10 @@ def load_and_die(directory: str, setup: dict[str, Any], library: str, victim: in
     calls = iter(range(100))
 
     def half_a_save(state: Any, path: Any, *_: Any, **__: Any) -> None:
-        whole = pickle.dumps(state)
-        time.sleep(2)
-        Path(path).write_bytes(whole[: len(whole) // 2])
+        whole = io.BytesIO()
+        save_whole(state, whole)
+        time.sleep(8)  # what the other rank does is done by then
+        Path(path).write_bytes(whole.getvalue()[: whole.tell() // 2])
         os.kill(os.getpid(), signal.SIGKILL)
 
     def half_a_write(fd: int, views: Any, offset: int) -> int:
@@ -147,10 +149,10 @@ def load_and_die(directory: str, setup: dict[str, Any], library: str, victim: in
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    pwritev, original = os.pwritev, torch.save
+    pwritev, save_whole = os.pwritev, torch.save
 
     def one_then_half(state: Any, path: Any, *arguments: Any, **options: Any) -> None:
-        (original if next(calls) == 0 else half_a_save)(state, path, *arguments, **options)
+        (save_whole if next(calls) == 0 else half_a_save)(state, path, *arguments, **options)
 
     if engine.global_rank == victim:
         patch = ("os.pwritev", half_a_write) if library == "zckpt" else ("torch.save", one_then_half)
@@ -305,7 +307,8 @@ def measure(cluster: Cluster, row: Row, library: str, cache: dict[str, Path], di
     if row.damage:
         row.damage(saved, library)
     if row.kill:
-        cluster.outcomes(f"{MODULE}:load_and_die", 2, str(place), row.there, library, *row.kill, grace=8)
+        outcomes = cluster.outcomes(f"{MODULE}:load_and_die", 2, str(place), row.there, library, *row.kill, grace=8)
+        assert outcomes[row.kill[0]].signal == signal.SIGKILL, outcomes
     outcomes = cluster.outcomes(f"{MODULE}:load", row.ranks, str(place), here, library, about, timeout=60, grace=12)
     text = verdict(row, place, outcomes)
     shutil.rmtree(place)
