@@ -161,9 +161,9 @@ def load_and_die(directory: str, setup: dict[str, Any], library: str, victim: in
 
 
 def make(setup: dict[str, Any], swap: str, library: str, seed: int = 0) -> Any:
-    import test_offload
+    from models import make_engine
 
-    engine = test_offload.make(setup, swap, seed)
+    engine = make_engine(**setup, swap=swap, seed=seed)
     return zckpt.attach(engine) if library == "zckpt" else engine
 
 
