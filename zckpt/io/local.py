@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import stat
+import struct
 import threading
 from collections import OrderedDict
 from contextlib import contextmanager, suppress
@@ -24,10 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zckpt.io.memory import Bytes
+    from zckpt.state.inventory import FileSpan
 
 _libc = ctypes.CDLL(None)
 
 IDLE_FILES_MAX = 64
+FICLONERANGE = 0x4020940D
+"""ioctl_ficlonerange(2)."""
 UNSYNCED_BYTES_MAX = 32 << 20
 """Of one file, where its writes go through the page cache."""
 
@@ -227,30 +232,27 @@ class NewFile:
         self.path = path
         self._unsynced_bytes = 0
         try:
-            flags = os.O_WRONLY | os.O_CLOEXEC
-            self._fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
             raise from_os_error(error, "create", path) from error
         self._direct_fd = -1
         if direct:
             with suppress(OSError):  # such as a file system without direct I/O
-                self._direct_fd = os.open(path, flags | os.O_DIRECT)
+                self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
         """Writes ``nbytes`` at byte ``offset``. They lie in ``stage``, which begins at a page of memory, as far behind
         its start as ``offset`` is behind the start of a page."""
-        base = offset - offset % PAGE_BYTES
-        stop = offset + nbytes
-        first_page, last_page = -(-offset // PAGE_BYTES) * PAGE_BYTES, stop - stop % PAGE_BYTES
-        if self._direct_fd >= 0 and first_page < last_page:
+        base, stop = offset - offset % PAGE_BYTES, offset + nbytes
+        first, last = _whole_pages(offset, stop)
+        if self._direct_fd >= 0 and first < last:
             try:
-                self._put(self._direct_fd, stage[first_page - base : last_page - base], first_page)
+                self._put(self._direct_fd, stage[first - base : last - base], first)
             except StorageError as error:
                 if not is_refused(error):
                     raise
             else:
-                self._put(self._fd, stage[offset - base : first_page - base], offset)
-                self._put(self._fd, stage[last_page - base : stop - base], last_page)
+                self.write_edges(stage, offset, nbytes)
                 return
         self._put(self._fd, stage[offset - base : stop - base], offset)
         self._unsynced_bytes += nbytes
@@ -258,6 +260,37 @@ class NewFile:
             self._unsynced_bytes = 0
             self.sync()
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def share(self, source: FileSpan, offset: int) -> bool:
+        """Makes all whole pages from byte ``offset`` on those of another file, which takes neither time nor space; the
+        rest is left to ``write``. False where the file system cannot, or ``source`` lies otherwise in its pages: then
+        nothing has happened."""
+        first, last = _whole_pages(offset, offset + source.nbytes)
+        if source.offset % PAGE_BYTES != offset % PAGE_BYTES or first >= last:
+            return False
+        try:
+            fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                clone = struct.pack("qQQQ", fd, source.offset + first - offset, last - first, first)
+                fcntl.ioctl(self._fd, FICLONERANGE, clone)
+            finally:
+                os.close(fd)
+        except OSError:  # whatever the reason: what is wrong shows when it is copied
+            return False
+        return True
+
+    def read_back(self, stage: Bytes, offset: int, nbytes: int) -> None:
+        """Fills the whole pages among the bytes that ``write`` would be given."""
+        base = offset - offset % PAGE_BYTES
+        first, last = _whole_pages(offset, offset + nbytes)
+        read_from(self.path, first, stage[first - base : last - base])
+
+    def write_edges(self, stage: Bytes, offset: int, nbytes: int) -> None:
+        """What of ``write`` is no whole page."""
+        base, stop = offset - offset % PAGE_BYTES, offset + nbytes
+        first, last = _whole_pages(offset, stop)
+        self._put(self._fd, stage[offset - base : first - base], offset)
+        self._put(self._fd, stage[last - base : stop - base], last)
 
     def _put(self, fd: int, view: Bytes, offset: int) -> None:
         done = 0
@@ -275,6 +308,12 @@ class NewFile:
         for fd in (self._fd, self._direct_fd):
             if fd >= 0:
                 os.close(fd)
+
+
+def _whole_pages(start: int, stop: int) -> tuple[int, int]:
+    """Where the first whole page between two bytes of a file begins, and the last one ends; no more than the former if
+    there is none."""
+    return -(-start // PAGE_BYTES) * PAGE_BYTES, stop - stop % PAGE_BYTES
 
 
 def read_from(path: str, offset: int, room: Bytes) -> None:

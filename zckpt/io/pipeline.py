@@ -15,8 +15,8 @@ Item = TypeVar("Item")
 
 
 class Pipeline(Generic[Item]):
-    """``take`` fills a buffer from an item's source, ``put`` empties it. Every thread that calls ``work`` helps. There
-    is at least one item.
+    """``take`` fills a buffer from an item's source and returns what ``put``, which empties it, is to be given. Every
+    thread that calls ``work`` helps. There is at least one item.
 
     Taking comes first: as long as there is a buffer, the sources are read, and ``taken`` is called as soon as none of
     them is needed any more. With all of ``buffers`` full, no source is read until one is put.
@@ -25,7 +25,7 @@ class Pipeline(Generic[Item]):
     def __init__(
         self,
         items: Sequence[Item],
-        take: Callable[[Item, Stage], None],
+        take: Callable[[Item, Stage], Item],
         put: Callable[[Item, Stage], None],
         staging: Staging,
         buffers: int,
@@ -69,9 +69,9 @@ class Pipeline(Generic[Item]):
 
     def _take_one(self, item: Item) -> None:
         stage = self._staging.acquire()
-        self._take(item, stage)
+        taken = self._take(item, stage)
         with self._changed:
-            self._full.append((item, stage))
+            self._full.append((taken, stage))
             self._left -= 1
             last = not self._left
             self._changed.notify_all() if last else self._changed.notify()

@@ -1,14 +1,15 @@
 """Runs planned writes: through aligned staging buffers, digests on the way, large positional writes, durable.
 
 A state goes to disk piece by piece from where it is, a device or a swap file too: a write needs no memory for a whole
-state, and by direct I/O it leaves nothing in the page cache.
+state, and by direct I/O it leaves nothing in the page cache. What lies in a swap file is not even written where the
+file system can share pages between files; it is read, once, for its digests.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.io.local import NewFile, read_from
 from zckpt.io.memory import PAGE_BYTES, Staging, byte_tensor, cuda_device
 from zckpt.io.pipeline import Pipeline
-from zckpt.plan.layout import plan_writes
+from zckpt.plan.layout import FILLER, HEADER, plan_writes
 from zckpt.state.inventory import FileSpan
 
 if TYPE_CHECKING:
@@ -42,6 +43,25 @@ class _Job:
     file: NewFile
     plan: ShardPlan
     op: WriteOp
+    shared: bool = False
+    """Its whole pages are in the file already."""
+
+    @property
+    def source(self) -> FileSpan | None:
+        """The adjacent bytes of one swap file that all of it comes from, if it does."""
+        found: FileSpan | None = None
+        for span in self.op.spans:
+            data = self.plan.pieces[span.source].fragment.data if span.source >= 0 else None
+            if not isinstance(data, FileSpan):
+                return None
+            part = data.narrow(span.start, span.nbytes)
+            if found is None:
+                found = part
+            elif (part.path, part.offset) == (found.path, found.offset + found.nbytes):
+                found = FileSpan(found.path, found.offset, found.nbytes + part.nbytes)
+            else:
+                return None
+        return found
 
     @property
     def starts(self) -> list[int]:
@@ -94,24 +114,39 @@ def write_shards(
     return bytes(table)
 
 
-def _take(job: _Job, stage: Stage) -> None:
+def _take(job: _Job, stage: Stage) -> _Job:
+    source = job.source
+    if source is not None and job.file.share(source, job.op.offset):
+        start, stop = job.starts[0], job.starts[-1]
+        for edge in (slice(start, -(-start // PAGE_BYTES) * PAGE_BYTES), slice(stop - stop % PAGE_BYTES, stop)):
+            read_from(source.path, source.offset + edge.start - start, stage.bytes[edge])
+        return replace(job, shared=True)
     with stage.stream():
         for span, (start, stop) in zip(job.op.spans, itertools.pairwise(job.starts), strict=True):
             _fill(stage.tensor[start:stop], job.plan, span)
     stage.wait()
+    return job
 
 
 def _put(table: bytearray, block_bytes: int, job: _Job, stage: Stage) -> None:
+    if job.shared:
+        job.file.read_back(stage.bytes, job.op.offset, job.op.nbytes)
     for span, (start, stop) in zip(job.op.spans, itertools.pairwise(job.starts), strict=True):
         for number, first in enumerate(range(start, stop, block_bytes), span.block):
             block = stage.bytes[first : min(first + block_bytes, stop)]
             table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = digest(block)
-    job.file.write(stage.bytes, job.op.offset, job.op.nbytes)
+    if job.shared:
+        job.file.write_edges(stage.bytes, job.op.offset, job.op.nbytes)
+    else:
+        job.file.write(stage.bytes, job.op.offset, job.op.nbytes)
 
 
 def _fill(room: torch.Tensor, plan: ShardPlan, span: WriteSpan) -> None:
     """Puts the bytes of ``span`` into ``room``; from a device, the copy is queued on the current stream."""
-    if span.source < 0:
+    if span.source == FILLER:
+        room.zero_()
+        return
+    if span.source == HEADER:
         room.numpy()[:] = np.frombuffer(plan.header, np.uint8)[span.start : span.start + span.nbytes]
         return
     data = plan.pieces[span.source].fragment.data

@@ -5,16 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from zckpt.format.digest import block_count
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.names import piece_name
+from zckpt.format.limits import DATA_ALIGNMENT_BYTES
+from zckpt.format.names import FILLER_PREFIX, piece_name
 from zckpt.format.shard import Entry, ShardId, encode_header
-from zckpt.state.inventory import TIERS, Fragment
+from zckpt.state.inventory import TIERS, FileSpan, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+HEADER, FILLER = -1, -2
+"""Sources of a write that are no pieces."""
+SHARED_BYTES_MIN = 64 << 10
+"""Of adjacent bytes in a swap file that a filler is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +36,22 @@ class PlacedPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedFiller:
+    """Zeros, placed like a piece."""
+
+    offset: int
+    nbytes: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One file to be written: its header, then ``pieces`` in order."""
+    """One file to be written: its header, then ``pieces`` in order, with ``fillers`` between them."""
 
     shard: ShardId
     header: bytes
     pieces: tuple[PlacedPiece, ...]
+    fillers: tuple[PlacedFiller, ...]
     nbytes: int
     first_block: int
     blocks: int
@@ -64,7 +81,13 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
     entries: list[Entry] = []
     shapes: dict[str, tuple[int, ...]] = {}
     offset = 0
-    for fragment in fragments:
+    shared = shareable(fragments)
+    for number, fragment in enumerate(fragments):
+        if shared.get(number) == number and isinstance(fragment.data, FileSpan):
+            gap = (fragment.data.offset - offset) % DATA_ALIGNMENT_BYTES  # as far behind the start of a page as there
+            if gap:
+                entries.append(Entry(f"{FILLER_PREFIX}{number}", "U8", (gap,), offset, gap))
+                offset += gap
         count = fragment.stop - fragment.start
         name = piece_name(fragment.name, fragment.start, fragment.stop, math.prod(fragment.shape))
         whole = name == fragment.name
@@ -76,16 +99,37 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
     header = encode_header(shard, entries, shapes)
     block = block_count(len(header), block_bytes)
     pieces: list[PlacedPiece] = []
-    for fragment, entry in zip(fragments, entries, strict=True):
-        pieces.append(PlacedPiece(fragment, entry.offset, entry.nbytes, block))
+    fillers: list[PlacedFiller] = []
+    for entry in entries:
+        if entry.is_filler:
+            fillers.append(PlacedFiller(entry.offset, entry.nbytes, block))
+        else:
+            pieces.append(PlacedPiece(fragments[len(pieces)], entry.offset, entry.nbytes, block))
         block += block_count(entry.nbytes, block_bytes)
-    return ShardPlan(shard, header, tuple(pieces), len(header) + offset, first_block, block)
+    return ShardPlan(shard, header, tuple(pieces), tuple(fillers), len(header) + offset, first_block, block)
+
+
+def shareable(fragments: Sequence[Fragment]) -> dict[int, int]:
+    """Of the fragments, by position, that are part of a long run of adjacent bytes of a swap file: the first of the
+    run. A file system that can share pages between files need not write them."""
+    runs: list[tuple[list[int], FileSpan]] = []
+    for number, fragment in enumerate(fragments):
+        data = fragment.data
+        if not isinstance(data, FileSpan):
+            continue
+        numbers, run = runs[-1] if runs else ([], FileSpan("", 0, 0))
+        if (data.path, data.offset) == (run.path, run.offset + run.nbytes):
+            numbers.append(number)
+            runs[-1] = numbers, FileSpan(run.path, run.offset, run.nbytes + data.nbytes)
+        else:
+            runs.append(([number], data))
+    return {number: numbers[0] for numbers, run in runs if run.nbytes >= SHARED_BYTES_MIN for number in numbers}
 
 
 @dataclass(frozen=True, slots=True)
 class WriteSpan:
     """``nbytes`` of one source, from its byte ``start``; ``block`` is the number of the first digest in the rank's
-    table. ``source`` is the position in ``ShardPlan.pieces``, or -1 for the header. Whole blocks, but for the last."""
+    table. ``source`` is the position in ``ShardPlan.pieces``, HEADER or FILLER. Whole blocks, but for the last."""
 
     source: int
     start: int
@@ -103,11 +147,16 @@ class WriteOp:
 
 
 def plan_writes(plan: ShardPlan, *, batch_bytes: int, block_bytes: int) -> tuple[WriteOp, ...]:
-    """Cuts a file into writes of at most ``batch_bytes``, a multiple of ``block_bytes``."""
-    sources = [(-1, len(plan.header), 0)] + [(i, piece.nbytes, piece.block) for i, piece in enumerate(plan.pieces)]
+    """Cuts a file into writes of at most ``batch_bytes``, a multiple of ``block_bytes``. A run of ``shareable`` bytes
+    has writes of its own."""
+    shared = shareable([piece.fragment for piece in plan.pieces])
+    placed = [(piece.offset, i, piece.nbytes, piece.block) for i, piece in enumerate(plan.pieces)]
+    placed += [(filler.offset, FILLER, filler.nbytes, filler.block) for filler in plan.fillers]
+    sources = [(HEADER, len(plan.header), 0)] + [source for _, *source in sorted(placed, key=itemgetter(0, 2))]
     ops: list[WriteOp] = []
     spans: list[WriteSpan] = []
     size = offset = 0
+    run = None
 
     def flush() -> None:
         nonlocal spans, size, offset
@@ -118,6 +167,9 @@ def plan_writes(plan: ShardPlan, *, batch_bytes: int, block_bytes: int) -> tuple
 
     for source, total, block in sources:
         start = 0
+        if total and shared.get(source) != run:
+            run = shared.get(source)
+            flush()
         while start < total:
             room = batch_bytes - size
             nbytes = total - start if total - start <= room else room // block_bytes * block_bytes
