@@ -39,7 +39,7 @@ from zckpt.io.ranks import Ranks
 from zckpt.io.write import write_shards
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
-from zckpt.plan.reshard import Span, choose_copy
+from zckpt.plan.reshard import Span
 from zckpt.state.inventory import BUFFER, PARAM, STATE, Fragment
 from zckpt.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 from zckpt.validation import Finding, Report, check_checkpoint
@@ -388,8 +388,7 @@ def _plan_restore(
             file=checkpoint.path,
             rank=ranks.rank,
         )
-    for key in {fragment.key for fragment in wanted}:
-        checkpoint.check_sizes(checkpoint[key])
+    checkpoint.check_sizes(checkpoint[key] for key in {fragment.key for fragment in wanted})
     rank_state = checkpoint.rank_state(ranks.rank) if rng else None
     return _RestorePlan(adapter, checkpoint, wanted, chosen, rank_state, client_state)
 
@@ -427,13 +426,12 @@ def _fill(
     def want(fragment: Fragment) -> Want:
         assert isinstance(fragment.data, torch.Tensor), "fill supplies the memory"
         info = checkpoint[fragment.key]
-        span = Span(fragment.start, fragment.stop, 0)
-        return Want(info, choose_copy(checkpoint.pieces(info), rank), [span], fragment.data)
+        return Want(info, [Span(fragment.start, fragment.stop, 0)], fragment.data)
 
     try:
         with closing(adapter.fill(wanted)) as batches:
             for fragments in batches:
-                checkpoint.read([want(fragment) for fragment in fragments], verify=verify)
+                checkpoint.read([want(fragment) for fragment in fragments], rank=rank, verify=verify)
     except (FormatError, StorageError) as error:
         error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
         raise

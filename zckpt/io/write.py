@@ -6,6 +6,7 @@ state, and by direct I/O it leaves nothing in the page cache.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 from functools import partial
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zckpt.io.budget import Budget
+    from zckpt.io.memory import Stage
     from zckpt.plan.layout import ShardPlan, WriteOp, WriteSpan
 
 
@@ -57,28 +59,33 @@ def _run(file: NewFile, plan: ShardPlan, op: WriteOp, table: bytearray, staging:
     starts = [*itertools.accumulate((span.nbytes for span in op.spans), initial=op.offset % PAGE_BYTES)]
     with staging.lend() as stage:
         with stage.stream():
-            for span, (start, stop) in zip(op.spans, itertools.pairwise(starts), strict=True):
-                _fill(stage.tensor[start:stop], plan, span)
+            for span, start in zip(op.spans, starts, strict=False):
+                _fill(stage, start, plan, span)
         stage.wait()
-        for span, (start, stop) in zip(op.spans, itertools.pairwise(starts), strict=True):
-            for number, first in enumerate(range(start, stop, block_bytes), span.block):
-                block = stage.bytes[first : min(first + block_bytes, stop)]
-                table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = digest(block)
+        blocks = [
+            stage.bytes[first : min(first + block_bytes, stop)]
+            for start, stop in itertools.pairwise(starts)
+            for first in range(start, stop, block_bytes)
+        ]
+        first_byte = op.spans[0].block * DIGEST_BYTES
+        table[first_byte : first_byte + len(blocks) * DIGEST_BYTES] = b"".join(map(digest, blocks))
         file.write(stage.bytes, op.offset, op.nbytes)
 
 
-def _fill(room: torch.Tensor, plan: ShardPlan, span: WriteSpan) -> None:
-    """Puts the bytes of ``span`` into ``room``; from a device, the copy is queued on the current stream."""
+def _fill(stage: Stage, start: int, plan: ShardPlan, span: WriteSpan) -> None:
+    """Puts the bytes of ``span`` at byte ``start`` of ``stage``; from a device, the copy is queued on its stream."""
     if span.source < 0:
-        room.numpy()[:] = np.frombuffer(plan.header, np.uint8)[span.start : span.start + span.nbytes]
+        stage.bytes[start : start + span.nbytes] = np.frombuffer(plan.header, np.uint8, span.nbytes, span.start)
         return
-    data = plan.pieces[span.source].fragment.data
+    piece = plan.pieces[span.source]
+    data = piece.fragment.data
     assert data is not None, "a fragment without data cannot be written"
     if isinstance(data, FileSpan):
-        read_from(data.path, data.offset + span.start, room.numpy())
-        return
-    source = byte_tensor(data)[span.start : span.start + span.nbytes]
-    if source.device.type == "cpu":
-        room.numpy()[:] = source.numpy()  # torch's own copy would take threads that are at work
+        read_from(data.path, data.offset + span.start, stage.bytes[start : start + span.nbytes])
+    elif data.is_cpu:
+        # By address: to make views of many small tensors would take longer than to copy them.
+        assert data.nbytes == piece.nbytes and data.is_contiguous(), "a fragment's data are its elements, in order"
+        ctypes.memmove(stage.address + start, data.data_ptr() + span.start, span.nbytes)
     else:
-        room.copy_(source, non_blocking=True)
+        source = byte_tensor(data)[span.start : span.start + span.nbytes]
+        stage.tensor[start : start + span.nbytes].copy_(source, non_blocking=True)

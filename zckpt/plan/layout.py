@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.format.digest import block_count
 from zckpt.format.dtypes import ITEM_BYTES
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedPiece:
+class PlacedPiece(NamedTuple):
     """A fragment's place in its file. ``offset`` and ``nbytes`` are bytes, ``offset`` counted from the file's data;
     ``block`` is the number of its first digest, counted from the file's first."""
 
@@ -82,8 +81,7 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
     return ShardPlan(shard, header, tuple(pieces), len(header) + offset, first_block, block)
 
 
-@dataclass(frozen=True, slots=True)
-class WriteSpan:
+class WriteSpan(NamedTuple):
     """``nbytes`` of one source, from its byte ``start``; ``block`` is the number of the first digest in the rank's
     table. ``source`` is the position in ``ShardPlan.pieces``, or -1 for the header. Whole blocks, but for the last."""
 
