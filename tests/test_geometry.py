@@ -109,7 +109,7 @@ def run(store: Store, ops: tuple[coalesce.ReadOp, ...], sinks: list[bytearray]) 
         assert segments.copies.sum() == len(segments.source)
         copies = iter(np.stack([segments.source, segments.copy_bytes, segments.sink, segments.target], 1).tolist())
         position = op.offset
-        for nbytes, block, count in zip(*(c.tolist() for c in (segments.nbytes, segments.block, segments.copies))):
+        for nbytes, block, count in np.stack([segments.nbytes, segments.block, segments.copies], 1).tolist():
             data = store.contents[op.file][position : position + nbytes]
             assert len(data) == nbytes
             if block >= 0:

@@ -24,10 +24,22 @@ ALLOWED = {
     "plan": {"errors", "format", "state"},
     "io": BELOW_IO | {"torch_dtypes"},
     "engines": {"errors", "state", "torch_dtypes"},
-    "checkpoint": BELOW_IO | {"torch_dtypes", "io"},
-    "validation": BELOW_IO | {"io", "checkpoint"},
-    "api": BELOW_IO | {"torch_dtypes", "io", "engines", "checkpoint", "validation"},
-    "__init__": {"api", "checkpoint", "errors", "integrations", "io", "validation", "version"},
+    "background": set(),
+    "progress": set(),
+    "checkpoint": BELOW_IO | {"torch_dtypes", "io", "progress"},
+    "validation": BELOW_IO | {"io", "checkpoint", "progress"},
+    "api": BELOW_IO | {"torch_dtypes", "io", "engines", "background", "checkpoint", "progress", "validation"},
+    "__init__": {
+        "api",
+        "background",
+        "checkpoint",
+        "errors",
+        "integrations",
+        "io",
+        "progress",
+        "validation",
+        "version",
+    },
     "integrations": {"zckpt", "errors"},
     "cli": {"zckpt", "errors"},
     "__main__": {"cli"},
@@ -36,9 +48,10 @@ WITHOUT_TORCH = {"version", "errors", "format", "state", "plan"}
 
 PUBLIC_NAMES = """
     Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError DigestError FeatureError Finding
-    FormatError KeyNotFoundError MismatchError MissingFileError NoSpaceError PieceInfo RankError Report SizeError
-    StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
-    __version__ attach detach open restore validate write
+    FormatError KeyNotFoundError MismatchError MissingFileError NoSpaceError PendingWrite PieceInfo Progress
+    ProgressBar RankError Report SizeError StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError
+    VersionError ZckptError
+    __version__ attach detach open restore validate wait write
 """
 
 FILES = sorted(ROOT.rglob("*.py"))

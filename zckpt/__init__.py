@@ -1,6 +1,7 @@
 """zckpt: sharded, verified checkpoints of ZeRO training states. See README.md; the format is in ``spec/``."""
 
 from zckpt.api import open, restore, validate, write  # noqa: A004  zckpt.open reads like the builtin on purpose
+from zckpt.background import PendingWrite, wait
 from zckpt.checkpoint import Checkpoint, PieceInfo, TensorInfo
 from zckpt.errors import (
     CastError,
@@ -24,6 +25,7 @@ from zckpt.errors import (
 )
 from zckpt.integrations.deepspeed import attach, detach
 from zckpt.io.budget import Budget
+from zckpt.progress import Progress, ProgressBar
 from zckpt.validation import Finding, Report
 from zckpt.version import __version__
 
@@ -41,7 +43,10 @@ __all__ = [
     "MismatchError",
     "MissingFileError",
     "NoSpaceError",
+    "PendingWrite",
     "PieceInfo",
+    "Progress",
+    "ProgressBar",
     "RankError",
     "Report",
     "SizeError",
@@ -58,5 +63,6 @@ __all__ = [
     "open",
     "restore",
     "validate",
+    "wait",
     "write",
 ]

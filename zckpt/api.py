@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import platform
 import secrets
+import socket
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgpack
 import numpy as np
 import torch
 
+from zckpt.background import PendingWrite, start_write, wait
 from zckpt.checkpoint import Checkpoint, Want
 from zckpt.engines import adapt
 from zckpt.errors import (
@@ -34,25 +37,60 @@ from zckpt.format.rules import broken
 from zckpt.io import commit
 from zckpt.io.budget import Budget
 from zckpt.io.local import LocalReader
-from zckpt.io.memory import host_bytes
+from zckpt.io.memory import available_bytes, host_bytes, wait_for_caller
 from zckpt.io.ranks import Ranks
-from zckpt.io.write import write_shards
+from zckpt.io.write import cuda_device_of, write_shards
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.plan.reshard import Span
+from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, PARAM, STATE, Fragment
 from zckpt.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 from zckpt.validation import Finding, Report, check_checkpoint
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from zckpt.engines.base import EngineAdapter
 
 BLOCK_BYTES = 1 << 20
 _NUMPY_DTYPES = frozenset(map(np.dtype, ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"]))
 StrPath = str | os.PathLike[str]
+
+
+@overload
+def write(
+    engine: object,
+    path: StrPath | None = None,
+    *,
+    parts: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    client_state: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    latest: bool = True,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+    background: Literal[False] = False,
+) -> str: ...
+
+
+@overload
+def write(
+    engine: object,
+    path: StrPath | None = None,
+    *,
+    parts: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    client_state: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    latest: bool = True,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+    background: Literal[True],
+    snapshot: Literal["copy", "lazy"] = "copy",
+    snapshot_bytes: int | None = None,
+) -> PendingWrite: ...
 
 
 def write(
@@ -65,7 +103,11 @@ def write(
     overwrite: bool = False,
     latest: bool = True,
     budget: Budget | None = None,
-) -> str:
+    progress: Progress | None = None,
+    background: bool = False,
+    snapshot: Literal["copy", "lazy"] = "copy",
+    snapshot_bytes: int | None = None,
+) -> str | PendingWrite:
     """Writes the state of a training engine as one checkpoint; durable when it returns. Every rank calls it.
 
     ``path`` is the checkpoint's directory, on a file system that all ranks share; None: ``checkpoints/global_step<N>``.
@@ -73,11 +115,21 @@ def write(
     as the ``param`` of frozen weights. ``client_state``: the caller's own plain values, tensors and arrays, taken from
     rank 0. ``overwrite``: replace the checkpoint at ``path``, which stays whole until the new one is committed.
     ``latest``: have the file ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O;
-    None: ``Budget.from_environment()``.
+    None: ``Budget.from_environment()``. ``progress``: such as ``zckpt.ProgressBar()``.
+
+    ``background``: return a PendingWrite as soon as training may go on; the checkpoint is of the state at this call.
+    With ``snapshot="copy"`` that is once the state has been copied. With "lazy" it is at once: the state is read while
+    the next forward and backward passes run, and the next optimizer step waits until that is done; change it in no
+    other way before. ``snapshot_bytes`` bounds the memory for copies on this rank: where the state is larger, the rest
+    is on disk before training goes on. None: half of what is available, shared by the ranks of a machine. One write is
+    under way at a time: the next write or restore and the end of the process wait for it and show its error.
 
     Returns the checkpoint's absolute path. Raises on every rank, and leaves nothing behind, if any rank fails:
     UnsupportedError, StateError, CheckpointExistsError, RankError, StorageError, NoSpaceError.
     """
+    if snapshot not in ("copy", "lazy"):
+        raise ValueError(f"snapshot must be 'copy' or 'lazy', got {snapshot!r}")
+    wait()
     ranks = Ranks()
     adapter, fragments, about = ranks.together(
         lambda: _take(engine, ranks, parts, exclude, client_state), "prepare the write"
@@ -88,18 +140,51 @@ def write(
     if latest:
         names.encode_latest(os.path.basename(target))  # refused now, not after the commit
     save_id = ranks.first(lambda: begin_write(target, overwrite), "begin the write").decode()
+    wait_for_caller(cuda_device_of(fragments))
+    if snapshot == "lazy" and background:
+        fragments = [_detached(fragment) for fragment in fragments]
+    write_own = partial(write_rank, target, save_id, fragments, ranks.rank, ranks.size, budget, progress)
+    finish = partial(_finish_write, target, save_id, about, latest)
+    if not background:
+        finish(ranks, write_own)
+        return target
+    if snapshot_bytes is None:
+        here = socket.gethostname().encode()
+        snapshot_bytes = available_bytes() // 2 // ranks.gather(here).count(here)
+    write_own = partial(write_own, snapshot_bytes=snapshot_bytes)
+    others = Ranks(background=True)
+    pending = start_write(target, lambda taken: finish(others, partial(write_own, taken=taken)))
+    if snapshot == "lazy":
+        adapter.before_change(pending.wait_until_taken)
+    else:
+        pending.wait_until_taken()
+    return pending
+
+
+def _detached(fragment: Fragment) -> Fragment:
+    """With data of its own where something else than the optimizer's step may change it."""
+    if fragment.part in (BUFFER, STATE) and isinstance(fragment.data, torch.Tensor):
+        return replace(fragment, data=fragment.data.clone())
+    return fragment
+
+
+def _finish_write(
+    target: str,
+    save_id: str,
+    about: catalog.About,
+    latest: bool,
+    ranks: Ranks,
+    write_own: Callable[[], catalog.Receipt],
+) -> None:
+    """Every rank's files, then the commit; or, after a failure on any of them, none of it. Collective."""
     committed = False
     try:
-        receipt = ranks.together(
-            lambda: write_rank(target, save_id, fragments, ranks.rank, ranks.size, budget), "write"
-        )
-        receipts = ranks.gather(catalog.pack(receipt))
+        receipts = ranks.gather(catalog.pack(ranks.together(write_own, "write")))
         ranks.first(lambda: commit_write(target, save_id, receipts, about, latest=latest), "commit")
         committed = True
     finally:
         if not committed and ranks.rank == 0:
             _discard(target, save_id)
-    return target
 
 
 def _take(
@@ -186,9 +271,16 @@ def write_rank(
     rank: int,
     world_size: int,
     budget: Budget | None = None,
+    progress: Progress | None = None,
+    *,
     block_bytes: int = BLOCK_BYTES,
+    snapshot_bytes: int = 0,
+    taken: Callable[[], None] = lambda: None,
 ) -> catalog.Receipt:
-    """One rank's files of a write that rank 0 has begun, durable. Raises StorageError, RankError."""
+    """One rank's files of a write that rank 0 has begun, durable. ``taken`` is called once the state may change.
+
+    Raises StorageError, RankError.
+    """
     data = os.path.join(target, names.data_dir(save_id))
     if not os.path.isdir(data):
         raise RankError(
@@ -198,7 +290,12 @@ def write_rank(
     own = os.path.join(target, names.rank_dir(save_id, rank))
     commit.make_directories(own)
     plans = plan_shards(fragments, save_id, rank, world_size, block_bytes=block_bytes)
-    table = write_shards(target, plans, budget or Budget.from_environment(), block_bytes)
+    nbytes = sum(piece.nbytes for plan in plans for piece in plan.pieces)
+    with reported(progress, "write", nbytes) as advance:
+        table = write_shards(
+            target, plans, budget or Budget.from_environment(), block_bytes,
+            snapshot_bytes=snapshot_bytes, taken=taken, advance=advance,
+        )  # fmt: skip
     commit.write_file(os.path.join(target, names.digests_path(save_id, rank)), table)
     commit.fsync_directory(own)
     return catalog.receipt(rank, digest(table), plans)
@@ -305,6 +402,7 @@ def restore(
     rng: bool = False,
     verify: bool | None = None,
     budget: Budget | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Reads a checkpoint straight into the memory of a live engine, of any world size, stage and offload. Every rank
     calls it. Returns the ``client_state``.
@@ -315,11 +413,13 @@ def restore(
     ("counters", "optimizer", "scaler", "scheduler"); None: all, or none where ``parts`` is given. ``rng``: also restore
     the random number generators of every rank, which needs the world size of the writer. ``verify``: compare every
     block with its digest; None: yes, unless the environment has ZCKPT_VERIFY=0. ``budget``: as for ``open``.
+    ``progress``: such as ``zckpt.ProgressBar()``.
 
     Everything that can be known without reading tensors is checked before the engine is touched. Raises MismatchError,
     which lists every difference, ValueError for a part or tree that does not exist, and what ``zckpt.open`` and
     ``Checkpoint.load`` raise, on every rank.
     """
+    wait()
     ranks = Ranks()
     ranks.agree(os.path.abspath(path), "paths")
     plan = ranks.together(
@@ -327,7 +427,7 @@ def restore(
     )
     ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
     own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
-    ranks.together(lambda: _fill(plan.adapter, plan.checkpoint, plan.wanted, own, verify), "restore")
+    ranks.together(lambda: _fill(plan.adapter, plan.checkpoint, plan.wanted, own, verify, progress), "restore")
     ranks.together(lambda: plan.adapter.finish_restore(plan.state, plan.rank_state), "restore")
     return plan.client_state
 
@@ -421,25 +521,32 @@ def _differences(checkpoint: Checkpoint, wanted: Sequence[Fragment]) -> dict[str
 
 
 def _fill(
-    adapter: EngineAdapter, checkpoint: Checkpoint, wanted: tuple[Fragment, ...], rank: int | None, verify: bool | None
+    adapter: EngineAdapter,
+    checkpoint: Checkpoint,
+    wanted: tuple[Fragment, ...],
+    rank: int | None,
+    verify: bool | None,
+    progress: Progress | None,
 ) -> None:
     def want(fragment: Fragment) -> Want:
         assert isinstance(fragment.data, torch.Tensor), "fill supplies the memory"
         info = checkpoint[fragment.key]
         return Want(info, [Span(fragment.start, fragment.stop, 0)], fragment.data)
 
+    nbytes = sum((f.stop - f.start) * checkpoint[f.key].dtype.itemsize for f in wanted)
     try:
-        with closing(adapter.fill(wanted)) as batches:
+        with reported(progress, "restore", nbytes) as advance, closing(adapter.fill(wanted)) as batches:
             for fragments in batches:
-                checkpoint.read([want(fragment) for fragment in fragments], rank=rank, verify=verify)
+                wants = [want(fragment) for fragment in fragments]
+                checkpoint.read(wants, rank=rank, verify=verify, advance=advance)
     except (FormatError, StorageError) as error:
         error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
         raise
 
 
-def validate(path: StrPath, *, data: bool = True) -> Report:
+def validate(path: StrPath, *, data: bool = True, progress: Progress | None = None) -> Report:
     """Checks a checkpoint against the specification. ``data``: read every byte and compare it with its digest; without,
-    only names, sizes, headers and the index are checked.
+    only names, sizes, headers and the index are checked. ``progress``: such as ``zckpt.ProgressBar()``.
 
     Never raises for what is wrong with the checkpoint: that is in the report, one finding per broken rule and place.
     Raises CheckpointNotFoundError if there is nothing to check, and StorageError.
@@ -448,4 +555,4 @@ def validate(path: StrPath, *, data: bool = True) -> Report:
         checkpoint = open(path)
     except FormatError as error:
         return Report(os.fspath(path), [Finding.of(error)], files=1)
-    return check_checkpoint(checkpoint, data=data)
+    return check_checkpoint(checkpoint, data=data, progress=progress)

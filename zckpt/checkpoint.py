@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from zckpt.io.read import ReadFile, run_reads
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Span, StoredPieces, choose_copy, extents, slice_spans
 from zckpt.plan.select import Keys, nearest, select
+from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.torch_dtypes import TORCH_DTYPES
 
@@ -197,6 +198,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         dtype: torch.dtype | None = None,
         verify: bool | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, torch.Tensor]:
         """Whole tensors by key, assembled from the pieces of all ranks, in memory of their own on ``device``.
 
@@ -204,8 +206,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         converts between floating point types, or between integer types, on the way. ``verify`` checks every block's
         digest; None: unless the environment has ZCKPT_VERIFY=0. ``out``: contiguous tensors by key, of the stored
         shapes, on any device; keys that it has are read into them and converted to their dtype; after an error they
-        hold undefined values. Reads nothing but these tensors, the index chunks that list them and the digests that
-        cover them.
+        hold undefined values. ``progress``: such as ``zckpt.ProgressBar()``. Reads nothing but these tensors, the index
+        chunks that list them and the digests that cover them.
 
         Raises KeyNotFoundError, CastError, MismatchError (``out`` does not fit), FormatError (damaged or missing data)
         and StorageError; then nothing is returned.
@@ -218,15 +220,24 @@ class Checkpoint(Mapping[str, TensorInfo]):
             else self._given(info, out[key])
             for key, info in infos.items()
         }
-        self.read([self._whole(info, targets[key]) for key, info in infos.items()], verify=verify)
+        with reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
+            self.read([self._whole(info, targets[key]) for key, info in infos.items()], verify=verify, advance=advance)
         return targets
 
     def iter(
-        self, keys: Keys = None, *, device: Device = "cpu", dtype: torch.dtype | None = None, verify: bool | None = None
+        self,
+        keys: Keys = None,
+        *,
+        device: Device = "cpu",
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+        progress: Progress | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Like ``load``, one ``(key, tensor)`` at a time: only one is in memory, unless the caller keeps more."""
-        for key in self._select(keys):
-            yield key, self._one(self[key], device, dtype, verify)
+        infos = {key: self[key] for key in self._select(keys)}
+        with reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
+            for key, info in infos.items():
+                yield key, self._one(info, device, dtype, verify, advance)
 
     def load_slice(
         self,
@@ -265,7 +276,12 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return {place: want.target for place, want in wants.items()}
 
     def state_dict(
-        self, *, dtype: torch.dtype | None = None, device: Device = "cpu", verify: bool | None = None
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        device: Device = "cpu",
+        verify: bool | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, torch.Tensor]:
         """What ``model.load_state_dict`` takes: weights (from ``master``, else ``param``), buffers, and tied weights by
         every name. ``dtype`` applies to floating point weights; buffers keep theirs."""
@@ -278,13 +294,22 @@ class Checkpoint(Mapping[str, TensorInfo]):
         }
         self.check_sizes(sources.values())
         targets = {name: self._empty(info, info.shape, device, casts[name]) for name, info in sources.items()}
-        self.read([self._whole(info, targets[name]) for name, info in sources.items()], verify=verify)
+        with reported(progress, "load", sum(info.nbytes for info in sources.values())) as advance:
+            self.read([self._whole(i, targets[name]) for name, i in sources.items()], verify=verify, advance=advance)
         return targets | {alias: targets[name] for alias, name in self.aliases.items() if name in targets}
 
-    def read(self, wants: Sequence[Want], *, rank: int | None = None, verify: bool | None = None) -> None:
+    def read(
+        self,
+        wants: Sequence[Want],
+        *,
+        rank: int | None = None,
+        verify: bool | None = None,
+        advance: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
         """Fills the target of every want. The one way in which tensor data is read.
 
         Where a tensor has several copies, that which ``rank`` alone holds is read if there is one, else the first.
+        ``advance`` is told the bytes that have been read.
         """
         verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
         manifest = self.manifest
@@ -303,7 +328,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         sinks = [Sink(want.info.key, want.target, want.info.dtype) for want in wants]
         device = cuda_device(want.target for want in wants)
         staging = self._staging.setdefault(device, Staging(batch_bytes + 2 * PAGE_BYTES, device))
-        run_reads(self.reader, ops, files, sinks, self._budget, staging)
+        run_reads(self.reader, ops, files, sinks, self._budget, staging, advance)
 
     def _stored(self, wants: Sequence[Want], rank: int | None) -> StoredPieces:
         """The pieces of one copy of each want's tensor."""
@@ -318,14 +343,14 @@ class Checkpoint(Mapping[str, TensorInfo]):
             layout = index_format.take(self.chunk(chunk), rows)
             numel = np.array([math.prod(wants[number].info.shape) for number, _ in own], np.int64)
             start, copy = index_format.spans(layout, numel)
-            row, _ = index_format.ragged(layout.count)
+            row_of, _ = index_format.ragged(layout.count)
             chosen = np.zeros(len(own), np.int64)
-            for several in np.unique(row[copy > 0]).tolist():
-                want = wants[own[several][0]]
-                chosen[several] = choose_copy(self.pieces(want.info), rank)[0].copy if want.copy is None else want.copy
+            for i in np.unique(row_of[copy > 0]).tolist():  # the few that have several copies
+                want = wants[own[i][0]]
+                chosen[i] = choose_copy(self.pieces(want.info), rank)[0].copy if want.copy is None else want.copy
             file = self._file_numbers(part_id, layout.rank, layout.tier)
-            columns = (numbers[row], file, start, start + layout.length, layout.offset, layout.block)
-            found.append(np.stack(columns)[:, copy == chosen[row]])
+            columns = (numbers[row_of], file, start, start + layout.length, layout.offset, layout.block)
+            found.append(np.stack(columns)[:, copy == chosen[row_of]])
         stored = np.concatenate([np.empty((6, 0), np.int64), *found], axis=1)
         return StoredPieces(*stored[:, np.argsort(stored[0], kind="stable")])
 
@@ -343,11 +368,16 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return select(list(self), keys, {key for key in aliases if key in self})
 
     def _one(
-        self, info: TensorInfo, device: Device = "cpu", dtype: torch.dtype | None = None, verify: bool | None = None
+        self,
+        info: TensorInfo,
+        device: Device = "cpu",
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+        advance: Callable[[int], None] = lambda nbytes: None,
     ) -> torch.Tensor:
         self.check_sizes([info])
         target = self._empty(info, info.shape, device, dtype)
-        self.read([self._whole(info, target)], verify=verify)
+        self.read([self._whole(info, target)], verify=verify, advance=advance)
         return target
 
     def _whole(self, info: TensorInfo, target: torch.Tensor) -> Want:

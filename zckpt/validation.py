@@ -17,6 +17,7 @@ from zckpt.format.index import spans
 from zckpt.format.names import FILLER_PREFIX, digests_path, index_path, piece_name
 from zckpt.format.rules import broken
 from zckpt.io.read import check_block
+from zckpt.progress import Progress, reported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,13 +74,14 @@ class Report:
         return "\n".join([*map(str, self.findings), summary])
 
 
-def check_checkpoint(checkpoint: Checkpoint, *, data: bool) -> Report:
+def check_checkpoint(checkpoint: Checkpoint, *, data: bool, progress: Progress | None = None) -> Report:
     """Checks everything behind the manifest. ``data``: whether every byte of the data files is read and compared with
     its digest; without, only sizes, headers, digest tables and the index are."""
     reader = checkpoint.reader
     before = reader.count.bytes_read
-    findings = [Finding.of(error) for error in _check(checkpoint, reader, data)]
     manifest = checkpoint.manifest
+    with reported(progress, "validate", checkpoint.nbytes if data else 0) as advance:
+        findings = [Finding.of(error) for error in _check(checkpoint, reader, data, advance)]
     files = 2 + manifest.world_size + len(manifest.files)  # manifest, index, a digest table for each rank
     return Report(checkpoint.path, findings, files, reader.count.bytes_read - before)
 
@@ -92,7 +94,9 @@ def _failures(*checks: Callable[[], object]) -> Iterator[FormatError]:
             yield error
 
 
-def _check(checkpoint: Checkpoint, reader: LocalReader, data: bool) -> Iterator[FormatError]:
+def _check(
+    checkpoint: Checkpoint, reader: LocalReader, data: bool, advance: Callable[[int], None]
+) -> Iterator[FormatError]:
     manifest = checkpoint.manifest
     yield from _failures(lambda: _check_index_size(checkpoint, reader))
     bad_chunks = list(_failures(*(partial(checkpoint.chunk, number) for number in range(len(manifest.chunks)))))
@@ -114,7 +118,7 @@ def _check(checkpoint: Checkpoint, reader: LocalReader, data: bool) -> Iterator[
                 expected = pieces.get(number, [])
                 yield from _failures(partial(_check_pieces, headers[number], expected, manifest.block_bytes))
         if len(headers) == len(numbers):
-            yield from _check_blocks(checkpoint, reader, rank, headers, data)
+            yield from _check_blocks(checkpoint, reader, rank, headers, data, advance)
     if data and not bad_chunks:
         ranks = range(manifest.world_size)
         yield from _failures(lambda: checkpoint.state, *(partial(checkpoint.rank_state, rank) for rank in ranks))
@@ -192,7 +196,12 @@ def _check_pieces(header: Header, expected: list[Facts], block_bytes: int) -> No
 
 
 def _check_blocks(
-    checkpoint: Checkpoint, reader: LocalReader, rank: int, headers: dict[int, Header], data: bool
+    checkpoint: Checkpoint,
+    reader: LocalReader,
+    rank: int,
+    headers: dict[int, Header],
+    data: bool,
+    advance: Callable[[int], None],
 ) -> Iterator[FormatError]:
     """The rank's digest table and the blocks that it covers: the headers', and with ``data`` all others."""
     manifest = checkpoint.manifest
@@ -225,6 +234,7 @@ def _check_blocks(
                 for at, block_start, block_stop in blocks(start, stop - start, block, size):
                     view = memoryview(reader.read(file.path, block_start, block_stop - block_start))
                     yield from _failures(partial(check_block, view, at, file, block_start, name))
+                    advance(len(view) if data else 0)
                     if filler and any(view):
                         yield broken("S008", f"filler {name!r} is not zero", file=file.path, start=start, stop=stop)
             block += block_count(stop - start, size)

@@ -16,6 +16,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    report = zckpt.validate(arguments.path, data=not arguments.no_data)
+    report = zckpt.validate(arguments.path, data=not arguments.no_data, progress=zckpt.ProgressBar())
     print(report)
     return 0 if report.ok else 1

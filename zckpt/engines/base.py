@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Mapping
+    from collections.abc import Callable, Collection, Generator, Mapping
 
     from zckpt.state.inventory import Fragment, Inventory
 
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 class EngineAdapter(Protocol):
     """One live engine on one rank.
 
-    The order of calls is ``refuse_unsupported``, then either ``inventory``, ``state`` and ``rank_state`` to write, or
-    ``wanted``, ``check_state``, ``fill`` and ``finish_restore`` to read. Only the last two change the engine.
+    The order of calls is ``refuse_unsupported``, then either ``inventory``, ``state``, ``rank_state`` and maybe
+    ``before_change`` to write, or ``wanted``, ``check_state``, ``fill`` and ``finish_restore`` to read. Only the last
+    two change the engine.
     """
 
     @property
@@ -46,6 +47,10 @@ class EngineAdapter(Protocol):
 
     def rank_state(self) -> dict[str, Any]:
         """The state of this rank alone: random number generators."""
+
+    def before_change(self, action: Callable[[], None]) -> None:
+        """Has ``action`` called once, by the training's thread, before the engine next changes or moves the memory of
+        its fragments: at its next optimizer step. Buffers may change before."""
 
     def wanted(self, stored: Mapping[str, Collection[str]]) -> tuple[Fragment, ...]:
         """The fragments that this rank would fill from a checkpoint with these names by part, ``data`` left out.

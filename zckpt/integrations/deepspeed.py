@@ -16,18 +16,19 @@ _WEIGHTS = ("master", "param", "buffer")
 _METHODS = ("save_checkpoint", "load_checkpoint")
 
 
-def attach(engine: Any) -> Any:
+def attach(engine: Any, *, background: bool = False) -> Any:
     """Has ``save_checkpoint`` and ``load_checkpoint`` of a DeepSpeed engine use zckpt; returns the engine.
 
     Arguments, return values, tags, ``latest`` and ``<dir>/<tag>/`` mean what they mean in DeepSpeed, but that:
     ``load_checkpoint`` also works in an engine that has trained or saved, at another world size, stage and offload; the
     path it returns is the checkpoint's directory; a failure raises on every rank; and ``custom_load_fn`` is refused for
     a zckpt checkpoint. A folder in DeepSpeed's own format is loaded by DeepSpeed. Random number generators are left
-    alone. Doing it twice changes nothing; ``detach`` undoes it.
+    alone. ``background``: saves go on while training does; the next save or load and the end of the process wait for
+    them and show their errors. Doing it twice changes nothing; ``detach`` undoes it.
     """
     if "load_checkpoint" not in vars(engine):
         stock: Callable[..., Any] = engine.load_checkpoint
-        engine.save_checkpoint = functools.partial(_save_checkpoint, engine)
+        engine.save_checkpoint = functools.partial(_save_checkpoint, engine, background)
         engine.load_checkpoint = functools.partial(_load_checkpoint, engine, stock)
     return engine
 
@@ -41,6 +42,7 @@ def detach(engine: Any) -> Any:
 
 def _save_checkpoint(
     engine: Any,
+    background: bool,
     save_dir: str | os.PathLike[str],
     tag: object = None,
     client_state: Mapping[str, Any] | None = None,
@@ -50,7 +52,8 @@ def _save_checkpoint(
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty path, got {save_dir!r}")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    zckpt.write(
+    write = functools.partial(zckpt.write, background=True) if background else zckpt.write
+    write(
         engine,
         os.path.join(save_dir, tag),
         exclude=("param",) if exclude_frozen_parameters else (),
@@ -72,6 +75,7 @@ def _load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
+    zckpt.wait()  # it may be what `latest` is about to name
     if tag is None:
         latest = os.path.join(load_dir, "latest")
         if not os.path.isfile(latest):

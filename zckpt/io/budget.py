@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,17 +44,35 @@ class Budget:
     def run(self, tasks: Iterable[Callable[[], None]]) -> None:
         """Runs ``tasks`` on the workers; raises the first failure, in their order, once none is running any more."""
         tasks = list(tasks)
-        if len(tasks) == 1:
-            tasks[0]()
-            return
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="zckpt") as pool:
-            futures = [pool.submit(task) for task in tasks]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        numbered = enumerate(tasks)
+        lock = threading.Lock()
+        failures: dict[int, BaseException] = {}
+
+        def work() -> None:
+            while not failures:
+                with lock:
+                    number, task = next(numbered, (-1, None))
+                if task is None:
+                    return
+                try:
+                    task()
+                except BaseException as error:  # raised below
+                    failures[number] = error
+
+        # Not a ThreadPoolExecutor: that takes no more tasks once the interpreter exits, and a background write goes on.
+        workers = [threading.Thread(target=work, name=f"zckpt-{i}") for i in range(min(self.threads, len(tasks)))]
+        try:
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+        except BaseException as error:
+            failures[-1] = error
+            for worker in workers:
+                if worker.ident is not None:
+                    worker.join()
+        if failures:
+            raise failures[min(failures)]
 
     def batch_bytes(self, block_bytes: int) -> int:
         """Bytes of one read or write: whole blocks, 8 MiB where the budget allows, and never less than a block."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
 PAGE_BYTES = 4096
 """Direct I/O wants file offsets, lengths and memory addresses to be multiples of it."""
 _CACHE_LINE_BYTES = 64
+
+
+def available_bytes() -> int:
+    """Memory of this machine, or of the container that limits it, that nobody needs."""
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        fields = dict(line.split(":", 1) for line in meminfo)
+    available = 1024 * int(fields["MemAvailable"].split()[0])
+    with suppress(OSError, ValueError):  # no limit, or no such file: no cgroup of version 2
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        available = min(available, max(limit - used, 0))
+    return available
 
 
 def fresh_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -108,6 +120,12 @@ def cuda_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
 
 
+def wait_for_caller(device: torch.device | None) -> None:
+    """Until what this thread has queued on the device is done: no other stream may touch the memory before."""
+    if device is not None:
+        torch.cuda.current_stream(device).synchronize()
+
+
 class Stage:
     """One staging buffer of ``nbytes``, and the stream on which copies between it and the device are queued."""
 
@@ -149,24 +167,27 @@ class Staging:
 
     def __init__(self, nbytes: int, device: torch.device | None) -> None:
         self._nbytes = nbytes
-        self._device = device
+        self.device = device
         self._idle: list[Stage] = []
         self._lock = threading.Lock()
 
-    def begin(self) -> None:
-        """Waits for what runs on the caller's stream: it must be done before another stream touches the memory."""
-        if self._device is not None:
-            torch.cuda.current_stream(self._device).synchronize()
+    def acquire(self) -> Stage:
+        """A buffer for the caller alone, until it is released."""
+        with self._lock:
+            stage = self._idle.pop() if self._idle else None
+        return stage or Stage(self._nbytes, self.device)
+
+    def release(self, stage: Stage) -> None:
+        """Waits until every copy that was queued on it is done."""
+        stage.wait()
+        with self._lock:
+            self._idle.append(stage)
 
     @contextmanager
     def lend(self) -> Iterator[Stage]:
-        """A buffer for this thread alone. Every copy that was queued on it is done at the end."""
-        with self._lock:
-            stage = self._idle.pop() if self._idle else None
-        stage = stage or Stage(self._nbytes, self._device)
+        """A buffer for the duration of a context."""
+        stage = self.acquire()
         try:
             yield stage
         finally:
-            stage.wait()
-            with self._lock:
-                self._idle.append(stage)
+            self.release(stage)

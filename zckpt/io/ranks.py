@@ -16,52 +16,56 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(hours=6)
+TIMEOUT = timedelta(days=365)
 """For one exchange. Ranks wait here for the slowest writer; one that has died is noticed at once."""
 
-_group: tuple[object, dist.ProcessGroup | None] | None = None
-"""The world's default group and the CPU group made beside it."""
+_groups: dict[bool, tuple[object, dist.ProcessGroup]] = {}
+"""The world's default group and the CPU group made beside it, for the background and for the rest."""
 
 
-def _cpu_group() -> dist.ProcessGroup | None:
+def _cpu_group(background: bool) -> dist.ProcessGroup:
     """A gloo group of all ranks: the default group may be NCCL's, which cannot carry host memory. Collective."""
-    global _group  # noqa: PLW0603  made once per process and world: creating a group is itself a collective
     world = dist.group.WORLD
-    if _group is None or _group[0] is not world:
-        _group = (world, dist.new_group(backend="gloo", timeout=TIMEOUT))
-    return _group[1]
+    made_for, group = _groups.get(background, (None, None))
+    if group is None or made_for is not world:  # once per process and world: creating a group is itself a collective
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        _groups[background] = (world, group)
+    return group
 
 
 class Ranks:
     """All ranks of the default process group, or this process alone where there is none.
 
-    Every method is collective: all ranks call it, in the same order.
+    Every method is collective: all ranks call it, in the same order. Those of ``background`` ranks may be called by
+    another thread at the same time, and go on when the training has given up its process groups.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, background: bool = False) -> None:
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if alone else dist.get_rank()
         self.size = 1 if alone else dist.get_world_size()
-        self._group = None if self.size == 1 else _cpu_group()
+        self._group = None if self.size == 1 else _cpu_group(background)
 
     def gather(self, data: bytes) -> list[bytes]:
         """``data`` of every rank, on every rank. Raises RankError if a rank is gone."""
-        if self.size == 1:
+        if self._group is None:
             return [data]
         try:
-            return self._gather(data)
+            return self._gather(self._group, data)
         except RuntimeError as error:
             raise RankError(f"lost the connection to another rank: {error}") from error
 
-    def _gather(self, data: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-        room = max(1, *(int(size) for size in sizes))
-        mine = torch.zeros(room, dtype=torch.uint8)
+    def _gather(self, group: dist.ProcessGroup, data: bytes) -> list[bytes]:
+        def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
+            # The group's own method: torch.distributed's refuses a group that was destroyed by its users
+            found = [torch.zeros_like(mine) for _ in range(self.size)]
+            group.allgather([found], [mine]).wait()
+            return found
+
+        sizes = [int(size) for size in all_gather(torch.tensor([len(data)]))]
+        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-        all_data = [torch.zeros(room, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(all_data, mine, group=self._group)
-        return [bytes(one[: int(size)].numpy()) for one, size in zip(all_data, sizes, strict=True)]
+        return [bytes(one[:size].numpy()) for one, size in zip(all_gather(mine), sizes, strict=True)]
 
     def together(self, action: Callable[[], T], doing: str) -> T:
         """Runs ``action`` on every rank; returns its result only if it succeeded on all.

@@ -16,10 +16,10 @@ import numpy as np
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
 from zckpt.io.local import after
-from zckpt.io.memory import PAGE_BYTES
+from zckpt.io.memory import PAGE_BYTES, wait_for_caller
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.io.budget import Budget
     from zckpt.io.local import LocalReader
@@ -46,13 +46,20 @@ def run_reads(
     sinks: Sequence[Sink],
     budget: Budget,
     staging: Staging,
+    advance: Callable[[int], None],
 ) -> None:
     """Carries out ``ops``, each of which fits in a buffer of ``staging`` with a page to spare on either side.
+    ``advance`` is told the bytes that have reached their sinks.
 
     Raises FormatError (F001 to F003, D003) and StorageError; the sinks then hold undefined values.
     """
-    staging.begin()
-    budget.run(partial(_run, reader, op, files[op.file], sinks, staging, budget.direct) for op in ops)
+    wait_for_caller(staging.device)
+
+    def run(op: ReadOp) -> None:
+        _run(reader, op, files[op.file], sinks, staging, budget.direct)
+        advance(int(op.segments.copy_bytes.sum()))
+
+    budget.run(partial(run, op) for op in ops)
 
 
 def _run(
@@ -62,7 +69,7 @@ def _run(
     base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes  # the stage begins with byte `base`
     starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]
     cached = not direct or op.nbytes < DIRECT_BYTES_MIN or reader.is_cached(file.path, op.offset, op.nbytes)
-    places = _destinations(segments, sinks) if cached else [None] * (len(starts) - 1)
+    places: list[Bytes | None] = _destinations(segments, sinks) if cached else [None] * (len(starts) - 1)
     with staging.lend() as stage:
         views = [
             stage.bytes[start - base : end - base] if place is None else place  # staged as they lie in the file

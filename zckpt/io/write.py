@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,35 +18,76 @@ import torch
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.io.local import NewFile, read_from
 from zckpt.io.memory import PAGE_BYTES, Staging, byte_tensor, cuda_device
+from zckpt.io.pipeline import Pipeline
 from zckpt.plan.layout import plan_writes
 from zckpt.state.inventory import FileSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from zckpt.io.budget import Budget
     from zckpt.io.memory import Stage
     from zckpt.plan.layout import ShardPlan, WriteOp, WriteSpan
+    from zckpt.state.inventory import Fragment
 
 
-def write_shards(root: str, plans: Sequence[ShardPlan], budget: Budget, block_bytes: int) -> bytes:
+def cuda_device_of(fragments: Iterable[Fragment]) -> torch.device | None:
+    """The device that some of these are on."""
+    return cuda_device(fragment.data for fragment in fragments if isinstance(fragment.data, torch.Tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One write to one of the files."""
+
+    file: NewFile
+    plan: ShardPlan
+    op: WriteOp
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each span begins in a staging buffer, and where the last one ends: as far behind the start of a page as
+        in the file."""
+        return [*itertools.accumulate((span.nbytes for span in self.op.spans), initial=self.op.offset % PAGE_BYTES)]
+
+
+def write_shards(
+    root: str,
+    plans: Sequence[ShardPlan],
+    budget: Budget,
+    block_bytes: int,
+    *,
+    snapshot_bytes: int,
+    taken: Callable[[], None],
+    advance: Callable[[int], None],
+) -> bytes:
     """Writes the files of one rank under ``root``, whose directories exist, and makes their data durable.
 
-    Returns the digest table. Raises StorageError.
+    ``taken`` is called once all of the state has been copied from where it is: from then on it may change. Up to
+    ``snapshot_bytes`` of it, or what the budget has for buffers if that is more, are then still to be written.
+    ``advance`` is told the bytes of tensors that have been. Returns the digest table. Raises StorageError.
     """
     table = bytearray(sum(plan.blocks for plan in plans) * DIGEST_BYTES)
     batch_bytes = budget.batch_bytes(block_bytes)
-    sources = (piece.fragment.data for plan in plans for piece in plan.pieces)
-    staging = Staging(batch_bytes + PAGE_BYTES, cuda_device(data for data in sources if isinstance(data, torch.Tensor)))
-    staging.begin()
+    fragments = (piece.fragment for plan in plans for piece in plan.pieces)
+    staging = Staging(batch_bytes + PAGE_BYTES, cuda_device_of(fragments))
     files: list[NewFile] = []
     try:
-        tasks = []
+        jobs = []
         for plan in plans:
             files.append(NewFile(os.path.join(root, plan.shard.path), budget.direct))
             ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=block_bytes)
-            tasks += [partial(_run, files[-1], plan, op, table, staging, block_bytes) for op in ops]
-        budget.run(tasks)
+            jobs += [_Job(files[-1], plan, op) for op in ops]
+
+        def put(job: _Job, stage: Stage) -> None:
+            _put(table, block_bytes, job, stage)
+            advance(sum(span.nbytes for span in job.op.spans if span.source >= 0))
+
+        pipeline = Pipeline(
+            jobs, _take, put, staging,
+            max(snapshot_bytes // (batch_bytes + PAGE_BYTES), budget.threads), taken,
+        )  # fmt: skip
+        budget.run([pipeline.work] * budget.threads)
         budget.run(file.sync for file in files)
     finally:
         for file in files:
@@ -54,22 +95,22 @@ def write_shards(root: str, plans: Sequence[ShardPlan], budget: Budget, block_by
     return bytes(table)
 
 
-def _run(file: NewFile, plan: ShardPlan, op: WriteOp, table: bytearray, staging: Staging, block_bytes: int) -> None:
-    # As far behind the start of a page as the bytes will be in the file.
-    starts = [*itertools.accumulate((span.nbytes for span in op.spans), initial=op.offset % PAGE_BYTES)]
-    with staging.lend() as stage:
-        with stage.stream():
-            for span, start in zip(op.spans, starts, strict=False):
-                _fill(stage, start, plan, span)
-        stage.wait()
-        blocks = [
-            stage.bytes[first : min(first + block_bytes, stop)]
-            for start, stop in itertools.pairwise(starts)
-            for first in range(start, stop, block_bytes)
-        ]
-        first_byte = op.spans[0].block * DIGEST_BYTES
-        table[first_byte : first_byte + len(blocks) * DIGEST_BYTES] = b"".join(map(digest, blocks))
-        file.write(stage.bytes, op.offset, op.nbytes)
+def _take(job: _Job, stage: Stage) -> None:
+    with stage.stream():
+        for span, start in zip(job.op.spans, job.starts, strict=False):
+            _fill(stage, start, job.plan, span)
+    stage.wait()
+
+
+def _put(table: bytearray, block_bytes: int, job: _Job, stage: Stage) -> None:
+    blocks = [
+        stage.bytes[first : min(first + block_bytes, stop)]
+        for start, stop in itertools.pairwise(job.starts)
+        for first in range(start, stop, block_bytes)
+    ]
+    first_byte = job.op.spans[0].block * DIGEST_BYTES
+    table[first_byte : first_byte + len(blocks) * DIGEST_BYTES] = b"".join(map(digest, blocks))
+    job.file.write(stage.bytes, job.op.offset, job.op.nbytes)
 
 
 def _fill(stage: Stage, start: int, plan: ShardPlan, span: WriteSpan) -> None:
@@ -84,7 +125,8 @@ def _fill(stage: Stage, start: int, plan: ShardPlan, span: WriteSpan) -> None:
         read_from(data.path, data.offset + span.start, stage.bytes[start : start + span.nbytes])
     elif data.is_cpu:
         # By address: to make views of many small tensors would take longer than to copy them.
-        assert data.nbytes == piece.nbytes and data.is_contiguous(), "a fragment's data are its elements, in order"
+        assert data.nbytes == piece.nbytes, "a fragment's data are its elements"
+        assert data.is_contiguous(), "a fragment's data lie in order"
         ctypes.memmove(stage.address + start, data.data_ptr() + span.start, span.nbytes)
     else:
         source = byte_tensor(data)[span.start : span.start + span.nbytes]

@@ -14,12 +14,13 @@ from zckpt.engines import rng
 from zckpt.engines.deepspeed import cpu_adam, optimizer, refuse, replicas, scaler
 from zckpt.engines.deepspeed.flats import moments
 from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
+from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers, unwrapped
 from zckpt.errors import FormatError, MismatchError, UnsupportedError
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileSpan, Fragment, Inventory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterable, Iterator
+    from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 
     from zckpt.engines.deepspeed.flats import Flat
 
@@ -97,6 +98,12 @@ class DeepSpeedAdapter:
             "rng": rng.capture(self._engine.device),
             "rng_tracker": {name: rng.to_bytes(state) for name, state in tracked.items()},
         }
+
+    def before_change(self, action: Callable[[], None]) -> None:
+        call_before(
+            action,
+            [(self._engine.optimizer, "step"), (self._engine, "offload_states"), (self._engine, "reload_states")],
+        )
 
     def wanted(self, stored: Mapping[str, Collection[str]]) -> tuple[Fragment, ...]:
         masters = set(stored.get(MASTER, ()))
