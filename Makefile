@@ -1,6 +1,7 @@
 # make demo      a run writes, another process opens parts of it, fresh engines resume it
 # make test      lint, types and the tests of every commit
 # make test-all  the same, with every combination of stage, offload, dtype and optimizer
+# make bench     every comparison with the limit of the machine and with others; results in bench/results
 # make setup     what all of them need
 # make bench-index  size and speed of the index at 1024 ranks
 #
@@ -14,6 +15,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check
 SETUP := .venv/.stamp
 OPS := .cache/ops.stamp
+PLOTS := .venv/.bench-stamp
 
 # The build of the ops calls ninja, which comes with the tools. Nothing is read from or left in the home directory.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -26,7 +28,7 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 export MAX_JOBS ?= 2
 
-.PHONY: setup lint test test-all demo bench-index clean
+.PHONY: setup lint test test-all demo bench bench-index clean
 
 setup: $(SETUP) $(OPS)
 
@@ -43,6 +45,10 @@ lint: $(SETUP)
 
 demo: setup
 	@$(PY) examples/demo.py
+
+# BENCH="--quick" for a look at whether they work, BENCH="--dir DIR" to measure another disk.
+bench: setup $(PLOTS)
+	@$(PY) bench/all.py $(BENCH)
 
 bench-index: $(SETUP)
 	@$(PY) bench/index_scale.py
@@ -73,6 +79,10 @@ $(OPS): $(SETUP) tests/ops.py
 	@$(install_libaio)
 	@echo "setup: DeepSpeed's C++ ops (two minutes at first)"
 	@$(PY) tests/ops.py
+	@touch $@
+
+$(PLOTS): $(SETUP)
+	@$(PIP) install --no-build-isolation --editable '.[bench]'
 	@touch $@
 
 # libaio serves NVMe offload alone, so its absence stops nothing.
