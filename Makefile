@@ -2,6 +2,7 @@
 # make test      lint, types and the tests of every commit
 # make test-all  the same, with every combination of stage, offload, dtype and optimizer
 # make test-versions  some of the tests with every DeepSpeed version that zckpt is meant for
+# make bench     every comparison with the limit of the machine and with others; results in bench/results
 # make setup     what all of them need
 # make bench-index  size and speed of the index at 1024 ranks
 # make bench-coverage  what DeepSpeed's own checkpoints and zckpt do in the same situations; writes bench/results/
@@ -18,6 +19,7 @@ SETUP := .venv/.stamp
 OPS := .cache/ops.stamp
 OLDER := 0.16.9 0.17.6 0.18.9
 SMOKE := -m "matrix or not matrix" @tests/smoke.txt
+PLOTS := .venv/.bench-stamp
 
 # The build of the ops calls ninja, which comes with the tools. Nothing is read from or left in the home directory.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -30,7 +32,7 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 export MAX_JOBS ?= 2
 
-.PHONY: setup lint test test-all test-versions $(OLDER:%=test-%) demo bench-index bench-coverage clean
+.PHONY: setup lint test test-all test-versions $(OLDER:%=test-%) demo bench bench-index bench-coverage clean
 
 setup: $(SETUP) $(OPS)
 
@@ -55,6 +57,10 @@ lint: $(SETUP)
 
 demo: setup
 	@$(PY) examples/demo.py
+
+# BENCH="--quick" for a look at whether they work, BENCH="--dir DIR" to measure another disk.
+bench: setup $(PLOTS)
+	@$(PY) bench/all.py $(BENCH)
 
 bench-index: $(SETUP)
 	@$(PY) bench/index_scale.py
@@ -98,6 +104,10 @@ $(OLDER:%=.cache/versions/%/stamp): .cache/versions/%/stamp: $(SETUP)
 	@env -u PIP_CONSTRAINT $(PIP) install --no-deps --no-build-isolation --target $(@D)/site deepspeed==$*
 	@$(with_version) $(PY) -c 'import importlib.metadata; assert importlib.metadata.version("deepspeed") == "$*"'
 	@$(with_version) $(PY) tests/ops.py
+	@touch $@
+
+$(PLOTS): $(SETUP)
+	@$(PIP) install --no-build-isolation --editable '.[bench]'
 	@touch $@
 
 # libaio serves NVMe offload alone, so its absence stops nothing.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from unittest import mock
 
 import numpy as np
@@ -18,7 +18,7 @@ from zckpt.format.digest import block_count, blocks
 from zckpt.format.index import Piece
 from zckpt.plan import coalesce
 from zckpt.plan.coalesce import plan_reads
-from zckpt.plan.reshard import Span, choose_copy, extents, slice_spans
+from zckpt.plan.reshard import Extents, Span, StoredPieces, choose_copy, extents, slice_spans
 
 FILES = 3
 
@@ -86,22 +86,39 @@ def slices(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(draw(bound), draw(bound), draw(st.sampled_from([None, 1]))) for _ in range(count))
 
 
+Wants = list[tuple[Stored, list[Span]]]
+
+
+def found(wants: Wants) -> Extents:
+    columns = [
+        (number, file, piece.start, piece.stop, piece.offset, piece.block)
+        for number, (stored, _) in enumerate(wants)
+        for piece, file in zip(stored.pieces, stored.files, strict=True)
+    ]
+    pieces = StoredPieces(*np.array(columns, np.int64).reshape(-1, 6).T)
+    return extents(pieces, [spans for _, spans in wants], [stored.item for stored, _ in wants])
+
+
 def run(store: Store, ops: tuple[coalesce.ReadOp, ...], sinks: list[bytearray]) -> Counter[tuple[int, int]]:
     """Carries out reads on bytes in memory; returns how often each byte of each file was read."""
     read: Counter[tuple[int, int]] = Counter()
     for op in ops:
-        assert sum(segment.nbytes for segment in op.segments) == op.nbytes > 0
+        segments = op.segments
+        assert segments.nbytes.sum() == op.nbytes > 0
+        assert segments.copies.min() >= 1
+        assert segments.copies.sum() == len(segments.source)
+        copies = iter(np.stack([segments.source, segments.copy_bytes, segments.sink, segments.target], 1).tolist())
         position = op.offset
-        for segment in op.segments:
-            data = store.contents[op.file][position : position + segment.nbytes]
-            assert len(data) == segment.nbytes
-            if segment.block >= 0:
-                assert store.block_places[op.file, segment.block] == (position, position + segment.nbytes)
-            for copy in segment.copies:
-                assert 0 <= copy.source <= copy.source + copy.nbytes <= segment.nbytes
-                sinks[copy.sink][copy.target : copy.target + copy.nbytes] = data[copy.source :][: copy.nbytes]
-            read.update((op.file, at) for at in range(position, position + segment.nbytes))
-            position += segment.nbytes
+        for nbytes, block, count in np.stack([segments.nbytes, segments.block, segments.copies], 1).tolist():
+            data = store.contents[op.file][position : position + nbytes]
+            assert len(data) == nbytes
+            if block >= 0:
+                assert store.block_places[op.file, block] == (position, position + nbytes)
+            for source, copied, sink, target in islice(copies, count):
+                assert 0 <= source <= source + copied <= nbytes
+                sinks[sink][target : target + copied] = data[source:][:copied]
+            read.update((op.file, at) for at in range(position, position + nbytes))
+            position += nbytes
     return read
 
 
@@ -110,19 +127,20 @@ def test_reads_give_what_indexing_gives(
     data: st.DataObject, store: Store, verify: bool, batch_blocks: int, segments_max: int
 ) -> None:
     batch_bytes = batch_blocks * store.block_bytes
-    wanted, sinks, expected = [], [], []
-    for sink, stored in enumerate(store.tensors):
+    wants: Wants = []
+    sinks, expected = [], []
+    for stored in store.tensors:
         index = data.draw(slices(stored.values.shape[:-1]))
         shape, spans = slice_spans(stored.values.shape[:-1], index)
         result = stored.values[index]
         assert shape == result.shape[:-1]
         assert sum(span.stop - span.start for span in spans) == math.prod(shape)
-        wanted += extents(stored.pieces, stored.files, spans, item_bytes=stored.item, sink=sink)
+        wants.append((stored, spans))
         sinks.append(bytearray(result.nbytes))
         expected.append(result.tobytes())
     with mock.patch.object(coalesce, "SEGMENTS_MAX", segments_max):
         ops = plan_reads(
-            wanted,
+            found(wants),
             data_starts=store.data_starts,
             block_bytes=store.block_bytes,
             verify=verify,
@@ -130,10 +148,10 @@ def test_reads_give_what_indexing_gives(
         )
     read = run(store, ops, sinks)
     assert sinks == expected
-    assert all(op.nbytes <= batch_bytes and len(op.segments) <= segments_max for op in ops)
+    assert all(op.nbytes <= batch_bytes and len(op.segments.nbytes) <= segments_max for op in ops)
     assert [(op.file, op.offset) for op in ops] == sorted((op.file, op.offset) for op in ops)
     assert all(times == 1 for times in read.values())
-    assert all((segment.block >= 0) == verify for op in ops for segment in op.segments)
+    assert all(((op.segments.block >= 0) == verify).all() for op in ops)
     if not verify:
         assert len(read) == sum(map(len, expected))
 
@@ -141,13 +159,12 @@ def test_reads_give_what_indexing_gives(
 @given(st.data(), stores(), st.booleans())
 def test_whole_tensors_cost_their_own_bytes(data: st.DataObject, store: Store, verify: bool) -> None:
     chosen = data.draw(st.sets(st.integers(0, len(store.tensors) - 1)))
-    wanted = []
-    for sink, stored in enumerate(store.tensors):
-        if sink in chosen:
-            spans = [Span(0, stored.values.size // stored.item, 0)]
-            wanted += extents(stored.pieces, stored.files, spans, item_bytes=stored.item, sink=sink)
+    wants: Wants = [
+        (stored, [Span(0, stored.values.size // stored.item, 0)] if sink in chosen else [])
+        for sink, stored in enumerate(store.tensors)
+    ]
     ops = plan_reads(
-        wanted, data_starts=store.data_starts, block_bytes=store.block_bytes, verify=verify, batch_bytes=1 << 20
+        found(wants), data_starts=store.data_starts, block_bytes=store.block_bytes, verify=verify, batch_bytes=1 << 20
     )
     sinks = [bytearray(stored.values.nbytes if i in chosen else 0) for i, stored in enumerate(store.tensors)]
     read = run(store, ops, sinks)
@@ -159,18 +176,18 @@ def test_whole_tensors_cost_their_own_bytes(data: st.DataObject, store: Store, v
 
 @given(stores(), st.integers(1, 50), st.integers(0, 30))
 def test_overlapping_spans_read_each_block_once(store: Store, length: int, shift: int) -> None:
-    wanted, sinks, expected = [], [], []
+    wants: Wants = []
+    sinks, expected = [], []
     for stored in store.tensors:
         numel = stored.values.size // stored.item
         for start in (0, shift):
             stop = min(start + length, numel)
             if start < stop:
-                span = Span(start, stop, 0)
-                wanted += extents(stored.pieces, stored.files, [span], item_bytes=stored.item, sink=len(sinks))
+                wants.append((stored, [Span(start, stop, 0)]))
                 expected.append(stored.values.reshape(-1, stored.item)[start:stop].tobytes())
                 sinks.append(bytearray(len(expected[-1])))
     ops = plan_reads(
-        wanted, data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
+        found(wants), data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
     )
     read = run(store, ops, sinks)
     assert sinks == expected
@@ -184,9 +201,9 @@ def test_spans_land_where_the_sink_wants_them(data: st.DataObject, store: Store)
     numel = stored.values.size // stored.item
     start = data.draw(st.integers(0, numel))
     stop, at = data.draw(st.integers(start, numel)), data.draw(st.integers(0, 9))
-    wanted = list(extents(stored.pieces, stored.files, [Span(start, stop, at)], item_bytes=stored.item, sink=0))
+    wants: Wants = [(stored, [Span(start, stop, at)])]
     ops = plan_reads(
-        wanted, data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
+        found(wants), data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
     )
     sink = bytearray((at + numel) * stored.item)
     run(store, ops, [sink])
@@ -200,8 +217,8 @@ def test_spans_land_where_the_sink_wants_them(data: st.DataObject, store: Store)
 def test_a_hole_is_not_read(start: int, reads: list[tuple[int, int]]) -> None:
     """Nor are two reads made of what lies side by side."""
     spans = [Span(0, 3, 0), Span(start, start + 2, 3)]
-    wanted = extents([Piece(0, 0, 0, 0, 8, 3, 0)], [0], spans, item_bytes=1, sink=0)
-    ops = plan_reads(wanted, data_starts=[100], block_bytes=4096, verify=False, batch_bytes=4096)
+    stored = Stored(np.empty(0), 1, [Piece(0, 0, 0, 0, 8, 3, 0)], [0])
+    ops = plan_reads(found([(stored, spans)]), data_starts=[100], block_bytes=4096, verify=False, batch_bytes=4096)
     assert [(op.offset, op.nbytes) for op in ops] == reads
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from zckpt.errors import KeyNotFoundError, MismatchError
@@ -23,17 +24,18 @@ from zckpt.io.budget import Budget, flag
 from zckpt.io.memory import PAGE_BYTES, Sink, Staging, check_cast, cuda_device, fresh_tensor
 from zckpt.io.read import ReadFile, run_reads
 from zckpt.plan.coalesce import plan_reads
-from zckpt.plan.reshard import Span, choose_copy, extents, slice_spans
+from zckpt.plan.reshard import Span, StoredPieces, choose_copy, extents, slice_spans
 from zckpt.plan.select import Keys, nearest, select
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
-    from zckpt.format.index import Layout, Piece
+    from zckpt.format.index import Ints, Layout, Piece
     from zckpt.io.local import IOCount, LocalReader
 
 Device = torch.device | str
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,13 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Elements of one tensor, and the contiguous memory that they go to. ``pieces`` are those to be read from."""
+    """Elements of one tensor, and the contiguous memory that they go to. ``copy`` is the copy of the tensor to be read;
+    None: whichever suits."""
 
     info: TensorInfo
-    pieces: Sequence[Piece]
     spans: Sequence[Span]
     target: torch.Tensor
+    copy: int | None = None
 
 
 class Checkpoint(Mapping[str, TensorInfo]):
@@ -113,14 +116,17 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     def __getitem__(self, key: str) -> TensorInfo:
         """A tied weight is found under every name. Raises KeyNotFoundError, which names the nearest keys."""
-        if key not in self:
+        place = self._find(key)
+        if place is None:
             raise KeyNotFoundError(f"there is no key {key!r}", key=key, hint=nearest(list(self), key))
-        part, _, name = key.partition("/")
-        return self._info(*self._require(part, self.aliases.get(name, name)))
+        return self._info(*place)
 
     def __contains__(self, key: object) -> bool:
-        part, _, name = key.partition("/") if isinstance(key, str) else ("", "", "")
-        return part != STATE and self._place(part, self.aliases.get(name, name)) is not None
+        return isinstance(key, str) and self._find(key) is not None
+
+    def _find(self, key: str) -> tuple[int, int] | None:
+        part, _, name = key.partition("/")
+        return None if part == STATE else self._place(part, self.aliases.get(name, name))
 
     def __iter__(self) -> Iterator[str]:
         for part in self.manifest.parts:
@@ -211,6 +217,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         and StorageError; then nothing is returned.
         """
         infos = {key: self[key] for key in self._select(keys)}
+        self.check_sizes(infos.values())
         targets = {
             key: self._empty(info, info.shape, device, dtype)
             if out is None or key not in out
@@ -251,8 +258,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         info = self[key]
         shape, spans = slice_spans(info.shape, index if isinstance(index, tuple) else (index,))
+        self.check_sizes([info])
         target = self._empty(info, shape, device, dtype)
-        self.read([Want(info, choose_copy(self.pieces(info), None), spans, target)], verify=verify)
+        self.read([Want(info, spans, target)], verify=verify)
         return target
 
     def load_pieces(
@@ -260,13 +268,14 @@ class Checkpoint(Mapping[str, TensorInfo]):
     ) -> dict[tuple[str, int, int], torch.Tensor]:
         """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``."""
         wants: dict[tuple[str, int, int], Want] = {}
-        for key in self._select(keys):
-            info = self[key]
+        infos = {key: self[key] for key in self._select(keys)}
+        self.check_sizes(infos.values())
+        for key, info in infos.items():
             for piece in self.pieces(info):
                 if piece.rank == rank:
                     target = self._empty(info, (piece.stop - piece.start,), device, None)
                     span = Span(piece.start, piece.stop, 0)
-                    wants[key, piece.start, piece.stop] = Want(info, [piece], [span], target)
+                    wants[key, piece.start, piece.stop] = Want(info, [span], target, piece.copy)
         self.read(list(wants.values()), verify=verify)
         return {place: want.target for place, want in wants.items()}
 
@@ -287,6 +296,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             name: dtype if info.part != BUFFER and info.dtype.is_floating_point else None
             for name, info in sources.items()
         }
+        self.check_sizes(sources.values())
         targets = {name: self._empty(info, info.shape, device, casts[name]) for name, info in sources.items()}
         with reported(progress, "load", sum(info.nbytes for info in sources.values())) as advance:
             self.read([self._whole(i, targets[name]) for name, i in sources.items()], verify=verify, advance=advance)
@@ -296,26 +306,22 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self,
         wants: Sequence[Want],
         *,
+        rank: int | None = None,
         verify: bool | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Fills the target of every want. The one way in which tensor data is read. ``advance`` is told the bytes that
-        have been."""
+        """Fills the target of every want. The one way in which tensor data is read.
+
+        Where a tensor has several copies, that which ``rank`` alone holds is read if there is one, else the first.
+        ``advance`` is told the bytes that have been read.
+        """
         verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
         manifest = self.manifest
         batch_bytes = self._budget.batch_bytes(manifest.block_bytes)
-        found = [
-            extent
-            for number, want in enumerate(wants)
-            for extent in extents(
-                want.pieces,
-                [self.file_number(want.info, piece) for piece in want.pieces],
-                want.spans,
-                item_bytes=want.info.dtype.itemsize,
-                sink=number,
-            )
-        ]
-        files = {number: self.read_file(number, verify=verify) for number in {extent.file for extent in found}}
+        found = extents(
+            self._stored(wants, rank), [want.spans for want in wants], [want.info.dtype.itemsize for want in wants]
+        )
+        files = {number: self.read_file(number, verify=verify) for number in np.unique(found.file).tolist()}
         ops = plan_reads(
             found,
             data_starts=manifest.files.data_start,
@@ -327,6 +333,38 @@ class Checkpoint(Mapping[str, TensorInfo]):
         device = cuda_device(want.target for want in wants)
         staging = self._staging.setdefault(device, Staging(batch_bytes + 2 * PAGE_BYTES, device))
         run_reads(self.reader, ops, files, sinks, self._budget, staging, advance)
+
+    def _stored(self, wants: Sequence[Want], rank: int | None) -> StoredPieces:
+        """The pieces of one copy of each want's tensor."""
+        members: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for number, want in enumerate(wants):
+            part_id, row = self._require(want.info.part, want.info.name)
+            chunk = self._chunk_of(part_id, row)
+            members.setdefault((part_id, chunk), []).append((number, row - self.manifest.chunks[chunk].first_row))
+        found = []
+        for (part_id, chunk), own in members.items():
+            numbers, rows = np.array(own, np.int64).T
+            layout = index_format.take(self.chunk(chunk), rows)
+            numel = np.array([math.prod(wants[number].info.shape) for number, _ in own], np.int64)
+            start, copy = index_format.spans(layout, numel)
+            row_of, _ = index_format.ragged(layout.count)
+            chosen = np.zeros(len(own), np.int64)
+            for i in np.unique(row_of[copy > 0]).tolist():  # the few that have several copies
+                want = wants[own[i][0]]
+                chosen[i] = choose_copy(self.pieces(want.info), rank)[0].copy if want.copy is None else want.copy
+            file = self._file_numbers(part_id, layout.rank, layout.tier)
+            columns = (numbers[row_of], file, start, start + layout.length, layout.offset, layout.block)
+            found.append(np.stack(columns)[:, copy == chosen[row_of]])
+        stored = np.concatenate([np.empty((6, 0), np.int64), *found], axis=1)
+        return StoredPieces(*stored[:, np.argsort(stored[0], kind="stable")])
+
+    def _file_numbers(self, part_id: int, rank: Ints, tier: Ints) -> Ints:
+        """Positions in the manifest of the files that hold pieces of one part."""
+        places, which = np.unique(rank * len(TIERS) + tier, return_inverse=True)
+        numbers = [
+            self.manifest.file_number(place // len(TIERS), part_id, place % len(TIERS)) for place in places.tolist()
+        ]
+        return np.array(numbers, np.int64)[which]
 
     def _select(self, keys: Keys) -> list[str]:
         """The keys asked for. A tied weight's further names are matched as they are, not by patterns."""
@@ -341,19 +379,20 @@ class Checkpoint(Mapping[str, TensorInfo]):
         verify: bool | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> torch.Tensor:
+        self.check_sizes([info])
         target = self._empty(info, info.shape, device, dtype)
         self.read([self._whole(info, target)], verify=verify, advance=advance)
         return target
 
     def _whole(self, info: TensorInfo, target: torch.Tensor) -> Want:
-        return Want(info, choose_copy(self.pieces(info), None), [Span(0, math.prod(info.shape), 0)], target)
+        return Want(info, [Span(0, math.prod(info.shape), 0)], target)
 
     def _empty(
         self, info: TensorInfo, shape: tuple[int, ...], device: Device, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """Memory for elements of ``info``: never more than its files really hold, whatever the manifest says."""
+        """Memory for elements of ``info``. Its sizes are checked before, so that there is never more asked for than the
+        files really hold, whatever the manifest says."""
         check_cast(info.dtype, dtype or info.dtype, info.key)
-        self.check_sizes(info)
         return fresh_tensor(shape, dtype or info.dtype, device)
 
     def _given(self, info: TensorInfo, target: torch.Tensor) -> torch.Tensor:
@@ -362,18 +401,25 @@ class Checkpoint(Mapping[str, TensorInfo]):
         if tuple(target.shape) != info.shape or not target.is_contiguous():
             what = f"{list(target.shape)}{'' if target.is_contiguous() else ', not contiguous'}"
             raise MismatchError(f"out has {what}, the checkpoint {list(info.shape)}", key=info.key)
-        self.check_sizes(info)
         return target
 
-    def check_sizes(self, info: TensorInfo) -> None:
-        """Raises FormatError (F001 to F003) unless the files that hold ``info`` are there and as long as recorded."""
-        for number in {self.file_number(info, piece) for piece in self.pieces(info)} - self._sized:
+    def check_sizes(self, infos: Iterable[TensorInfo]) -> None:
+        """Raises FormatError (F001 to F003) unless the files that hold ``infos`` are there and as long as recorded."""
+        wants = [Want(info, (), _NOTHING) for info in infos]
+        stored = self._stored(wants, None)
+        numbers, first = np.unique(stored.file, return_index=True)
+        for number, want in zip(numbers.tolist(), stored.want[first].tolist(), strict=True):
+            if number in self._sized:
+                continue
             file = self.manifest.files[number]
             path = self.manifest.path(file)
             nbytes = self.reader.size(path)
             if nbytes != file.nbytes:
                 raise broken(
-                    "F003", f"the file is {nbytes} bytes long, expected {file.nbytes}", file=path, key=info.key
+                    "F003",
+                    f"the file is {nbytes} bytes long, expected {file.nbytes}",
+                    file=path,
+                    key=wants[want].info.key,
                 )
             self._sized.add(number)
 
@@ -404,13 +450,25 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def pieces(self, info: TensorInfo) -> tuple[Piece, ...]:
         """The index's records of one tensor, copy by copy, in the order of their elements."""
         part_id, row = self._require(info.part, info.name)
-        layout = self.manifest.parts[part_id].layout
-        number, chunk = next(
-            (i, chunk)
-            for i, chunk in enumerate(self.manifest.chunks)
-            if chunk.layout == layout and chunk.first_row <= row < chunk.first_row + chunk.rows
+        number = self._chunk_of(part_id, row)
+        return index_format.pieces(
+            self.chunk(number), row - self.manifest.chunks[number].first_row, math.prod(info.shape)
         )
-        return index_format.pieces(self.chunk(number), row - chunk.first_row, math.prod(info.shape))
+
+    def _chunk_of(self, part_id: int, row: int) -> int:
+        """The number of the chunk that has this row of a part."""
+        first_rows, numbers = self._chunks_of[self.manifest.parts[part_id].layout]
+        return numbers[bisect_right(first_rows, row) - 1]
+
+    @cached_property
+    def _chunks_of(self) -> dict[int, tuple[list[int], list[int]]]:
+        """For each layout the first rows of its chunks, and their numbers."""
+        found: dict[int, tuple[list[int], list[int]]] = {}
+        for number, chunk in enumerate(self.manifest.chunks):
+            first_rows, numbers = found.setdefault(chunk.layout, ([], []))
+            first_rows.append(chunk.first_row)
+            numbers.append(number)
+        return found
 
     def chunk(self, number: int) -> Layout:
         """One chunk of the index, read and checked when it is first asked for."""

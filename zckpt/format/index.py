@@ -230,15 +230,24 @@ def _data_bytes(manifest: Manifest, part_id: int) -> np.ndarray[tuple[int, int],
     return table
 
 
+def ragged(count: Ints) -> tuple[Ints, Ints]:
+    """For groups of these sizes, one after the other: the group of each member, and its number within the group."""
+    first = np.cumsum(count) - count
+    group = np.repeat(np.arange(len(count)), count)
+    return group, np.arange(len(group)) - first[group]
+
+
+def take(layout: Layout, rows: Ints) -> Layout:
+    """Some rows of a layout, with their pieces, in the order of ``rows``."""
+    first = np.cumsum(layout.count) - layout.count
+    row, number = ragged(layout.count[rows])
+    piece = first[rows][row] + number
+    return Layout(layout.name[rows], layout.count[rows], *(getattr(layout, name)[piece] for name, _ in PIECE_COLUMNS))
+
+
 def pieces(layout: Layout, row: int, numel: int) -> tuple[Piece, ...]:
     """The pieces of row ``row`` of a checked layout, copy by copy, in the order of their elements."""
-    first = int(layout.count[:row].sum())
-    one = slice(first, first + int(layout.count[row]))
-    single = Layout(
-        layout.name[row : row + 1],
-        layout.count[row : row + 1],
-        *(getattr(layout, column)[one] for column, _ in PIECE_COLUMNS),
-    )
+    single = take(layout, np.array([row]))
     start, copy = spans(single, np.array([numel], np.int64))
     columns = (single.rank, single.tier, copy, start, start + single.length, single.offset, single.block)
     return tuple(itertools.starmap(Piece, zip(*(column.tolist() for column in columns), strict=True)))

@@ -8,7 +8,8 @@ import struct
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from json.encoder import encode_basestring
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.format import names
 from zckpt.format.dtypes import ITEM_BYTES
@@ -37,8 +38,7 @@ class ShardId:
         return names.shard_path(self.save_id, self.rank, self.part, self.tier)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of the safetensors header. ``offset`` and ``nbytes`` are bytes, ``offset`` counted from the data."""
 
     name: str
@@ -80,21 +80,19 @@ def _identity(shard: ShardId) -> dict[str, str]:
 
 def encode_header(shard: ShardId, entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
     """The header's bytes, length prefix included, padded so that the data begins at a multiple of 4096."""
-    tree: dict[str, Any] = {
-        names.METADATA: {
-            "format": "pt",  # transformers refuses to load a file that does not say so
-            "zckpt.version": "1.0",
-            **_identity(shard),
-            "zckpt.shapes": json.dumps(shapes, separators=(",", ":"), ensure_ascii=False),
-        }
+    metadata = {
+        "format": "pt",  # transformers refuses to load a file that does not say so
+        "zckpt.version": "1.0",
+        **_identity(shard),
+        "zckpt.shapes": json.dumps(shapes, separators=(",", ":"), ensure_ascii=False),
     }
-    for entry in entries:
-        tree[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "data_offsets": (entry.offset, entry.offset + entry.nbytes),
-        }
-    text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False).encode()
+    members = [f'"{names.METADATA}":{json.dumps(metadata, separators=(",", ":"), ensure_ascii=False)}']
+    members += [  # by hand: json.dumps of a dict for each of many small tensors would take longer than their data
+        f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],'
+        f'"data_offsets":[{offset},{offset + nbytes}]}}'
+        for name, dtype, shape, offset, nbytes in entries
+    ]
+    text = f"{{{','.join(members)}}}".encode()
     padded = -(-(LENGTH_BYTES + len(text)) // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES - LENGTH_BYTES
     if padded > HEADER_BYTES_MAX:
         raise broken("S001", f"{len(entries)} entries need a header of {padded} bytes", file=shard.path)

@@ -70,6 +70,8 @@ def host_bytes(tensor: torch.Tensor) -> Bytes:
 
 def check_cast(stored: torch.dtype, wanted: torch.dtype, key: str) -> None:
     """Raises CastError unless both are the same, or both are floating point, or both are integers."""
+    if stored == wanted:
+        return
     kinds = [
         "floating point"
         if d.is_floating_point
@@ -80,7 +82,7 @@ def check_cast(stored: torch.dtype, wanted: torch.dtype, key: str) -> None:
         else "integer"
         for d in (stored, wanted)
     ]
-    if stored != wanted and (kinds[0] != kinds[1] or kinds[0] in ("bool", "complex")):
+    if kinds[0] != kinds[1] or kinds[0] in ("bool", "complex"):
         raise CastError(
             f"cannot load {stored} as {wanted}", key=key, hint="load it without dtype and convert it yourself"
         )
@@ -92,11 +94,9 @@ class Sink:
 
     def __init__(self, key: str, target: torch.Tensor, stored: torch.dtype) -> None:
         self.key = key
-        self._target = target.detach().reshape(-1)
+        self._target = target
         self._stored = stored
-        self._bytes = (
-            host_bytes(target) if target.device.type == "cpu" and target.dtype == stored and target.numel() else None
-        )
+        self._bytes = host_bytes(target) if target.is_cpu and target.dtype == stored else None
 
     def memory(self, start: int, stop: int) -> Bytes | None:
         """The host memory for the stored bytes ``[start, stop)``, if they can be read straight into it."""
@@ -112,7 +112,7 @@ class Sink:
             values = values.clone()  # behind smaller elements in a file that another writer has ordered
         values = values.view(self._stored)
         first = start // self._stored.itemsize
-        self._target[first : first + values.numel()].copy_(values, non_blocking=True)
+        self._target.detach().reshape(-1)[first : first + values.numel()].copy_(values, non_blocking=True)
 
 
 def cuda_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
@@ -146,6 +146,11 @@ class Stage:
         """The same memory."""
         array: Bytes = self.tensor.numpy()
         return array
+
+    @cached_property
+    def address(self) -> int:
+        """Of the same memory."""
+        return self.tensor.data_ptr()
 
     def stream(self) -> AbstractContextManager[object]:
         """Context in which copies are queued; a no-op without a device."""

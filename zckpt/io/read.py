@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
 from zckpt.io.local import after
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from zckpt.io.budget import Budget
     from zckpt.io.local import LocalReader
     from zckpt.io.memory import Bytes, Sink, Staging
-    from zckpt.plan.coalesce import ReadOp, Segment
+    from zckpt.plan.coalesce import ReadOp, Segments
 
 DIRECT_BYTES_MIN = 256 << 10
 """Smaller reads go through the page cache: the kernel serves them better."""
@@ -55,7 +57,7 @@ def run_reads(
 
     def run(op: ReadOp) -> None:
         _run(reader, op, files[op.file], sinks, staging, budget.direct)
-        advance(sum(copy.nbytes for segment in op.segments for copy in segment.copies))
+        advance(int(op.segments.copy_bytes.sum()))
 
     budget.run(partial(run, op) for op in ops)
 
@@ -63,39 +65,67 @@ def run_reads(
 def _run(
     reader: LocalReader, op: ReadOp, file: ReadFile, sinks: Sequence[Sink], staging: Staging, direct: bool
 ) -> None:
+    segments = op.segments
     base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes  # the stage begins with byte `base`
-    starts = [*itertools.accumulate((segment.nbytes for segment in op.segments), initial=op.offset)]
-    places = [_destination(segment, sinks) for segment in op.segments]
+    starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]
+    cached = not direct or op.nbytes < DIRECT_BYTES_MIN or reader.is_cached(file.path, op.offset, op.nbytes)
+    places: list[Bytes | None] = _destinations(segments, sinks) if cached else [None] * (len(starts) - 1)
     with staging.lend() as stage:
-        staged = [stage.bytes[a - base : b - base] for a, b in itertools.pairwise(starts)]  # as they lie in the file
+        views = [
+            stage.bytes[start - base : end - base] if place is None else place  # staged as they lie in the file
+            for (start, end), place in zip(itertools.pairwise(starts), places, strict=True)
+        ]
         got = op.offset
-        if direct and op.nbytes >= DIRECT_BYTES_MIN and not reader.is_cached(file.path, op.offset, op.nbytes):
-            places = [None] * len(places)
+        if not cached:
             pages = stage.bytes[: -(-stop // PAGE_BYTES) * PAGE_BYTES - base]
             got = min(max(got, base + reader.read_direct(file.path, pages, base)), stop)
-        views = [room if place is None else place for place, room in zip(places, staged, strict=True)]
         if got < stop:
             got += reader.read_into(file.path, after(views, got - op.offset), got)
         if got < stop:
             raise broken(
                 "F003", f"the file ends at byte {got}, expected {file.nbytes}", file=file.path,
-                key=sinks[op.segments[0].copies[0].sink].key, start=op.offset, stop=stop,
+                key=sinks[segments.sink[0]].key, start=op.offset, stop=stop,
             )  # fmt: skip
+        _check_blocks(segments, views, file, starts, sinks)
         with stage.stream():
-            for segment, start, view, place in zip(op.segments, starts, views, places, strict=False):
-                if segment.block >= 0:
-                    check_block(view, segment.block, file, start, sinks[segment.copies[0].sink].key)
-                if place is None:
-                    for copy in segment.copies:
-                        sinks[copy.sink].put(copy.target, view[copy.source : copy.source + copy.nbytes])
+            _put(segments, views, places, sinks)
 
 
-def _destination(segment: Segment, sinks: Sequence[Sink]) -> Bytes | None:
-    """The destination's own memory, if the whole segment goes to one place in host memory as it is."""
-    copy = segment.copies[0]
-    if len(segment.copies) > 1 or copy.nbytes < segment.nbytes:
-        return None
-    return sinks[copy.sink].memory(copy.target, copy.target + copy.nbytes)
+def _destinations(segments: Segments, sinks: Sequence[Sink]) -> list[Bytes | None]:
+    """For each segment the destination's own memory, if all of it goes to one place in host memory as it is."""
+    first = np.cumsum(segments.copies) - segments.copies
+    direct = (segments.copies == 1) & (segments.copy_bytes[first] == segments.nbytes)
+    columns = (direct, segments.sink[first], segments.target[first], segments.target[first] + segments.nbytes)
+    return [
+        sinks[sink].memory(start, stop) if alone else None
+        for alone, sink, start, stop in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+def _put(segments: Segments, views: list[Bytes], places: list[Bytes | None], sinks: Sequence[Sink]) -> None:
+    """Brings what was staged to its sinks."""
+    columns = (segments.source, segments.source + segments.copy_bytes, segments.sink, segments.target)
+    copies = zip(*(column.tolist() for column in columns), strict=True)
+    for view, place, count in zip(views, places, segments.copies.tolist(), strict=True):
+        for start, stop, sink, target in itertools.islice(copies, count):
+            if place is None:
+                sinks[sink].put(target, view[start:stop])
+
+
+def _check_blocks(
+    segments: Segments, views: list[Bytes], file: ReadFile, starts: list[int], sinks: Sequence[Sink]
+) -> None:
+    """Raises FormatError (D001, D003) unless every segment that is a block has the block's digest."""
+    first, last = int(segments.block[0]), int(segments.block[-1])
+    if first < 0:
+        return
+    if last - first == len(views) - 1:  # neighbours, as mostly: all at once
+        expected = file.digests[first * DIGEST_BYTES : (last + 1) * DIGEST_BYTES]
+        if b"".join(map(digest, views)) == expected:
+            return
+    owner = segments.sink[np.cumsum(segments.copies) - segments.copies].tolist()
+    for view, block, start, sink in zip(views, segments.block.tolist(), starts, owner, strict=False):
+        check_block(view, block, file, start, sinks[sink].key)
 
 
 def check_block(view: Bytes | memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:

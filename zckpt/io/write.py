@@ -7,6 +7,7 @@ file system can share pages between files; it is read, once, for its digests.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 from dataclasses import dataclass, replace
@@ -122,8 +123,8 @@ def _take(job: _Job, stage: Stage) -> _Job:
             read_from(source.path, source.offset + edge.start - start, stage.bytes[edge])
         return replace(job, shared=True)
     with stage.stream():
-        for span, (start, stop) in zip(job.op.spans, itertools.pairwise(job.starts), strict=True):
-            _fill(stage.tensor[start:stop], job.plan, span)
+        for span, start in zip(job.op.spans, job.starts, strict=False):
+            _fill(stage, start, job.plan, span)
     stage.wait()
     return job
 
@@ -131,31 +132,37 @@ def _take(job: _Job, stage: Stage) -> _Job:
 def _put(table: bytearray, block_bytes: int, job: _Job, stage: Stage) -> None:
     if job.shared:
         job.file.read_back(stage.bytes, job.op.offset, job.op.nbytes)
-    for span, (start, stop) in zip(job.op.spans, itertools.pairwise(job.starts), strict=True):
-        for number, first in enumerate(range(start, stop, block_bytes), span.block):
-            block = stage.bytes[first : min(first + block_bytes, stop)]
-            table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = digest(block)
+    blocks = [
+        stage.bytes[first : min(first + block_bytes, stop)]
+        for start, stop in itertools.pairwise(job.starts)
+        for first in range(start, stop, block_bytes)
+    ]
+    first_byte = job.op.spans[0].block * DIGEST_BYTES
+    table[first_byte : first_byte + len(blocks) * DIGEST_BYTES] = b"".join(map(digest, blocks))
     if job.shared:
         job.file.write_edges(stage.bytes, job.op.offset, job.op.nbytes)
     else:
         job.file.write(stage.bytes, job.op.offset, job.op.nbytes)
 
 
-def _fill(room: torch.Tensor, plan: ShardPlan, span: WriteSpan) -> None:
-    """Puts the bytes of ``span`` into ``room``; from a device, the copy is queued on the current stream."""
+def _fill(stage: Stage, start: int, plan: ShardPlan, span: WriteSpan) -> None:
+    """Puts the bytes of ``span`` at byte ``start`` of ``stage``; from a device, the copy is queued on its stream."""
     if span.source == FILLER:
-        room.zero_()
+        stage.bytes[start : start + span.nbytes] = 0
         return
     if span.source == HEADER:
-        room.numpy()[:] = np.frombuffer(plan.header, np.uint8)[span.start : span.start + span.nbytes]
+        stage.bytes[start : start + span.nbytes] = np.frombuffer(plan.header, np.uint8, span.nbytes, span.start)
         return
-    data = plan.pieces[span.source].fragment.data
+    piece = plan.pieces[span.source]
+    data = piece.fragment.data
     assert data is not None, "a fragment without data cannot be written"
     if isinstance(data, FileSpan):
-        read_from(data.path, data.offset + span.start, room.numpy())
-        return
-    source = byte_tensor(data)[span.start : span.start + span.nbytes]
-    if source.device.type == "cpu":
-        room.numpy()[:] = source.numpy()  # torch's own copy would take threads that are at work
+        read_from(data.path, data.offset + span.start, stage.bytes[start : start + span.nbytes])
+    elif data.is_cpu:
+        # By address: to make views of many small tensors would take longer than to copy them.
+        assert data.nbytes == piece.nbytes, "a fragment's data are its elements"
+        assert data.is_contiguous(), "a fragment's data lie in order"
+        ctypes.memmove(stage.address + start, data.data_ptr() + span.start, span.nbytes)
     else:
-        room.copy_(source, non_blocking=True)
+        source = byte_tensor(data)[span.start : span.start + span.nbytes]
+        stage.tensor[start : start + span.nbytes].copy_(source, non_blocking=True)

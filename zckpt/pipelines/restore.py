@@ -20,7 +20,7 @@ from zckpt.errors import (
 from zckpt.format.rules import broken
 from zckpt.io.ranks import Ranks
 from zckpt.pipelines.open import StrPath, find, open_checkpoint
-from zckpt.plan.reshard import Span, choose_copy
+from zckpt.plan.reshard import Span
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment
 from zckpt.torch_dtypes import TORCH_DTYPES
@@ -155,8 +155,7 @@ def _plan_restore(
             rank=ranks.rank,
             hint=hint,
         )
-    for info in sources.values():
-        checkpoint.check_sizes(info)
+    checkpoint.check_sizes(sources.values())
     return _RestorePlan(adapter, checkpoint, wanted, sources, chosen, rank_state, client_state)
 
 
@@ -235,8 +234,8 @@ def _fill(plan: _RestorePlan, rank: int | None, verify: bool | None, progress: P
                     fragment.data.zero_()
                     continue
                 span = Span(fragment.start, fragment.stop, 0)
-                wants.append(Want(info, choose_copy(checkpoint.pieces(info), rank), [span], fragment.data))
-            checkpoint.read(wants, verify=verify, advance=advance)
+                wants.append(Want(info, [span], fragment.data))
+            checkpoint.read(wants, rank=rank, verify=verify, advance=advance)
 
 
 def _finish(plan: _RestorePlan, rng: bool) -> None:

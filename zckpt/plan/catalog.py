@@ -99,11 +99,12 @@ def pack(value: Receipt) -> bytes:
 
 def unpack(raw: bytes) -> Receipt:
     """The inverse of ``pack``."""
-    rank, digest, tensors, geometries, shards = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(raw))
+    packed = zstandard.ZstdDecompressor().decompress(raw)
+    rank, digest, tensors, geometries, shards = msgpack.unpackb(packed, use_list=False)
     return Receipt(
         rank,
         digest,
-        tuple((name, tuple(shape), dtype) for name, shape, dtype in tensors),
+        tensors,
         tuple(Geometry(*(np.frombuffer(column, "<i8") for column in columns)) for columns in geometries),
         tuple(ShardReceipt(*shard) for shard in shards),
     )
@@ -112,33 +113,34 @@ def unpack(raw: bytes) -> Receipt:
 class _PartRows:
     """The pieces of one part from all ranks, collected."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: str) -> None:
+        self.part = part
         self.tensors: dict[int, tuple[tuple[int, ...], str, int]] = {}
         """From name id to shape, dtype and the rank that said so."""
-        self.keys: dict[int, str] = {}
         self.columns: list[tuple[Ints, ...]] = []
 
-    def add(self, key: str, name_id: int, shape: tuple[int, ...], dtype: str, rank: int) -> None:
+    def add(self, name_id: int, name: str, shape: tuple[int, ...], dtype: str, rank: int) -> None:
         known = self.tensors.setdefault(name_id, (shape, dtype, rank))
-        self.keys[name_id] = key
-        if known[:2] != (shape, dtype):
+        if known[0] != shape or known[1] != dtype:
+            key = f"{self.part}/{name}"
             raise RankError(
                 f"{key} is {dtype} {list(shape)} on rank {rank}, {known[1]} {list(known[0])} on rank {known[2]}",
                 key=key,
                 rank=rank,
             )
 
-    def layout(self) -> Layout:
+    def layout(self, names: Sequence[str]) -> Layout:
+        """``names`` by their ids."""
         name, copy, start, length, offset, block, rank, tier = (
             np.concatenate(columns) for columns in zip(*self.columns, strict=True)
         )
         order = np.lexsort((start, copy, name))
-        names, count = np.unique(name, return_counts=True)
-        layout = Layout(names, count, rank[order], tier[order], length[order], offset[order], block[order])
-        self._check_starts(layout, name[order], copy[order], start[order])
+        found, count = np.unique(name, return_counts=True)
+        layout = Layout(found, count, rank[order], tier[order], length[order], offset[order], block[order])
+        self._check_starts(layout, name[order], copy[order], start[order], names)
         return layout
 
-    def _check_starts(self, layout: Layout, name: Ints, copy: Ints, start: Ints) -> None:
+    def _check_starts(self, layout: Layout, name: Ints, copy: Ints, start: Ints, names: Sequence[str]) -> None:
         """The index does not store where pieces start; so what it will say must be what the ranks said (I005)."""
         numel = np.array([math.prod(self.tensors[name_id][0]) for name_id in layout.name.tolist()], np.int64)
         found_start, found_copy = index_format.spans(layout, numel)
@@ -146,8 +148,8 @@ class _PartRows:
         wrong[1:] |= (name[1:] == name[:-1]) & ((copy[1:] == copy[:-1]) != (found_copy[1:] == found_copy[:-1]))
         wrong &= np.repeat(numel, layout.count) > 0
         if wrong.any():
-            name_id = int(name[np.argmax(wrong)])
-            raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=self.keys[name_id])
+            key = f"{self.part}/{names[int(name[np.argmax(wrong)])]}"
+            raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +176,15 @@ def catalog(receipts: Sequence[Receipt], save_id: str, about: About) -> tuple[by
     digests: dict[int, bytes] = {}
     for one in receipts:
         digests[one.rank] = one.digest
-        ids = np.array([name_ids.setdefault(name, len(name_ids)) for name, _, _ in one.tensors], np.int64)
+        id_of = [name_ids.setdefault(name, len(name_ids)) for name, _, _ in one.tensors]
+        ids = np.array(id_of, np.int64)
         for shard in one.shards:
             geometry = one.geometries[shard.geometry]
             part_id = part_ids.setdefault(shard.part, len(part_ids))
-            rows = parts.setdefault(shard.part, _PartRows())
+            rows = parts.setdefault(shard.part, _PartRows(shard.part))
             for i in np.unique(geometry.tensor).tolist():
                 name, shape, dtype = one.tensors[i]
-                rows.add(f"{shard.part}/{name}", int(ids[i]), shape, dtype, one.rank)
+                rows.add(id_of[i], name, shape, dtype, one.rank)
             tier = TIERS.index(shard.tier)
             size = len(geometry.tensor)
             rows.columns.append(
@@ -200,8 +203,9 @@ def catalog(receipts: Sequence[Receipt], save_id: str, about: About) -> tuple[by
     layouts: list[Layout] = []
     shapes: dict[tuple[int, ...], int] = {}
     records: list[Part] = []
+    names = tuple(name_ids)
     for part, rows in parts.items():
-        layout = rows.layout()
+        layout = rows.layout(names)
         number = next((i for i, other in enumerate(layouts) if layout.same_as(other)), len(layouts))
         if number == len(layouts):
             layouts.append(layout)
@@ -214,7 +218,7 @@ def catalog(receipts: Sequence[Receipt], save_id: str, about: About) -> tuple[by
         step=about.step,
         world_size=len(receipts),
         block_bytes=about.block_bytes,
-        names=tuple(name_ids),
+        names=names,
         shapes=tuple(shapes),
         parts=tuple(records),
         files=Files.of(files),

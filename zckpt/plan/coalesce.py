@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+import numpy as np
 
-    from zckpt.plan.reshard import Extent
+from zckpt.format.index import ragged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zckpt.format.index import Ints
+    from zckpt.plan.reshard import Extents
 
 SEGMENTS_MAX = 512
 """Per read: below the operating system's limit on vectors, 1024."""
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """``nbytes`` from byte ``source`` of a segment to byte ``target`` of sink ``sink``."""
+class Segments:
+    """Consecutive bytes of a read, and where they go, as int64 columns.
 
-    source: int
-    nbytes: int
-    sink: int
-    target: int
+    For each segment its ``nbytes``, the number of the digest that covers exactly them (``block``, -1 for none), and how
+    many ``copies`` there are of parts of it. For each copy: ``copy_bytes`` from byte ``source`` of the segment to byte
+    ``target`` of sink ``sink``.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive bytes of a read. ``block`` is the number of the digest that covers exactly them, or -1 for none."""
-
-    nbytes: int
-    block: int
-    copies: tuple[Copy, ...]
+    nbytes: Ints
+    block: Ints
+    copies: Ints
+    source: Ints
+    copy_bytes: Ints
+    sink: Ints
+    target: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,11 @@ class ReadOp:
     file: int
     offset: int
     nbytes: int
-    segments: tuple[Segment, ...]
+    segments: Segments
 
 
 def plan_reads(
-    extents: Iterable[Extent], *, data_starts: Sequence[int], block_bytes: int, verify: bool, batch_bytes: int
+    extents: Extents, *, data_starts: Sequence[int], block_bytes: int, verify: bool, batch_bytes: int
 ) -> tuple[ReadOp, ...]:
     """The reads for ``extents``, file by file in ascending order.
 
@@ -52,35 +57,53 @@ def plan_reads(
     the wanted bytes are. ``data_starts`` holds the first data byte of each file. ``batch_bytes`` is at least
     ``block_bytes``.
     """
-    cuts: dict[tuple[int, int, int, int], list[Copy]] = {}
-    for extent in extents:
-        origin = data_starts[extent.file] + extent.piece_offset
-        position = extent.start
-        while position < extent.stop:
-            number = position // block_bytes
-            start, stop = number * block_bytes, min((number + 1) * block_bytes, extent.piece_bytes)
-            end = min(stop, extent.stop)
-            block = extent.block + number
-            if not verify:
-                start, stop, block = position, end, -1
-            copy = Copy(position - start, end - position, extent.sink, extent.sink_offset + position - extent.start)
-            cuts.setdefault((extent.file, origin + start, origin + stop, block), []).append(copy)
-            position = end
-    ops: list[ReadOp] = []
-    segments: list[Segment] = []
-    file = offset = stop = -1
+    first = extents.start // block_bytes
+    extent, number = ragged((extents.stop - 1) // block_bytes - first + 1)  # an extent for each block that it touches
+    number += first[extent]
+    wanted_start, piece_bytes = extents.start[extent], extents.piece_bytes[extent]
+    block_start, block_stop = number * block_bytes, np.minimum((number + 1) * block_bytes, piece_bytes)
+    cut_start, cut_stop = np.maximum(wanted_start, block_start), np.minimum(extents.stop[extent], block_stop)
+    start, stop = (block_start, block_stop) if verify else (cut_start, cut_stop)
+    block = extents.block[extent] + number if verify else np.full(len(number), -1)
+    file = extents.file[extent]
+    origin = np.array(data_starts, np.int64)[file] + extents.piece_offset[extent]
 
-    def flush() -> None:
-        if segments:
-            ops.append(ReadOp(file, offset, stop - offset, tuple(segments)))
-            segments.clear()
-
-    for next_file, next_start, next_stop, block in sorted(cuts):
-        joins = next_file == file and next_start == stop and next_stop - offset <= batch_bytes
-        if not joins or len(segments) == SEGMENTS_MAX:
-            flush()
-            file, offset = next_file, next_start
-        segments.append(Segment(next_stop - next_start, block, tuple(cuts[next_file, next_start, next_stop, block])))
-        stop = next_stop
-    flush()
+    order = np.lexsort((block, origin + stop, origin + start, file))
+    file, start_at, stop_at, block = file[order], (origin + start)[order], (origin + stop)[order], block[order]
+    begins = np.ones(len(order), bool)  # a segment; what covers the same bytes shares it
+    begins[1:] = ((file[1:] != file[:-1]) | (start_at[1:] != start_at[:-1]) | (stop_at[1:] != stop_at[:-1])) | (
+        block[1:] != block[:-1]
+    )
+    first_copy = np.flatnonzero(begins)
+    copies = np.diff(first_copy, append=len(order))
+    copy_columns = (
+        (cut_start - start)[order],
+        (cut_stop - cut_start)[order],
+        extents.sink[extent][order],
+        (extents.sink_offset[extent] + cut_start - wanted_start)[order],
+    )
+    file, start_at, stop_at, block = file[begins], start_at[begins], stop_at[begins], block[begins]
+    joins = np.zeros(len(file), bool)  # with the segment before it
+    joins[1:] = (file[1:] == file[:-1]) & (start_at[1:] == stop_at[:-1])
+    ops = []
+    for run, run_stop in _bounds(np.flatnonzero(~joins), len(file)):
+        position = run
+        while position < run_stop:
+            offset = int(start_at[position])
+            fits = int(np.searchsorted(stop_at[position:run_stop], offset + batch_bytes, side="right"))
+            next_position = position + min(fits, SEGMENTS_MAX)
+            own = slice(position, next_position)
+            first_own = int(first_copy[position])
+            last_own = int(first_copy[next_position - 1] + copies[next_position - 1])
+            segments = Segments(
+                stop_at[own] - start_at[own], block[own], copies[own], *(c[first_own:last_own] for c in copy_columns)
+            )
+            ops.append(ReadOp(int(file[run]), offset, int(stop_at[next_position - 1]) - offset, segments))
+            position = next_position
     return tuple(ops)
+
+
+def _bounds(firsts: Ints, size: int) -> list[tuple[int, int]]:
+    """``(start, stop)`` of each group, from where the groups begin."""
+    starts = firsts.tolist()
+    return list(itertools.pairwise([*starts, size]))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.format.digest import block_count
 from zckpt.format.dtypes import ITEM_BYTES
@@ -24,8 +24,7 @@ SHARED_BYTES_MIN = 64 << 10
 """Of adjacent bytes in a swap file that a filler is worth."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedPiece:
+class PlacedPiece(NamedTuple):
     """A fragment's place in its file. ``offset`` and ``nbytes`` are bytes, ``offset`` counted from the file's data;
     ``block`` is the number of its first digest, counted from the file's first."""
 
@@ -126,8 +125,7 @@ def shareable(fragments: Sequence[Fragment]) -> dict[int, int]:
     return {number: numbers[0] for numbers, run in runs if run.nbytes >= SHARED_BYTES_MIN for number in numbers}
 
 
-@dataclass(frozen=True, slots=True)
-class WriteSpan:
+class WriteSpan(NamedTuple):
     """``nbytes`` of one source, from its byte ``start``; ``block`` is the number of the first digest in the rank's
     table. ``source`` is the position in ``ShardPlan.pieces``, HEADER or FILLER. Whole blocks, but for the last."""
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from zckpt.errors import MismatchError
+from zckpt.format.index import ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from zckpt.format.index import Piece
+    from zckpt.format.index import Ints, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +28,34 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """Part of one stored piece, and the sink that it goes to. All numbers are bytes, but for ``file``, ``sink`` and
-    ``block``: the piece occupies ``piece_bytes`` of the file's data from ``piece_offset`` on, its first digest has the
-    number ``block`` in the file, and the bytes ``[start, stop)`` of the piece go to byte ``sink_offset`` of it."""
+class StoredPieces:
+    """Stored pieces of the tensors that are wanted, as int64 columns: want by want, in the order of their elements, so
+    that those of one want make up all of its tensor. ``want`` is the number of the want and so of its sink; ``file`` a
+    position in the manifest, the rest as in ``Piece``."""
 
-    file: int
-    piece_offset: int
-    piece_bytes: int
-    block: int
-    start: int
-    stop: int
-    sink: int
-    sink_offset: int
+    want: Ints
+    file: Ints
+    start: Ints
+    stop: Ints
+    offset: Ints
+    block: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Parts of stored pieces, and the sinks that they go to, as int64 columns. All numbers are bytes, but for ``file``,
+    ``sink`` and ``block``: the piece occupies ``piece_bytes`` of the file's data from ``piece_offset`` on, its first
+    digest has the number ``block`` in the file, and the bytes ``[start, stop)`` of the piece go to byte ``sink_offset``
+    of it."""
+
+    file: Ints
+    piece_offset: Ints
+    piece_bytes: Ints
+    block: Ints
+    start: Ints
+    stop: Ints
+    sink: Ints
+    sink_offset: Ints
 
 
 def choose_copy(pieces: Sequence[Piece], rank: int | None) -> list[Piece]:
@@ -48,28 +65,35 @@ def choose_copy(pieces: Sequence[Piece], rank: int | None) -> list[Piece]:
     return (own or copies)[0]
 
 
-def extents(
-    pieces: Sequence[Piece], files: Sequence[int], spans: Sequence[Span], *, item_bytes: int, sink: int
-) -> Iterator[Extent]:
-    """Where the bytes of ``spans`` lie. ``pieces`` are one copy of the tensor in order, ``files`` their files."""
-    starts = [piece.start for piece in pieces]
-    for span in spans:
-        i = max(bisect_right(starts, span.start) - 1, 0)
-        while i < len(pieces) and pieces[i].start < span.stop:
-            piece = pieces[i]
-            start, stop = max(span.start, piece.start), min(span.stop, piece.stop)
-            if start < stop:
-                yield Extent(
-                    file=files[i],
-                    piece_offset=piece.offset,
-                    piece_bytes=(piece.stop - piece.start) * item_bytes,
-                    block=piece.block,
-                    start=(start - piece.start) * item_bytes,
-                    stop=(stop - piece.start) * item_bytes,
-                    sink=sink,
-                    sink_offset=(span.sink_start + start - span.start) * item_bytes,
-                )
-            i += 1
+def extents(stored: StoredPieces, spans: Sequence[Sequence[Span]], item_bytes: Sequence[int]) -> Extents:
+    """Where the bytes of each want's ``spans`` lie; ``item_bytes`` are those of an element of each want."""
+    columns = [
+        (want, span.start, span.stop, span.sink_start)
+        for want, own in enumerate(spans)
+        for span in own
+        if span.start < span.stop
+    ]
+    want, start, stop, sink_start = np.array(columns, np.int64).reshape(-1, 4).T
+    numel = np.zeros(len(spans), np.int64)
+    np.maximum.at(numel, stored.want, stored.stop)
+    base = np.cumsum(numel) - numel  # as if all tensors lay one behind the other
+    at = base[stored.want] + stored.start
+    first = np.searchsorted(at, base[want] + start, side="right") - 1
+    span, number = ragged(np.searchsorted(at, base[want] + stop, side="left") - first)
+    piece = first[span] + number
+    item = np.array(item_bytes, np.int64)[want[span]]
+    piece_start, piece_stop = stored.start[piece], stored.stop[piece]
+    cut_start = np.maximum(start[span], piece_start)
+    return Extents(
+        file=stored.file[piece],
+        piece_offset=stored.offset[piece],
+        piece_bytes=(piece_stop - piece_start) * item,
+        block=stored.block[piece],
+        start=(cut_start - piece_start) * item,
+        stop=(np.minimum(stop[span], piece_stop) - piece_start) * item,
+        sink=want[span],
+        sink_offset=(sink_start[span] + cut_start - start[span]) * item,
+    )
 
 
 def slice_spans(shape: Sequence[int], index: Sequence[slice]) -> tuple[tuple[int, ...], list[Span]]:

@@ -1,0 +1,393 @@
+"""What the comparisons share: options, states, raw I/O, the page cache, interleaved timing, results.
+
+A comparison times its contestants in turns, A B A B ..., so that what else the machine does hits all of them alike, and
+after one round that does not count. A ratio is the median, over the rounds, of the ratio within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import json
+import math
+import mmap
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from zckpt.pipelines import write as pipeline
+from zckpt.plan import catalog
+from zckpt.state.inventory import MASTER, Fragment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+ROOT = Path(__file__).resolve().parent.parent
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+PARTS = (MASTER, "exp_avg", "exp_avg_sq")
+RAW_THREADS, RAW_BATCH_BYTES = 4, 8 * MIB
+QUICK_BYTES = 64 * MIB
+
+# Options
+
+
+@dataclass(frozen=True)
+class Options:
+    size: int
+    """Bytes of state."""
+    runs: int
+    dir: Path
+    results: Path
+
+
+def parse_options(description: str | None, *, runs: int = 5, size: int = 3 * GIB) -> Options:
+    """From the command line. ``description``: the docstring of the program."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--size", type=parse_size, default=size, help=f"of the state; default {size // GIB}GiB")
+    parser.add_argument("--runs", type=int, default=runs, help=f"rounds that count; default {runs}")
+    parser.add_argument("--quick", action="store_true", help="64 MiB, one round: only whether it works")
+    parser.add_argument("--dir", type=Path, default=ROOT / ".cache" / "bench", help="on the disk to be measured")
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", help="where the JSON goes")
+    found = parser.parse_args()
+    if found.quick:
+        found.size, found.runs = QUICK_BYTES, 1
+    return Options(found.size, found.runs, found.dir.absolute(), found.results.absolute())
+
+
+def parse_size(text: str) -> int:
+    for unit, factor in (("KiB", KIB), ("MiB", MIB), ("GiB", GIB)):
+        if text.endswith(unit):
+            return int(float(text.removesuffix(unit)) * factor)
+    return int(text)
+
+
+@contextlib.contextmanager
+def workspace(options: Options, room_bytes: int) -> Iterator[Path]:
+    """An empty directory with room for so many bytes, removed at the end."""
+    options.dir.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(options.dir).free
+    if free < room_bytes * 1.05:
+        sys.exit(f"{options.dir} has {free / GIB:.1f} GiB free, this needs {room_bytes * 1.05 / GIB:.1f}")
+    with tempfile.TemporaryDirectory(dir=options.dir) as directory:
+        yield Path(directory)
+
+
+# States, and checkpoints of them
+
+
+def aligned_memory(nbytes: int) -> np.ndarray:
+    """Bytes from the start of a page, all touched, in huge pages where the kernel has them."""
+    memory = mmap.mmap(-1, max(nbytes, 1))
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)[:nbytes]
+    array.fill(1)
+    return array
+
+
+def shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
+    """Those of a transformer with so many bytes of fp32 weights; what is left over is one vector."""
+    width = 2048 if nbytes >= GIB // 4 else 256
+    layer = {
+        "attention.qkv.weight": (3 * width, width),
+        "attention.qkv.bias": (3 * width,),
+        "attention.out.weight": (width, width),
+        "norm.weight": (width,),
+        "mlp.in.weight": (4 * width, width),
+        "mlp.out.weight": (width, 4 * width),
+    }
+    found: dict[str, tuple[int, ...]] = {}
+    left = nbytes // 4
+    per_layer = sum(map(math.prod, layer.values()))
+    for number in range(left // per_layer):
+        found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        left -= per_layer
+    return found | ({"model.rest": (left,)} if left else {})
+
+
+def make_state(nbytes: int, parts: Sequence[str] = PARTS) -> dict[str, torch.Tensor]:
+    """fp32 tensors by key: equal shares of ``nbytes`` for every part. Random bits, which no disk can compress."""
+    return fill({f"{part}/{name}": shape for part in parts for name, shape in shapes(nbytes // len(parts)).items()})
+
+
+def fill(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Random fp32 tensors of these shapes, one after the other in memory."""
+    numel = sum(map(math.prod, shapes.values()))
+    values = aligned_memory(numel * 4).view(np.float32)
+    np.random.default_rng(0).random(dtype=np.float32, out=values)
+    whole = torch.from_numpy(values)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    return {key: part.view(shapes[key]) for key, part in zip(shapes, whole.split(sizes), strict=True)}
+
+
+def empty_like(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Touched memory for the same tensors."""
+    whole = torch.from_numpy(aligned_memory(total_bytes(state)).view(np.float32))
+    parts = whole.split([tensor.numel() for tensor in state.values()])
+    return {key: part.view(state[key].shape) for key, part in zip(state, parts, strict=True)}
+
+
+def total_bytes(state: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+Ranks = list[list[Fragment]]
+"""What each rank holds."""
+
+
+def cut(state: Mapping[str, torch.Tensor], world_size: int = 1) -> Ranks:
+    """Equal shares of every tensor, as ZeRO-3 cuts them."""
+    ranks: Ranks = [[] for _ in range(world_size)]
+    for key, tensor in state.items():
+        part, _, name = key.partition("/")
+        flat, numel = tensor.reshape(-1), tensor.numel()
+        share = -(-numel // world_size)
+        for rank, fragments in enumerate(ranks):
+            start, stop = min(rank * share, numel), min((rank + 1) * share, numel)
+            if start < stop:
+                shape = tuple(tensor.shape)
+                fragments.append(Fragment(part, name, shape, "F32", start, stop, data=flat[start:stop]))
+    return ranks
+
+
+def write_rank(path: str, save_id: str, ranks: Ranks, rank: int) -> bytes:
+    """The files of one rank of a write that has begun; returns its receipt."""
+    return catalog.pack(pipeline.write_rank(path, save_id, ranks[rank], rank, len(ranks)))
+
+
+def write_checkpoint(path: Path, ranks: Ranks, write_all: Callable[[str, str], list[bytes]] | None = None) -> None:
+    """``zckpt.write`` without an engine: the same functions. ``write_all`` has all ranks write, given path and save id,
+    and returns their receipts; None: one after the other, here."""
+    save_id = pipeline.begin_write(str(path), overwrite=False).decode()
+    if write_all is None:
+        receipts = [write_rank(str(path), save_id, ranks, rank) for rank in range(len(ranks))]
+    else:
+        receipts = write_all(str(path), save_id)
+    packed = pipeline._pack_tree({"engine": {}, "client_state": {}}, "", [], 0)
+    about = catalog.About(step=1, block_bytes=pipeline.BLOCK_BYTES, aliases={}, state=packed, writer={})
+    pipeline.commit_write(str(path), save_id, receipts, about, latest=False)
+
+
+# Files and the page cache
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def make_durable(path: Path) -> None:
+    """What the peers leave to their users: fsync of the files and of the directories that name them."""
+    for one in [*files_of(path), *(d for d in path.rglob("*") if d.is_dir()), path, path.parent]:
+        fd = os.open(one, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def drop_from_cache(path: Path) -> None:
+    for file in files_of(path):
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def bring_into_cache(path: Path) -> None:
+    room = bytearray(MIB)
+    for file in files_of(path):
+        with file.open("rb", buffering=0) as source:
+            while source.readinto(room):
+                pass
+
+
+class Raw:
+    """The limit: positional direct I/O from and to aligned memory that was touched before, in several threads."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(RAW_THREADS)
+        self._buffers = [aligned_memory(RAW_BATCH_BYTES) for _ in range(RAW_THREADS)]
+        for buffer in self._buffers:
+            buffer[:] = np.frombuffer(os.urandom(len(buffer)), np.uint8)
+
+    def write(self, path: Path, nbytes: int) -> None:
+        """A new file of ``nbytes``, rounded up to whole pages, durable along with its name."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+        self._each(os.pwritev, fd, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        os.fsync(fd)
+        os.close(fd)
+        directory = os.open(path.parent, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+
+    def read(self, files: Iterable[Path]) -> None:
+        """All bytes of these files, but for what is behind the last whole page of each."""
+        for file in files:
+            fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+            self._each(os.preadv, fd, os.fstat(fd).st_size // mmap.PAGESIZE * mmap.PAGESIZE)
+            os.close(fd)
+
+    def _each(self, action: Callable[[int, Sequence[np.ndarray], int], int], fd: int, nbytes: int) -> None:
+        def work(number: int) -> None:
+            for offset in range(number * RAW_BATCH_BYTES, nbytes, RAW_THREADS * RAW_BATCH_BYTES):
+                view = self._buffers[number][: nbytes - offset]
+                if action(fd, [view], offset) != len(view):
+                    raise OSError("the disk took or gave less than it was asked to")
+
+        list(self._pool.map(work, range(RAW_THREADS)))
+
+
+def keep_freed_memory() -> None:
+    """Makes malloc keep what is freed, so that large tensors get memory that was touched before, whoever asks for it:
+    fresh memory costs more than reading a file. For every contestant alike."""
+    libc = ctypes.CDLL(None)
+    trim_threshold, mmap_max, arena_max = -1, -4, -8  # malloc.h
+    for parameter, value in ((trim_threshold, -1), (mmap_max, 0), (arena_max, 1)):
+        libc.mallopt(parameter, value)
+
+
+# Timing
+
+
+@dataclass(frozen=True)
+class Contestant:
+    label: str
+    action: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+    """Not timed, as is ``after``: bring files into the cache or out of it, remove what was written."""
+    after: Callable[[], object] = lambda: None
+
+
+def interleaved(contestants: Sequence[Contestant], runs: int) -> dict[str, list[float]]:
+    """Seconds of every round, by label; one more round goes first and does not count."""
+    seconds: dict[str, list[float]] = {contestant.label: [] for contestant in contestants}
+    for number in range(runs + 1):
+        for contestant in contestants:
+            contestant.before()
+            os.sync()  # nobody pays for what another one, or the last program, has left unwritten
+            start = time.perf_counter()
+            kept = contestant.action()
+            elapsed = time.perf_counter() - start
+            del kept
+            contestant.after()
+            if number:
+                seconds[contestant.label].append(elapsed)
+    return seconds
+
+
+def speedup(seconds: Mapping[str, Sequence[float]], of: str, over: str) -> float:
+    """How many times as fast ``of`` is as ``over``: the median of the rounds."""
+    return statistics.median(b / a for a, b in zip(seconds[of], seconds[over], strict=True))
+
+
+# Results
+
+
+@dataclass(frozen=True)
+class Target:
+    what: str
+    value: float
+    bound: float
+    unit: str
+    at_least: bool
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    def __str__(self) -> str:
+        sign = ">=" if self.at_least else "<="
+        verdict = "met" if self.met else "MISSED"
+        return f"{verdict:6}  {self.value:8.2f} {self.unit:4} {sign} {self.bound:6.2f}  {self.what}"
+
+
+@dataclass
+class Result:
+    """What a program has found: rows of times, and the targets."""
+
+    name: str
+    title: str
+    options: Options
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, seconds: Mapping[str, Sequence[float]], nbytes: int, group: str = "") -> None:
+        """Rows: one for each label, all of the same ``nbytes``."""
+        for label, times in seconds.items():
+            median = statistics.median(times)
+            self.rows.append(
+                {
+                    "group": group,
+                    "label": label,
+                    "bytes": nbytes,
+                    "seconds": list(times),
+                    "median_seconds": median,
+                    "gib_per_second": nbytes / GIB / median,
+                }
+            )
+
+    def at_least(self, what: str, value: float, bound: float, unit: str = "x") -> None:
+        self.targets.append(Target(what, value, bound, unit, True))
+
+    def at_most(self, what: str, value: float, bound: float, unit: str = "x") -> None:
+        self.targets.append(Target(what, value, bound, unit, False))
+
+    def finish(self) -> None:
+        """Prints all of it, and writes it to ``<results>/<name>.json``."""
+        print(f"{self.title}\n")
+        for row in self.rows:
+            spread = f"{min(row['seconds']):.3f} to {max(row['seconds']):.3f}"
+            label = f"{row['group']}: {row['label']}" if row["group"] else row["label"]
+            print(f"  {label:52} {row['median_seconds']:9.4f} s  ({spread}) {row['gib_per_second']:7.2f} GiB/s")
+        print()
+        for target in self.targets:
+            print(f"  {target}")
+        print(flush=True)
+        self.options.results.mkdir(parents=True, exist_ok=True)
+        found = {
+            "name": self.name,
+            "title": self.title,
+            "size_bytes": self.options.size,
+            "runs": self.options.runs,
+            "machine": machine(self.options.dir),
+            "rows": self.rows,
+            "targets": [{**asdict(target), "met": target.met} for target in self.targets],
+            **self.extra,
+        }
+        (self.options.results / f"{self.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def machine(directory: Path) -> dict[str, Any]:
+    command = ["findmnt", "--noheadings", "--output", "FSTYPE", "--target", str(directory)]
+    try:
+        file_system = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        file_system = "unknown"
+    return {
+        "cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "file_system": file_system,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }

@@ -1,0 +1,81 @@
+"""The fp32 weights alone, as a state dict, from a full checkpoint: against DeepSpeed's ``zero_to_fp32``.
+
+    python bench/masters_vs_zero_to_fp32.py [--size 3GiB] [--dir DIR] [--runs 3]
+
+A ZeRO-3 engine on 2 ranks writes both checkpoints. DeepSpeed's is read by the function behind its script,
+``get_fp32_state_dict_from_zero_checkpoint``, which unpickles all of every file. malloc keeps freed memory, for both.
+The bytes are what zckpt asks the operating system for, over the bytes of the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+import zckpt
+from common import (
+    Contestant,
+    Result,
+    bring_into_cache,
+    drop_from_cache,
+    interleaved,
+    keep_freed_memory,
+    parse_options,
+    speedup,
+    total_bytes,
+    workspace,
+)
+from training import start_ranks, write_once
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RANKS = 2
+
+
+def with_deepspeed(path: Path) -> dict[str, torch.Tensor]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="tag")
+    return found
+
+
+def with_zckpt(path: Path) -> dict[str, torch.Tensor]:
+    return zckpt.open(path).state_dict(dtype=torch.float32)
+
+
+def main() -> None:
+    options = parse_options(__doc__, runs=3)
+    keep_freed_memory()
+    result = Result("masters_vs_zero_to_fp32", "fp32 weights alone out of a full checkpoint", options)
+    with workspace(options, 2 * options.size) as directory:
+        ours, theirs = directory / "zckpt", directory / "deepspeed"
+        start_ranks(write_once, RANKS, options.size, ours, theirs)
+        weights = with_zckpt(ours)
+        other = with_deepspeed(theirs)
+        assert weights.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in weights.items())
+        nbytes = total_bytes(weights)
+        weights, other = {}, {}
+        for group, prepare in (("cold", drop_from_cache), ("cached", bring_into_cache)):
+            contestants = [
+                Contestant(label, partial(action, path), partial(prepare, path), partial(drop_from_cache, path))
+                for label, action, path in (("zckpt", with_zckpt, ours), ("zero_to_fp32", with_deepspeed, theirs))
+            ]
+            seconds = interleaved(contestants, options.runs)
+            result.add(seconds, nbytes, group)
+            value = speedup(seconds, "zckpt", over="zero_to_fp32")
+            result.at_least(f"fp32 weights alone, {group}, against zero_to_fp32", value, 10)
+        checkpoint = zckpt.open(ours)
+        checkpoint.state_dict(dtype=torch.float32)
+        result.at_most("bytes read for the fp32 weights alone", checkpoint.io.bytes_read / nbytes, 1.05)
+    result.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""``zckpt.restore`` against ``engine.load_checkpoint`` into the same live ZeRO-3 engine, and against raw direct reads.
+
+    python bench/restore_vs_deepspeed.py [--size 3GiB] [--dir DIR] [--runs 5]
+
+On 1 and on 2 ranks. Each loads what it has written from that engine: weights, both moments, counters. The engine has
+trained a step, so its memory was touched before. Cold: all files are dropped from the page cache; cached: they were
+read just before. Raw: every rank reads the bytes of its own zckpt files into aligned buffers and leaves them there.
+"""
+
+from __future__ import annotations
+
+from common import Result, parse_options, speedup, workspace
+from training import restore_rounds, start_ranks
+
+RANKS = (1, 2)
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    result = Result("restore_vs_deepspeed", "Restore into a live ZeRO-3 engine", options)
+    for ranks in RANKS:
+        with workspace(options, 2 * options.size) as directory:
+            found = start_ranks(restore_rounds, ranks, directory, options.size, options.runs)
+        nbytes = sum(rank["bytes"] for rank in found)
+        cold, cached = found[0]["cold"], found[0]["cached"]
+        result.add(cold, nbytes, f"{ranks} ranks, cold")
+        result.add(cached, nbytes, f"{ranks} ranks, cached")
+        result.at_least(f"restore, {ranks} ranks, cold, against raw O_DIRECT", speedup(cold, "zckpt", over="raw"), 0.9)
+        for group, seconds, bound in (("cold", cold, 1.5), ("cached", cached, 4)):
+            value = speedup(seconds, "zckpt", over="DeepSpeed")
+            result.at_least(f"restore, {ranks} ranks, {group}, against load_checkpoint", value, bound)
+    result.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""A real ZeRO-3 run on the CPU, what its ranks do for the comparisons, and how they are started.
+
+The functions of the first half run on every rank, under ``tests/cluster.py``. A round lasts until all ranks are done.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import zckpt
+from common import GIB, MIB, ROOT, Contestant, Raw, bring_into_cache, drop_from_cache, files_of, make_durable
+from sampler import Sampler, metered
+from zckpt.engines import adapt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+BYTES_PER_PARAMETER = 12
+"""Of state that a bit-exact resume needs: fp32 weights and both moments of Adam."""
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    # The FAST writer goes to disk through this; the values are those of DeepSpeed's own tuning guide.
+    "aio": {"block_size": MIB, "queue_depth": 32, "intra_op_parallelism": 1, "single_submit": False},
+    "checkpoint": {"writer": {"type": "FAST"}},
+}
+
+
+def make_engine(nbytes: int, seed: int = 0, *, trained: bool = True) -> Any:
+    """An engine over a stack of Linear layers with about ``nbytes`` of state on all ranks together.
+
+    ``trained``: one step was taken, so that the moments exist.
+    """
+    import deepspeed
+
+    # What the FAST writer needs: the machine's place among machines, and a buffer that is pinned without a GPU.
+    os.environ |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "DS_PIN_MEMORY_BACKEND": "native"}
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+    torch.manual_seed(seed)
+    width = 2048 if nbytes >= GIB // 2 else 256
+    layers = max(1, round(nbytes / BYTES_PER_PARAMETER / width**2))
+    torch.set_default_dtype(torch.bfloat16)
+    module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    torch.set_default_dtype(torch.float32)
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=CONFIG)
+    if trained:
+        loss = engine(torch.randn(1, width, dtype=torch.bfloat16)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    return engine
+
+
+def writers(engine: Any) -> dict[str, Any]:
+    """DeepSpeed's checkpoint engines: the default one, and FAST, which this engine was configured with."""
+    from deepspeed.io import fast_file_writer
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    # The FAST writer loads an op that DeepSpeed does not build for the CPU. It is not used in this way of saving.
+    fast_file_writer.UtilsBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(cast_to_byte_tensor=None))
+    return {"DeepSpeed, default": TorchCheckpointEngine(engine._config), "DeepSpeed, FAST": engine.checkpoint_engine}
+
+
+def save_with_deepspeed(engine: Any, writer: Any, path: Path) -> None:
+    """``engine.save_checkpoint``, durable: each rank fsyncs its own files, rank 0 those of all and the directories."""
+    engine.checkpoint_engine = writer
+    engine.save_checkpoint(str(path), tag="tag")
+    rank = dist.get_rank()
+    for file in files_of(path):
+        if f"pp_rank_{rank}_" in file.name:
+            make_durable(file)
+    dist.barrier()
+    if rank == 0:
+        make_durable(path)
+
+
+def load_with_deepspeed(engine: Any, path: Path) -> None:
+    engine.checkpoint_engine = writers(engine)["DeepSpeed, default"]
+    loaded, _ = engine.load_checkpoint(str(path), tag="tag")
+    assert loaded is not None, f"DeepSpeed found no checkpoint in {path}"
+
+
+def write_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
+    """Seconds by contestant, of as many bytes as zckpt writes."""
+    engine = make_engine(nbytes)
+    raw = Raw()
+    path = directory / "written"
+    zckpt.write(engine, path, latest=False)
+    own = written_by_rank(path)
+    dist.barrier()
+    remove_on_first(path)
+    contestants = [
+        Contestant("raw", lambda: raw.write(directory / f"raw-{dist.get_rank()}", own)),
+        Contestant("zckpt", lambda: zckpt.write(engine, path, latest=False)),
+    ]
+    contestants += [
+        Contestant(label, partial(save_with_deepspeed, engine, writer, path))
+        for label, writer in writers(engine).items()
+    ]
+    seconds = together(contestants, runs, after=lambda: remove_on_first(directory))
+    return {"seconds": seconds, "bytes": own}
+
+
+def restore_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
+    engine = make_engine(nbytes)
+    raw = Raw()
+    ours, theirs = directory / "zckpt", directory / "deepspeed"
+    zckpt.write(engine, ours, latest=False)
+    save_with_deepspeed(engine, writers(engine)["DeepSpeed, default"], theirs)
+    dist.barrier()
+    own = [file for file in files_of(ours) if f"rank-{dist.get_rank():05d}" in str(file)]
+    reads = [
+        Contestant("zckpt", lambda: zckpt.restore(engine, ours)),
+        Contestant("DeepSpeed", lambda: load_with_deepspeed(engine, theirs)),
+    ]
+    first = [Contestant("raw", lambda: raw.read(own))]
+    cold = together(first + reads, runs, before=lambda: on_first(drop_from_cache, directory))
+    cached = {}
+    for contestant, path in zip(reads, (ours, theirs), strict=True):  # in memory, there is no room for both
+        on_first(drop_from_cache, directory)
+        cached |= together([contestant], runs, before=partial(on_first, bring_into_cache, path))
+    return {"cold": cold, "cached": cached, "bytes": written_by_rank(ours)}
+
+
+def other_world_rounds(directories: dict[str, Path], nbytes: int, runs: int) -> dict[str, Any]:
+    """Restores of checkpoints that other numbers of ranks have written, into the same engine."""
+    engine = make_engine(nbytes)
+    contestants = [
+        Contestant(label, partial(zckpt.restore, engine, path), partial(on_first, drop_from_cache, path))
+        for label, path in directories.items()
+    ]
+    cold = together(contestants, runs)
+    contestants = [
+        Contestant(label, contestant.action, partial(on_first, bring_into_cache, directories[label]))
+        for label, contestant in ((one.label, one) for one in contestants)
+    ]
+    return {"cold": cold, "cached": together(contestants, runs)}
+
+
+def background_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
+    """How long a write in the background stops the training, against copies of the same state in memory."""
+    engine = make_engine(nbytes)
+    path = directory / "written"
+    state = [f.data for f in adapt(engine).inventory(None).fragments if isinstance(f.data, torch.Tensor)]
+    touched = [tensor.clone() for tensor in state]
+
+    def copy() -> None:
+        for mine, theirs in zip(touched, state, strict=True):
+            mine.copy_(theirs)
+
+    def finish() -> None:
+        zckpt.wait()
+        remove_on_first(directory)
+
+    contestants = [
+        Contestant("copy into touched memory", copy),
+        Contestant("copy into fresh memory", lambda: [tensor.clone() for tensor in state]),
+        Contestant("zckpt, background", lambda: zckpt.write(engine, path, background=True), after=finish),
+        Contestant(
+            "zckpt, background, lazy",
+            lambda: zckpt.write(engine, path, background=True, snapshot="lazy"),
+            after=finish,
+        ),
+        Contestant("zckpt, not in the background", lambda: zckpt.write(engine, path), after=finish),
+    ]
+    return {"seconds": together(contestants, runs), "bytes": sum(tensor.nbytes for tensor in state)}
+
+
+def write_once(nbytes: int, ours: Path, theirs: Path | None = None) -> int:
+    """Leaves a checkpoint of a trained engine, and one of DeepSpeed's; returns the bytes of this rank's state."""
+    engine = make_engine(nbytes)
+    zckpt.write(engine, ours, latest=False)
+    if theirs is not None:
+        save_with_deepspeed(engine, writers(engine)["DeepSpeed, default"], theirs)
+    dist.barrier()
+    return written_by_rank(ours)
+
+
+def watched_save(directory: Path, nbytes: int, kind: str) -> dict[str, Any]:
+    """One save, and the memory of all ranks and the page cache meanwhile."""
+    engine = make_engine(nbytes)
+    save_with_deepspeed(engine, writers(engine)["DeepSpeed, default"], directory / "warm-up")
+    on_first(drop_from_cache, directory)
+    remove_on_first(directory)
+    with watched() as found:
+        if kind == "zckpt":
+            zckpt.write(engine, directory / kind, latest=False)
+        else:
+            save_with_deepspeed(engine, writers(engine)["DeepSpeed, default"], directory / kind)
+    return found
+
+
+def watched_resume(directory: Path, nbytes: int, kind: str) -> dict[str, Any]:
+    """One resume, into an engine that has not trained yet."""
+    engine = make_engine(nbytes, seed=1, trained=False)
+    on_first(drop_from_cache, directory)
+    with watched() as found:
+        if kind == "zckpt":
+            zckpt.restore(engine, directory / kind)
+        else:
+            load_with_deepspeed(engine, directory / kind)
+    return found
+
+
+def memory_of_engine(directory: Path, nbytes: int) -> dict[str, dict[str, float]]:
+    """Extra memory of a write and of a restore into memory that the engine has already."""
+    engine = make_engine(nbytes)
+    found: dict[str, dict[str, float]] = {}
+    with metered(found, "write of an engine"):
+        zckpt.write(engine, directory / "checkpoint", latest=False)
+    drop_from_cache(directory)
+    with metered(found, "restore of an engine"):
+        zckpt.restore(engine, directory / "checkpoint")
+    return found
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, Any]]:
+    """Seconds, and on rank 0 samples of the memory of all ranks, from two seconds before to two seconds after."""
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    found: dict[str, Any] = {}
+    margin = 2.0
+    sampler = Sampler(pids) if dist.get_rank() == 0 else None
+    time.sleep(margin)
+    dist.barrier()
+    start = time.monotonic()
+    yield found
+    dist.barrier()
+    found["seconds"] = time.monotonic() - start
+    time.sleep(margin)
+    if sampler:
+        found["samples"] = [(at - start, rss, cached) for at, rss, cached in sampler.stop()]
+
+
+def together(
+    contestants: Sequence[Contestant],
+    runs: int,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """``interleaved`` on all ranks: a round starts when all are ready and ends when all are done."""
+    seconds: dict[str, list[float]] = {contestant.label: [] for contestant in contestants}
+    for number in range(runs + 1):
+        for contestant in contestants:
+            before()
+            contestant.before()
+            os.sync()
+            dist.barrier()
+            start = time.perf_counter()
+            contestant.action()
+            dist.barrier()
+            elapsed = time.perf_counter() - start
+            contestant.after()
+            after()
+            dist.barrier()
+            if number:
+                seconds[contestant.label].append(elapsed)
+    return seconds
+
+
+def written_by_rank(path: Path) -> int:
+    """Bytes of this rank's files in a checkpoint of zckpt."""
+    return sum(file.stat().st_size for file in files_of(path) if f"rank-{dist.get_rank():05d}" in str(file))
+
+
+def on_first(action: Callable[[Path], None], path: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        action(path)
+    dist.barrier()
+
+
+def remove_on_first(path: Path) -> None:
+    """What is in a directory, or all of it if it is a checkpoint's."""
+    import shutil
+
+    def empty(directory: Path) -> None:
+        for entry in directory.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    on_first(empty, path)
+
+
+# Below: the program's own process.
+
+
+def start_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 1800) -> list[Any]:
+    """Calls a function of this file on every rank; returns their values."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    paths = [str(ROOT / "bench"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    from cluster import Cluster
+
+    cluster = Cluster()
+    try:
+        return cluster.run(f"training:{function.__name__}", world_size, *args, timeout=timeout)
+    finally:
+        cluster.close()

@@ -1,0 +1,74 @@
+"""What checking digests costs: loads into given memory with and without them.
+
+    python bench/verify.py [--size 3GiB] [--dir DIR] [--runs 5]
+
+A write cannot do without digests. So their cost there is given as the time that computing them takes alone, one thread,
+over the time of the write.
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+
+import zckpt
+from common import (
+    Contestant,
+    Result,
+    bring_into_cache,
+    cut,
+    drop_from_cache,
+    empty_like,
+    interleaved,
+    make_state,
+    parse_options,
+    remove,
+    speedup,
+    total_bytes,
+    workspace,
+    write_checkpoint,
+)
+from zckpt.format.digest import digest
+from zckpt.io.memory import host_bytes
+from zckpt.pipelines.write import BLOCK_BYTES
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    state = make_state(options.size)
+    nbytes = total_bytes(state)
+    result = Result("verify", "Digests on against off", options)
+    with workspace(options, options.size) as directory:
+        path = directory / "checkpoint"
+
+        def compute() -> None:
+            for tensor in state.values():
+                view = host_bytes(tensor)
+                for start in range(0, len(view), BLOCK_BYTES):
+                    digest(view[start : start + BLOCK_BYTES])
+
+        write = Contestant("write", partial(write_checkpoint, path, cut(state)), before=partial(remove, path))
+        seconds = interleaved([write, Contestant("digests alone", compute)], options.runs)
+        result.add(seconds, nbytes, "write")
+        share = statistics.median(seconds["digests alone"]) / statistics.median(seconds["write"])
+        result.extra["digest_share_of_write"] = share
+        out = empty_like(state)
+        state.clear()
+
+        def load(verify: bool) -> None:
+            zckpt.open(path).load(list(out), out=out, verify=verify)
+
+        for group, prepare in (("cold", drop_from_cache), ("cached", bring_into_cache)):
+            contestants = [
+                Contestant(label, partial(load, verify), before=partial(prepare, path))
+                for label, verify in (("verified", True), ("unverified", False))
+            ]
+            seconds = interleaved(contestants, options.runs)
+            result.add(seconds, nbytes, group)
+            slower = (1 / speedup(seconds, "verified", over="unverified") - 1) * 100
+            result.at_most(f"digests on, against off, load {group}: slower by", slower, 5, "%")
+    result.finish()
+
+
+if __name__ == "__main__":
+    main()

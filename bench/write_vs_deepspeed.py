@@ -1,0 +1,34 @@
+"""``zckpt.write`` against ``engine.save_checkpoint`` on one ZeRO-3 engine: its default writer, and its FAST writer.
+
+    python bench/write_vs_deepspeed.py [--size 3GiB] [--dir DIR] [--runs 5]
+
+On 1 and on 2 ranks. The engine is real: a stack of Linear layers in bf16 with AdamW, after a step, its state in CPU
+memory. All is durable in the time measured: DeepSpeed's files are fsynced by the ranks that wrote them (the FAST writer
+does so itself). Raw: every rank writes as many bytes by direct I/O.
+"""
+
+from __future__ import annotations
+
+from common import Result, parse_options, speedup, workspace
+from training import start_ranks, write_rounds
+
+RANKS = (1, 2)
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    result = Result("write_vs_deepspeed", "Write a ZeRO-3 engine, durable", options)
+    for ranks in RANKS:
+        with workspace(options, options.size) as directory:
+            found = start_ranks(write_rounds, ranks, directory, options.size, options.runs)
+        seconds = found[0]["seconds"]
+        result.add(seconds, sum(rank["bytes"] for rank in found), f"{ranks} ranks")
+        for writer, bound in (("default", 1.7), ("FAST", 1.2)):
+            value = speedup(seconds, "zckpt", over=f"DeepSpeed, {writer}")
+            result.at_least(f"write, {ranks} ranks, against save_checkpoint, {writer} writer", value, bound)
+        result.at_least(f"write, {ranks} ranks, against raw O_DIRECT", speedup(seconds, "zckpt", over="raw"), 0.9)
+    result.finish()
+
+
+if __name__ == "__main__":
+    main()

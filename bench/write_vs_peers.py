@@ -1,0 +1,46 @@
+"""Writing tensors in CPU memory against torch.save, safetensors and PyTorch DCP.
+
+    python bench/write_vs_peers.py [--size 3GiB] [--dir DIR] [--runs 5]
+
+All from the same memory, all durable: the peers' files are fsynced as part of their time.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from common import (
+    Contestant,
+    Result,
+    cut,
+    interleaved,
+    make_state,
+    parse_options,
+    remove,
+    speedup,
+    total_bytes,
+    workspace,
+    write_checkpoint,
+)
+from peers import SAVES
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    state = make_state(options.size)
+    with workspace(options, options.size) as directory:
+        path = directory / "written"
+        contestants = [Contestant("zckpt", partial(write_checkpoint, path, cut(state)), after=partial(remove, path))]
+        contestants += [
+            Contestant(label, partial(save, state, path), after=partial(remove, path)) for label, save in SAVES.items()
+        ]
+        seconds = interleaved(contestants, options.runs)
+    result = Result("write_vs_peers", "Write tensors in CPU memory, durable", options)
+    result.add(seconds, total_bytes(state))
+    for label in SAVES:
+        result.at_least(f"write, against {label}", speedup(seconds, "zckpt", over=label), 1.7)
+    result.finish()
+
+
+if __name__ == "__main__":
+    main()
