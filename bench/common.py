@@ -230,8 +230,10 @@ class Raw:
 
     def write(self, path: Path, nbytes: int) -> None:
         """A new file of ``nbytes``, rounded up to whole pages, durable along with its name."""
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
-        self._each(os.pwritev, fd, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        os.posix_fallocate(fd, 0, nbytes)  # a file that grows is written by one thread at a time
+        self._each(os.pwritev, fd, nbytes)
         os.fsync(fd)
         os.close(fd)
         directory = os.open(path.parent, os.O_RDONLY)
@@ -389,5 +391,6 @@ def machine(directory: Path) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "load_average": os.getloadavg()[1],  # of five minutes: more than these processes make says that others ran too
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }

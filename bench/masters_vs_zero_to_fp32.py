@@ -3,9 +3,9 @@
     python bench/masters_vs_zero_to_fp32.py [--size 3GiB] [--dir DIR] [--runs 3]
 
 A ZeRO-3 engine on 2 ranks writes both checkpoints. DeepSpeed's is read by the function behind its script,
-``get_fp32_state_dict_from_zero_checkpoint``, which unpickles all of every file. Both allocate fresh memory, as they do
-for their users; once more with a malloc that keeps freed memory.
-The bytes are what zckpt asks the operating system for, over the bytes of the weights.
+``get_fp32_state_dict_from_zero_checkpoint``, which maps the files and so reads little else either. Both allocate fresh
+memory, as they do for their users; once more with a malloc that keeps freed memory. The bytes are what zckpt asks the
+operating system for, over the bytes of the weights.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ def page(found: dict[str, Any]) -> str:
     lines += [
         f"{one['date']}: {one['cpus']} cores, {one['memory_bytes'] / GIB:.0f} GiB of memory, {one['file_system']}, "
         f"Linux {one['kernel']}, Python {one['python']}, torch {one['torch']}.",
+        *load_note([result["machine"].get("load_average", 5.0) for result in found.values()], one["cpus"]),
         "",
         "![memory over time](memory.svg)",
         "",
@@ -106,6 +107,11 @@ def page(found: dict[str, Any]) -> str:
             for doing, one in by_doing.items():
                 lines.append(f"| {size}: {doing} | {one['peak_mib']:.0f} MiB | {one['cached_mib']:.0f} MiB |")
     return "\n".join(lines) + "\n"
+
+
+def load_note(loads: list[float], cpus: int) -> list[str]:
+    busy = f"The machine was not idle: load averages of {min(loads):.1f} to {max(loads):.1f}, these programs included."
+    return [busy] if max(loads) > cpus + 1 else []
 
 
 def span(values: list[float]) -> tuple[float, float]:
