@@ -99,7 +99,7 @@ def aligned_memory(nbytes: int) -> np.ndarray:
 
 
 def shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
-    """Those of a transformer with so many bytes of fp32 weights; what is left over is one vector."""
+    """Those of a transformer with so many bytes of fp32 weights; what is left over are vectors of up to 64 MiB."""
     width = 2048 if nbytes >= GIB // 4 else 256
     layer = {
         "attention.qkv.weight": (3 * width, width),
@@ -115,7 +115,8 @@ def shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
     for number in range(left // per_layer):
         found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
         left -= per_layer
-    return found | ({"model.rest": (left,)} if left else {})
+    vector = 16 * MIB
+    return found | {f"model.rest.{i}": (min(vector, left - i * vector),) for i in range(-(-left // vector))}
 
 
 def make_state(nbytes: int, parts: Sequence[str] = PARTS) -> dict[str, torch.Tensor]:
