@@ -99,7 +99,7 @@ def aligned_memory(nbytes: int) -> np.ndarray:
 
 
 def shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
-    """Those of a transformer with so many bytes of fp32 weights; what is left over is one vector."""
+    """Those of a transformer with so many bytes of fp32 weights; what is left over are vectors of up to 64 MiB."""
     width = 2048 if nbytes >= GIB // 4 else 256
     layer = {
         "attention.qkv.weight": (3 * width, width),
@@ -115,7 +115,8 @@ def shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
     for number in range(left // per_layer):
         found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
         left -= per_layer
-    return found | ({"model.rest": (left,)} if left else {})
+    vector = 16 * MIB
+    return found | {f"model.rest.{i}": (min(vector, left - i * vector),) for i in range(-(-left // vector))}
 
 
 def make_state(nbytes: int, parts: Sequence[str] = PARTS) -> dict[str, torch.Tensor]:
@@ -230,8 +231,10 @@ class Raw:
 
     def write(self, path: Path, nbytes: int) -> None:
         """A new file of ``nbytes``, rounded up to whole pages, durable along with its name."""
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
-        self._each(os.pwritev, fd, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        os.posix_fallocate(fd, 0, nbytes)  # a file that grows is written by one thread at a time
+        self._each(os.pwritev, fd, nbytes)
         os.fsync(fd)
         os.close(fd)
         directory = os.open(path.parent, os.O_RDONLY)
@@ -389,5 +392,6 @@ def machine(directory: Path) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "load_average": os.getloadavg()[1],  # of five minutes: more than these processes make says that others ran too
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }

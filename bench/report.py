@@ -43,7 +43,7 @@ def main() -> None:
     found = {name: json.loads(file.read_text()) for name in ORDER if (file := folder / f"{name}.json").exists()}
     draw_throughput([found[name] for name in IN_PICTURE if name in found], folder / "throughput.svg")
     if "memory_over_time" in found:
-        draw_memory(found["memory_over_time"]["samples"], folder / "memory.svg")
+        draw_memory(found["memory_over_time"], folder / "memory.svg")
     (folder / "README.md").write_text(page(found))
     targets = [target for one in found.values() for target in targets_of(one)]
     for target in targets:
@@ -70,6 +70,7 @@ def page(found: dict[str, Any]) -> str:
     lines += [
         f"{one['date']}: {one['cpus']} cores, {one['memory_bytes'] / GIB:.0f} GiB of memory, {one['file_system']}, "
         f"Linux {one['kernel']}, Python {one['python']}, torch {one['torch']}.",
+        *load_note([result["machine"].get("load_average", 5.0) for result in found.values()], one["cpus"]),
         "",
         "![memory over time](memory.svg)",
         "",
@@ -106,6 +107,11 @@ def page(found: dict[str, Any]) -> str:
             for doing, one in by_doing.items():
                 lines.append(f"| {size}: {doing} | {one['peak_mib']:.0f} MiB | {one['cached_mib']:.0f} MiB |")
     return "\n".join(lines) + "\n"
+
+
+def load_note(loads: list[float], cpus: int) -> list[str]:
+    busy = f"The machine was not idle: load averages of {min(loads):.1f} to {max(loads):.1f}, these programs included."
+    return [busy] if max(loads) > cpus + 1 else []
 
 
 def span(values: list[float]) -> tuple[float, float]:
@@ -146,25 +152,30 @@ def draw_throughput(results: list[dict[str, Any]], file: Path) -> None:
     save(figure, file)
 
 
-def draw_memory(samples: dict[str, list[tuple[float, int, int]]], file: Path) -> None:
+def draw_memory(result: dict[str, Any], file: Path) -> None:
     """Growth of resident memory and page cache, one upon the other; a column for saves, one for resumes."""
-    kinds = ("DeepSpeed", "zckpt")
-    figure, rows = pyplot.subplots(2, 2, figsize=(9, 5), sharey=True, sharex="col")
-    for row, kind in zip(rows, kinds, strict=True):
+    seconds = {row["label"]: row["median_seconds"] for row in result["rows"]}
+    figure, rows = pyplot.subplots(2, 2, figsize=(9, 4.5), sharey=True, sharex="col")
+    for row, kind in zip(rows, ("DeepSpeed", "zckpt"), strict=True):
         for axes, doing in zip(row, ("save", "resume"), strict=True):
-            found = samples[f"{doing}: {kind}"]
-            before = [one for one in found if one[0] < 0]
-            times = [at for at, _, _ in found]
-            resident, cached = ([max(0.0, (one[i] - before[-1][i]) / GIB) for one in found] for i in (1, 2))
-            axes.stackplot(times, resident, cached, labels=("both ranks", "page cache"), colors=(OURS, THEIRS))
-            axes.set_title(f"{kind}: {doing}", fontsize=10, loc="left")
+            label = f"{doing}: {kind}"
+            found = result["samples"][label]
+            before = [one for one in found if one[0] < 0][-1]
+            found.append([1e3, *found[-1][1:]])  # it stays like that
+            times = [one[0] for one in found]
+            resident, cached = ([max(0, one[i] - before[i]) / GIB for one in found] for i in (1, 2))
+            axes.stackplot(
+                times, resident, cached, labels=("resident, both ranks", "page cache"), colors=(OURS, THEIRS)
+            )
+            axes.axvline(seconds[label], color="black", linewidth=0.8, linestyle=":")
+            axes.set_title(f"{kind}: {doing}, {seconds[label]:.1f} s", fontsize=10, loc="left")
+            axes.set_xlim(0, 1.3 * max(seconds[f"{doing}: {other}"] for other in ("DeepSpeed", "zckpt")))
             axes.spines[["top", "right"]].set_visible(False)
-            axes.axvline(0, color="black", linewidth=0.5)
     for axes in rows[:, 0]:
         axes.set_ylabel("GiB more than before")
     for axes in rows[-1]:
         axes.set_xlabel("seconds")
-    rows[0, 0].legend(fontsize=8, loc="upper left")
+    rows[1, 0].legend(fontsize=8, loc="upper right", frameon=False)
     save(figure, file)
 
 

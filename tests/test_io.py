@@ -7,7 +7,9 @@ import errno
 import itertools
 import mmap
 import os
+import resource
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -130,7 +132,7 @@ def test_a_write_of_any_offset_and_length(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     content = random.integers(0, 256, 300_000, dtype=np.uint8)
     for direct in (True, False):
-        file = NewFile(str(tmp_path / f"file{direct}"), direct)
+        file = NewFile(str(tmp_path / f"file{direct}"), len(content), direct)
         cuts = [0, *sorted(random.choice(len(content), 40, replace=False).tolist()), 8192, 12288, len(content)]
         cuts = sorted(set(cuts))
         spans = list(itertools.pairwise(cuts))
@@ -141,6 +143,20 @@ def test_a_write_of_any_offset_and_length(tmp_path: Path) -> None:
         file.sync()
         file.close()
         assert (tmp_path / f"file{direct}").read_bytes() == content.tobytes()
+
+
+def test_no_space_is_noticed_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on the size of files is met in the same way as a full disk."""
+    written = mock.Mock(side_effect=AssertionError("a byte was written"))
+    monkeypatch.setattr(os, "pwritev", written)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
+    try:
+        with pytest.raises(zckpt.NoSpaceError, match="cannot allocate"):
+            write_state(tmp_path / "c", 1, SHAPES, parts=("master",))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    written.assert_not_called()
 
 
 def test_an_error_of_the_disk_is_not_taken_for_a_missing_feature(

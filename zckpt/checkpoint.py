@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -67,6 +67,8 @@ class TensorInfo:
     shape: tuple[int, ...]
     nbytes: int
     """Of one whole copy."""
+    _place: tuple[int, int] = field(repr=False)
+    """Its part in the manifest, and its row there."""
     _checkpoint: Checkpoint = field(repr=False, compare=False)
 
     @cached_property
@@ -336,21 +338,19 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     def _stored(self, wants: Sequence[Want], rank: int | None) -> StoredPieces:
         """The pieces of one copy of each want's tensor."""
-        members: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for number, want in enumerate(wants):
-            part_id, row = self._require(want.info.part, want.info.name)
-            chunk = self._chunk_of(part_id, row)
-            members.setdefault((part_id, chunk), []).append((number, row - self.manifest.chunks[chunk].first_row))
+        places = np.array([want.info._place for want in wants], np.int64).reshape(-1, 2)
+        chunks = self._chunks_of(places[:, 0], places[:, 1])
         found = []
-        for (part_id, chunk), own in members.items():
-            numbers, rows = np.array(own, np.int64).T
+        for part_id, chunk in sorted(set(zip(places[:, 0].tolist(), chunks.tolist(), strict=True))):
+            numbers = np.flatnonzero((places[:, 0] == part_id) & (chunks == chunk))
+            rows = places[numbers, 1] - self.manifest.chunks[chunk].first_row
             layout = index_format.take(self.chunk(chunk), rows)
-            numel = np.array([math.prod(wants[number].info.shape) for number, _ in own], np.int64)
+            numel = np.array([math.prod(wants[number].info.shape) for number in numbers.tolist()], np.int64)
             start, copy = index_format.spans(layout, numel)
             row_of, _ = index_format.ragged(layout.count)
-            chosen = np.zeros(len(own), np.int64)
+            chosen = np.zeros(len(numbers), np.int64)
             for i in np.unique(row_of[copy > 0]).tolist():  # the few that have several copies
-                want = wants[own[i][0]]
+                want = wants[int(numbers[i])]
                 chosen[i] = choose_copy(self.pieces(want.info), rank)[0].copy if want.copy is None else want.copy
             file = self._file_numbers(part_id, layout.rank, layout.tier)
             columns = (numbers[row_of], file, start, start + layout.length, layout.offset, layout.block)
@@ -445,30 +445,32 @@ class Checkpoint(Mapping[str, TensorInfo]):
         name, shape = self.manifest.names[part.names[row]], self.manifest.shapes[part.shapes[row]]
         dtype = part.dtypes[row]
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-        return TensorInfo(f"{part.name}/{name}", part.name, name, TORCH_DTYPES[dtype], shape, nbytes, self)
+        return TensorInfo(
+            f"{part.name}/{name}", part.name, name, TORCH_DTYPES[dtype], shape, nbytes, (part_id, row), self
+        )
 
     def pieces(self, info: TensorInfo) -> tuple[Piece, ...]:
         """The index's records of one tensor, copy by copy, in the order of their elements."""
-        part_id, row = self._require(info.part, info.name)
-        number = self._chunk_of(part_id, row)
-        return index_format.pieces(
-            self.chunk(number), row - self.manifest.chunks[number].first_row, math.prod(info.shape)
-        )
+        part_id, row = info._place
+        number = int(self._chunks_of(np.array([part_id]), np.array([row]))[0])
+        first_row = self.manifest.chunks[number].first_row
+        return index_format.pieces(self.chunk(number), row - first_row, math.prod(info.shape))
 
-    def _chunk_of(self, part_id: int, row: int) -> int:
-        """The number of the chunk that has this row of a part."""
-        first_rows, numbers = self._chunks_of[self.manifest.parts[part_id].layout]
-        return numbers[bisect_right(first_rows, row) - 1]
+    def _chunks_of(self, parts: Ints, rows: Ints) -> Ints:
+        """The numbers of the chunks that have these rows of these parts."""
+        layout = np.array([part.layout for part in self.manifest.parts], np.int64)[parts]
+        found = np.zeros(len(rows), np.int64)
+        for one in np.unique(layout).tolist():
+            own = layout == one
+            first_rows, numbers = self._chunks_by_layout[one]
+            found[own] = numbers[np.searchsorted(first_rows, rows[own], side="right") - 1]
+        return found
 
     @cached_property
-    def _chunks_of(self) -> dict[int, tuple[list[int], list[int]]]:
-        """For each layout the first rows of its chunks, and their numbers."""
-        found: dict[int, tuple[list[int], list[int]]] = {}
-        for number, chunk in enumerate(self.manifest.chunks):
-            first_rows, numbers = found.setdefault(chunk.layout, ([], []))
-            first_rows.append(chunk.first_row)
-            numbers.append(number)
-        return found
+    def _chunks_by_layout(self) -> dict[int, tuple[Ints, Ints]]:
+        """For each layout the first rows of its chunks, ascending, and their numbers."""
+        layout, first_row = np.array([(c.layout, c.first_row) for c in self.manifest.chunks], np.int64).reshape(-1, 2).T
+        return {one: (first_row[layout == one], np.flatnonzero(layout == one)) for one in np.unique(layout).tolist()}
 
     def chunk(self, number: int) -> Layout:
         """One chunk of the index, read and checked when it is first asked for."""

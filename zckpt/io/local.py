@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zckpt.io.memory import Bytes
     from zckpt.state.inventory import FileSpan
 
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 IDLE_FILES_MAX = 64
 FICLONERANGE = 0x4020940D
@@ -222,23 +222,37 @@ def after(views: Sequence[Bytes], nbytes: int) -> list[Bytes]:
 
 
 class NewFile:
-    """A file that several threads write at once, each part of it once. With ``direct``, whole pages go past the page
-    cache where the file system allows it; else what is written goes to disk and out of the cache every now and then.
+    """A file of ``nbytes`` that several threads write at once, each part of it once. With ``direct``, whole pages go
+    past the page cache where the file system allows it; else what is written goes to disk and out of the cache every
+    now and then.
 
     Every method raises StorageError or NoSpaceError.
     """
 
-    def __init__(self, path: str, direct: bool) -> None:
+    def __init__(self, path: str, nbytes: int, direct: bool) -> None:
         self.path = path
         self._unsynced_bytes = 0
+        self._direct_fd = -1
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
             raise from_os_error(error, "create", path) from error
-        self._direct_fd = -1
+        try:
+            self._reserve(nbytes)
+        except StorageError:
+            self.close()
+            raise
         if direct:
             with suppress(OSError):  # such as a file system without direct I/O
                 self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+
+    def _reserve(self, nbytes: int) -> None:
+        """Its blocks on the disk, where the file system can: a file that grows is written by one thread at a time, and
+        a full disk shows before a byte is written."""
+        if nbytes and _libc.fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+            error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise from_os_error(error, "allocate", self.path, 0, nbytes) from error
 
     def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
         """Writes ``nbytes`` at byte ``offset``. They lie in ``stage``, which begins at a page of memory, as far behind

@@ -95,7 +95,7 @@ def write_shards(
     try:
         jobs = []
         for plan in plans:
-            files.append(NewFile(os.path.join(root, plan.shard.path), budget.direct))
+            files.append(NewFile(os.path.join(root, plan.shard.path), plan.nbytes, budget.direct))
             ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=block_bytes)
             jobs += [_Job(files[-1], plan, op) for op in ops]
 
