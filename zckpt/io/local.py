@@ -222,14 +222,14 @@ def after(views: Sequence[Bytes], nbytes: int) -> list[Bytes]:
 
 
 class NewFile:
-    """A file of ``nbytes`` that several threads write at once, each part of it once. With ``direct``, whole pages go
-    past the page cache where the file system allows it; else what is written goes to disk and out of the cache every
-    now and then.
+    """A file that several threads write at once, each part of it once. With ``direct``, whole pages go past the page
+    cache where the file system allows it; else what is written goes to disk and out of the cache every now and then.
 
-    Every method raises StorageError or NoSpaceError.
+    ``reserved_bytes`` from the first on have their blocks on the disk from the start, where the file system can: a file
+    that grows is written by one thread at a time, and a full disk shows before a byte is written. Every method raises StorageError or NoSpaceError.
     """
 
-    def __init__(self, path: str, nbytes: int, direct: bool) -> None:
+    def __init__(self, path: str, reserved_bytes: int, direct: bool) -> None:
         self.path = path
         self._unsynced_bytes = 0
         self._direct_fd = -1
@@ -238,7 +238,7 @@ class NewFile:
         except OSError as error:
             raise from_os_error(error, "create", path) from error
         try:
-            self._reserve(nbytes)
+            self._reserve(reserved_bytes)
         except StorageError:
             self.close()
             raise
@@ -247,8 +247,6 @@ class NewFile:
                 self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def _reserve(self, nbytes: int) -> None:
-        """Its blocks on the disk, where the file system can: a file that grows is written by one thread at a time, and
-        a full disk shows before a byte is written."""
         if nbytes and _libc.fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
             error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -95,7 +95,9 @@ def write_shards(
     try:
         jobs = []
         for plan in plans:
-            files.append(NewFile(os.path.join(root, plan.shard.path), plan.nbytes, budget.direct))
+            # What lies in a swap file may not need any space.
+            reserved_bytes = 0 if plan.shard.tier == "nvme" else plan.nbytes
+            files.append(NewFile(os.path.join(root, plan.shard.path), reserved_bytes, budget.direct))
             ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=block_bytes)
             jobs += [_Job(files[-1], plan, op) for op in ops]
 
