@@ -225,8 +225,9 @@ class NewFile:
     """A file that several threads write at once, each part of it once. With ``direct``, whole pages go past the page
     cache where the file system allows it; else what is written goes to disk and out of the cache every now and then.
 
-    ``reserved_bytes`` from the first on have their blocks on the disk from the start, where the file system can: a file
-    that grows is written by one thread at a time, and a full disk shows before a byte is written. Every method raises StorageError or NoSpaceError.
+    The first ``reserved_bytes`` have their blocks on the disk from the start, where the file system can: a file that
+    grows is written by one thread at a time, and a full disk shows before a byte is written. Every method raises
+    StorageError or NoSpaceError.
     """
 
     def __init__(self, path: str, reserved_bytes: int, direct: bool) -> None:
