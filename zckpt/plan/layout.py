@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zckpt.format.digest import block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.names import piece_name
-from zckpt.format.shard import Entry, ShardId, encode_header
+from zckpt.format.shard import ShardId, encode_header
 from zckpt.state.inventory import TIERS, Fragment
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def plan_shards(
 
 
 def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, block_bytes: int) -> ShardPlan:
-    entries: list[Entry] = []
+    entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
     shapes: dict[str, tuple[int, ...]] = {}
     offset = 0
     for fragment in fragments:
@@ -70,14 +70,14 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
         if not whole:
             shapes[fragment.name] = fragment.shape
         nbytes = count * ITEM_BYTES[fragment.dtype]
-        entries.append(Entry(name, fragment.dtype, fragment.shape if whole else (count,), offset, nbytes))
+        entries.append((name, fragment.dtype, fragment.shape if whole else (count,), offset, nbytes))
         offset += nbytes
     header = encode_header(shard, entries, shapes)
     block = block_count(len(header), block_bytes)
     pieces: list[PlacedPiece] = []
-    for fragment, entry in zip(fragments, entries, strict=True):
-        pieces.append(PlacedPiece(fragment, entry.offset, entry.nbytes, block))
-        block += block_count(entry.nbytes, block_bytes)
+    for fragment, (*_, start, nbytes) in zip(fragments, entries, strict=True):
+        pieces.append(PlacedPiece(fragment, start, nbytes, block))
+        block += block_count(nbytes, block_bytes)
     return ShardPlan(shard, header, tuple(pieces), len(header) + offset, first_block, block)
 
 
