@@ -78,8 +78,15 @@ def _identity(shard: ShardId) -> dict[str, str]:
     }
 
 
-def encode_header(shard: ShardId, entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    """The header's bytes, length prefix included, padded so that the data begins at a multiple of 4096."""
+def encode_header(
+    shard: ShardId,
+    entries: Sequence[tuple[str, str, tuple[int, ...], int, int]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> bytes:
+    """The header's bytes, length prefix included, padded so that the data begins at a multiple of 4096.
+
+    ``entries`` are as ``Entry``.
+    """
     metadata = {
         "format": "pt",  # transformers refuses to load a file that does not say so
         "zckpt.version": "1.0",

@@ -12,7 +12,7 @@ from zckpt.format.digest import block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES
 from zckpt.format.names import FILLER_PREFIX, piece_name
-from zckpt.format.shard import Entry, ShardId, encode_header
+from zckpt.format.shard import ShardId, encode_header
 from zckpt.state.inventory import TIERS, FileSpan, Fragment
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def plan_shards(
 
 
 def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, block_bytes: int) -> ShardPlan:
-    entries: list[Entry] = []
+    entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
     shapes: dict[str, tuple[int, ...]] = {}
     offset = 0
     shared = shareable(fragments)
@@ -85,7 +85,7 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
         if shared.get(number) == number and isinstance(fragment.data, FileSpan):
             gap = (fragment.data.offset - offset) % DATA_ALIGNMENT_BYTES  # as far behind the start of a page as there
             if gap:
-                entries.append(Entry(f"{FILLER_PREFIX}{number}", "U8", (gap,), offset, gap))
+                entries.append((f"{FILLER_PREFIX}{number}", "U8", (gap,), offset, gap))
                 offset += gap
         count = fragment.stop - fragment.start
         name = piece_name(fragment.name, fragment.start, fragment.stop, math.prod(fragment.shape))
@@ -93,18 +93,18 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
         if not whole:
             shapes[fragment.name] = fragment.shape
         nbytes = count * ITEM_BYTES[fragment.dtype]
-        entries.append(Entry(name, fragment.dtype, fragment.shape if whole else (count,), offset, nbytes))
+        entries.append((name, fragment.dtype, fragment.shape if whole else (count,), offset, nbytes))
         offset += nbytes
     header = encode_header(shard, entries, shapes)
     block = block_count(len(header), block_bytes)
     pieces: list[PlacedPiece] = []
     fillers: list[PlacedFiller] = []
-    for entry in entries:
-        if entry.is_filler:
-            fillers.append(PlacedFiller(entry.offset, entry.nbytes, block))
+    for name, *_, start, nbytes in entries:
+        if name.startswith(FILLER_PREFIX):
+            fillers.append(PlacedFiller(start, nbytes, block))
         else:
-            pieces.append(PlacedPiece(fragments[len(pieces)], entry.offset, entry.nbytes, block))
-        block += block_count(entry.nbytes, block_bytes)
+            pieces.append(PlacedPiece(fragments[len(pieces)], start, nbytes, block))
+        block += block_count(nbytes, block_bytes)
     return ShardPlan(shard, header, tuple(pieces), tuple(fillers), len(header) + offset, first_block, block)
 
 
