@@ -70,7 +70,7 @@ def page(found: dict[str, Any]) -> str:
     lines += [
         f"{one['date']}: {one['cpus']} cores, {one['memory_bytes'] / GIB:.0f} GiB of memory, {one['file_system']}, "
         f"Linux {one['kernel']}, Python {one['python']}, torch {one['torch']}.",
-        *load_note([result["machine"].get("load_average", 5.0) for result in found.values()], one["cpus"]),
+        *load_note([result["machine"].get("load_average") for result in found.values()], one["cpus"]),
         "",
         "![memory over time](memory.svg)",
         "",
@@ -109,9 +109,13 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def load_note(loads: list[float], cpus: int) -> list[str]:
-    busy = f"The machine was not idle: load averages of {min(loads):.1f} to {max(loads):.1f}, these programs included."
-    return [busy] if max(loads) > cpus + 1 else []
+def load_note(loads: list[float | None], cpus: int) -> list[str]:
+    """What to say of other programs; None: nobody looked."""
+    known = [load for load in loads if load is not None]
+    if max(known, default=0) <= cpus + 1 and None not in loads:
+        return []
+    where = "" if None not in loads else ", where it was noted"
+    return [f"The machine was not idle: load averages of {min(known):.1f} to {max(known):.1f}{where}."]
 
 
 def span(values: list[float]) -> tuple[float, float]:

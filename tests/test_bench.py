@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
-NO_COMPARISONS = {"all", "common", "index_scale", "peers", "report", "sampler", "training"}
+NO_COMPARISONS = {"all", "common", "coverage", "index_scale", "peers", "report", "sampler", "training"}
 NAMES = sorted({file.stem for file in BENCH.glob("*.py")} - NO_COMPARISONS)
 
 
