@@ -18,6 +18,7 @@ import torch
 import zckpt
 from models import make_engine, train
 from runs import AFTER, BEFORE, assert_goes_on_alike, held, raw, restore_and_go_on, settings
+from test_offload import memory
 from test_write_failures import Engine
 from zckpt.engines.hooks import call_before
 from zckpt.io import write as io_write
@@ -125,6 +126,29 @@ def test_an_error_comes_out_at_the_next_call_on_every_rank(cluster: Cluster, tmp
     assert sorted(os.listdir(tmp_path)) == ["fourth", "latest", "old"]
     assert zckpt.validate(tmp_path / "old").ok
     assert zckpt.validate(tmp_path).ok  # the fourth
+
+
+def see_on_one_rank(path: str) -> str:
+    """Rank 0 alone asks how it went, then both go on: none may be left alone in what is collective."""
+    engine = make_engine()
+    train(engine, 1)
+    full = OSError(28, "No space left on device")
+    with mock.patch.object(os, "pwritev", side_effect=full) if engine.global_rank == 1 else nullcontext():
+        pending = zckpt.write(engine, f"{path}/new", background=True)
+        while not pending.done:
+            time.sleep(0.01)
+    if engine.global_rank == 0:
+        with pytest.raises(zckpt.RankError):
+            pending.wait()
+    with pytest.raises(zckpt.ZckptError) as caught:
+        zckpt.wait()
+    zckpt.wait()
+    zckpt.write(engine, f"{path}/next")
+    return type(caught.value).__name__
+
+
+def test_an_error_that_one_rank_has_seen_is_still_everybodys(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.run(see_on_one_rank, 2, str(tmp_path)) == ["RankError", "NoSpaceError"]
 
 
 def die_in_background(path: str) -> str:
@@ -242,11 +266,6 @@ def test_copies_take_no_more_memory_than_allowed(tmp_path: Path, snapshot_bytes:
     buffers = max(snapshot_bytes, 4 * 8 * MIB)
     assert memory("VmHWM") - before < buffers + 24 * MIB
     assert torch.equal(zckpt.open(tmp_path / "c").load()["exp_avg/w"], Engine(64 * MIB).weight)
-
-
-def memory(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def test_an_unknown_snapshot_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """zckpt: sharded, verified checkpoints of ZeRO training states. See README.md; the format is in ``spec/``."""
 
-from zckpt.background import PendingWrite, wait
+from zckpt.background import PendingWrite
 from zckpt.checkpoint import Checkpoint, PieceInfo, TensorInfo
 from zckpt.errors import (
     CastError,
@@ -27,7 +27,7 @@ from zckpt.io.budget import Budget
 from zckpt.pipelines.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
 from zckpt.pipelines.restore import restore
 from zckpt.pipelines.validate import validate
-from zckpt.pipelines.write import write
+from zckpt.pipelines.write import wait, write
 from zckpt.progress import Progress, ProgressBar
 from zckpt.validation import Finding, Report
 from zckpt.version import __version__

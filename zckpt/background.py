@@ -77,14 +77,14 @@ class PendingWrite:
 
 
 def start_write(path: str, finish: Callable[[Callable[[], None]], None]) -> PendingWrite:
-    """Call ``wait`` first, on every rank."""
+    """Call ``finish_current`` first, on every rank."""
     global _current  # noqa: PLW0603  the one write under way
     _current = PendingWrite(path, finish)
     return _current
 
 
-def wait() -> None:
-    """Until no write is under way in the background. Raises its error, unless ``PendingWrite.wait`` has."""
+def finish_current() -> None:
+    """Until this rank has no write under way. Raises its error, unless ``PendingWrite.wait`` has."""
     global _current
     pending, _current = _current, None
     if pending is not None:

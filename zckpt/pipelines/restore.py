@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.background import wait
 from zckpt.checkpoint import Checkpoint, TensorInfo, Want
 from zckpt.engines import adapt
 from zckpt.errors import (
@@ -20,6 +19,7 @@ from zckpt.errors import (
 from zckpt.format.rules import broken
 from zckpt.io.ranks import Ranks
 from zckpt.pipelines.open import StrPath, find, open_checkpoint
+from zckpt.pipelines.write import wait
 from zckpt.plan.reshard import Span
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment

@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 import torch
 
-from zckpt.background import PendingWrite, start_write, wait
+from zckpt.background import PendingWrite, finish_current, start_write
 from zckpt.engines import adapt
 from zckpt.errors import (
     CheckpointExistsError,
@@ -122,6 +122,7 @@ def write(
         raise ValueError(f"snapshot must be 'copy' or 'lazy', got {snapshot!r}")
     wait()
     ranks = Ranks()
+    others = Ranks(background=True) if background else ranks
     adapter, fragments, about = ranks.together(
         lambda: _take(engine, ranks, parts, exclude, client_state), "prepare the write"
     )
@@ -130,26 +131,31 @@ def write(
     ranks.agree(target, "paths")
     if latest:
         names.encode_latest(os.path.basename(target))  # refused now, not after the commit
-    save_id = ranks.first(lambda: begin_write(target, overwrite), "begin the write").decode()
-    wait_for_caller(cuda_device_of(fragments))
-    if snapshot == "lazy" and background:
+    if background and snapshot_bytes is None:
+        here = socket.gethostname().encode()
+        snapshot_bytes = available_bytes() // 2 // ranks.gather(here).count(here)
+    if background and snapshot == "lazy":
         fragments = [_detached(fragment) for fragment in fragments]
+    wait_for_caller(cuda_device_of(fragments))
+    save_id = ranks.first(lambda: begin_write(target, overwrite), "begin the write").decode()
     write_own = partial(write_rank, target, save_id, fragments, ranks.rank, ranks.size, budget, progress)
     finish = partial(_finish_write, target, save_id, about, latest)
     if not background:
         finish(ranks, write_own)
         return target
-    if snapshot_bytes is None:
-        here = socket.gethostname().encode()
-        snapshot_bytes = available_bytes() // 2 // ranks.gather(here).count(here)
     write_own = partial(write_own, snapshot_bytes=snapshot_bytes)
-    others = Ranks(background=True)
     pending = start_write(target, lambda taken: finish(others, partial(write_own, taken=taken)))
     if snapshot == "lazy":
         adapter.before_change(pending.wait_until_taken)
     else:
         pending.wait_until_taken()
     return pending
+
+
+def wait() -> None:
+    """Until no write is under way in the background. Every rank calls it. Raises its error on every rank, unless
+    ``PendingWrite.wait`` has done so on all of them."""
+    Ranks().together(finish_current, "finish a write in the background")
 
 
 def _detached(fragment: Fragment) -> Fragment:
