@@ -74,7 +74,7 @@ def generate(path: Path, ranks: int, parameters: int, seed: int = 0) -> tuple[in
             if start < stop:
                 fragments += [Fragment(part, name, shape, "F32", start, stop) for part in PARTS]
         plans = plan_shards(fragments, save_id, rank, ranks, block_bytes=BLOCK_BYTES)
-        pieces += sum(len(plan.pieces) for plan in plans)
+        pieces += sum(len(plan.fragments) for plan in plans)
         receipts.append(catalog.receipt(rank, bytes(16), plans))
     about = catalog.About(step=100, block_bytes=BLOCK_BYTES, aliases={}, state=b"\xc0", writer={})
     manifest, index = catalog.catalog(receipts, save_id, about)

@@ -18,7 +18,7 @@ from zckpt.format.digest import block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.shard import decode_header
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_shards, plan_writes
+from zckpt.plan.layout import HEADER, ShardPlan, plan_shards, plan_writes
 from zckpt.plan.select import select
 from zckpt.state.inventory import TIERS, Fragment
 
@@ -45,25 +45,32 @@ def fragments_of(
 fragment_lists = st.integers(0, 10**6).map(lambda seed: fragments_of(0, 2, seed))
 
 
+def pieces_of(plan: ShardPlan) -> list[tuple[Fragment, int, int, int]]:
+    """Each fragment with its first byte among the data, its bytes and its first block."""
+    columns = (plan.pieces.start.tolist(), plan.pieces.nbytes.tolist(), plan.pieces.block.tolist())
+    return list(zip(plan.fragments, *columns, strict=True))
+
+
 @given(fragment_lists)
 def test_a_file_per_part_and_tier_holds_every_fragment_once(fragments: list[Fragment]) -> None:
     plans = plan_shards(fragments, SAVE_ID, 0, 2, block_bytes=BLOCK_BYTES)
     assert len({(plan.shard.part, plan.shard.tier) for plan in plans}) == len(plans)
-    placed = [piece.fragment for plan in plans for piece in plan.pieces]
+    placed = [fragment for plan in plans for fragment in plan.fragments]
     assert sorted(map(repr, placed)) == sorted(map(repr, fragments))
     first_block = 0
     for plan in plans:
-        assert {(f.fragment.part, f.fragment.tier) for f in plan.pieces} == {(plan.shard.part, plan.shard.tier)}
+        assert {(f.part, f.tier) for f in plan.fragments} == {(plan.shard.part, plan.shard.tier)}
         assert plan.first_block == first_block
         first_block += plan.blocks
         block, offset = block_count(len(plan.header), BLOCK_BYTES), 0
-        for piece in plan.pieces:
-            assert (piece.block, piece.offset) == (block, offset)
-            assert piece.offset % ITEM_BYTES[piece.fragment.dtype] == 0
-            block += block_count(piece.nbytes, BLOCK_BYTES)
-            offset += piece.nbytes
+        for fragment, start, nbytes, first in pieces_of(plan):
+            assert (first, start) == (block, offset)
+            assert nbytes == (fragment.stop - fragment.start) * ITEM_BYTES[fragment.dtype]
+            assert start % ITEM_BYTES[fragment.dtype] == 0
+            block += block_count(nbytes, BLOCK_BYTES)
+            offset += nbytes
         assert (plan.blocks, plan.nbytes) == (block, len(plan.header) + offset)
-        assert len(decode_header(plan.header, plan.nbytes, plan.shard).entries) == len(plan.pieces)
+        assert len(decode_header(plan.header, plan.nbytes, plan.shard).entries) == len(plan.fragments)
 
 
 def test_pieces_keep_the_order_of_memory() -> None:
@@ -72,7 +79,7 @@ def test_pieces_keep_the_order_of_memory() -> None:
     fragments = [Fragment("master", name, (4,), "F32", 0, 4) for name in names]
     fragments.insert(1, Fragment("master", "wide", (4,), "F64", 0, 4))
     (plan,) = plan_shards(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
-    assert [piece.fragment.name for piece in plan.pieces] == ["wide", *names]
+    assert [fragment.name for fragment in plan.fragments] == ["wide", *names]
 
 
 @given(fragment_lists, st.integers(1, 4))
@@ -80,22 +87,21 @@ def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_b
     batch_bytes = batch_blocks * BLOCK_BYTES
     for plan in plan_shards(fragments, SAVE_ID, 0, 2, block_bytes=BLOCK_BYTES):
         ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=BLOCK_BYTES)
-        sizes = {-1: len(plan.header)} | {i: piece.nbytes for i, piece in enumerate(plan.pieces)}
-        starts = {-1: 0}
-        for i, piece in enumerate(plan.pieces):
-            starts[i] = len(plan.header) + piece.offset
+        sizes = {HEADER: len(plan.header)} | {i: piece[2] for i, piece in enumerate(pieces_of(plan))}
+        starts = {HEADER: 0} | {i: len(plan.header) + piece[1] for i, piece in enumerate(pieces_of(plan))}
         position = 0
         block = plan.first_block
         for op in ops:
             assert op.offset == position
             assert 0 < op.nbytes <= batch_bytes
-            for span in op.spans:
-                assert starts[span.source] + span.start == position
-                assert span.start % BLOCK_BYTES == 0
-                assert span.nbytes % BLOCK_BYTES == 0 or span.start + span.nbytes == sizes[span.source]
-                assert span.block == block
-                block += block_count(span.nbytes, BLOCK_BYTES)
-                position += span.nbytes
+            assert op.block == block
+            for source, start, nbytes in zip(op.source, op.span_start, op.span_bytes, strict=True):
+                assert starts[source] + start == position
+                assert start % BLOCK_BYTES == 0
+                assert nbytes % BLOCK_BYTES == 0 or start + nbytes == sizes[source]
+                block += block_count(int(nbytes), BLOCK_BYTES)
+                position += nbytes
+            assert len(set(op.source)) == len(op.source)
             assert op.offset + op.nbytes == position
         assert position == plan.nbytes
         assert block == plan.first_block + plan.blocks
@@ -165,9 +171,8 @@ def test_the_catalog_finds_every_piece_where_its_rank_put_it(seed: int, world_si
             number = manifest.file_number(rank, manifest.part_ids[plan.shard.part], TIERS.index(plan.shard.tier))
             file = manifest.files[number]
             assert (file.nbytes, file.data_start, file.first_block) == (plan.nbytes, len(plan.header), plan.first_block)
-            for piece in plan.pieces:
-                f = piece.fragment
-                place = (rank, TIERS.index(f.tier), f.start, f.stop, piece.offset, piece.block)
+            for f, offset, _, block in pieces_of(plan):
+                place = (rank, TIERS.index(f.tier), f.start, f.stop, offset, block)
                 expected.add((f.part, f.name, f.dtype, f.shape, *place))
     found = set()
     for part in manifest.parts:

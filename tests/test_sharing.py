@@ -132,14 +132,13 @@ def test_long_runs_of_a_swap_file_keep_their_place_in_a_page() -> None:
     for number in (0, 1, 2, 4):
         source = fragments[number].data
         assert isinstance(source, FileSpan)
-        assert (source.offset - plan.pieces[number].offset) % DATA_ALIGNMENT_BYTES == 0
+        assert (source.offset - plan.pieces.start[number]) % DATA_ALIGNMENT_BYTES == 0
     ops = plan_writes(plan, batch_bytes=1 << 23, block_bytes=4096)
-    assert [[span.source for span in op.spans] for op in ops] == [[HEADER], [0, 1], [FILLER], [2], [3, FILLER], [4]]
+    assert [op.source.tolist() for op in ops] == [[HEADER], [0, 1], [FILLER], [2], [3, FILLER], [4]]
     position, block = 0, 0
     for op in ops:
         assert op.offset == position
-        for span in op.spans:
-            assert span.block == block
-            block += -(-span.nbytes // 4096)
+        assert op.block == block
+        block += int((-(-op.span_bytes // 4096)).sum())
         position += op.nbytes
     assert (position, block) == (plan.nbytes, plan.blocks)

@@ -7,14 +7,18 @@ bytes of two tensors, and a whole tensor is verified by reading nothing but itse
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from collections.abc import Buffer, Iterator
 
 DIGEST_BYTES = 16
+
+Count = TypeVar("Count", int, NDArray[np.int64])
 
 
 def digest(data: Buffer) -> bytes:
@@ -22,7 +26,8 @@ def digest(data: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-def block_count(region_bytes: int, block_bytes: int) -> int:
+def block_count(region_bytes: Count, block_bytes: int) -> Count:
+    """Of one region, or of each of several."""
     return -(-region_bytes // block_bytes)
 
 

@@ -237,6 +237,12 @@ def ragged(count: Ints) -> tuple[Ints, Ints]:
     return group, np.arange(len(group)) - first[group]
 
 
+def runs(column: Ints) -> list[tuple[int, int]]:
+    """``(start, stop)`` of each run of equal neighbours."""
+    begins = np.flatnonzero(np.diff(column)) + 1
+    return list(itertools.pairwise([0, *begins.tolist(), len(column)])) if len(column) else []
+
+
 def take(layout: Layout, rows: Ints) -> Layout:
     """Some rows of a layout, with their pieces, in the order of ``rows``."""
     first = np.cumsum(layout.count) - layout.count

@@ -24,11 +24,11 @@ from zckpt.plan.layout import FILLER, HEADER, plan_writes
 from zckpt.state.inventory import FileSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zckpt.io.budget import Budget
     from zckpt.io.memory import Stage
-    from zckpt.plan.layout import ShardPlan, WriteOp, WriteSpan
+    from zckpt.plan.layout import ShardPlan, WriteOp
     from zckpt.state.inventory import Fragment
 
 
@@ -51,11 +51,11 @@ class _Job:
     def source(self) -> FileSpan | None:
         """The adjacent bytes of one swap file that all of it comes from, if it does."""
         found: FileSpan | None = None
-        for span in self.op.spans:
-            data = self.plan.pieces[span.source].fragment.data if span.source >= 0 else None
+        for source, start, nbytes in self.spans:
+            data = self.plan.fragments[source].data if source >= 0 else None
             if not isinstance(data, FileSpan):
                 return None
-            part = data.narrow(span.start, span.nbytes)
+            part = data.narrow(start, nbytes)
             if found is None:
                 found = part
             elif (part.path, part.offset) == (found.path, found.offset + found.nbytes):
@@ -65,10 +65,16 @@ class _Job:
         return found
 
     @property
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """Source, first byte in it, and bytes of each span."""
+        op = self.op
+        return zip(op.source.tolist(), op.span_start.tolist(), op.span_bytes.tolist(), strict=True)
+
+    @property
     def starts(self) -> list[int]:
         """Where each span begins in a staging buffer, and where the last one ends: as far behind the start of a page as
         in the file."""
-        return [*itertools.accumulate((span.nbytes for span in self.op.spans), initial=self.op.offset % PAGE_BYTES)]
+        return [*itertools.accumulate(self.op.span_bytes.tolist(), initial=self.op.offset % PAGE_BYTES)]
 
 
 def write_shards(
@@ -89,7 +95,7 @@ def write_shards(
     """
     table = bytearray(sum(plan.blocks for plan in plans) * DIGEST_BYTES)
     batch_bytes = budget.batch_bytes(block_bytes)
-    fragments = (piece.fragment for plan in plans for piece in plan.pieces)
+    fragments = (fragment for plan in plans for fragment in plan.fragments)
     staging = Staging(batch_bytes + PAGE_BYTES, cuda_device_of(fragments))
     files: list[NewFile] = []
     try:
@@ -103,7 +109,7 @@ def write_shards(
 
         def put(job: _Job, stage: Stage) -> None:
             _put(table, block_bytes, job, stage)
-            advance(sum(span.nbytes for span in job.op.spans if span.source >= 0))
+            advance(int(job.op.span_bytes[job.op.source >= 0].sum()))
 
         pipeline = Pipeline(
             jobs, _take, put, staging,
@@ -125,8 +131,8 @@ def _take(job: _Job, stage: Stage) -> _Job:
             read_from(source.path, source.offset + edge.start - start, stage.bytes[edge])
         return replace(job, shared=True)
     with stage.stream():
-        for span, start in zip(job.op.spans, job.starts, strict=False):
-            _fill(stage, start, job.plan, span)
+        for span, at in zip(job.spans, job.starts, strict=False):
+            _fill(stage, at, job.plan, *span)
     stage.wait()
     return job
 
@@ -139,7 +145,7 @@ def _put(table: bytearray, block_bytes: int, job: _Job, stage: Stage) -> None:
         for start, stop in itertools.pairwise(job.starts)
         for first in range(start, stop, block_bytes)
     ]
-    first_byte = job.op.spans[0].block * DIGEST_BYTES
+    first_byte = job.op.block * DIGEST_BYTES
     table[first_byte : first_byte + len(blocks) * DIGEST_BYTES] = b"".join(map(digest, blocks))
     if job.shared:
         job.file.write_edges(stage.bytes, job.op.offset, job.op.nbytes)
@@ -147,24 +153,23 @@ def _put(table: bytearray, block_bytes: int, job: _Job, stage: Stage) -> None:
         job.file.write(stage.bytes, job.op.offset, job.op.nbytes)
 
 
-def _fill(stage: Stage, start: int, plan: ShardPlan, span: WriteSpan) -> None:
-    """Puts the bytes of ``span`` at byte ``start`` of ``stage``; from a device, the copy is queued on its stream."""
-    if span.source == FILLER:
-        stage.bytes[start : start + span.nbytes] = 0
+def _fill(stage: Stage, at: int, plan: ShardPlan, source: int, start: int, nbytes: int) -> None:
+    """Puts one span at byte ``at`` of ``stage``; from a device, the copy is queued on its stream."""
+    if source == FILLER:
+        stage.bytes[at : at + nbytes] = 0
         return
-    if span.source == HEADER:
-        stage.bytes[start : start + span.nbytes] = np.frombuffer(plan.header, np.uint8, span.nbytes, span.start)
+    if source == HEADER:
+        stage.bytes[at : at + nbytes] = np.frombuffer(plan.header, np.uint8, nbytes, start)
         return
-    piece = plan.pieces[span.source]
-    data = piece.fragment.data
+    fragment = plan.fragments[source]
+    data = fragment.data
     assert data is not None, "a fragment without data cannot be written"
     if isinstance(data, FileSpan):
-        read_from(data.path, data.offset + span.start, stage.bytes[start : start + span.nbytes])
+        read_from(data.path, data.offset + start, stage.bytes[at : at + nbytes])
     elif data.is_cpu:
         # By address: to make views of many small tensors would take longer than to copy them.
-        assert data.nbytes == piece.nbytes, "a fragment's data are its elements"
+        assert data.numel() == fragment.stop - fragment.start, "a fragment's data are its elements"
         assert data.is_contiguous(), "a fragment's data lie in order"
-        ctypes.memmove(stage.address + start, data.data_ptr() + span.start, span.nbytes)
+        ctypes.memmove(stage.address + at, data.data_ptr() + start, nbytes)
     else:
-        source = byte_tensor(data)[span.start : span.start + span.nbytes]
-        stage.tensor[start : start + span.nbytes].copy_(source, non_blocking=True)
+        stage.tensor[at : at + nbytes].copy_(byte_tensor(data)[start : start + nbytes], non_blocking=True)

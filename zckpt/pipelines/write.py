@@ -287,7 +287,7 @@ def write_rank(
     own = os.path.join(target, names.rank_dir(save_id, rank))
     commit.make_directories(own)
     plans = plan_shards(fragments, save_id, rank, world_size, block_bytes=block_bytes)
-    nbytes = sum(piece.nbytes for plan in plans for piece in plan.pieces)
+    nbytes = sum(int(plan.pieces.nbytes.sum()) for plan in plans)
     with reported(progress, "write", nbytes) as advance:
         table = write_shards(
             target, plans, budget or Budget.from_environment(), block_bytes,

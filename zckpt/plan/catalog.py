@@ -29,7 +29,7 @@ _GEOMETRY_COLUMNS = ("tensor", "copy", "start", "length", "offset", "block")
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """Pieces in a file as int64 columns of one length. ``tensor`` is a position in ``Receipt.tensors``, the rest as in
-    ``Fragment`` and ``PlacedPiece``. Files of equal geometry, such as weights and moments, share one."""
+    ``Fragment`` and ``ShardPlan.pieces``. Files of equal geometry, such as weights and moments, share one."""
 
     tensor: Ints
     copy: Ints
@@ -68,15 +68,15 @@ def receipt(rank: int, digest: bytes, plans: Iterable[ShardPlan]) -> Receipt:
     geometries: dict[bytes, tuple[int, Geometry]] = {}
     shards: list[ShardReceipt] = []
     for plan in plans:
-        fragments = [piece.fragment for piece in plan.pieces]
+        fragments, pieces = plan.fragments, plan.pieces
         table = np.array(
             [
                 [tensors.setdefault((f.name, f.shape, f.dtype), len(tensors)) for f in fragments],
                 [f.copy for f in fragments],
                 [f.start for f in fragments],
                 [f.stop - f.start for f in fragments],
-                [piece.offset for piece in plan.pieces],
-                [piece.block for piece in plan.pieces],
+                pieces.start,
+                pieces.block,
             ],
             np.int64,
         )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.format.index import ragged
+from zckpt.format.index import ragged, runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +85,7 @@ def plan_reads(
     joins = np.zeros(len(file), bool)  # with the segment before it
     joins[1:] = (file[1:] == file[:-1]) & (start_at[1:] == stop_at[:-1])
     ops = []
-    for run, run_stop in _bounds(np.flatnonzero(~joins), len(file)):
+    for run, run_stop in runs(np.cumsum(~joins)):
         position = run
         while position < run_stop:
             offset = int(start_at[position])
@@ -101,9 +100,3 @@ def plan_reads(
             ops.append(ReadOp(int(file[run]), offset, int(stop_at[next_position - 1]) - offset, segments))
             position = next_position
     return tuple(ops)
-
-
-def _bounds(firsts: Ints, size: int) -> list[tuple[int, int]]:
-    """``(start, stop)`` of each group, from where the groups begin."""
-    starts = firsts.tolist()
-    return list(itertools.pairwise([*starts, size]))

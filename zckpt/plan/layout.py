@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from zckpt.format.digest import block_count
 from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.format.index import ragged, runs
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES
 from zckpt.format.names import FILLER_PREFIX, piece_name
 from zckpt.format.shard import ShardId, encode_header
@@ -18,42 +20,49 @@ from zckpt.state.inventory import TIERS, FileSpan, Fragment
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from zckpt.format.index import Ints
+
 HEADER, FILLER = -1, -2
 """Sources of a write that are no pieces."""
 SHARED_BYTES_MIN = 64 << 10
 """Of adjacent bytes in a swap file that a filler is worth."""
 
 
-class PlacedPiece(NamedTuple):
-    """A fragment's place in its file. ``offset`` and ``nbytes`` are bytes, ``offset`` counted from the file's data;
-    ``block`` is the number of its first digest, counted from the file's first."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Regions:
+    """The bytes of a file in their order, as int64 columns: the header, then pieces, with fillers between them.
 
-    fragment: Fragment
-    offset: int
-    nbytes: int
-    block: int
+    ``source``: position in ``ShardPlan.fragments``, HEADER or FILLER. ``start`` and ``nbytes`` are bytes of the file;
+    ``block`` is the number of the first digest, counted from the file's first.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class PlacedFiller:
-    """Zeros, placed like a piece."""
-
-    offset: int
-    nbytes: int
-    block: int
+    source: Ints
+    start: Ints
+    nbytes: Ints
+    block: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One file to be written: its header, then ``pieces`` in order, with ``fillers`` between them."""
+    """One file to be written: its header, then ``fragments`` in order; where, ``regions`` says. Its digests begin with
+    ``first_block`` of the rank's table."""
 
     shard: ShardId
     header: bytes
-    pieces: tuple[PlacedPiece, ...]
-    fillers: tuple[PlacedFiller, ...]
+    fragments: tuple[Fragment, ...]
+    regions: Regions
     nbytes: int
     first_block: int
     blocks: int
+
+    @property
+    def pieces(self) -> Regions:
+        """The regions of ``fragments``, one for each; ``start`` counts from the file's first data byte."""
+        own = self.regions.source >= 0
+        source, start, nbytes, block = (
+            getattr(self.regions, column)[own] for column in ("source", "start", "nbytes", "block")
+        )
+        return Regions(source, start - len(self.header), nbytes, block)
 
 
 def plan_shards(
@@ -78,6 +87,7 @@ def plan_shards(
 
 def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, block_bytes: int) -> ShardPlan:
     entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
+    sources = [HEADER]
     shapes: dict[str, tuple[int, ...]] = {}
     offset = 0
     shared = shareable(fragments)
@@ -86,26 +96,23 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
             gap = (fragment.data.offset - offset) % DATA_ALIGNMENT_BYTES  # as far behind the start of a page as there
             if gap:
                 entries.append((f"{FILLER_PREFIX}{number}", "U8", (gap,), offset, gap))
+                sources.append(FILLER)
                 offset += gap
-        count = fragment.stop - fragment.start
-        name = piece_name(fragment.name, fragment.start, fragment.stop, math.prod(fragment.shape))
-        whole = name == fragment.name
-        if not whole:
-            shapes[fragment.name] = fragment.shape
+        shape, count = fragment.shape, fragment.stop - fragment.start
+        name = piece_name(fragment.name, fragment.start, fragment.stop, math.prod(shape))
+        if name != fragment.name:
+            shapes[fragment.name] = shape
+            shape = (count,)
         nbytes = count * ITEM_BYTES[fragment.dtype]
-        entries.append((name, fragment.dtype, fragment.shape if whole else (count,), offset, nbytes))
+        entries.append((name, fragment.dtype, shape, offset, nbytes))
+        sources.append(number)
         offset += nbytes
     header = encode_header(shard, entries, shapes)
-    block = block_count(len(header), block_bytes)
-    pieces: list[PlacedPiece] = []
-    fillers: list[PlacedFiller] = []
-    for name, *_, start, nbytes in entries:
-        if name.startswith(FILLER_PREFIX):
-            fillers.append(PlacedFiller(start, nbytes, block))
-        else:
-            pieces.append(PlacedPiece(fragments[len(pieces)], start, nbytes, block))
-        block += block_count(nbytes, block_bytes)
-    return ShardPlan(shard, header, tuple(pieces), tuple(fillers), len(header) + offset, first_block, block)
+    sizes = np.array([len(header), *[entry[-1] for entry in entries]], np.int64)
+    stops, counts = np.cumsum(sizes), block_count(sizes, block_bytes)
+    block_stops = np.cumsum(counts)
+    regions = Regions(np.array(sources, np.int64), stops - sizes, sizes, block_stops - counts)
+    return ShardPlan(shard, header, tuple(fragments), regions, int(stops[-1]), first_block, int(block_stops[-1]))
 
 
 def shareable(fragments: Sequence[Fragment]) -> dict[int, int]:
@@ -125,57 +132,49 @@ def shareable(fragments: Sequence[Fragment]) -> dict[int, int]:
     return {number: numbers[0] for numbers, run in runs if run.nbytes >= SHARED_BYTES_MIN for number in numbers}
 
 
-class WriteSpan(NamedTuple):
-    """``nbytes`` of one source, from its byte ``start``; ``block`` is the number of the first digest in the rank's
-    table. ``source`` is the position in ``ShardPlan.pieces``, HEADER or FILLER. Whole blocks, but for the last."""
-
-    source: int
-    start: int
-    nbytes: int
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class WriteOp:
-    """One contiguous write at byte ``offset`` of the file."""
+    """One contiguous write of ``nbytes`` at byte ``offset`` of the file. ``block`` is the number of its first digest in
+    the rank's table.
+
+    Its spans, as int64 columns: ``span_bytes`` of a ``source``, as in ``Regions``, from that source's byte
+    ``span_start`` on. Whole blocks, but for the last of a source.
+    """
 
     offset: int
     nbytes: int
-    spans: tuple[WriteSpan, ...]
+    block: int
+    source: Ints
+    span_start: Ints
+    span_bytes: Ints
 
 
 def plan_writes(plan: ShardPlan, *, batch_bytes: int, block_bytes: int) -> tuple[WriteOp, ...]:
     """Cuts a file into writes of at most ``batch_bytes``, a multiple of ``block_bytes``. A run of ``shareable`` bytes
     has writes of its own."""
-    shared = shareable([piece.fragment for piece in plan.pieces])
-    placed = [(piece.offset, i, piece.nbytes, piece.block) for i, piece in enumerate(plan.pieces)]
-    placed += [(filler.offset, FILLER, filler.nbytes, filler.block) for filler in plan.fillers]
-    sources = [(HEADER, len(plan.header), 0)] + [source for _, *source in sorted(placed, key=itemgetter(0, 2))]
-    ops: list[WriteOp] = []
-    spans: list[WriteSpan] = []
-    size = offset = 0
-    run = None
-
-    def flush() -> None:
-        nonlocal spans, size, offset
-        if spans:
-            ops.append(WriteOp(offset, size, tuple(spans)))
-            offset += size
-            spans, size = [], 0
-
-    for source, total, block in sources:
-        start = 0
-        if total and shared.get(source) != run:
-            run = shared.get(source)
-            flush()
-        while start < total:
-            room = batch_bytes - size
-            nbytes = total - start if total - start <= room else room // block_bytes * block_bytes
-            if nbytes == 0:
-                flush()
-                continue
-            spans.append(WriteSpan(source, start, nbytes, plan.first_block + block + start // block_bytes))
-            start += nbytes
-            size += nbytes
-    flush()
+    shared = shareable(plan.fragments)
+    regions = plan.regions
+    region, number = ragged(block_count(regions.nbytes, block_bytes))  # a row for each block
+    source, start = regions.source[region], number * block_bytes
+    nbytes = np.minimum(regions.nbytes[region] - start, block_bytes)
+    at = regions.start[region] + start
+    run = np.array([shared.get(one, -1) for one in regions.source.tolist()], np.int64)[region]
+    ops = []
+    for first, run_stop in runs(run):
+        while first < run_stop:
+            stop = first + int(
+                np.searchsorted(at[first:run_stop] + nbytes[first:run_stop], at[first] + batch_bytes, "right")
+            )
+            spans = np.array([begin for begin, _ in runs(source[first:stop])], np.int64)
+            ops.append(
+                WriteOp(
+                    int(at[first]),
+                    int(nbytes[first:stop].sum()),
+                    plan.first_block + first,
+                    source[first:stop][spans],
+                    start[first:stop][spans],
+                    np.add.reduceat(nbytes[first:stop], spans),
+                )
+            )
+            first = stop
     return tuple(ops)
