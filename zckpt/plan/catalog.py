@@ -20,9 +20,13 @@ from zckpt.format.rules import broken
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from zckpt.format.index import Ints
     from zckpt.plan.layout import ShardPlan
 
+Tensor = tuple[str, tuple[int, ...], str]
+"""Name, shape, dtype."""
 _GEOMETRY_COLUMNS = ("tensor", "copy", "start", "length", "offset", "block")
 
 
@@ -53,18 +57,18 @@ class ShardReceipt:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What one rank has written, and the digest of its digest table. ``tensors`` are (name, shape, dtype)."""
+    """What one rank has written, and the digest of its digest table."""
 
     rank: int
     digest: bytes
-    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+    tensors: tuple[Tensor, ...]
     geometries: tuple[Geometry, ...]
     shards: tuple[ShardReceipt, ...]
 
 
 def receipt(rank: int, digest: bytes, plans: Iterable[ShardPlan]) -> Receipt:
     """The receipt for ``plans``, once their files are durable."""
-    tensors: dict[tuple[str, tuple[int, ...], str], int] = {}
+    tensors: dict[Tensor, int] = {}
     geometries: dict[bytes, tuple[int, Geometry]] = {}
     shards: list[ShardReceipt] = []
     for plan in plans:
@@ -110,46 +114,57 @@ def unpack(raw: bytes) -> Receipt:
     )
 
 
-class _PartRows:
-    """The pieces of one part from all ranks, collected."""
+class _Tensors:
+    """What the ranks have said of tensors. A tensor is a name with a shape and a dtype, numbered from 0."""
 
-    def __init__(self, part: str) -> None:
-        self.part = part
-        self.tensors: dict[int, tuple[tuple[int, ...], str, int]] = {}
-        """From name id to shape, dtype and the rank that said so."""
-        self.columns: list[tuple[Ints, ...]] = []
+    def __init__(self) -> None:
+        self.ids: dict[Tensor, int] = {}
+        self.name_ids: dict[str, int] = {}
+        self._known: tuple[tuple[Tensor, ...], Ints] = ((), np.empty(0, np.int64))
 
-    def add(self, name_id: int, name: str, shape: tuple[int, ...], dtype: str, rank: int) -> None:
-        known = self.tensors.setdefault(name_id, (shape, dtype, rank))
-        if known[0] != shape or known[1] != dtype:
-            key = f"{self.part}/{name}"
-            raise RankError(
-                f"{key} is {dtype} {list(shape)} on rank {rank}, {known[1]} {list(known[0])} on rank {known[2]}",
-                key=key,
-                rank=rank,
-            )
+    def add(self, tensors: tuple[Tensor, ...]) -> Ints:
+        """Their numbers."""
+        if tensors != self._known[0]:  # a rank mostly has what the rank before it has
+            for name, _, _ in tensors:
+                self.name_ids.setdefault(name, len(self.name_ids))
+            self._known = tensors, np.array([self.ids.setdefault(one, len(self.ids)) for one in tensors], np.int64)
+        return self._known[1]
 
-    def layout(self, names: Sequence[str]) -> Layout:
-        """``names`` by their ids."""
-        name, copy, start, length, offset, block, rank, tier = (
-            np.concatenate(columns) for columns in zip(*self.columns, strict=True)
+
+def _layout(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_of: Ints) -> tuple[Layout, Ints]:
+    """The pieces of one part from all ranks, and the tensor of each row. ``columns``: tensor, copy, start, length,
+    offset, block, rank, tier. ``name_of``: the name id of each tensor."""
+    tensor, copy, start, length, offset, block, rank, tier = columns
+    name = name_of[tensor]
+    order = np.lexsort((start, copy, name))
+    found, first, count = np.unique(name[order], return_index=True, return_counts=True)
+    row_tensor = tensor[order][first]
+    differs = np.flatnonzero(tensor[order] != np.repeat(row_tensor, count))
+    if len(differs):
+        pair = (differs[0], first[np.searchsorted(first, differs[0], "right") - 1])
+        (label, shape, dtype), (_, other_shape, other_dtype) = (tensors[tensor[order[at]]] for at in pair)
+        on, other_on = (int(rank[order[at]]) for at in pair)
+        raise RankError(
+            f"{part}/{label} is {dtype} {list(shape)} on rank {on}, {other_dtype} {list(other_shape)} on rank {other_on}",
+            key=f"{part}/{label}",
+            rank=on,
         )
-        order = np.lexsort((start, copy, name))
-        found, count = np.unique(name, return_counts=True)
-        layout = Layout(found, count, rank[order], tier[order], length[order], offset[order], block[order])
-        self._check_starts(layout, name[order], copy[order], start[order], names)
-        return layout
+    layout = Layout(found, count, rank[order], tier[order], length[order], offset[order], block[order])
+    numel = np.array([math.prod(tensors[one][1]) for one in row_tensor.tolist()], np.int64)
+    wrong = _wrong_starts(layout, name[order], copy[order], start[order], numel)
+    if wrong.any():
+        label = tensors[tensor[order][np.argmax(wrong)]][0]
+        raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=f"{part}/{label}")
+    return layout, row_tensor
 
-    def _check_starts(self, layout: Layout, name: Ints, copy: Ints, start: Ints, names: Sequence[str]) -> None:
-        """The index does not store where pieces start; so what it will say must be what the ranks said (I005)."""
-        numel = np.array([math.prod(self.tensors[name_id][0]) for name_id in layout.name.tolist()], np.int64)
-        found_start, found_copy = index_format.spans(layout, numel)
-        wrong = start != found_start
-        wrong[1:] |= (name[1:] == name[:-1]) & ((copy[1:] == copy[:-1]) != (found_copy[1:] == found_copy[:-1]))
-        wrong &= np.repeat(numel, layout.count) > 0
-        if wrong.any():
-            key = f"{self.part}/{names[int(name[np.argmax(wrong)])]}"
-            raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=key)
+
+def _wrong_starts(layout: Layout, name: Ints, copy: Ints, start: Ints, numel: Ints) -> NDArray[np.bool]:
+    """The index does not store where pieces start; so what it will say must be what the ranks said (I005)."""
+    found_start, found_copy = index_format.spans(layout, numel)
+    wrong: NDArray[np.bool] = start != found_start
+    wrong[1:] |= (name[1:] == name[:-1]) & ((copy[1:] == copy[:-1]) != (found_copy[1:] == found_copy[:-1]))
+    wrong &= np.repeat(numel, layout.count) > 0
+    return wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,49 +184,37 @@ def catalog(receipts: Sequence[Receipt], save_id: str, about: About) -> tuple[by
     Raises RankError if ranks disagree about a tensor, FormatError if the pieces of all ranks do not make up whole
     tensors.
     """
-    name_ids: dict[str, int] = {}
-    parts: dict[str, _PartRows] = {}
+    known = _Tensors()
+    parts: dict[str, list[tuple[Ints, ...]]] = {}
     part_ids: dict[str, int] = {}
     files: list[File] = []
     digests: dict[int, bytes] = {}
     for one in receipts:
         digests[one.rank] = one.digest
-        id_of = [name_ids.setdefault(name, len(name_ids)) for name, _, _ in one.tensors]
-        ids = np.array(id_of, np.int64)
+        ids = known.add(one.tensors)
         for shard in one.shards:
-            geometry = one.geometries[shard.geometry]
             part_id = part_ids.setdefault(shard.part, len(part_ids))
-            rows = parts.setdefault(shard.part, _PartRows(shard.part))
-            for i in np.unique(geometry.tensor).tolist():
-                name, shape, dtype = one.tensors[i]
-                rows.add(id_of[i], name, shape, dtype, one.rank)
             tier = TIERS.index(shard.tier)
-            size = len(geometry.tensor)
-            rows.columns.append(
-                (
-                    ids[geometry.tensor],
-                    geometry.copy,
-                    geometry.start,
-                    geometry.length,
-                    geometry.offset,
-                    geometry.block,
-                    np.full(size, one.rank),
-                    np.full(size, tier),
-                )
-            )
+            geometry = one.geometries[shard.geometry]
+            tensor, *columns = (getattr(geometry, column) for column in _GEOMETRY_COLUMNS)
+            place = (np.full(len(tensor), one.rank), np.full(len(tensor), tier))
+            parts.setdefault(shard.part, []).append((ids[tensor], *columns, *place))
             files.append(File(one.rank, part_id, tier, shard.nbytes, shard.data_start, shard.first_block))
+    tensors, names = list(known.ids), tuple(known.name_ids)
+    name_of = np.array([known.name_ids[name] for name, _, _ in tensors], np.int64)
     layouts: list[Layout] = []
     shapes: dict[tuple[int, ...], int] = {}
     records: list[Part] = []
-    names = tuple(name_ids)
     for part, rows in parts.items():
-        layout = rows.layout(names)
+        columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
+        layout, row_tensor = _layout(part, columns, tensors, name_of)
         number = next((i for i, other in enumerate(layouts) if layout.same_as(other)), len(layouts))
         if number == len(layouts):
             layouts.append(layout)
-        tensors = [rows.tensors[name] for name in layout.name.tolist()]
-        shape_ids = tuple(shapes.setdefault(shape, len(shapes)) for shape, _, _ in tensors)
-        records.append(Part(part, number, tuple(layout.name.tolist()), shape_ids, tuple(t[1] for t in tensors)))
+        facts = [tensors[one] for one in row_tensor.tolist()]
+        shape_ids = tuple(shapes.setdefault(shape, len(shapes)) for _, shape, _ in facts)
+        dtypes = tuple(dtype for _, _, dtype in facts)
+        records.append(Part(part, number, tuple(layout.name.tolist()), shape_ids, dtypes))
     index, chunks = index_format.encode(layouts)
     manifest = Manifest(
         save_id=save_id,
