@@ -145,7 +145,8 @@ def _layout(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_
         (label, shape, dtype), (_, other_shape, other_dtype) = (tensors[tensor[order[at]]] for at in pair)
         on, other_on = (int(rank[order[at]]) for at in pair)
         raise RankError(
-            f"{part}/{label} is {dtype} {list(shape)} on rank {on}, {other_dtype} {list(other_shape)} on rank {other_on}",
+            f"{part}/{label} is {dtype} {list(shape)} on rank {on}, "
+            f"{other_dtype} {list(other_shape)} on rank {other_on}",
             key=f"{part}/{label}",
             rank=on,
         )
