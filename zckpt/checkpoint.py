@@ -6,8 +6,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX
 from zckpt.format.manifest import TIERS, Manifest
 from zckpt.format.rules import broken
 from zckpt.io.budget import Budget, flag
-from zckpt.io.memory import PAGE_BYTES, Sink, Staging, check_cast, cuda_device, fresh_tensor
+from zckpt.io.memory import PAGE_BYTES, Sinks, Staging, check_cast, cuda_device, fresh_tensor
 from zckpt.io.read import ReadFile, run_reads
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Span, StoredPieces, choose_copy, extents, slice_spans
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from zckpt.io.local import IOCount, LocalReader
 
 Device = torch.device | str
-_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +85,7 @@ class TensorInfo:
         return tuple(dict.fromkeys(piece.file for piece in self.pieces))
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(NamedTuple):
     """Elements of one tensor, and the contiguous memory that they go to. ``copy`` is the copy of the tensor to be read;
     None: whichever suits."""
 
@@ -95,6 +93,12 @@ class Want:
     spans: Sequence[Span]
     target: torch.Tensor
     copy: int | None = None
+
+
+@lru_cache
+def _all_of(numel: int) -> tuple[Span]:
+    """The span of a whole tensor: few objects where there are many tensors."""
+    return (Span(0, numel, 0),)
 
 
 class Checkpoint(Mapping[str, TensorInfo]):
@@ -320,9 +324,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
         manifest = self.manifest
         batch_bytes = self._budget.batch_bytes(manifest.block_bytes)
-        found = extents(
-            self._stored(wants, rank), [want.spans for want in wants], [want.info.dtype.itemsize for want in wants]
-        )
+        infos, spans, targets, copies = zip(*wants, strict=True) if wants else ((),) * 4
+        found = extents(self._stored(infos, copies, rank), spans, [info.dtype.itemsize for info in infos])
         files = {number: self.read_file(number, verify=verify) for number in np.unique(found.file).tolist()}
         ops = plan_reads(
             found,
@@ -331,27 +334,28 @@ class Checkpoint(Mapping[str, TensorInfo]):
             verify=verify,
             batch_bytes=batch_bytes,
         )
-        sinks = [Sink(want.info.key, want.target, want.info.dtype) for want in wants]
-        device = cuda_device(want.target for want in wants)
+        sinks = Sinks([info.key for info in infos], targets, [info.dtype for info in infos])
+        device = cuda_device(targets)
         staging = self._staging.setdefault(device, Staging(batch_bytes + 2 * PAGE_BYTES, device))
         run_reads(self.reader, ops, files, sinks, self._budget, staging, advance)
 
-    def _stored(self, wants: Sequence[Want], rank: int | None) -> StoredPieces:
-        """The pieces of one copy of each want's tensor."""
-        places = np.array([want.info._place for want in wants], np.int64).reshape(-1, 2)
+    def _stored(self, infos: Sequence[TensorInfo], copies: Sequence[int | None], rank: int | None) -> StoredPieces:
+        """The pieces of one copy of each tensor: that of ``copies``, or whichever suits ``rank``."""
+        places = np.array([info._place for info in infos], np.int64).reshape(-1, 2)
         chunks = self._chunks_of(places[:, 0], places[:, 1])
         found = []
         for part_id, chunk in sorted(set(zip(places[:, 0].tolist(), chunks.tolist(), strict=True))):
             numbers = np.flatnonzero((places[:, 0] == part_id) & (chunks == chunk))
             rows = places[numbers, 1] - self.manifest.chunks[chunk].first_row
             layout = index_format.take(self.chunk(chunk), rows)
-            numel = np.array([math.prod(wants[number].info.shape) for number in numbers.tolist()], np.int64)
+            numel = np.array([math.prod(infos[number].shape) for number in numbers.tolist()], np.int64)
             start, copy = index_format.spans(layout, numel)
             row_of, _ = index_format.ragged(layout.count)
             chosen = np.zeros(len(numbers), np.int64)
             for i in np.unique(row_of[copy > 0]).tolist():  # the few that have several copies
-                want = wants[int(numbers[i])]
-                chosen[i] = choose_copy(self.pieces(want.info), rank)[0].copy if want.copy is None else want.copy
+                number = int(numbers[i])
+                one = copies[number]
+                chosen[i] = choose_copy(self.pieces(infos[number]), rank)[0].copy if one is None else one
             file = self._file_numbers(part_id, layout.rank, layout.tier)
             columns = (numbers[row_of], file, start, start + layout.length, layout.offset, layout.block)
             found.append(np.stack(columns)[:, copy == chosen[row_of]])
@@ -385,7 +389,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return target
 
     def _whole(self, info: TensorInfo, target: torch.Tensor) -> Want:
-        return Want(info, [Span(0, math.prod(info.shape), 0)], target)
+        return Want(info, _all_of(math.prod(info.shape)), target)
 
     def _empty(
         self, info: TensorInfo, shape: tuple[int, ...], device: Device, dtype: torch.dtype | None
@@ -405,10 +409,10 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     def check_sizes(self, infos: Iterable[TensorInfo]) -> None:
         """Raises FormatError (F001 to F003) unless the files that hold ``infos`` are there and as long as recorded."""
-        wants = [Want(info, (), _NOTHING) for info in infos]
-        stored = self._stored(wants, None)
+        infos = list(infos)
+        stored = self._stored(infos, [None] * len(infos), None)
         numbers, first = np.unique(stored.file, return_index=True)
-        for number, want in zip(numbers.tolist(), stored.want[first].tolist(), strict=True):
+        for number, one in zip(numbers.tolist(), stored.want[first].tolist(), strict=True):
             if number in self._sized:
                 continue
             file = self.manifest.files[number]
@@ -419,7 +423,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
                     "F003",
                     f"the file is {nbytes} bytes long, expected {file.nbytes}",
                     file=path,
-                    key=wants[want].info.key,
+                    key=infos[one].key,
                 )
             self._sized.add(number)
 

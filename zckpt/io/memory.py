@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 PAGE_BYTES = 4096
 """Direct I/O wants file offsets, lengths and memory addresses to be multiples of it."""
 _CACHE_LINE_BYTES = 64
+HOST_MEMORY: Bytes = np.frombuffer((ctypes.c_uint8 * (1 << 47)).from_address(PAGE_BYTES), np.uint8)
+"""The memory of this process from its second page on: nothing lies in the first. A view of it keeps nothing alive."""
 
 
 def available_bytes() -> int:
@@ -88,31 +91,39 @@ def check_cast(stored: torch.dtype, wanted: torch.dtype, key: str) -> None:
         )
 
 
-class Sink:
-    """Where loaded elements go: all of ``target``, a contiguous tensor on any device. Stored elements of another dtype
-    are converted on the way. ``key`` names it in errors."""
+class Sinks:
+    """Where loaded elements go: all of each target, a contiguous tensor on any device. Stored elements of another dtype
+    are converted on the way. ``keys`` name them in errors.
 
-    def __init__(self, key: str, target: torch.Tensor, stored: torch.dtype) -> None:
-        self.key = key
-        self._target = target
+    A target's memory is found by its address: to make views of many small tensors would take longer than to fill them.
+    """
+
+    def __init__(self, keys: Sequence[str], targets: Sequence[torch.Tensor], stored: Sequence[torch.dtype]) -> None:
+        self.keys = keys
+        self._targets = targets
         self._stored = stored
-        self._bytes = host_bytes(target) if target.is_cpu and target.dtype == stored else None
+        self.places = np.array(
+            [
+                target.data_ptr() - PAGE_BYTES if target.is_cpu and target.dtype == dtype else -1
+                for target, dtype in zip(targets, stored, strict=True)
+            ],
+            np.int64,
+        )
+        """Where in HOST_MEMORY stored bytes can be read straight into; less than 0 where they cannot."""
 
-    def memory(self, start: int, stop: int) -> Bytes | None:
-        """The host memory for the stored bytes ``[start, stop)``, if they can be read straight into it."""
-        return None if self._bytes is None else self._bytes[start:stop]
-
-    def put(self, start: int, staged: Bytes) -> None:
+    def put(self, sink: int, start: int, staged: Bytes) -> None:
         """Copies stored bytes in host memory to byte ``start``; to a device, queued on the current stream."""
-        if self._bytes is not None:
-            self._bytes[start : start + len(staged)] = staged
+        place = int(self.places[sink]) + start
+        if self.places[sink] >= 0:
+            HOST_MEMORY[place : place + len(staged)] = staged
             return
-        values = torch.from_numpy(staged)
-        if values.data_ptr() % self._stored.itemsize:
+        values, dtype = torch.from_numpy(staged), self._stored[sink]
+        if values.data_ptr() % dtype.itemsize:
             values = values.clone()  # behind smaller elements in a file that another writer has ordered
-        values = values.view(self._stored)
-        first = start // self._stored.itemsize
-        self._target.detach().reshape(-1)[first : first + values.numel()].copy_(values, non_blocking=True)
+        values = values.view(dtype)
+        first = start // dtype.itemsize
+        flat = self._targets[sink].detach().reshape(-1)
+        flat[first : first + values.numel()].copy_(values, non_blocking=True)
 
 
 def cuda_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:

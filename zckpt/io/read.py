@@ -16,14 +16,14 @@ import numpy as np
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
 from zckpt.io.local import after
-from zckpt.io.memory import PAGE_BYTES, wait_for_caller
+from zckpt.io.memory import HOST_MEMORY, PAGE_BYTES, wait_for_caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.io.budget import Budget
     from zckpt.io.local import LocalReader
-    from zckpt.io.memory import Bytes, Sink, Staging
+    from zckpt.io.memory import Bytes, Sinks, Staging
     from zckpt.plan.coalesce import ReadOp, Segments
 
 DIRECT_BYTES_MIN = 256 << 10
@@ -43,7 +43,7 @@ def run_reads(
     reader: LocalReader,
     ops: Sequence[ReadOp],
     files: Mapping[int, ReadFile],
-    sinks: Sequence[Sink],
+    sinks: Sinks,
     budget: Budget,
     staging: Staging,
     advance: Callable[[int], None],
@@ -62,9 +62,7 @@ def run_reads(
     budget.run(partial(run, op) for op in ops)
 
 
-def _run(
-    reader: LocalReader, op: ReadOp, file: ReadFile, sinks: Sequence[Sink], staging: Staging, direct: bool
-) -> None:
+def _run(reader: LocalReader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Staging, direct: bool) -> None:
     segments = op.segments
     base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes  # the stage begins with byte `base`
     starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]
@@ -84,37 +82,35 @@ def _run(
         if got < stop:
             raise broken(
                 "F003", f"the file ends at byte {got}, expected {file.nbytes}", file=file.path,
-                key=sinks[segments.sink[0]].key, start=op.offset, stop=stop,
+                key=sinks.keys[segments.sink[0]], start=op.offset, stop=stop,
             )  # fmt: skip
         _check_blocks(segments, views, file, starts, sinks)
         with stage.stream():
             _put(segments, views, places, sinks)
 
 
-def _destinations(segments: Segments, sinks: Sequence[Sink]) -> list[Bytes | None]:
+def _destinations(segments: Segments, sinks: Sinks) -> list[Bytes | None]:
     """For each segment the destination's own memory, if all of it goes to one place in host memory as it is."""
     first = np.cumsum(segments.copies) - segments.copies
-    direct = (segments.copies == 1) & (segments.copy_bytes[first] == segments.nbytes)
-    columns = (direct, segments.sink[first], segments.target[first], segments.target[first] + segments.nbytes)
-    return [
-        sinks[sink].memory(start, stop) if alone else None
-        for alone, sink, start, stop in zip(*(column.tolist() for column in columns), strict=True)
-    ]
+    base = sinks.places[segments.sink[first]]
+    direct = (segments.copies == 1) & (segments.copy_bytes[first] == segments.nbytes) & (base >= 0)
+    start = base + segments.target[first]
+    columns = (direct.tolist(), start.tolist(), (start + segments.nbytes).tolist())
+    return [HOST_MEMORY[at:stop] if alone else None for alone, at, stop in zip(*columns, strict=True)]
 
 
-def _put(segments: Segments, views: list[Bytes], places: list[Bytes | None], sinks: Sequence[Sink]) -> None:
+def _put(segments: Segments, views: list[Bytes], places: list[Bytes | None], sinks: Sinks) -> None:
     """Brings what was staged to its sinks."""
-    columns = (segments.source, segments.source + segments.copy_bytes, segments.sink, segments.target)
-    copies = zip(*(column.tolist() for column in columns), strict=True)
-    for view, place, count in zip(views, places, segments.copies.tolist(), strict=True):
-        for start, stop, sink, target in itertools.islice(copies, count):
-            if place is None:
-                sinks[sink].put(target, view[start:stop])
+    last = np.cumsum(segments.copies).tolist()
+    for number, (view, place) in enumerate(zip(views, places, strict=True)):
+        if place is None:
+            for copy in range(last[number] - int(segments.copies[number]), last[number]):
+                start = int(segments.source[copy])
+                staged = view[start : start + int(segments.copy_bytes[copy])]
+                sinks.put(int(segments.sink[copy]), int(segments.target[copy]), staged)
 
 
-def _check_blocks(
-    segments: Segments, views: list[Bytes], file: ReadFile, starts: list[int], sinks: Sequence[Sink]
-) -> None:
+def _check_blocks(segments: Segments, views: list[Bytes], file: ReadFile, starts: list[int], sinks: Sinks) -> None:
     """Raises FormatError (D001, D003) unless every segment that is a block has the block's digest."""
     first, last = int(segments.block[0]), int(segments.block[-1])
     if first < 0:
@@ -125,7 +121,7 @@ def _check_blocks(
             return
     owner = segments.sink[np.cumsum(segments.copies) - segments.copies].tolist()
     for view, block, start, sink in zip(views, segments.block.tolist(), starts, owner, strict=False):
-        check_block(view, block, file, start, sinks[sink].key)
+        check_block(view, block, file, start, sinks.keys[sink])
 
 
 def check_block(view: Bytes | memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:
