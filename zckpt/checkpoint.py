@@ -32,7 +32,8 @@ from zckpt.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from zckpt.format.index import Ints, Layout, Piece
-    from zckpt.io.local import IOCount, LocalReader
+    from zckpt.io.local import IOCount
+    from zckpt.io.store import Reader
 
 Device = torch.device | str
 
@@ -107,7 +108,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     Nothing but the manifest is read until it is asked for.
     """
 
-    def __init__(self, path: str, manifest: Manifest, reader: LocalReader, budget: Budget | None = None) -> None:
+    def __init__(self, path: str, manifest: Manifest, reader: Reader, budget: Budget | None = None) -> None:
         self.path = path
         self.manifest = manifest
         self.reader = reader

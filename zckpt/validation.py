@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zckpt.format.index import Ints, Layout
     from zckpt.format.manifest import Manifest
     from zckpt.format.shard import Header
-    from zckpt.io.local import LocalReader
+    from zckpt.io.store import Reader
 
 
 Facts = tuple[str, str, tuple[int, ...], int, int]
@@ -94,9 +94,7 @@ def _failures(*checks: Callable[[], object]) -> Iterator[FormatError]:
             yield error
 
 
-def _check(
-    checkpoint: Checkpoint, reader: LocalReader, data: bool, advance: Callable[[int], None]
-) -> Iterator[FormatError]:
+def _check(checkpoint: Checkpoint, reader: Reader, data: bool, advance: Callable[[int], None]) -> Iterator[FormatError]:
     manifest = checkpoint.manifest
     yield from _failures(lambda: _check_index_size(checkpoint, reader))
     bad_chunks = list(_failures(*(partial(checkpoint.chunk, number) for number in range(len(manifest.chunks)))))
@@ -124,7 +122,7 @@ def _check(
         yield from _failures(lambda: checkpoint.state, *(partial(checkpoint.rank_state, rank) for rank in ranks))
 
 
-def _check_index_size(checkpoint: Checkpoint, reader: LocalReader) -> None:
+def _check_index_size(checkpoint: Checkpoint, reader: Reader) -> None:
     manifest = checkpoint.manifest
     path = index_path(manifest.save_id)
     nbytes = reader.size(path)
@@ -168,7 +166,7 @@ def _index_rows(checkpoint: Checkpoint) -> Iterator[_Rows]:
                 yield _Rows(part_id, layout, np.repeat(rows, layout.count), spans(layout, numel)[0])
 
 
-def _read_header(checkpoint: Checkpoint, reader: LocalReader, number: int) -> Header:
+def _read_header(checkpoint: Checkpoint, reader: Reader, number: int) -> Header:
     manifest = checkpoint.manifest
     file = manifest.files[number]
     shard = manifest.shard(file)
@@ -197,7 +195,7 @@ def _check_pieces(header: Header, expected: list[Facts], block_bytes: int) -> No
 
 def _check_blocks(
     checkpoint: Checkpoint,
-    reader: LocalReader,
+    reader: Reader,
     rank: int,
     headers: dict[int, Header],
     data: bool,

@@ -1,4 +1,4 @@
-"""A checkpoint's files on a local or mounted file system, read so that nothing outside of its directory is reached."""
+"""A local or mounted file system: read so that nothing outside of a checkpoint is reached, written durably."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import errno
 import fcntl
 import mmap
 import os
+import secrets
+import shutil
 import stat
 import struct
 import threading
@@ -19,11 +21,10 @@ import numpy as np
 
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format.rules import broken
-from zckpt.io.commit import fsync
 from zckpt.io.memory import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from zckpt.io.memory import Bytes
     from zckpt.state.inventory import FileSpan
@@ -52,12 +53,108 @@ class IOCount:
         return self.metadata_bytes + self.data_bytes
 
 
-class LocalReader:
-    """Reads the files of one checkpoint directory by their paths relative to it. Safe to use from several threads.
+class LocalStore:
+    """A directory."""
 
-    Raises FormatError (F001, F002) for a file that is missing, a link or no regular file, and StorageError for what the
-    operating system refuses.
-    """
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def reader(self) -> LocalReader:
+        return LocalReader(self.root)
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(self._full(path)) if path else os.path.exists(self.root)
+
+    def entries(self) -> list[str] | None:
+        if not os.path.isdir(self.root):
+            return None
+        try:
+            return os.listdir(self.root)
+        except OSError as error:
+            raise from_os_error(error, "list", self.root) from error
+
+    def make_directories(self, path: str) -> None:
+        path = self._full(path)
+        missing = []
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path) or "."
+        try:
+            for directory in reversed(missing):
+                try:
+                    os.makedirs(directory, exist_ok=True)
+                except OSError as error:
+                    raise from_os_error(error, "create the directory", directory) from error
+                _fsync_directory(os.path.dirname(directory) or ".")
+        except BaseException:
+            for directory in missing:
+                _quietly(os.rmdir, directory)
+            raise
+
+    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> NewFile:
+        return NewFile(self._full(path), reserved_bytes, direct)
+
+    def put(self, path: str, data: bytes) -> None:
+        path = self._full(path)
+        try:
+            with open(path, "xb", buffering=0) as file:
+                view = memoryview(data)
+                while view:
+                    view = view[file.write(view) :]
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise from_os_error(error, "write", path, 0, len(data)) from error
+
+    def sync_names(self, path: str) -> None:
+        _fsync_directory(self._full(path))
+
+    def replace(self, path: str, data: bytes) -> None:
+        temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+        try:
+            self.put(temporary, data)
+            os.replace(self._full(temporary), self._full(path))
+        except OSError as error:
+            _quietly(os.unlink, self._full(temporary))
+            if isinstance(error, StorageError):
+                raise
+            raise from_os_error(error, "rename", self._full(temporary)) from error
+        _fsync_directory(os.path.dirname(self._full(path)))
+
+    def remove(self, path: str) -> None:
+        shutil.rmtree(self._full(path), ignore_errors=True)
+
+    def remove_if_empty(self, path: str) -> None:
+        _quietly(os.rmdir, self._full(path))
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self.root, path) if path else self.root
+
+
+def _fsync(fd: int, path: str) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise from_os_error(error, "fsync", path) from error
+
+
+def _fsync_directory(path: str) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise from_os_error(error, "open", path) from error
+    try:
+        _fsync(fd, path)
+    finally:
+        os.close(fd)
+
+
+def _quietly(action: Callable[[str], None], path: str) -> None:
+    with suppress(OSError):  # what cannot be removed stays, and the first error is the one to report
+        action(path)
+
+
+class LocalReader:
+    """Reads the files below one directory, and keeps the last ones open for a while."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -66,7 +163,6 @@ class LocalReader:
         self._idle: OrderedDict[tuple[str, int], int] = OrderedDict()
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """``nbytes`` from byte ``offset``, or fewer at the end of the file."""
         buffer = np.empty(nbytes, np.uint8)
         with self.file(path) as fd:
             got, reads = self._fill(fd, [buffer], offset, path)
@@ -76,12 +172,11 @@ class LocalReader:
         return buffer[:got].tobytes()
 
     def size(self, path: str) -> int:
-        """In bytes."""
         with self.file(path) as fd:
             return os.fstat(fd).st_size
 
     def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
-        """Whether all of these bytes are in the page cache. Starts no I/O, as even a read with RWF_NOWAIT would."""
+        # In the page cache, that is. Even a read with RWF_NOWAIT would start I/O.
         start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         length = offset + nbytes - start
         with self.file(path) as fd:
@@ -99,8 +194,6 @@ class LocalReader:
             return not failed and bool((resident[first:] & 1).all())
 
     def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
-        """Fills ``pages``, whole pages of memory, with tensor data from byte ``offset``, a multiple of a page, past the
-        page cache; returns the bytes read: fewer at the end of the file, or 0 where there is no direct I/O."""
         done = reads = 0
         try:
             with self.file(path, os.O_DIRECT) as fd:
@@ -119,8 +212,6 @@ class LocalReader:
         return done
 
     def read_into(self, path: str, views: Sequence[Bytes], offset: int) -> int:
-        """Fills ``views`` one after the other with tensor data from byte ``offset``; returns the bytes read, fewer only
-        at the end of the file."""
         with self.file(path) as fd:
             got, reads = self._fill(fd, views, offset, path)
         self._add(reads, got)
@@ -222,12 +313,11 @@ def after(views: Sequence[Bytes], nbytes: int) -> list[Bytes]:
 
 
 class NewFile:
-    """A file that several threads write at once, each part of it once. With ``direct``, whole pages go past the page
-    cache where the file system allows it; else what is written goes to disk and out of the cache every now and then.
+    """With ``direct``, whole pages go past the page cache where the file system allows it; else what is written goes to
+    disk and out of the cache every now and then.
 
     The first ``reserved_bytes`` have their blocks on the disk from the start, where the file system can: a file that
-    grows is written by one thread at a time, and a full disk shows before a byte is written. Every method raises
-    StorageError or NoSpaceError.
+    grows is written by one thread at a time, and a full disk shows before a byte is written.
     """
 
     def __init__(self, path: str, reserved_bytes: int, direct: bool) -> None:
@@ -254,8 +344,6 @@ class NewFile:
                 raise from_os_error(error, "allocate", self.path, 0, nbytes) from error
 
     def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        """Writes ``nbytes`` at byte ``offset``. They lie in ``stage``, which begins at a page of memory, as far behind
-        its start as ``offset`` is behind the start of a page."""
         base, stop = offset - offset % PAGE_BYTES, offset + nbytes
         first, last = _whole_pages(offset, stop)
         if self._direct_fd >= 0 and first < last:
@@ -275,9 +363,7 @@ class NewFile:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def share(self, source: FileSpan, offset: int) -> bool:
-        """Makes all whole pages from byte ``offset`` on those of another file, which takes neither time nor space; the
-        rest is left to ``write``. False where the file system cannot, or ``source`` lies otherwise in its pages: then
-        nothing has happened."""
+        # Not where the file system cannot, or `source` lies otherwise in its pages
         first, last = _whole_pages(offset, offset + source.nbytes)
         if source.offset % PAGE_BYTES != offset % PAGE_BYTES or first >= last:
             return False
@@ -293,13 +379,11 @@ class NewFile:
         return True
 
     def read_back(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        """Fills the whole pages among the bytes that ``write`` would be given."""
         base = offset - offset % PAGE_BYTES
         first, last = _whole_pages(offset, offset + nbytes)
         read_from(self.path, first, stage[first - base : last - base])
 
     def write_edges(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        """What of ``write`` is no whole page."""
         base, stop = offset - offset % PAGE_BYTES, offset + nbytes
         first, last = _whole_pages(offset, stop)
         self._put(self._fd, stage[offset - base : first - base], offset)
@@ -314,8 +398,7 @@ class NewFile:
             raise from_os_error(error, "write", self.path, offset + done, offset + len(view)) from error
 
     def sync(self) -> None:
-        """Makes the data durable."""
-        fsync(self._fd, self.path)
+        _fsync(self._fd, self.path)
 
     def close(self) -> None:
         for fd in (self._fd, self._direct_fd):

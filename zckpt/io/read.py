@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.io.budget import Budget
-    from zckpt.io.local import LocalReader
     from zckpt.io.memory import Bytes, Sinks, Staging
+    from zckpt.io.store import Reader
     from zckpt.plan.coalesce import ReadOp, Segments
 
 DIRECT_BYTES_MIN = 256 << 10
@@ -40,7 +40,7 @@ class ReadFile:
 
 
 def run_reads(
-    reader: LocalReader,
+    reader: Reader,
     ops: Sequence[ReadOp],
     files: Mapping[int, ReadFile],
     sinks: Sinks,
@@ -62,7 +62,7 @@ def run_reads(
     budget.run(partial(run, op) for op in ops)
 
 
-def _run(reader: LocalReader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Staging, direct: bool) -> None:
+def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Staging, direct: bool) -> None:
     segments = op.segments
     base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes  # the stage begins with byte `base`
     starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]

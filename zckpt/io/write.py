@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from zckpt.format.digest import DIGEST_BYTES, digest
-from zckpt.io.local import NewFile, read_from
+from zckpt.io.local import read_from
 from zckpt.io.memory import PAGE_BYTES, Staging, byte_tensor, cuda_device
 from zckpt.io.pipeline import Pipeline
 from zckpt.plan.layout import FILLER, HEADER, plan_writes
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from zckpt.io.budget import Budget
     from zckpt.io.memory import Stage
+    from zckpt.io.store import Store, Writer
     from zckpt.plan.layout import ShardPlan, WriteOp
     from zckpt.state.inventory import Fragment
 
@@ -41,7 +41,7 @@ def cuda_device_of(fragments: Iterable[Fragment]) -> torch.device | None:
 class _Job:
     """One write to one of the files."""
 
-    file: NewFile
+    file: Writer
     plan: ShardPlan
     op: WriteOp
     shared: bool = False
@@ -78,7 +78,7 @@ class _Job:
 
 
 def write_shards(
-    root: str,
+    store: Store,
     plans: Sequence[ShardPlan],
     budget: Budget,
     block_bytes: int,
@@ -87,7 +87,7 @@ def write_shards(
     taken: Callable[[], None],
     advance: Callable[[int], None],
 ) -> bytes:
-    """Writes the files of one rank under ``root``, whose directories exist, and makes their data durable.
+    """Writes the files of one rank to ``store``, where their directories exist, and makes their data durable.
 
     ``taken`` is called once all of the state has been copied from where it is: from then on it may change. Up to
     ``snapshot_bytes`` of it, or what the budget has for buffers if that is more, are then still to be written.
@@ -97,13 +97,13 @@ def write_shards(
     batch_bytes = budget.batch_bytes(block_bytes)
     fragments = (fragment for plan in plans for fragment in plan.fragments)
     staging = Staging(batch_bytes + PAGE_BYTES, cuda_device_of(fragments))
-    files: list[NewFile] = []
+    files: list[Writer] = []
     try:
         jobs = []
         for plan in plans:
             # What lies in a swap file may not need any space.
             reserved_bytes = 0 if plan.shard.tier == "nvme" else plan.nbytes
-            files.append(NewFile(os.path.join(root, plan.shard.path), reserved_bytes, budget.direct))
+            files.append(store.create(plan.shard.path, reserved_bytes, direct=budget.direct))
             ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=block_bytes)
             jobs += [_Job(files[-1], plan, op) for op in ops]
 

@@ -14,7 +14,7 @@ from zckpt.errors import (
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
-from zckpt.io.local import LocalReader
+from zckpt.io.store import open_store
 
 if TYPE_CHECKING:
     from zckpt.io.budget import Budget
@@ -35,9 +35,10 @@ def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa:
 
 def open_checkpoint(path: str, budget: Budget | None = None) -> Checkpoint:
     """The checkpoint in exactly this directory."""
-    reader = LocalReader(path)
-    if not os.path.lexists(os.path.join(path, names.MANIFEST)):
+    store = open_store(path)
+    if not store.exists(names.MANIFEST):
         raise CheckpointNotFoundError("there is no manifest", file=path)
+    reader = store.reader()
     raw = reader.read(names.MANIFEST, 0, min(reader.size(names.MANIFEST), MANIFEST_BYTES_MAX + 1))
     try:
         return Checkpoint(path, manifest_format.decode(raw), reader, budget)
@@ -48,18 +49,19 @@ def open_checkpoint(path: str, budget: Budget | None = None) -> Checkpoint:
 
 def find(path: str) -> str:
     """The checkpoint's directory. Raises CheckpointNotFoundError, UnfinishedWriteError, FormatError (L001)."""
-    if os.path.lexists(os.path.join(path, names.MANIFEST)):
+    store = open_store(path)
+    if store.exists(names.MANIFEST):
         return path
-    if not os.path.isdir(path):
-        what = "is a file" if os.path.exists(path) else "does not exist"
+    entries = store.entries()
+    if entries is None:
+        what = "is a file" if store.exists("") else "does not exist"
         raise CheckpointNotFoundError(f"the path {what}", file=path, hint="give the directory of a checkpoint or run")
-    if os.path.lexists(os.path.join(path, names.LATEST)):
-        raw = LocalReader(path).read(names.LATEST, 0, LATEST_BYTES_MAX + 1)
+    if names.LATEST in entries:
+        raw = store.reader().read(names.LATEST, 0, LATEST_BYTES_MAX + 1)
         found = os.path.join(path, names.decode_latest(raw, os.path.join(path, names.LATEST)))
-        if os.path.lexists(os.path.join(found, names.MANIFEST)):
+        if open_store(found).exists(names.MANIFEST):
             return found
         raise CheckpointNotFoundError("`latest` names a checkpoint that is not there", file=found, rule="L001")
-    entries = os.listdir(path)
     if any(names.is_data_dir(entry) for entry in entries):
         raise UnfinishedWriteError(
             "a write was begun here and never committed",

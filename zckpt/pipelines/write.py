@@ -26,11 +26,10 @@ from zckpt.errors import (
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
-from zckpt.io import commit
 from zckpt.io.budget import Budget
-from zckpt.io.local import LocalReader
 from zckpt.io.memory import available_bytes, host_bytes, wait_for_caller
 from zckpt.io.ranks import Ranks
+from zckpt.io.store import open_store
 from zckpt.io.write import cuda_device_of, write_shards
 from zckpt.pipelines.open import StrPath, open_checkpoint
 from zckpt.plan import catalog
@@ -252,12 +251,13 @@ def _without_equal_copies(fragments: list[Fragment], ranks: Ranks) -> list[Fragm
 
 def begin_write(target: str, overwrite: bool) -> bytes:
     """Makes the directory that the new data goes to, beside that of an older checkpoint, and returns the save id."""
-    if os.path.lexists(os.path.join(target, names.MANIFEST)) and not overwrite:
+    store = open_store(target)
+    if store.exists(names.MANIFEST) and not overwrite:
         raise CheckpointExistsError(
             "there is already a checkpoint here", file=target, hint="write elsewhere, or pass overwrite=True"
         )
     save_id = secrets.token_hex(8)
-    commit.make_directories(os.path.join(target, names.data_dir(save_id)))
+    store.make_directories(names.data_dir(save_id))
     return save_id.encode()
 
 
@@ -278,44 +278,45 @@ def write_rank(
 
     Raises StorageError, RankError.
     """
-    data = os.path.join(target, names.data_dir(save_id))
-    if not os.path.isdir(data):
+    store = open_store(target)
+    if not store.exists(names.data_dir(save_id)):
         raise RankError(
-            "rank 0 has made a directory that this rank does not see", file=data, rank=rank,
+            "rank 0 has made a directory that this rank does not see",
+            file=os.path.join(target, names.data_dir(save_id)), rank=rank,
             hint="write to a file system that all ranks share",
         )  # fmt: skip
-    own = os.path.join(target, names.rank_dir(save_id, rank))
-    commit.make_directories(own)
+    store.make_directories(names.rank_dir(save_id, rank))
     plans = plan_shards(fragments, save_id, rank, world_size, block_bytes=block_bytes)
     nbytes = sum(int(plan.pieces.nbytes.sum()) for plan in plans)
     with reported(progress, "write", nbytes) as advance:
         table = write_shards(
-            target, plans, budget or Budget.from_environment(), block_bytes,
+            store, plans, budget or Budget.from_environment(), block_bytes,
             snapshot_bytes=snapshot_bytes, taken=taken, advance=advance,
         )  # fmt: skip
-    commit.write_file(os.path.join(target, names.digests_path(save_id, rank)), table)
-    commit.fsync_directory(own)
+    store.put(names.digests_path(save_id, rank), table)
+    store.sync_names(names.rank_dir(save_id, rank))
     return catalog.receipt(rank, digest(table), plans)
 
 
 def commit_write(target: str, save_id: str, receipts: Sequence[bytes], about: catalog.About, *, latest: bool) -> bytes:
     """On rank 0, when every rank's files are durable: the index, then the manifest, then ``latest``."""
     manifest, index = catalog.catalog([catalog.unpack(receipt) for receipt in receipts], save_id, about)
-    reader = LocalReader(target)
+    store = open_store(target)
+    reader = store.reader()
     written = manifest_format.decode(manifest)
     for file in written.files:
         size = reader.size(written.path(file))
         if size != file.nbytes:
             raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=written.path(file))
-    commit.write_file(os.path.join(target, names.index_path(save_id)), index)
-    commit.fsync_directory(os.path.join(target, names.data_dir(save_id)))
+    store.put(names.index_path(save_id), index)
+    store.sync_names(names.data_dir(save_id))
     replaced = _replaced_save(target)
-    commit.replace_file(os.path.join(target, names.MANIFEST), manifest)
+    store.replace(names.MANIFEST, manifest)
     if latest:
-        parent, name = os.path.split(target)
-        commit.replace_file(os.path.join(parent, names.LATEST), names.encode_latest(name))
+        run, name = os.path.split(target)
+        open_store(run).replace(names.LATEST, names.encode_latest(name))
     if replaced is not None:
-        commit.remove_tree(os.path.join(target, names.data_dir(replaced)))
+        store.remove(names.data_dir(replaced))
     return b""
 
 
@@ -336,5 +337,6 @@ def _discard(target: str, save_id: str) -> None:
         pass
     except ZckptError:
         return
-    commit.remove_tree(os.path.join(target, names.data_dir(save_id)))
-    commit.remove_empty_directory(target)
+    store = open_store(target)
+    store.remove(names.data_dir(save_id))
+    store.remove_if_empty("")

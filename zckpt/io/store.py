@@ -1,0 +1,111 @@
+"""The place where checkpoints live: all that reading, writing, committing and cleaning up do to it goes through here.
+
+A store without rename, such as an object store, can be one too: what has to be atomic is ``replace`` alone, and
+directories and the durability of names may be nothing there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from zckpt.io.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zckpt.io.local import IOCount
+    from zckpt.io.memory import Bytes
+    from zckpt.state.inventory import FileSpan
+
+
+class Reader(Protocol):
+    """Reads files of a store, without following links inside of it. Safe to use from several threads.
+
+    Raises FormatError (F001, F002) for a file that is missing, a link or no regular file, and StorageError.
+    """
+
+    count: IOCount
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        """``nbytes`` from byte ``offset``, or fewer at the end of the file."""
+
+    def size(self, path: str) -> int:
+        """In bytes."""
+
+    def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
+        """Whether all of these bytes are in memory already. Starts no I/O."""
+
+    def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
+        """Fills ``pages``, whole pages of memory, with tensor data from byte ``offset``, a multiple of a page, past all
+        caches; returns the bytes read: fewer at the end of the file, or 0 where the store cannot."""
+
+    def read_into(self, path: str, views: Sequence[Bytes], offset: int) -> int:
+        """Fills ``views`` one after the other with tensor data from byte ``offset``; returns the bytes read, fewer only
+        at the end of the file."""
+
+    def close(self) -> None: ...
+
+
+class Writer(Protocol):
+    """One new file, which several threads write at once, each part of it once. Every method raises StorageError."""
+
+    def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
+        """Writes ``nbytes`` at byte ``offset``. They lie in ``stage``, which begins at a page of memory, as far behind
+        its start as ``offset`` is behind the start of a page."""
+
+    def share(self, source: FileSpan, offset: int) -> bool:
+        """Makes all whole pages from byte ``offset`` on those of a file outside of the store, which takes neither time
+        nor space; the rest is left to ``write_edges``. False where that cannot be: then nothing has happened."""
+
+    def read_back(self, stage: Bytes, offset: int, nbytes: int) -> None:
+        """Fills the whole pages, which were shared, among the bytes that ``write`` would be given."""
+
+    def write_edges(self, stage: Bytes, offset: int, nbytes: int) -> None:
+        """What of ``write`` is no whole page."""
+
+    def sync(self) -> None:
+        """Makes the data durable."""
+
+    def close(self) -> None: ...
+
+
+class Store(Protocol):
+    """A checkpoint or a run. Files have paths relative to its ``root``, with ``/`` between their components; the empty
+    path is the root itself. Every method that does not say otherwise raises StorageError or NoSpaceError."""
+
+    root: str
+
+    def reader(self) -> Reader: ...
+
+    def exists(self, path: str) -> bool:
+        """Whether anything is there, be it a link that leads nowhere. The root may be reached through links."""
+
+    def entries(self) -> list[str] | None:
+        """The names directly below the root; None if there is no such directory or prefix."""
+
+    def make_directories(self, path: str) -> None:
+        """Makes ``path``, and all above it, exist for every rank, durably, or leaves nothing of it."""
+
+    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> Writer:
+        """A new file, whose directory exists. ``reserved_bytes``: what it will need at least; that there is no space
+        for it should show here. ``direct``: past all caches, where the store can."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """A new file with these bytes, durable but for its name."""
+
+    def sync_names(self, path: str) -> None:
+        """Makes the names in a directory durable."""
+
+    def replace(self, path: str, data: bytes) -> None:
+        """``path`` always holds all of ``data`` or what it held before; durable on return. The commit."""
+
+    def remove(self, path: str) -> None:
+        """Removes a file, or a directory with all in it. Raises nothing: what cannot be removed stays."""
+
+    def remove_if_empty(self, path: str) -> None:
+        """Removes a directory if nothing is in it. Raises nothing."""
+
+
+def open_store(root: str) -> Store:
+    """The store that a path stands for."""
+    return LocalStore(root)
