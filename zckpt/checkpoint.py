@@ -373,6 +373,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     def _select(self, keys: Keys) -> list[str]:
         """The keys asked for. A tied weight's further names are matched as they are, not by patterns."""
+        if isinstance(keys, str) and keys in self:  # one of very many: need not list them
+            return [keys]
         aliases = {f"{part}/{alias}" for part in self.parts for alias in self.aliases}
         return select(list(self), keys, {key for key in aliases if key in self})
 
