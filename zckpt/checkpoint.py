@@ -21,7 +21,7 @@ from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX
 from zckpt.format.manifest import TIERS, Manifest
 from zckpt.format.rules import broken
 from zckpt.io.budget import Budget, flag
-from zckpt.io.memory import PAGE_BYTES, Sinks, Staging, check_cast, cuda_device, fresh_tensor
+from zckpt.io.memory import Sinks, check_cast, cuda_device, fresh_tensor, staging_for
 from zckpt.io.read import ReadFile, run_reads
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Span, StoredPieces, choose_copy, extents, slice_spans
@@ -113,7 +113,6 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.manifest = manifest
         self.reader = reader
         self._budget = budget or Budget.from_environment()
-        self._staging: dict[torch.device | None, Staging] = {}
         self._layouts: dict[int, Layout] = {}
         self._tables: dict[int, memoryview] = {}
         self._sized: set[int] = set()
@@ -337,7 +336,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         )
         sinks = Sinks([info.key for info in infos], targets, [info.dtype for info in infos])
         device = cuda_device(targets)
-        staging = self._staging.setdefault(device, Staging(batch_bytes + 2 * PAGE_BYTES, device))
+        staging = staging_for(batch_bytes, device)
         run_reads(self.reader, ops, files, sinks, self._budget, staging, advance)
 
     def _stored(self, infos: Sequence[TensorInfo], copies: Sequence[int | None], rank: int | None) -> StoredPieces:
