@@ -29,7 +29,7 @@ from zckpt.pipelines.restore import restore
 from zckpt.pipelines.validate import validate
 from zckpt.pipelines.write import wait, write
 from zckpt.progress import Progress, ProgressBar
-from zckpt.validation import Finding, Report
+from zckpt.validation.report import Finding, Observation, Report
 from zckpt.version import __version__
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "MismatchError",
     "MissingFileError",
     "NoSpaceError",
+    "Observation",
     "PendingWrite",
     "PieceInfo",
     "Progress",
