@@ -39,10 +39,10 @@ WITHOUT_TORCH = {"version", "errors", "format", "state", "plan"}
 
 PUBLIC_NAMES = """
     Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError DigestError FeatureError Finding
-    FormatError KeyNotFoundError MismatchError MissingFileError NoSpaceError Observation PendingWrite PieceInfo Progress
-    ProgressBar RankError Report SizeError StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError
-    VersionError ZckptError
-    __version__ attach attach_all detach open restore validate wait write
+    FormatError KeyNotFoundError LockedError MismatchError MissingFileError NoSpaceError Observation PendingWrite
+    PieceInfo Progress ProgressBar RankError Removed RepairReport Report SizeError StateError StorageError TensorInfo
+    UnfinishedWriteError UnsupportedError VersionError ZckptError
+    __version__ attach attach_all detach gc open repair restore validate wait write
 """
 
 FILES = sorted(ROOT.rglob("*.py"))

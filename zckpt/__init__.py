@@ -10,6 +10,7 @@ from zckpt.errors import (
     FeatureError,
     FormatError,
     KeyNotFoundError,
+    LockedError,
     MismatchError,
     MissingFileError,
     NoSpaceError,
@@ -24,6 +25,7 @@ from zckpt.errors import (
 )
 from zckpt.integrations.deepspeed import attach, attach_all, detach
 from zckpt.io.budget import Budget
+from zckpt.pipelines.gc import Cleanup, Removed, gc
 from zckpt.pipelines.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
 from zckpt.pipelines.restore import restore
 from zckpt.pipelines.validate import validate
@@ -38,11 +40,13 @@ __all__ = [
     "Checkpoint",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "Cleanup",
     "DigestError",
     "FeatureError",
     "Finding",
     "FormatError",
     "KeyNotFoundError",
+    "LockedError",
     "MismatchError",
     "MissingFileError",
     "NoSpaceError",
@@ -52,6 +56,7 @@ __all__ = [
     "Progress",
     "ProgressBar",
     "RankError",
+    "Removed",
     "Report",
     "SizeError",
     "StateError",
@@ -65,6 +70,7 @@ __all__ = [
     "attach",
     "attach_all",
     "detach",
+    "gc",
     "open",
     "restore",
     "validate",

@@ -4,6 +4,7 @@
     ├── CheckpointNotFoundError      (FileNotFoundError)   nothing there that could be opened
     │   └── UnfinishedWriteError                           data without a manifest: a write that never committed
     ├── CheckpointExistsError        (FileExistsError)     a write would replace a checkpoint
+    ├── LockedError                  (BlockingIOError)     another process is writing the same checkpoint
     ├── FormatError                  (ValueError)          bytes that break a rule of the specification
     │   ├── VersionError                                   written by a newer format version
     │   ├── FeatureError                                   needs a feature that this reader does not know
@@ -77,6 +78,10 @@ class UnfinishedWriteError(CheckpointNotFoundError):
 
 class CheckpointExistsError(ZckptError, FileExistsError):
     """A checkpoint is already at this path and ``overwrite`` was not asked for."""
+
+
+class LockedError(ZckptError, BlockingIOError):
+    """Another process is writing the same checkpoint."""
 
 
 class FormatError(ZckptError, ValueError):
