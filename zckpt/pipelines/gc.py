@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.errors import CheckpointNotFoundError, FormatError, LockedError, StorageError
+from zckpt.errors import CheckpointNotFoundError, FormatError, LockedError, StorageError, ZckptError
 from zckpt.format import names
 from zckpt.io.lock import DEAD_SECONDS, WriteLock, is_alive, read_lock
 from zckpt.io.store import open_store
@@ -62,8 +62,7 @@ def gc(path: StrPath, *, keep: int | None = None, dry_run: bool = False) -> Clea
         raise ValueError(f"keep must be 1 or more, got {keep}")
     root = os.fspath(path)
     run = open_store(root)
-    entries = run.entries()
-    if entries is None:
+    if run.entries() is None:
         raise CheckpointNotFoundError("there is no such directory", file=root)
     checkpoints = [name for name in run.directories() if _is_checkpoint(open_store(os.path.join(root, name)))]
     unwanted = set() if keep is None else _unwanted(root, checkpoints, keep)
@@ -72,27 +71,45 @@ def gc(path: StrPath, *, keep: int | None = None, dry_run: bool = False) -> Clea
         work.clean(root)
     for name in checkpoints:
         work.clean(os.path.join(root, name), root if name in unwanted else None)
-    for name in sorted(entries):
-        # A commit holds it for an instant; that of a dead writer grows old.
-        if names.is_temporary(name, names.LATEST):
-            changed_at = run.changed_at(name)
-            if changed_at is not None and run.now() - changed_at > DEAD_SECONDS:
-                work.remove(run, [name], "leftover")
+    work.remove(run, run_leftovers(root), "leftover")
     return Cleanup(tuple(work.removed), tuple(work.in_use), dry_run)
 
 
 def leftovers(path: str) -> list[str]:
     """The names in a checkpoint's directory that no manifest names, or may name: of writes that died, failed or were
     replaced, and of the one under way. Whoever removes them holds the lock."""
-    store = open_store(path)
     named = None
     try:
         named = names.data_dir(open_checkpoint(path).manifest.save_id)
     except CheckpointNotFoundError:
         pass
-    except FormatError:  # it may name any of them
+    except ZckptError:  # it may name any of them
         return []
-    return [name for name in sorted(store.entries() or ()) if _is_leftover(name) and name != named]
+    return [name for name in _entries(open_store(path)) if _is_leftover(name) and name != named]
+
+
+def run_leftovers(path: str) -> list[str]:
+    """The same of a run, which has no lock: a commit needs its file for an instant, that of a dead writer grows old."""
+    run = open_store(path)
+    found = [name for name in _entries(run) if names.is_temporary(name, names.LATEST)]
+    changed_at = {name: run.changed_at(name) for name in found}
+    now = run.now() if found else 0.0
+    return [name for name, at in changed_at.items() if at is not None and now - at > DEAD_SECONDS]
+
+
+def remove_leftovers(path: str) -> None:
+    """Of a checkpoint, whose lock the caller holds, and of its run. What cannot be removed stays."""
+    for where, found in ((path, leftovers(path)), (os.path.dirname(path), run_leftovers(os.path.dirname(path)))):
+        for name in found:
+            open_store(where).remove(name)
+
+
+def _entries(store: Store) -> list[str]:
+    """None where they cannot be listed: what cannot be cleaned up stays."""
+    try:
+        return sorted(store.entries() or ())
+    except StorageError:
+        return []
 
 
 def _is_leftover(name: str) -> bool:

@@ -19,9 +19,7 @@ from zckpt.background import PendingWrite, finish_current, start_write
 from zckpt.engines import adapt
 from zckpt.errors import (
     CheckpointExistsError,
-    CheckpointNotFoundError,
     RankError,
-    ZckptError,
 )
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names, tree
@@ -32,8 +30,7 @@ from zckpt.io.memory import available_bytes, host_bytes, wait_for_caller
 from zckpt.io.ranks import Ranks
 from zckpt.io.store import open_store
 from zckpt.io.write import cuda_device_of, write_shards
-from zckpt.pipelines.gc import leftovers
-from zckpt.pipelines.open import StrPath, open_checkpoint
+from zckpt.pipelines.gc import leftovers, remove_leftovers
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.progress import Progress, reported
@@ -45,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from zckpt.engines.base import EngineAdapter
+    from zckpt.pipelines.open import StrPath
 
 
 BLOCK_BYTES = 1 << 20
@@ -189,8 +187,8 @@ def _finish_write(
         ranks.first(commit, "commit")
         committed = True
     finally:
-        if not committed and ranks.rank == 0:
-            _discard(target, save_id)
+        if not committed and ranks.rank == 0 and names.data_dir(save_id) in leftovers(target):
+            open_store(target).remove(names.data_dir(save_id))
         lock.release()
         if not committed and ranks.rank == 0:
             open_store(target).remove_if_empty("")
@@ -281,8 +279,7 @@ def begin_write(target: str, overwrite: bool, save_id: str | None = None) -> byt
         raise CheckpointExistsError(
             "there is already a checkpoint here", file=target, hint="write elsewhere, or pass overwrite=True"
         )
-    for name in leftovers(target):
-        store.remove(name)
+    remove_leftovers(target)
     save_id = save_id or secrets.token_hex(8)
     store.make_directories(names.data_dir(save_id))
     return save_id.encode()
@@ -346,33 +343,10 @@ def commit_write(
             raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=written.path(file))
     store.put(names.index_path(save_id), index)
     store.sync_names(names.data_dir(save_id))
-    replaced = _replaced_save(target)
     confirm()
     store.replace(names.MANIFEST, manifest)
     if latest:
-        run, name = os.path.split(target)
-        open_store(run).replace(names.LATEST, names.encode_latest(name))
-    if replaced is not None:
-        store.remove(names.data_dir(replaced))
+        parent, name = os.path.split(target)
+        open_store(parent).replace(names.LATEST, names.encode_latest(name))
+    remove_leftovers(target)
     return b""
-
-
-def _replaced_save(target: str) -> str | None:
-    """The save id of the manifest that is about to be replaced; None if there is none or it cannot be read."""
-    try:
-        return open_checkpoint(target).manifest.save_id
-    except ZckptError:
-        return None
-
-
-def _discard(target: str, save_id: str) -> None:
-    """After a failure: removes what this write has made, unless a manifest names it, or may do so."""
-    try:
-        if open_checkpoint(target).manifest.save_id == save_id:
-            return
-    except CheckpointNotFoundError:
-        pass
-    except ZckptError:
-        return
-    store = open_store(target)
-    store.remove(names.data_dir(save_id))
