@@ -38,10 +38,10 @@ ALLOWED = {
 WITHOUT_TORCH = {"version", "errors", "format", "state", "plan"}
 
 PUBLIC_NAMES = """
-    Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError DigestError FeatureError Finding
-    FormatError KeyNotFoundError LockedError MismatchError MissingFileError NoSpaceError Observation PendingWrite
-    PieceInfo Progress ProgressBar RankError Removed RepairReport Report SizeError StateError StorageError TensorInfo
-    UnfinishedWriteError UnsupportedError VersionError ZckptError
+    Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup DigestError FeatureError
+    Finding FormatError KeyNotFoundError LockedError MismatchError MissingFileError NoSpaceError Observation
+    PendingWrite PieceInfo Progress ProgressBar RankError Removed RepairError RepairReport Report SizeError
+    StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
     __version__ attach attach_all detach gc open repair restore validate wait write
 """
 

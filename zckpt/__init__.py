@@ -15,6 +15,7 @@ from zckpt.errors import (
     MissingFileError,
     NoSpaceError,
     RankError,
+    RepairError,
     SizeError,
     StateError,
     StorageError,
@@ -27,6 +28,7 @@ from zckpt.integrations.deepspeed import attach, attach_all, detach
 from zckpt.io.budget import Budget
 from zckpt.pipelines.gc import Cleanup, Removed, gc
 from zckpt.pipelines.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
+from zckpt.pipelines.repair import RepairReport, repair
 from zckpt.pipelines.restore import restore
 from zckpt.pipelines.validate import validate
 from zckpt.pipelines.write import wait, write
@@ -57,6 +59,8 @@ __all__ = [
     "ProgressBar",
     "RankError",
     "Removed",
+    "RepairError",
+    "RepairReport",
     "Report",
     "SizeError",
     "StateError",
@@ -72,6 +76,7 @@ __all__ = [
     "detach",
     "gc",
     "open",
+    "repair",
     "restore",
     "validate",
     "wait",

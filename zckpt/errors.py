@@ -11,6 +11,7 @@
     │   ├── MissingFileError                               the manifest names a file that is not there
     │   ├── SizeError                                      a file is shorter or longer than recorded
     │   └── DigestError                                    bytes differ from their recorded digest
+    ├── RepairError                  (RuntimeError)        a checkpoint cannot be rebuilt from what is there
     ├── KeyNotFoundError             (KeyError)            no such key; names the nearest ones
     ├── CastError                    (TypeError)           a dtype that cannot be converted without nonsense
     ├── StateError                   (TypeError)           a value that the state tree cannot hold
@@ -106,6 +107,10 @@ class SizeError(FormatError):
 
 class DigestError(FormatError):
     """Bytes differ from their recorded digest."""
+
+
+class RepairError(ZckptError, RuntimeError):
+    """A checkpoint cannot be rebuilt from what is there; the message lists every reason."""
 
 
 class KeyNotFoundError(ZckptError, KeyError):

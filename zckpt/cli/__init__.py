@@ -7,12 +7,12 @@ import sys
 from typing import TYPE_CHECKING
 
 import zckpt
-from zckpt.cli import gc, run, validate
+from zckpt.cli import gc, repair, run, validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = {"gc": gc, "run": run, "validate": validate}
+COMMANDS = {"gc": gc, "repair": repair, "run": run, "validate": validate}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from zckpt.format.names import digests_path, index_path, piece_name, split_piece
 from zckpt.format.rules import broken
 from zckpt.io.read import ReadFile, check_block, read_op
 from zckpt.plan.coalesce import plan_reads
-from zckpt.plan.reshard import Extents
+from zckpt.plan.reshard import file_extents
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import MASTER, PARAM
 from zckpt.validation.report import Finding
@@ -143,7 +143,7 @@ class _Check:
         }
         entries = [(header, entry) for header in headers.values() for entry in header.entries]
         ops = plan_reads(
-            _extents(headers, self.manifest.block_bytes),
+            file_extents(headers, self.manifest.block_bytes),
             data_starts=self.manifest.files.data_start,
             block_bytes=self.manifest.block_bytes,
             verify=True,
@@ -237,19 +237,6 @@ def _derived(manifest: Manifest, rows: Sequence[_Rows]) -> dict[str, str]:
         for name, dtype in found[PARAM].items()
         if dtype in ("F16", "BF16") and found[MASTER].get(name) in ("F32", "F64")
     }
-
-
-def _extents(headers: Mapping[int, Header], block_bytes: int) -> Extents:
-    """All entries of these files; each one's sink is its position among all of them."""
-    rows = []
-    for number, header in headers.items():
-        block = block_count(header.data_start, block_bytes)
-        for entry in header.entries:
-            rows.append((number, entry.offset, entry.nbytes, block))
-            block += block_count(entry.nbytes, block_bytes)
-    file, offset, nbytes, block_column = np.array(rows, np.int64).reshape(-1, 4).T
-    zeros, sinks = np.zeros(len(rows), np.int64), np.arange(len(rows))
-    return Extents(file, offset, nbytes, block_column, zeros, nbytes, sinks, zeros)
 
 
 def _check_filler(view: Bytes, file: ReadFile, start: int, name: str) -> None:
