@@ -45,36 +45,36 @@ def names_in(path: Path) -> list[str]:
 COMMITTED = ["data", "manifest.msgpack"]
 
 
-def test_one_of_many_gets_the_lock(tmp_path: Path) -> None:
-    def acquire(number: int) -> str:
-        try:
-            WriteLock(LocalStore(str(tmp_path))).acquire()
-        except LockedError:
-            return "locked"
-        time.sleep(1)  # it ends without giving it back
-        return "got it"
+MANY = 12
 
-    assert sorted(in_processes(12, acquire)) == ["got it"] + ["locked"] * 11
-    assert names_in(tmp_path) == ["write.lock"], "no temporary name is left"
+
+def race(path: Path, number: int) -> bool:
+    """Whether this one of ``MANY`` processes gets the lock. Nobody ends before all have tried."""
+    lock, tried = WriteLock(LocalStore(str(path / "c"))), path / "tried"
+    tried.mkdir(exist_ok=True)
+    try:
+        lock.acquire()
+    except LockedError:
+        lock = None
+    (tried / str(number)).touch()
+    while len(os.listdir(tried)) < MANY:
+        time.sleep(0.01)
+    if lock is not None:
+        lock.confirm()
+    return lock is not None  # it ends without giving it back
+
+
+def test_one_of_many_gets_the_lock(tmp_path: Path) -> None:
+    assert sum(in_processes(MANY, lambda number: race(tmp_path, number))) == 1
+    assert names_in(tmp_path / "c") == ["write.lock"], "no temporary name is left"
 
 
 def test_one_of_many_takes_over_from_a_dead_one(tmp_path: Path) -> None:
-    holding = stopped_at(lambda wait: (WriteLock(LocalStore(str(tmp_path))).acquire(), wait()))
+    holding = stopped_at(lambda wait: (WriteLock(LocalStore(str(tmp_path / "c"))).acquire(), wait()))
     with holding as (pid, _), pytest.raises(LockedError, match=f"process {pid} on .*, since 20"):
-        WriteLock(LocalStore(str(tmp_path))).acquire()
-
-    def acquire(number: int) -> bool:
-        lock = WriteLock(LocalStore(str(tmp_path)))
-        try:
-            lock.acquire()
-            time.sleep(0.5)
-            lock.confirm()
-        except LockedError:
-            return False
-        return True
-
-    assert sum(in_processes(12, acquire)) == 1
-    assert names_in(tmp_path) == ["write.lock"]
+        WriteLock(LocalStore(str(tmp_path / "c"))).acquire()
+    assert sum(in_processes(MANY, lambda number: race(tmp_path, number))) == 1
+    assert names_in(tmp_path / "c") == ["write.lock"]
 
 
 def leave(path: Path, age_seconds: float, **holder: Any) -> None:

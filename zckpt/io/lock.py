@@ -54,11 +54,18 @@ class WriteLock:
     def acquire(self) -> None:
         """Makes the checkpoint's directory too. A lock that a dead writer has left is taken over. Raises LockedError,
         StorageError."""
+        try:
+            self._acquire()
+        except BaseException:
+            self._store.remove_if_empty("")
+            raise
+        threading.Thread(target=self._beat, name="zckpt-heartbeat", daemon=True).start()
+
+    def _acquire(self) -> None:
         for _ in range(_ATTEMPTS):  # others may come and go, or take over what is dead, at the same time
             self._store.make_directories("")
-            if self._store.claim(LOCK, self._data):
-                self._held = True
-                threading.Thread(target=self._beat, name="zckpt-heartbeat", daemon=True).start()
+            self._held = self._store.claim(LOCK, self._data)
+            if self._held:
                 return
             holder = read_lock(self._store)
             if holder is not None:
