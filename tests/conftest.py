@@ -22,6 +22,17 @@ def cluster() -> Iterator[Cluster]:
     cluster.close()
 
 
+@pytest.fixture(autouse=True)
+def _nvme(request: pytest.FixtureRequest) -> None:
+    """Skips the tests of engines that offload to NVMe where they cannot: by their marker, or by their parameters."""
+    node = request.node
+    wanted = node.get_closest_marker("nvme") or any(word in node.name for word in ("nvme", "disk"))
+    if wanted and "cluster" in request.fixturenames:
+        cluster: Cluster = request.getfixturevalue("cluster")
+        if not cluster.run("ops:async_io", 1, init=False)[0]:
+            pytest.skip("no NVMe offload on the CPU: needs libaio (install libaio-dev) and DeepSpeed 0.19")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
         import torch

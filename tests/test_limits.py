@@ -189,7 +189,7 @@ def restore_small(path: str, setup: dict[str, Any], swap: str) -> dict[str, Any]
 
 
 @pytest.mark.nvme
-def test_a_model_too_small_for_nvme(cluster: Cluster, tmp_path: Path, needs_nvme: None) -> None:
+def test_a_model_too_small_for_nvme(cluster: Cluster, tmp_path: Path) -> None:
     path, setup = str(tmp_path / "c"), {"offload_optimizer": NVME, "scheduler": True, "groups": True}
     saved = cluster.run(write_small, 2, path, setup, str(tmp_path / "swap"))
     assert cluster.run(restore_small, 2, path, setup, str(tmp_path / "other")) == saved
@@ -209,7 +209,7 @@ def save_twice(directory: str, swap: str) -> dict[str, Any]:
 
 
 @pytest.mark.nvme
-def test_the_same_tag_twice_on_nvme(cluster: Cluster, tmp_path: Path, needs_nvme: None) -> None:
+def test_the_same_tag_twice_on_nvme(cluster: Cluster, tmp_path: Path) -> None:
     saved = cluster.run(save_twice, 2, str(tmp_path), str(tmp_path / "swap"))[0]
     checkpoint = zckpt.open(tmp_path)
     assert checkpoint.path.endswith("best")
@@ -220,12 +220,6 @@ def test_the_same_tag_twice_on_nvme(cluster: Cluster, tmp_path: Path, needs_nvme
     assert {f"param/{name}": fingerprint(tensor) for name, tensor in exported.items()} == {
         key: value for key, value in saved.items() if key.startswith("param/")
     }
-
-
-@pytest.fixture
-def needs_nvme(cluster: Cluster) -> None:
-    if not cluster.run("ops:async_io", 1, init=False)[0]:
-        pytest.skip("no libaio (install libaio-dev): DeepSpeed cannot build the op behind NVMe offload")
 
 
 # Damage and malice
@@ -297,7 +291,7 @@ def restore_each(paths: list[str], whole: str, swap: str) -> dict[str, Any]:
 
 
 @pytest.mark.nvme
-def test_damage_is_an_error_on_every_rank(cluster: Cluster, tmp_path: Path, needs_nvme: None) -> None:
+def test_damage_is_an_error_on_every_rank(cluster: Cluster, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     cluster.run(write_wide, 2, str(whole), str(tmp_path / "swap"))
     for name, (damage, file) in DAMAGES.items():

@@ -90,13 +90,6 @@ def marked(cases: dict[str, Any]) -> list[Any]:
     return [pytest.param(case, marks=marks[case]) for case in cases]
 
 
-@pytest.fixture(autouse=True)
-def _async_io(request: pytest.FixtureRequest, cluster: Cluster) -> None:
-    on_disk = any(word in request.node.name for word in ("nvme", "disk"))
-    if (on_disk or request.node.get_closest_marker("nvme")) and not cluster.run("ops:async_io", 1, init=False)[0]:
-        pytest.skip("no NVMe offload on the CPU: needs libaio (install libaio-dev) and DeepSpeed 0.19")
-
-
 def state(engine: DeepSpeedEngine) -> dict[str, Any]:
     zero = engine.optimizer
     steps = [{k: v for k, v in one.items() if k == "step"} for one in zero.optimizer.state.values()]

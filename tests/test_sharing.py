@@ -103,8 +103,6 @@ def test_a_shared_checkpoint_takes_no_space_and_keeps_its_bytes(shares: Path) ->
 
 @pytest.mark.nvme
 def test_a_restored_run_goes_on_bit_for_bit(cluster: Cluster, shares: Path) -> None:
-    if not cluster.run("ops:async_io", 1, init=False)[0]:
-        pytest.skip("no libaio (install libaio-dev): DeepSpeed cannot build the op behind NVMe offload")
     steps, setup = CASES["nvme+disk"]
     path, swap, other = (str(shares / name) for name in ("checkpoint", "swap", "other"))
     through = cluster.run(write_and_go_on, 2, path, setup, swap, steps)

@@ -21,7 +21,7 @@ from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX
 from zckpt.format.manifest import TIERS, Manifest
 from zckpt.format.rules import broken
 from zckpt.io.budget import Budget, flag
-from zckpt.io.memory import PAGE_BYTES, Sinks, Staging, check_cast, cuda_device, fresh_tensor
+from zckpt.io.memory import Sinks, check_cast, cuda_device, fresh_tensor, staging_for
 from zckpt.io.read import ReadFile, run_reads
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Span, StoredPieces, choose_copy, extents, slice_spans
@@ -113,7 +113,6 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.manifest = manifest
         self.reader = reader
         self.budget = budget or Budget.from_environment()
-        self._staging: dict[torch.device | None, Staging] = {}
         self._layouts: dict[int, Layout] = {}
         self._tables: dict[int, memoryview] = {}
         self._sized: set[int] = set()
@@ -335,16 +334,13 @@ class Checkpoint(Mapping[str, TensorInfo]):
             batch_bytes=self.batch_bytes,
         )
         sinks = Sinks([info.key for info in infos], targets, [info.dtype for info in infos])
-        run_reads(self.reader, ops, files, sinks, self.budget, self.staging(cuda_device(targets)), advance)
+        staging = staging_for(self.batch_bytes, cuda_device(targets))
+        run_reads(self.reader, ops, files, sinks, self.budget, staging, advance)
 
     @property
     def batch_bytes(self) -> int:
         """Of one read, at most."""
         return self.budget.batch_bytes(self.manifest.block_bytes)
-
-    def staging(self, device: torch.device | None) -> Staging:
-        """The buffers for reads of ``batch_bytes``."""
-        return self._staging.setdefault(device, Staging(self.batch_bytes + 2 * PAGE_BYTES, device))
 
     def _stored(self, infos: Sequence[TensorInfo], copies: Sequence[int | None], rank: int | None) -> StoredPieces:
         """The pieces of one copy of each tensor: that of ``copies``, or whichever suits ``rank``."""
@@ -379,6 +375,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     def _select(self, keys: Keys) -> list[str]:
         """The keys asked for. A tied weight's further names are matched as they are, not by patterns."""
+        if isinstance(keys, str) and keys in self:  # one of very many: need not list them
+            return [keys]
         aliases = {f"{part}/{alias}" for part in self.parts for alias in self.aliases}
         return select(list(self), keys, {key for key in aliases if key in self})
 

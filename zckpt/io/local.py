@@ -23,15 +23,13 @@ import numpy as np
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format.names import LOCK
 from zckpt.format.rules import broken
-from zckpt.io.memory import PAGE_BYTES
+from zckpt.io.memory import PAGE_BYTES, libc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from zckpt.io.memory import Bytes
     from zckpt.state.inventory import FileSpan
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 IDLE_FILES_MAX = 64
 FICLONERANGE = 0x4020940D
@@ -279,7 +277,7 @@ class LocalReader:
         with mapped:
             resident = np.zeros(-(-length // PAGE_BYTES), np.uint8)  # bit 0 of a byte for each page
             address = np.frombuffer(mapped, np.uint8).ctypes.data
-            failed = _libc.mincore(
+            failed = libc.mincore(
                 ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_void_p(resident.ctypes.data)
             )
             first = (offset - start) // PAGE_BYTES
@@ -430,7 +428,7 @@ class NewFile:
                 self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def _reserve(self, nbytes: int) -> None:
-        if nbytes and _libc.fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        if nbytes and libc.fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
             error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise from_os_error(error, "allocate", self.path, 0, nbytes) from error

@@ -6,7 +6,7 @@ import ctypes
 import math
 import threading
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
+libc = ctypes.CDLL(None, use_errno=True)
 PAGE_BYTES = 4096
 """Direct I/O wants file offsets, lengths and memory addresses to be multiples of it."""
 _CACHE_LINE_BYTES = 64
+MADV_FREE = 8
+"""madvise(2)."""
 HOST_MEMORY: Bytes = np.frombuffer((ctypes.c_uint8 * (1 << 47)).from_address(PAGE_BYTES), np.uint8)
 """The memory of this process from its second page on: nothing lies in the first. A view of it keeps nothing alive."""
 
@@ -167,6 +170,12 @@ class Stage:
         """Context in which copies are queued; a no-op without a device."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    def rest(self) -> None:
+        """Its content is not needed any more: the system may take the memory, and does when it runs short. What it
+        leaves is as quick to write to as it was."""
+        if self._stream is None:
+            libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self._nbytes), MADV_FREE)
+
     def wait(self) -> None:
         """Until the queued copies are done, so that the buffer may be used again."""
         if self._stream is not None:
@@ -174,10 +183,14 @@ class Stage:
 
 
 class Staging:
-    """Staging buffers of ``nbytes``, made as they are needed and used again. Safe to use from several threads."""
+    """Staging buffers of ``nbytes``, made as they are needed and used again. Safe to use from several threads.
+
+    ``staging_for`` keeps them for the life of the process: to write to memory for the first time takes several times
+    longer than to write to it again.
+    """
 
     def __init__(self, nbytes: int, device: torch.device | None) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self.device = device
         self._idle: list[Stage] = []
         self._lock = threading.Lock()
@@ -186,13 +199,21 @@ class Staging:
         """A buffer for the caller alone, until it is released."""
         with self._lock:
             stage = self._idle.pop() if self._idle else None
-        return stage or Stage(self._nbytes, self.device)
+        return stage or Stage(self.nbytes, self.device)
 
     def release(self, stage: Stage) -> None:
         """Waits until every copy that was queued on it is done."""
         stage.wait()
         with self._lock:
             self._idle.append(stage)
+
+    def rest(self) -> None:
+        """To be called when the work is done. What is pinned goes back to torch, which keeps it for the next."""
+        with self._lock:
+            if self.device is not None:
+                self._idle.clear()
+            for stage in self._idle:
+                stage.rest()
 
     @contextmanager
     def lend(self) -> Iterator[Stage]:
@@ -202,3 +223,9 @@ class Staging:
             yield stage
         finally:
             self.release(stage)
+
+
+@lru_cache(maxsize=4)
+def staging_for(batch_bytes: int, device: torch.device | None) -> Staging:
+    """Buffers that hold a read or a write of ``batch_bytes``, with a page to spare on either side."""
+    return Staging(batch_bytes + 2 * PAGE_BYTES, device)

@@ -59,7 +59,10 @@ def run_reads(
         _run(reader, op, files[op.file], sinks, staging, budget.direct)
         advance(int(op.segments.copy_bytes.sum()))
 
-    budget.run([partial(run, op) for op in ops])
+    try:
+        budget.run([partial(run, op) for op in ops])
+    finally:
+        staging.rest()
 
 
 def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Staging, direct: bool) -> None:

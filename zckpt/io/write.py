@@ -17,7 +17,7 @@ import torch
 
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.io.local import read_from
-from zckpt.io.memory import PAGE_BYTES, Staging, byte_tensor, cuda_device
+from zckpt.io.memory import PAGE_BYTES, byte_tensor, cuda_device, staging_for
 from zckpt.io.pipeline import Pipeline
 from zckpt.plan.layout import FILLER, HEADER, plan_writes
 from zckpt.state.inventory import FileSpan
@@ -96,7 +96,7 @@ def write_shards(
     table = bytearray(sum(plan.blocks for plan in plans) * DIGEST_BYTES)
     batch_bytes = budget.batch_bytes(block_bytes)
     fragments = (fragment for plan in plans for fragment in plan.fragments)
-    staging = Staging(batch_bytes + PAGE_BYTES, cuda_device_of(fragments))
+    staging = staging_for(batch_bytes, cuda_device_of(fragments))
     files: list[Writer] = []
     try:
         jobs = []
@@ -113,11 +113,12 @@ def write_shards(
 
         pipeline = Pipeline(
             jobs, _take, put, staging,
-            max(snapshot_bytes // (batch_bytes + PAGE_BYTES), budget.threads), taken,
+            max(snapshot_bytes // staging.nbytes, budget.threads), taken,
         )  # fmt: skip
         budget.run([pipeline.work] * budget.threads)
         budget.run(file.sync for file in files)
     finally:
+        staging.rest()
         for file in files:
             file.close()
     return bytes(table)

@@ -28,7 +28,7 @@ from zckpt.format import shard as shard_format
 from zckpt.format.digest import DIGEST_BYTES, block_count, blocks, digest
 from zckpt.io.budget import Budget
 from zckpt.io.lock import WriteLock
-from zckpt.io.memory import PAGE_BYTES, Staging
+from zckpt.io.memory import PAGE_BYTES, staging_for
 from zckpt.io.read import ReadFile, read_op
 from zckpt.io.store import open_store
 from zckpt.pipelines.open import StrPath, open_checkpoint
@@ -297,7 +297,7 @@ def compute_tables(
         rank: bytearray(DIGEST_BYTES * sum(file.block_count(block_bytes) for file in own))
         for rank, own in files.items()
     }
-    staging = Staging(budget.batch_bytes(block_bytes) + 2 * PAGE_BYTES, None)
+    staging = staging_for(budget.batch_bytes(block_bytes), None)
 
     def put(rank: int, block: int, data: Bytes | bytes) -> None:
         tables[rank][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES] = digest(data)
@@ -327,7 +327,10 @@ def compute_tables(
                 visit = partial(look, rank, first_blocks[rank][op.file], op)
                 yield partial(read_op, reader, op, source, staging, budget.direct, visit)
 
-    budget.run(reads())
+    try:
+        budget.run(reads())
+    finally:
+        staging.rest()
     return {rank: bytes(table) for rank, table in tables.items()}
 
 
@@ -378,7 +381,7 @@ def _put(store: Store, files: Mapping[str, bytes]) -> tuple[tuple[str, ...], tup
 def _copy(reader: Reader, store: Store, found: _Found, budget: Budget) -> None:
     """All data files, durable."""
     batch_bytes = budget.batch_bytes(PAGE_BYTES)
-    staging = Staging(batch_bytes, None)
+    staging = staging_for(batch_bytes, None)
 
     def copy(file: FoundFile) -> None:
         path = file.header.shard.path
@@ -395,6 +398,9 @@ def _copy(reader: Reader, store: Store, found: _Found, budget: Budget) -> None:
 
     for rank in found.files:
         store.make_directories(names.rank_dir(found.save_id, rank))
-    budget.run([partial(copy, file) for own in found.files.values() for file in own])
+    try:
+        budget.run([partial(copy, file) for own in found.files.values() for file in own])
+    finally:
+        staging.rest()
     for rank in found.files:
         store.sync_names(names.rank_dir(found.save_id, rank))

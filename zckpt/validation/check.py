@@ -18,6 +18,7 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.index import spans
 from zckpt.format.names import digests_path, index_path, piece_name, split_piece_name
 from zckpt.format.rules import broken
+from zckpt.io.memory import staging_for
 from zckpt.io.read import ReadFile, check_block, read_op
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import file_extents
@@ -85,6 +86,7 @@ class _Check:
         self.findings: list[Finding] = []
         self.values = Values({})
         self._data, self._deep = level != "structure", level == "deep"
+        self._staging = staging_for(checkpoint.batch_bytes, None)
         self._lock = threading.Lock()
 
     @property
@@ -103,9 +105,11 @@ class _Check:
         if self._deep and rows is not None:
             self.values = Values(_derived(self.manifest, rows))
         # A rank's headers are parsed while another one's data is being read
-        self.checkpoint.budget.run(chain.from_iterable(
-            self._unit(rows, *unit, advance) for unit in self.share.units(world_size)
-        ))  # fmt: skip
+        units = (self._unit(rows, *unit, advance) for unit in self.share.units(world_size))
+        try:
+            self.checkpoint.budget.run(chain.from_iterable(units))
+        finally:
+            self._staging.rest()
         if self._data and rows is not None:
             own = [rank for rank, k, _ in self.share.units(world_size) if k == 0]
             self._note(*_failures(*(partial(self.checkpoint.rank_state, rank) for rank in own)))
@@ -159,7 +163,7 @@ class _Check:
             self._note(*_failures(*self._look(op, file, entries, data)))
 
         self._note(*_failures(lambda: read_op(
-            self.reader, op, file, self.checkpoint.staging(None), self.checkpoint.budget.direct, look
+            self.reader, op, file, self._staging, self.checkpoint.budget.direct, look
         )))  # fmt: skip
         advance(op.nbytes)
 
