@@ -2,13 +2,16 @@
 
     python bench/validate.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-Two ranks, three parts. Measured too is the memory that it needs (VmHWM), level by level.
+Two ranks, three parts. Measured too is the memory that it needs (VmHWM), level by level, each in a fresh process.
 """
 
 from __future__ import annotations
 
 import subprocess
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
 
 import zckpt
 from common import (
@@ -27,8 +30,23 @@ from common import (
 )
 from sampler import metered
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 LEVELS = ("structure", "digests", "deep")
 BOUND_MIB = 256 + 64
+
+
+def validate(path: Path, level: str) -> None:
+    report = zckpt.validate(path, level=level)
+    assert report.ok, str(report)
+
+
+def memory_of(path: Path, level: str) -> dict[str, float]:
+    found: dict[str, dict[str, float]] = {}
+    with metered(found, level):
+        validate(path, level)
+    return found[level]
 
 
 def main() -> None:
@@ -41,17 +59,13 @@ def main() -> None:
         def cat() -> None:
             subprocess.run(["cat", *files_of(path)], stdout=subprocess.DEVNULL, check=True)
 
-        def validate(level: str) -> None:
-            report = zckpt.validate(path, level=level)
-            assert report.ok, str(report)
-
-        memory: dict[str, dict[str, float]] = {}
+        memory = {}
         for level in LEVELS:
             drop()
-            with metered(memory, level):
-                validate(level)
+            with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+                memory[level] = fresh.submit(memory_of, path, level).result()
         contestants = [Contestant("cat", cat, drop)]
-        contestants += [Contestant(level, partial(validate, level), drop) for level in LEVELS]
+        contestants += [Contestant(level, partial(validate, path, level), drop) for level in LEVELS]
         seconds = interleaved(contestants, options.runs)
     result = Result("validate", f"Validation of {options.size / GIB:.3g} GiB, cold", options)
     result.add(seconds, options.size)

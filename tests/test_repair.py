@@ -175,6 +175,20 @@ def test_one_missing_file_is_noticed(written: Written, lost: bool) -> None:
         zckpt.repair(written.path)
 
 
+@pytest.mark.parametrize("damage", ["first digest", "one too many", "one too few"])
+def test_a_table_that_does_not_fit_verifies_nothing(written: Written, damage: str) -> None:
+    """Without a manifest. One digest too many may be that of a missing file."""
+    (written.path / "manifest.msgpack").unlink()
+    table = data(written) / "rank-00001" / "digests.bin"
+    raw = table.read_bytes()
+    table.write_bytes({"first digest": bytes(16) + raw[16:], "one too many": raw + raw[:16]}.get(damage, raw[:-16]))
+    with pytest.raises(RepairError, match="rank-00001: it has no sound digest table") as caught:
+        zckpt.repair(written.path)
+    assert "rank-00000" not in str(caught.value)
+    zckpt.repair(written.path, accept_unverified=True)
+    assert_same_tensors(written)
+
+
 def test_a_gap_is_refused_whatever_is_accepted(written: Written) -> None:
     shard(written).unlink()
     (written.path / "manifest.msgpack").unlink()

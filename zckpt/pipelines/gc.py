@@ -123,7 +123,8 @@ def _is_checkpoint(store: Store) -> bool:
 
 
 def _unwanted(root: str, checkpoints: Sequence[str], keep: int) -> set[str]:
-    """All committed checkpoints but the newest. One whose manifest is damaged does not count, and stays."""
+    """All committed checkpoints but the newest, whatever ``latest`` names. One whose manifest is damaged does not
+    count, and stays."""
     committed: list[tuple[float, int, str]] = []
     for name in checkpoints:
         path = os.path.join(root, name)
@@ -134,7 +135,7 @@ def _unwanted(root: str, checkpoints: Sequence[str], keep: int) -> set[str]:
         changed_at = open_store(path).changed_at(names.MANIFEST)
         if changed_at is not None:
             committed.append((changed_at, step, name))
-    return {name for *_, name in sorted(committed)[:-keep]} - {_latest(root)}
+    return {name for *_, name in sorted(committed)[:-keep]}
 
 
 def _latest(root: str) -> str | None:
