@@ -113,13 +113,13 @@ class Recorder:
             self.rmdir(directory)
 
 
-LIBC = local._libc
+LIBC = local.libc
 
 
 @contextmanager
 def recorded(die_at: int | None = None) -> Iterator[Recorder]:
     recorder = Recorder(die_at)
-    with mock.patch.multiple(local, os=recorder, shutil=recorder, _libc=recorder):
+    with mock.patch.multiple(local, os=recorder, shutil=recorder, libc=recorder):
         yield recorder
 
 
