@@ -77,6 +77,16 @@ def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
     assert all(zckpt.validate(tmp_path / name).ok for name in ("s1", "s2"))
 
 
+def test_no_lock_is_taken_where_nothing_is_to_be_done(tmp_path: Path) -> None:
+    """It would be in the way of a write that begins just then."""
+    write(tmp_path, 1, 2)
+    litter(tmp_path / "s2")
+    with faulty() as operations:
+        zckpt.gc(tmp_path, keep=2)
+    locked = {os.path.dirname(file) for name, file in operations.done if name == "claim"}
+    assert locked == {str(tmp_path / "s2")}
+
+
 def test_one_checkpoint_alone(tmp_path: Path) -> None:
     write(tmp_path, 1)
     before = tree(tmp_path)

@@ -153,6 +153,8 @@ class _Work:
     def clean(self, path: str, unwanted_in: str | None = None) -> None:
         """One checkpoint. ``unwanted_in``: the run that it is to be removed from."""
         store = open_store(path)
+        if unwanted_in is None and not leftovers(path) and read_lock(store) is None:
+            return  # no lock is taken for nothing: a write may be about to begin
         if self.dry_run:
             holder = read_lock(store)
             if holder is not None and is_alive(store, holder):
