@@ -28,6 +28,7 @@ ORDER = (
     "one_tensor",
     "memory",
     "verify",
+    "validate",
     "other_world_size",
     "background_write",
     "small_tensors",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
+import zckpt
 from zckpt.errors import FormatError
 from zckpt.format.names import check_tensor_name
 from zckpt.pipelines import write as pipeline
@@ -168,3 +171,12 @@ def is_tensor_name(name: str) -> bool:
     except FormatError:
         return False
     return True
+
+
+def write_through(path: Path, value: torch.Tensor, *, step: int = 1, **options: Any) -> Any:
+    """``zckpt.write`` of one tensor, ``master/w``, but for the engine: lock, commit, clean-up and all."""
+    data = pipeline._pack_tree({"engine": {}, "client_state": {}}, "", [], 0)
+    about = catalog.About(step, pipeline.BLOCK_BYTES, {}, data, {})
+    taken = (SimpleNamespace(step=step), [fragment(MASTER, "w", value, 0, value.numel())], about)
+    with mock.patch("zckpt.pipelines.write._take", return_value=taken):
+        return zckpt.write(object(), path, **options)

@@ -320,12 +320,12 @@ def test_features_are_named(place: Place) -> None:
 
 def test_without_data_only_the_rest_is_checked(place: Place) -> None:
     flip(place.master[1], 8192)
-    report = zckpt.validate(place.path, data=False)
+    report = zckpt.validate(place.path, level="structure")
     assert report.ok
     assert report.bytes_read < zckpt.validate(place.path).bytes_read
     assert [finding.rule for finding in zckpt.validate(place.path).findings] == ["D003"]
     flip(place.master[1], 4000)
-    assert not zckpt.validate(place.path, data=False).ok
+    assert not zckpt.validate(place.path, level="structure").ok
 
 
 def test_every_fault_is_found_not_only_the_first(place: Place) -> None:
@@ -456,7 +456,7 @@ def test_the_command_line(place: Place, capsys: pytest.CaptureFixture[str]) -> N
     assert "D003" in output
     assert MASTER_1 in output
     assert "bytes [8192, 10096)" in output
-    assert main(["validate", "--no-data", str(place.path)]) == 0
+    assert main(["validate", "--level", "structure", str(place.path)]) == 0
     for wrong in ([], ["validate"], ["destroy", str(place.path)], ["validate", "--fast", str(place.path)]):
         with pytest.raises(SystemExit) as caught:
             main(wrong)

@@ -27,7 +27,7 @@ ALLOWED = {
     "background": set(),
     "progress": set(),
     "checkpoint": BELOW_IO | {"torch_dtypes", "io", "progress"},
-    "validation": BELOW_IO | {"io", "checkpoint", "progress"},
+    "validation": BELOW_IO | {"torch_dtypes", "io", "checkpoint", "progress"},
     "pipelines": BELOW_IO | {"torch_dtypes", "io", "engines", "background", "checkpoint", "progress", "validation"},
     "__init__": {"pipelines", "background", "checkpoint", "errors", "integrations", "io", "progress", "validation"}
     | {"version"},
@@ -38,11 +38,11 @@ ALLOWED = {
 WITHOUT_TORCH = {"version", "errors", "format", "state", "plan"}
 
 PUBLIC_NAMES = """
-    Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError DigestError FeatureError Finding
-    FormatError KeyNotFoundError MismatchError MissingFileError NoSpaceError PendingWrite PieceInfo Progress
-    ProgressBar RankError Report SizeError StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError
-    VersionError ZckptError
-    __version__ attach attach_all detach open restore validate wait write
+    Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup DigestError FeatureError
+    Finding FormatError KeyNotFoundError LockedError MismatchError MissingFileError NoSpaceError Observation
+    PendingWrite PieceInfo Progress ProgressBar RankError Removed RepairError RepairReport Report SizeError
+    StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
+    __version__ attach attach_all detach gc open repair restore validate wait write
 """
 
 FILES = sorted(ROOT.rglob("*.py"))

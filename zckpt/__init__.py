@@ -10,10 +10,12 @@ from zckpt.errors import (
     FeatureError,
     FormatError,
     KeyNotFoundError,
+    LockedError,
     MismatchError,
     MissingFileError,
     NoSpaceError,
     RankError,
+    RepairError,
     SizeError,
     StateError,
     StorageError,
@@ -24,12 +26,14 @@ from zckpt.errors import (
 )
 from zckpt.integrations.deepspeed import attach, attach_all, detach
 from zckpt.io.budget import Budget
+from zckpt.pipelines.gc import Cleanup, Removed, gc
 from zckpt.pipelines.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
+from zckpt.pipelines.repair import RepairReport, repair
 from zckpt.pipelines.restore import restore
 from zckpt.pipelines.validate import validate
 from zckpt.pipelines.write import wait, write
 from zckpt.progress import Progress, ProgressBar
-from zckpt.validation import Finding, Report
+from zckpt.validation.report import Finding, Observation, Report
 from zckpt.version import __version__
 
 __all__ = [
@@ -38,19 +42,25 @@ __all__ = [
     "Checkpoint",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "Cleanup",
     "DigestError",
     "FeatureError",
     "Finding",
     "FormatError",
     "KeyNotFoundError",
+    "LockedError",
     "MismatchError",
     "MissingFileError",
     "NoSpaceError",
+    "Observation",
     "PendingWrite",
     "PieceInfo",
     "Progress",
     "ProgressBar",
     "RankError",
+    "Removed",
+    "RepairError",
+    "RepairReport",
     "Report",
     "SizeError",
     "StateError",
@@ -64,7 +74,9 @@ __all__ = [
     "attach",
     "attach_all",
     "detach",
+    "gc",
     "open",
+    "repair",
     "restore",
     "validate",
     "wait",

@@ -112,7 +112,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.path = path
         self.manifest = manifest
         self.reader = reader
-        self._budget = budget or Budget.from_environment()
+        self.budget = budget or Budget.from_environment()
         self._layouts: dict[int, Layout] = {}
         self._tables: dict[int, memoryview] = {}
         self._sized: set[int] = set()
@@ -323,7 +323,6 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
         manifest = self.manifest
-        batch_bytes = self._budget.batch_bytes(manifest.block_bytes)
         infos, spans, targets, copies = zip(*wants, strict=True) if wants else ((),) * 4
         found = extents(self._stored(infos, copies, rank), spans, [info.dtype.itemsize for info in infos])
         files = {number: self.read_file(number, verify=verify) for number in np.unique(found.file).tolist()}
@@ -332,12 +331,16 @@ class Checkpoint(Mapping[str, TensorInfo]):
             data_starts=manifest.files.data_start,
             block_bytes=manifest.block_bytes,
             verify=verify,
-            batch_bytes=batch_bytes,
+            batch_bytes=self.batch_bytes,
         )
         sinks = Sinks([info.key for info in infos], targets, [info.dtype for info in infos])
-        device = cuda_device(targets)
-        staging = staging_for(batch_bytes, device)
-        run_reads(self.reader, ops, files, sinks, self._budget, staging, advance)
+        staging = staging_for(self.batch_bytes, cuda_device(targets))
+        run_reads(self.reader, ops, files, sinks, self.budget, staging, advance)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of one read, at most."""
+        return self.budget.batch_bytes(self.manifest.block_bytes)
 
     def _stored(self, infos: Sequence[TensorInfo], copies: Sequence[int | None], rank: int | None) -> StoredPieces:
         """The pieces of one copy of each tensor: that of ``copies``, or whichever suits ``rank``."""

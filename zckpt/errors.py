@@ -4,12 +4,14 @@
     ├── CheckpointNotFoundError      (FileNotFoundError)   nothing there that could be opened
     │   └── UnfinishedWriteError                           data without a manifest: a write that never committed
     ├── CheckpointExistsError        (FileExistsError)     a write would replace a checkpoint
+    ├── LockedError                  (BlockingIOError)     another process is writing the same checkpoint
     ├── FormatError                  (ValueError)          bytes that break a rule of the specification
     │   ├── VersionError                                   written by a newer format version
     │   ├── FeatureError                                   needs a feature that this reader does not know
     │   ├── MissingFileError                               the manifest names a file that is not there
     │   ├── SizeError                                      a file is shorter or longer than recorded
     │   └── DigestError                                    bytes differ from their recorded digest
+    ├── RepairError                  (RuntimeError)        a checkpoint cannot be rebuilt from what is there
     ├── KeyNotFoundError             (KeyError)            no such key; names the nearest ones
     ├── CastError                    (TypeError)           a dtype that cannot be converted without nonsense
     ├── StateError                   (TypeError)           a value that the state tree cannot hold
@@ -79,6 +81,10 @@ class CheckpointExistsError(ZckptError, FileExistsError):
     """A checkpoint is already at this path and ``overwrite`` was not asked for."""
 
 
+class LockedError(ZckptError, BlockingIOError):
+    """Another process is writing the same checkpoint."""
+
+
 class FormatError(ZckptError, ValueError):
     """Bytes that break a rule of the specification."""
 
@@ -101,6 +107,10 @@ class SizeError(FormatError):
 
 class DigestError(FormatError):
     """Bytes differ from their recorded digest."""
+
+
+class RepairError(ZckptError, RuntimeError):
+    """A checkpoint cannot be rebuilt from what is there; the message lists every reason."""
 
 
 class KeyNotFoundError(ZckptError, KeyError):

@@ -7,17 +7,19 @@ import sys
 from typing import TYPE_CHECKING
 
 import zckpt
-from zckpt.cli import run, validate
+from zckpt.cli import gc, repair, run, validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = {"run": run, "validate": validate}
+COMMANDS = {"gc": gc, "repair": repair, "run": run, "validate": validate}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status: 0 or 1, and 2 for wrong usage. Errors go to stderr."""
-    parser = argparse.ArgumentParser(prog="zckpt", description="Check zckpt checkpoints, train with them.")
+    parser = argparse.ArgumentParser(
+        prog="zckpt", description="Check, repair and clean up checkpoints; train with them."
+    )
     parser.add_argument("--version", action="version", version=f"zckpt {zckpt.__version__}")
     # DeepSpeed's launcher puts it in front of everything; it is meant for the script of `run`.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)

@@ -9,12 +9,16 @@ from zckpt.format.rules import broken
 
 MANIFEST = "manifest.msgpack"
 LATEST = "latest"
+LOCK = "write.lock"
 FILLER_PREFIX = "@"
 METADATA = "__metadata__"
 TIER_PREFIX = {"device": "", "host": "host.", "nvme": "swap."}
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
 _SAVE_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_TEMPORARY = re.compile(r"\.[0-9a-f]{8}\.tmp", re.ASCII)
+_OLD = re.compile(r"manifest\.msgpack\.[0-9a-f]{8}\.old", re.ASCII)
+_RANK = re.compile(r"rank-([0-9]{5,7})", re.ASCII)
 _PIECE = re.compile(r"(?s)(.*)@([0-9]{1,19}):([0-9]{1,19})", re.ASCII)
 _SPAN_SUFFIX = re.compile(r"@[0-9]+:[0-9]+\Z", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -67,6 +71,16 @@ def is_data_dir(name: str) -> bool:
     return name.startswith("data-") and _SAVE_ID.fullmatch(name[5:]) is not None
 
 
+def is_temporary(name: str, of: str) -> bool:
+    """Whether a file of this name was to take the place of ``of``."""
+    return name.startswith(of) and _TEMPORARY.fullmatch(name[len(of) :]) is not None
+
+
+def is_old(name: str) -> bool:
+    """Whether a repair has put a damaged manifest aside under this name."""
+    return _OLD.fullmatch(name) is not None
+
+
 def index_path(save_id: str) -> str:
     """Relative to the checkpoint, as are all paths here; ``/`` separates."""
     return f"{data_dir(save_id)}/index.bin"
@@ -76,12 +90,27 @@ def rank_dir(save_id: str, rank: int) -> str:
     return f"{data_dir(save_id)}/rank-{rank:05d}"
 
 
+def split_rank_dir(name: str) -> int | None:
+    """The rank whose directory this is."""
+    match = _RANK.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def digests_path(save_id: str, rank: int) -> str:
     return f"{rank_dir(save_id, rank)}/digests.bin"
 
 
 def shard_path(save_id: str, rank: int, part: str, tier: str) -> str:
     return f"{rank_dir(save_id, rank)}/{TIER_PREFIX[tier]}{part}.safetensors"
+
+
+def split_shard_name(name: str) -> tuple[str, str] | None:
+    """``(part, tier)`` of a data file's name in its directory."""
+    *prefix, part = name.removesuffix(".safetensors").split(".")
+    tiers = {before: tier for tier, before in TIER_PREFIX.items()}
+    tier = tiers.get(f"{prefix[0]}." if prefix else "")
+    known = name.endswith(".safetensors") and len(prefix) < 2 and tier is not None and _PART.fullmatch(part)
+    return (part, tier) if known and tier is not None else None
 
 
 def encode_latest(name: str) -> bytes:

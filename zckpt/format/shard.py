@@ -138,6 +138,15 @@ def decode_header(raw: bytes, file_bytes: int, shard: ShardId) -> Header:
     return Header(shard, tuple(entries), shapes, data_start)
 
 
+def world_size_of(raw: bytes, file: str) -> str:
+    """What a header says of the world size; nothing of it is checked. Raises FormatError (S002, S006)."""
+    metadata = _parse_json(raw[LENGTH_BYTES:], file).get(names.METADATA)
+    found = metadata.get("zckpt.world_size") if isinstance(metadata, dict) else None
+    if not isinstance(found, str):
+        raise broken("S006", "the metadata does not say the world size", file=file)
+    return found
+
+
 def _parse_json(raw: bytes, file: str) -> dict[str, Any]:
     text = raw.rstrip(b" ")
     if not (text.startswith(b"{") and text.endswith(b"}")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,25 +43,27 @@ class Budget:
         return cls(_number("ZCKPT_BUDGET_BYTES", NBYTES), _number("ZCKPT_THREADS", THREADS), flag("ZCKPT_DIRECT", True))
 
     def run(self, tasks: Iterable[Callable[[], None]]) -> None:
-        """Runs ``tasks`` on the workers; raises the first failure, in their order, once none is running any more."""
-        tasks = list(tasks)
+        """Runs ``tasks`` on the workers; raises the first failure, in their order, once none is running any more. Each
+        is taken from the iterable, by one worker at a time, when a worker is free."""
         numbered = enumerate(tasks)
         lock = threading.Lock()
         failures: dict[int, BaseException] = {}
 
         def work() -> None:
+            number = -1
             while not failures:
-                with lock:
-                    number, task = next(numbered, (-1, None))
-                if task is None:
-                    return
                 try:
+                    with lock:
+                        number, task = next(numbered, (number, None))
+                    if task is None:
+                        return
                     task()
                 except BaseException as error:  # raised below
                     failures[number] = error
 
         # Not a ThreadPoolExecutor: that takes no more tasks once the interpreter exits, and a background write goes on.
-        workers = [threading.Thread(target=work, name=f"zckpt-{i}") for i in range(min(self.threads, len(tasks)))]
+        count = min(self.threads, len(tasks)) if isinstance(tasks, Sized) else self.threads
+        workers = [threading.Thread(target=work, name=f"zckpt-{i}") for i in range(count)]
         try:
             for worker in workers:
                 worker.start()

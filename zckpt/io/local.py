@@ -15,11 +15,13 @@ import threading
 from collections import OrderedDict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zckpt.errors import StorageError, from_os_error
+from zckpt.format.names import LOCK
 from zckpt.format.rules import broken
 from zckpt.io.memory import PAGE_BYTES, libc
 
@@ -61,15 +63,38 @@ class LocalStore:
         return LocalReader(self.root)
 
     def exists(self, path: str) -> bool:
-        return os.path.lexists(self._full(path)) if path else os.path.exists(self.root)
+        try:
+            os.lstat(self._full(path)) if path else os.stat(self.root)
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no file can have this name
+            return False
+        except OSError as error:
+            raise from_os_error(error, "look for", self._full(path)) from error
+        return True
 
     def entries(self) -> list[str] | None:
-        if not os.path.isdir(self.root):
-            return None
         try:
             return os.listdir(self.root)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
         except OSError as error:
             raise from_os_error(error, "list", self.root) from error
+
+    def directories(self) -> list[str]:
+        try:
+            with os.scandir(self.root) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        except OSError as error:
+            raise from_os_error(error, "list", self.root) from error
+
+    def nbytes(self, path: str) -> int:
+        total = 0
+        with suppress(FileNotFoundError):
+            total += os.lstat(self._full(path)).st_size if not os.path.isdir(self._full(path)) else 0
+        for directory, _, files in os.walk(self._full(path)):
+            for file in files:
+                with suppress(FileNotFoundError):
+                    total += os.lstat(os.path.join(directory, file)).st_size
+        return total
 
     def make_directories(self, path: str) -> None:
         path = self._full(path)
@@ -77,6 +102,9 @@ class LocalStore:
         while not os.path.isdir(path):
             missing.append(path)
             path = os.path.dirname(path) or "."
+        # A writer that died may have made the last one that there is, and not have come to sync its name.
+        if os.access(os.path.dirname(path) or ".", os.R_OK):
+            _fsync_directory(os.path.dirname(path) or ".")
         try:
             for directory in reversed(missing):
                 try:
@@ -95,11 +123,14 @@ class LocalStore:
     def put(self, path: str, data: bytes) -> None:
         path = self._full(path)
         try:
-            with open(path, "xb", buffering=0) as file:
+            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
                 view = memoryview(data)
                 while view:
-                    view = view[file.write(view) :]
-                os.fsync(file.fileno())
+                    view = view[os.write(fd, view) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
         except OSError as error:
             raise from_os_error(error, "write", path, 0, len(data)) from error
 
@@ -119,10 +150,72 @@ class LocalStore:
         _fsync_directory(os.path.dirname(self._full(path)))
 
     def remove(self, path: str) -> None:
+        _quietly(os.unlink, self._full(path))
         shutil.rmtree(self._full(path), ignore_errors=True)
 
     def remove_if_empty(self, path: str) -> None:
         _quietly(os.rmdir, self._full(path))
+
+    def claim(self, path: str, data: bytes) -> bool:
+        # Of all calls, link(2) is the one that network file systems do once or not at all.
+        temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+        try:
+            self.put(temporary, data)
+            os.link(self._full(temporary), self._full(path))
+        except FileExistsError:
+            # It may be this one: where the server's answer is lost, the client asks again.
+            return os.stat(self._full(temporary)).st_nlink == 2
+        except OSError as error:
+            if isinstance(error.__cause__ or error, FileNotFoundError):  # whoever holds it has cleaned up
+                return False
+            if isinstance(error, StorageError):
+                raise
+            raise from_os_error(error, "link", self._full(path)) from error
+        finally:
+            _quietly(os.unlink, self._full(temporary))
+        return True
+
+    def withdraw(self, path: str, data: bytes) -> bool:
+        # Whoever moves it away has it alone: of those who do so at the same time, all but one find nothing.
+        taken = self._full(f"{path}.{secrets.token_hex(4)}.tmp")
+        try:
+            os.rename(self._full(path), taken)
+            found = Path(taken).read_bytes()
+            if found != data:
+                with suppress(FileExistsError):  # a third one was as quick: the holder will notice before it commits
+                    os.link(taken, self._full(path))
+            os.unlink(taken)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise from_os_error(error, "remove", self._full(path)) from error
+        return found == data
+
+    def touch(self, path: str) -> None:
+        try:
+            os.utime(self._full(path))
+        except OSError as error:
+            raise from_os_error(error, "touch", self._full(path)) from error
+
+    def changed_at(self, path: str) -> float | None:
+        try:
+            with open(self._full(path), "rb") as file:  # it is looked at anew, whatever this host has cached
+                return os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise from_os_error(error, "look at", self._full(path)) from error
+
+    def now(self) -> float:
+        probe = self._full(f"{LOCK}.{secrets.token_hex(4)}.tmp")
+        try:
+            with open(probe, "xb") as file:
+                os.utime(file.fileno())  # by the file server's clock, not by this host's
+                return os.fstat(file.fileno()).st_mtime
+        except OSError as error:
+            raise from_os_error(error, "create", probe) from error
+        finally:
+            _quietly(os.unlink, probe)
 
     def _full(self, path: str) -> str:
         return os.path.join(self.root, path) if path else self.root

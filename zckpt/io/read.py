@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.io.budget import Budget
-    from zckpt.io.memory import Bytes, Sinks, Staging
+    from zckpt.io.memory import Bytes, Sinks, Stage, Staging
     from zckpt.io.store import Reader
     from zckpt.plan.coalesce import ReadOp, Segments
 
@@ -60,36 +60,59 @@ def run_reads(
         advance(int(op.segments.copy_bytes.sum()))
 
     try:
-        budget.run(partial(run, op) for op in ops)
+        budget.run([partial(run, op) for op in ops])
     finally:
         staging.rest()
 
 
 def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Staging, direct: bool) -> None:
     segments = op.segments
-    base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes  # the stage begins with byte `base`
+    base = op.offset - op.offset % PAGE_BYTES  # the stage begins with it
     starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]
-    cached = not direct or op.nbytes < DIRECT_BYTES_MIN or reader.is_cached(file.path, op.offset, op.nbytes)
+    cached = _is_cached(reader, op, file, direct)
     places: list[Bytes | None] = _destinations(segments, sinks) if cached else [None] * (len(starts) - 1)
     with staging.lend() as stage:
         views = [
             stage.bytes[start - base : end - base] if place is None else place  # staged as they lie in the file
             for (start, end), place in zip(itertools.pairwise(starts), places, strict=True)
         ]
-        got = op.offset
-        if not cached:
-            pages = stage.bytes[: -(-stop // PAGE_BYTES) * PAGE_BYTES - base]
-            got = min(max(got, base + reader.read_direct(file.path, pages, base)), stop)
-        if got < stop:
-            got += reader.read_into(file.path, after(views, got - op.offset), got)
-        if got < stop:
-            raise broken(
-                "F003", f"the file ends at byte {got}, expected {file.nbytes}", file=file.path,
-                key=sinks.keys[segments.sink[0]], start=op.offset, stop=stop,
-            )  # fmt: skip
+        _fill(reader, op, file, views, None if cached else stage, sinks.keys[segments.sink[0]])
         _check_blocks(segments, views, file, starts, sinks)
         with stage.stream():
             _put(segments, views, places, sinks)
+
+
+def read_op(
+    reader: Reader, op: ReadOp, file: ReadFile, staging: Staging, direct: bool, look: Callable[[Bytes], None]
+) -> None:
+    """Calls ``look`` with the bytes of ``op``, of which nothing has been checked. Raises as ``run_reads`` does."""
+    with staging.lend() as stage:
+        first = op.offset % PAGE_BYTES
+        view = stage.bytes[first : first + op.nbytes]
+        _fill(reader, op, file, [view], None if _is_cached(reader, op, file, direct) else stage, None)
+        look(view)
+
+
+def _is_cached(reader: Reader, op: ReadOp, file: ReadFile, direct: bool) -> bool:
+    """Whether to read by way of the page cache."""
+    return not direct or op.nbytes < DIRECT_BYTES_MIN or reader.is_cached(file.path, op.offset, op.nbytes)
+
+
+def _fill(reader: Reader, op: ReadOp, file: ReadFile, views: list[Bytes], stage: Stage | None, key: str | None) -> None:
+    """Reads the bytes of ``op`` into ``views``, one after the other. ``stage``: what all of these lie in, to be filled
+    by direct I/O where there is any. Raises FormatError (F003) if the file is too short."""
+    base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes
+    got = op.offset
+    if stage is not None:
+        pages = stage.bytes[: -(-stop // PAGE_BYTES) * PAGE_BYTES - base]
+        got = min(max(got, base + reader.read_direct(file.path, pages, base)), stop)
+    if got < stop:
+        got += reader.read_into(file.path, after(views, got - op.offset), got)
+    if got < stop:
+        raise broken(
+            "F003", f"the file ends at byte {got}, expected {file.nbytes}", file=file.path,
+            key=key, start=op.offset, stop=stop,
+        )  # fmt: skip
 
 
 def _destinations(segments: Segments, sinks: Sinks) -> list[Bytes | None]:

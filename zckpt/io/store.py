@@ -83,6 +83,12 @@ class Store(Protocol):
     def entries(self) -> list[str] | None:
         """The names directly below the root; None if there is no such directory or prefix."""
 
+    def directories(self) -> list[str]:
+        """The names of the directories directly below the root, ascending; no links."""
+
+    def nbytes(self, path: str) -> int:
+        """Of a file, or of all in a directory; 0 if there is none, or what has gone meanwhile."""
+
     def make_directories(self, path: str) -> None:
         """Makes ``path``, and all above it, exist for every rank, durably, or leaves nothing of it."""
 
@@ -104,6 +110,21 @@ class Store(Protocol):
 
     def remove_if_empty(self, path: str) -> None:
         """Removes a directory if nothing is in it. Raises nothing."""
+
+    def claim(self, path: str, data: bytes) -> bool:
+        """Makes a new file that has these bytes from its first instant, unless there is one: then False."""
+
+    def withdraw(self, path: str, data: bytes) -> bool:
+        """Removes a file that was claimed with ``data``; False if it holds something else, or is gone."""
+
+    def touch(self, path: str) -> None:
+        """As if it had been changed now."""
+
+    def changed_at(self, path: str) -> float | None:
+        """When a file was last changed or touched, in seconds of the store's own clock; None if there is none."""
+
+    def now(self) -> float:
+        """By the same clock."""
 
 
 def open_store(root: str) -> Store:

@@ -20,20 +20,19 @@ from zckpt.background import PendingWrite, finish_current, start_write
 from zckpt.engines import adapt
 from zckpt.errors import (
     CheckpointExistsError,
-    CheckpointNotFoundError,
     RankError,
     StateError,
-    ZckptError,
 )
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.io.budget import Budget
+from zckpt.io.lock import WriteLock
 from zckpt.io.memory import available_bytes, host_bytes, wait_for_caller
 from zckpt.io.ranks import Ranks
 from zckpt.io.store import open_store
 from zckpt.io.write import cuda_device_of, write_shards
-from zckpt.pipelines.open import StrPath, open_checkpoint
+from zckpt.pipelines.gc import leftovers, remove_leftovers
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.progress import Progress, reported
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from zckpt.engines.base import EngineAdapter
+    from zckpt.pipelines.open import StrPath
 
 
 BLOCK_BYTES = 1 << 20
@@ -117,7 +117,8 @@ def write(
     under way at a time: the next write or restore and the end of the process wait for it and show its error.
 
     Returns the checkpoint's absolute path. Raises on every rank, and leaves nothing behind, if any rank fails:
-    UnsupportedError, StateError, CheckpointExistsError, RankError, StorageError, NoSpaceError.
+    UnsupportedError, StateError, CheckpointExistsError, LockedError (somebody else is writing there), RankError,
+    StorageError, NoSpaceError.
     """
     if snapshot not in ("copy", "lazy"):
         raise ValueError(f"snapshot must be 'copy' or 'lazy', got {snapshot!r}")
@@ -139,9 +140,14 @@ def write(
     if background and snapshot == "lazy":
         fragments = [_detached(fragment) for fragment in fragments]
     wait_for_caller(cuda_device_of(fragments))
-    save_id = ranks.first(lambda: begin_write(target, overwrite), "begin the write").decode()
+    lock = WriteLock(open_store(target))
+    try:
+        save_id = ranks.first(lambda: _begin_locked(lock, target, overwrite), "begin the write").decode()
+    except BaseException:
+        lock.release()
+        raise
     write_own = partial(write_rank, target, save_id, fragments, ranks.rank, ranks.size, budget, progress)
-    finish = partial(_finish_write, target, save_id, about, latest)
+    finish = partial(_finish_write, target, save_id, about, latest, lock)
     if not background:
         finish(ranks, write_own)
         return target
@@ -172,6 +178,7 @@ def _finish_write(
     save_id: str,
     about: catalog.About,
     latest: bool,
+    lock: WriteLock,
     ranks: Ranks,
     write_own: Callable[[], catalog.Receipt],
 ) -> None:
@@ -179,11 +186,15 @@ def _finish_write(
     committed = False
     try:
         receipts = ranks.gather(catalog.pack(ranks.together(write_own, "write")))
-        ranks.first(lambda: commit_write(target, save_id, receipts, about, latest=latest), "commit")
+        commit = partial(commit_write, target, save_id, receipts, about, latest=latest, confirm=lock.confirm)
+        ranks.first(commit, "commit")
         committed = True
     finally:
+        if not committed and ranks.rank == 0 and names.data_dir(save_id) in leftovers(target):
+            open_store(target).remove(names.data_dir(save_id))
+        lock.release()
         if not committed and ranks.rank == 0:
-            _discard(target, save_id)
+            open_store(target).remove_if_empty("")
 
 
 def _take(
@@ -286,14 +297,27 @@ def _without_equal_copies(fragments: list[Fragment], ranks: Ranks) -> list[Fragm
     return [f for f in fragments if f.copy == 0 or mine[f.key] != first.get(f.key)]
 
 
-def begin_write(target: str, overwrite: bool) -> bytes:
-    """Makes the directory that the new data goes to, beside that of an older checkpoint, and returns the save id."""
+def _begin_locked(lock: WriteLock, target: str, overwrite: bool) -> bytes:
+    lock.acquire()
+    try:
+        return begin_write(target, overwrite, lock.save_id)
+    except BaseException:
+        lock.release()
+        open_store(target).remove_if_empty("")
+        raise
+
+
+def begin_write(target: str, overwrite: bool, save_id: str | None = None) -> bytes:
+    """Makes the directory that the new data goes to, beside that of an older checkpoint, and returns the save id. What
+    writers that died have left there goes first, for the space that it takes. The caller holds the checkpoint's lock.
+    """
     store = open_store(target)
     if store.exists(names.MANIFEST) and not overwrite:
         raise CheckpointExistsError(
             "there is already a checkpoint here", file=target, hint="write elsewhere, or pass overwrite=True"
         )
-    save_id = secrets.token_hex(8)
+    remove_leftovers(target)
+    save_id = save_id or secrets.token_hex(8)
     store.make_directories(names.data_dir(save_id))
     return save_id.encode()
 
@@ -335,8 +359,17 @@ def write_rank(
     return catalog.receipt(rank, digest(table), plans)
 
 
-def commit_write(target: str, save_id: str, receipts: Sequence[bytes], about: catalog.About, *, latest: bool) -> bytes:
-    """On rank 0, when every rank's files are durable: the index, then the manifest, then ``latest``."""
+def commit_write(
+    target: str,
+    save_id: str,
+    receipts: Sequence[bytes],
+    about: catalog.About,
+    *,
+    latest: bool,
+    confirm: Callable[[], None] = lambda: None,
+) -> bytes:
+    """On rank 0, when every rank's files are durable: the index, then the manifest, then ``latest``. ``confirm`` raises
+    if this write has lost the right to do so."""
     manifest, index = catalog.catalog([catalog.unpack(receipt) for receipt in receipts], save_id, about)
     store = open_store(target)
     reader = store.reader()
@@ -347,33 +380,10 @@ def commit_write(target: str, save_id: str, receipts: Sequence[bytes], about: ca
             raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=written.path(file))
     store.put(names.index_path(save_id), index)
     store.sync_names(names.data_dir(save_id))
-    replaced = _replaced_save(target)
+    confirm()
     store.replace(names.MANIFEST, manifest)
     if latest:
-        run, name = os.path.split(target)
-        open_store(run).replace(names.LATEST, names.encode_latest(name))
-    if replaced is not None:
-        store.remove(names.data_dir(replaced))
+        parent, name = os.path.split(target)
+        open_store(parent).replace(names.LATEST, names.encode_latest(name))
+    remove_leftovers(target)
     return b""
-
-
-def _replaced_save(target: str) -> str | None:
-    """The save id of the manifest that is about to be replaced; None if there is none or it cannot be read."""
-    try:
-        return open_checkpoint(target).manifest.save_id
-    except ZckptError:
-        return None
-
-
-def _discard(target: str, save_id: str) -> None:
-    """After a failure: removes what this write has made, unless a manifest names it, or may do so."""
-    try:
-        if open_checkpoint(target).manifest.save_id == save_id:
-            return
-    except CheckpointNotFoundError:
-        pass
-    except ZckptError:
-        return
-    store = open_store(target)
-    store.remove(names.data_dir(save_id))
-    store.remove_if_empty("")

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from zckpt.errors import MismatchError
+from zckpt.format.digest import block_count
 from zckpt.format.index import ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from zckpt.format.index import Ints, Piece
+    from zckpt.format.shard import Header
 
 
 class Span(NamedTuple):
@@ -125,3 +127,16 @@ def slice_spans(shape: Sequence[int], index: Sequence[slice]) -> tuple[tuple[int
         start = base + sum(position * stride for position, stride in zip(outer, strides, strict=False))
         spans.append(Span(start, start + run, number * run))
     return out, spans
+
+
+def file_extents(headers: Mapping[int, Header], block_bytes: int) -> Extents:
+    """All entries of these files, whole; each one's sink is its position among all of them."""
+    rows = []
+    for number, header in headers.items():
+        block = block_count(header.data_start, block_bytes)
+        for entry in header.entries:
+            rows.append((number, entry.offset, entry.nbytes, block))
+            block += block_count(entry.nbytes, block_bytes)
+    file, offset, nbytes, block_column = np.array(rows, np.int64).reshape(-1, 4).T
+    zeros, sinks = np.zeros(len(rows), np.int64), np.arange(len(rows))
+    return Extents(file, offset, nbytes, block_column, zeros, nbytes, sinks, zeros)

@@ -1,0 +1,81 @@
+"""Validation of a checkpoint that is not cached, at every level, against ``cat`` of its files.
+
+    python bench/validate.py [--size 3GiB] [--dir DIR] [--runs 5]
+
+Two ranks, three parts. Measured too is the memory that it needs (VmHWM), level by level, each in a fresh process.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+import zckpt
+from common import (
+    GIB,
+    Contestant,
+    Result,
+    cut,
+    drop_from_cache,
+    files_of,
+    interleaved,
+    make_state,
+    parse_options,
+    speedup,
+    workspace,
+    write_checkpoint,
+)
+from sampler import metered
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LEVELS = ("structure", "digests", "deep")
+BOUND_MIB = 256 + 64
+
+
+def validate(path: Path, level: str) -> None:
+    report = zckpt.validate(path, level=level)
+    assert report.ok, str(report)
+
+
+def memory_of(path: Path, level: str) -> dict[str, float]:
+    found: dict[str, dict[str, float]] = {}
+    with metered(found, level):
+        validate(path, level)
+    return found[level]
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    with workspace(options, options.size) as directory:
+        path = directory / "checkpoint"
+        write_checkpoint(path, cut(make_state(options.size), 2))
+        drop = partial(drop_from_cache, path)
+
+        def cat() -> None:
+            subprocess.run(["cat", *files_of(path)], stdout=subprocess.DEVNULL, check=True)
+
+        memory = {}
+        for level in LEVELS:
+            drop()
+            with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+                memory[level] = fresh.submit(memory_of, path, level).result()
+        contestants = [Contestant("cat", cat, drop)]
+        contestants += [Contestant(level, partial(validate, path, level), drop) for level in LEVELS]
+        seconds = interleaved(contestants, options.runs)
+    result = Result("validate", f"Validation of {options.size / GIB:.3g} GiB, cold", options)
+    result.add(seconds, options.size)
+    for level in LEVELS[1:]:
+        result.at_least(f"validate --level {level}, against cat, cold", speedup(seconds, level, "cat"), 0.9)
+    for level, one in memory.items():
+        result.at_most(f"extra memory of validate --level {level}", one["peak_mib"], BOUND_MIB, "MiB")
+    result.extra["memory"] = memory
+    result.finish()
+
+
+if __name__ == "__main__":
+    main()

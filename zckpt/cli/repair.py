@@ -1,0 +1,23 @@
+"""Rebuild a lost or damaged manifest, index or digest table from the data files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import zckpt
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="the directory of the checkpoint")
+    parser.add_argument("--output", metavar="DIR", help="make a whole checkpoint here, and leave the damaged one alone")
+    parser.add_argument(
+        "--accept-unverified", action="store_true", help="go on although some data cannot be verified, or is damaged"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    print(zckpt.repair(arguments.path, output=arguments.output, accept_unverified=arguments.accept_unverified))
+    return 0

@@ -1,0 +1,155 @@
+"""One writer at a time: a file in the checkpoint that says who writes it, on which host, and that it is alive.
+
+No lock of the operating system: those are not kept between the hosts of a cluster by every file system. What has to be
+atomic is that a file is made, with its content, only where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zckpt.errors import LockedError, MissingFileError, ZckptError
+from zckpt.format.names import LOCK
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from zckpt.io.store import Store
+
+HEARTBEAT_SECONDS = 10.0
+DEAD_SECONDS = 120.0
+"""Without a heartbeat, after which a writer on another machine is taken for dead. More than a client of a network file
+system may show old times for."""
+_LOCK_BYTES_MAX = 4096
+_ATTEMPTS = 5
+
+
+class WriteLock:
+    """The right to change one checkpoint. A context manager, or ``acquire`` and ``release``."""
+
+    def __init__(self, store: Store) -> None:
+        self.save_id = secrets.token_hex(8)
+        """Of the write that it is for; it makes this lock unlike any other."""
+        self._store = store
+        holder = {
+            "host": socket.gethostname(),
+            "machine": _machine(),
+            "pid": os.getpid(),
+            "started": _started(os.getpid()),
+            "save_id": self.save_id,
+            "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        self._data = json.dumps(holder).encode()
+        self._released = threading.Event()
+        self._held = False
+
+    def acquire(self) -> None:
+        """Makes the checkpoint's directory too. A lock that a dead writer has left is taken over. Raises LockedError,
+        StorageError."""
+        try:
+            self._acquire()
+        except BaseException:
+            self._store.remove_if_empty("")
+            raise
+        threading.Thread(target=self._beat, name="zckpt-heartbeat", daemon=True).start()
+
+    def _acquire(self) -> None:
+        for _ in range(_ATTEMPTS):  # others may come and go, or take over what is dead, at the same time
+            self._store.make_directories("")
+            self._held = self._store.claim(LOCK, self._data)
+            if self._held:
+                return
+            holder = read_lock(self._store)
+            if holder is not None:
+                if is_alive(self._store, holder):
+                    raise _locked(self._store, "another process is writing here", holder)
+                self._store.withdraw(LOCK, holder)
+        raise _locked(self._store, "others keep writing here", b"")
+
+    def confirm(self) -> None:
+        """Raises LockedError if somebody has taken this lock over: this process was taken for dead."""
+        holder = read_lock(self._store)
+        if holder != self._data:
+            raise _locked(self._store, "another process has taken over here, for this one gave no sign", holder or b"")
+
+    def release(self) -> None:
+        """As often as one likes. Raises nothing."""
+        self._released.set()
+        if self._held:
+            self._held = False
+            with suppress(ZckptError):  # then it is taken for dead later
+                self._store.withdraw(LOCK, self._data)
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def _beat(self) -> None:
+        while not self._released.wait(HEARTBEAT_SECONDS):
+            with suppress(ZckptError):  # the next one may come through; whose it is, `confirm` tells
+                if read_lock(self._store) == self._data:
+                    self._store.touch(LOCK)
+
+
+def read_lock(store: Store) -> bytes | None:
+    """What the lock of a checkpoint holds; None if there is none. Raises StorageError, FormatError (F002)."""
+    reader = store.reader()
+    try:
+        return reader.read(LOCK, 0, _LOCK_BYTES_MAX)
+    except MissingFileError:
+        return None
+    finally:
+        reader.close()
+
+
+def is_alive(store: Store, holder: bytes) -> bool:
+    """Whether the process that left ``holder`` in the lock may still be writing."""
+    known = _parse(holder)
+    if known.get("machine") == _machine():
+        return _started(known.get("pid")) == known.get("started")
+    last_sign = store.changed_at(LOCK)
+    return last_sign is not None and store.now() - last_sign < DEAD_SECONDS
+
+
+def _parse(holder: bytes) -> dict[str, Any]:
+    with suppress(ValueError):
+        known = json.loads(holder)
+        if isinstance(known, dict):
+            return known
+    return {}
+
+
+def _locked(store: Store, message: str, holder: bytes) -> LockedError:
+    known = _parse(holder)
+    who = f": process {known.get('pid')} on {known.get('host')}, since {known.get('since')}" if known else ""
+    return LockedError(
+        f"{message}{who}",
+        file=os.path.join(store.root, LOCK),
+        hint=f"wait for it; a lock that no process holds is taken over after {DEAD_SECONDS:g} seconds",
+    )
+
+
+def _machine() -> str:
+    """Where process ids have one meaning: this boot of this machine, and this container."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _started(pid: object) -> int | None:
+    """When a process started, in the kernel's own unit; None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
