@@ -177,6 +177,6 @@ def write_through(path: Path, value: torch.Tensor, *, step: int = 1, **options: 
     """``zckpt.write`` of one tensor, ``master/w``, but for the engine: lock, commit, clean-up and all."""
     data = pipeline._pack_tree({"engine": {}, "client_state": {}}, "", [], 0)
     about = catalog.About(step, pipeline.BLOCK_BYTES, {}, data, {})
-    taken = (SimpleNamespace(step=step), [fragment(MASTER, "w", value, 0, value.numel())], about)
+    taken = (SimpleNamespace(step=step), [fragment(MASTER, "w", value, 0, value.numel())], about, None)
     with mock.patch("zckpt.pipelines.write._take", return_value=taken):
         return zckpt.write(object(), path, **options)
