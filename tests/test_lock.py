@@ -200,7 +200,9 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> N
     assert names_in(path) == ["data", "data", "manifest.msgpack", "write.lock"]
     (path / "manifest.msgpack.0123abcd.tmp").write_bytes(b"half")
     assert held(path) == [1]
-    write_through(path, value(4), overwrite=True)
+    with stopped_at(lambda wait: slow_write(path, wait, 4, overwrite=True)) as (_, go_on):
+        assert names_in(path) == ["data", "data", "manifest.msgpack", "write.lock"], "gone before new data takes space"
+        go_on()
     assert names_in(path) == COMMITTED
     assert held(path) == [4]
 
