@@ -262,3 +262,16 @@ def keep_odd_things(path: str) -> None:
 
 def test_what_an_optimizer_keeps_is_named_where_it_cannot_be_kept(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(keep_odd_things, 1, str(tmp_path))
+
+
+def refuse_to_keep_one_of_two(path: str) -> None:
+    engine = make_engine(stage=2)
+    train(engine, 1)
+    inner(engine).param_groups[0]["d"] = 0.5 + torch.distributed.get_rank()
+    with pytest.raises(zckpt.StateError, match=r"param_groups\[0\]\.d is 0\.5 on rank 0, 1\.5 on rank 1"):
+        zckpt.write(engine, path)
+
+
+def test_scalars_that_differ_from_rank_to_rank_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(refuse_to_keep_one_of_two, 2, str(tmp_path / "checkpoint"))
+    assert not (tmp_path / "checkpoint").exists()

@@ -6,6 +6,7 @@ import os
 import platform
 import secrets
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -20,6 +21,7 @@ from zckpt.engines import adapt
 from zckpt.errors import (
     CheckpointExistsError,
     RankError,
+    StateError,
 )
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names, tree
@@ -39,7 +41,7 @@ from zckpt.torch_dtypes import DTYPE_NAMES
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from zckpt.engines.base import EngineAdapter
     from zckpt.pipelines.open import StrPath
@@ -123,9 +125,10 @@ def write(
     wait()
     ranks = Ranks()
     others = Ranks(background=True) if background else ranks
-    adapter, fragments, about = ranks.together(
+    adapter, fragments, about, optimizer = ranks.together(
         lambda: _take(engine, ranks, parts, exclude, client_state), "prepare the write"
     )
+    _refuse_differing(optimizer, ranks)
     fragments = _without_equal_copies(fragments, ranks)
     target = os.path.abspath(path if path is not None else os.path.join("checkpoints", f"global_step{adapter.step}"))
     ranks.agree(target, "paths")
@@ -200,8 +203,8 @@ def _take(
     parts: Collection[str] | None,
     exclude: Collection[str],
     client_state: Mapping[str, Any] | None,
-) -> tuple[EngineAdapter, list[Fragment], catalog.About]:
-    """What this rank writes, and what rank 0 writes about it."""
+) -> tuple[EngineAdapter, list[Fragment], catalog.About, object]:
+    """What this rank writes, what rank 0 writes about it, and of that what the optimizer says."""
     adapter = adapt(engine)
     adapter.refuse_unsupported()
     inventory = adapter.inventory(parts)
@@ -210,8 +213,9 @@ def _take(
         names.check_part_name(fragment.part)
         names.check_tensor_name(fragment.name)
     packed = b""
+    state = adapter.state()
     if ranks.rank == 0:
-        packed = _pack_tree({"engine": adapter.state(), "client_state": dict(client_state or {})}, "", fragments, 0)
+        packed = _pack_tree({"engine": state, "client_state": dict(client_state or {})}, "", fragments, 0)
     rank_tree = _pack_tree(adapter.rank_state(), f"rank_state[{ranks.rank}]", fragments, ranks.rank)
     fragments.append(_state_fragment(f"rank/{ranks.rank}", torch.frombuffer(bytearray(rank_tree), dtype=torch.uint8)))
     writer = {
@@ -221,7 +225,40 @@ def _take(
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **adapter.description,
     }
-    return adapter, fragments, catalog.About(adapter.step, BLOCK_BYTES, inventory.aliases, packed, writer)
+    about = catalog.About(adapter.step, BLOCK_BYTES, inventory.aliases, packed, writer)
+    return adapter, fragments, about, state.get("optimizer")
+
+
+def _refuse_differing(optimizer: object, ranks: Ranks) -> None:
+    """Raises StateError, on every rank, if an optimizer's scalars, which are kept once, differ from rank to rank, as do
+    those that are computed from a rank's own part of the weights. Collective."""
+    mine = dict(_leaves(optimizer, "optimizer"))
+    digests = ranks.gather(digest(msgpack.packb(mine)))
+    differs = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
+    if differs is None:
+        return
+    all_leaves = [msgpack.unpackb(one) for one in ranks.gather(msgpack.packb(mine))]
+    first, other = all_leaves[0], all_leaves[differs]
+    path = next(path for path in {**first, **other} if first.get(path) != other.get(path))
+    raise StateError(
+        f"{path} is {first.get(path)} on rank 0, {other.get(path)} on rank {differs}", key=path,
+        hint="zckpt keeps one value for all ranks: have the optimizer compute it over all of them",
+    )  # fmt: skip
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """What a tree holds, by path, to be compared and shown."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)) and not all(isinstance(item, str) for item in value):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{number}]")
+    elif isinstance(value, torch.Tensor):
+        exact = value.item() if value.numel() == 1 else digest(host_bytes(value.detach().cpu().contiguous())).hex()
+        yield path, f"{exact} ({value.dtype})"
+    else:
+        yield path, repr(value)
 
 
 def _pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -> bytes:
