@@ -15,6 +15,7 @@ TIER_PREFIX = {"device": "", "host": "host.", "nvme": "swap."}
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
 _SAVE_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_TEMPORARY = re.compile(r"\.[0-9a-f]{8}\.tmp", re.ASCII)
 _PIECE = re.compile(r"(?s)(.*)@([0-9]{1,19}):([0-9]{1,19})", re.ASCII)
 _SPAN_SUFFIX = re.compile(r"@[0-9]+:[0-9]+\Z", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -65,6 +66,11 @@ def data_dir(save_id: str) -> str:
 
 def is_data_dir(name: str) -> bool:
     return name.startswith("data-") and _SAVE_ID.fullmatch(name[5:]) is not None
+
+
+def is_temporary(name: str, of: str) -> bool:
+    """Whether a file of this name was to take the place of ``of``."""
+    return name.startswith(of) and _TEMPORARY.fullmatch(name[len(of) :]) is not None
 
 
 def index_path(save_id: str) -> str:

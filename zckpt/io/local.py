@@ -61,13 +61,19 @@ class LocalStore:
         return LocalReader(self.root)
 
     def exists(self, path: str) -> bool:
-        return os.path.lexists(self._full(path)) if path else os.path.exists(self.root)
+        try:
+            os.lstat(self._full(path)) if path else os.stat(self.root)
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no file can have this name
+            return False
+        except OSError as error:
+            raise from_os_error(error, "look for", self._full(path)) from error
+        return True
 
     def entries(self) -> list[str] | None:
-        if not os.path.isdir(self.root):
-            return None
         try:
             return os.listdir(self.root)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
         except OSError as error:
             raise from_os_error(error, "list", self.root) from error
 
@@ -77,6 +83,9 @@ class LocalStore:
         while not os.path.isdir(path):
             missing.append(path)
             path = os.path.dirname(path) or "."
+        # A writer that died may have made the last one that there is, and not have come to sync its name.
+        if os.access(os.path.dirname(path) or ".", os.R_OK):
+            _fsync_directory(os.path.dirname(path) or ".")
         try:
             for directory in reversed(missing):
                 try:
@@ -95,11 +104,14 @@ class LocalStore:
     def put(self, path: str, data: bytes) -> None:
         path = self._full(path)
         try:
-            with open(path, "xb", buffering=0) as file:
+            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
                 view = memoryview(data)
                 while view:
-                    view = view[file.write(view) :]
-                os.fsync(file.fileno())
+                    view = view[os.write(fd, view) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
         except OSError as error:
             raise from_os_error(error, "write", path, 0, len(data)) from error
 
@@ -119,6 +131,7 @@ class LocalStore:
         _fsync_directory(os.path.dirname(self._full(path)))
 
     def remove(self, path: str) -> None:
+        _quietly(os.unlink, self._full(path))
         shutil.rmtree(self._full(path), ignore_errors=True)
 
     def remove_if_empty(self, path: str) -> None:

@@ -23,6 +23,7 @@ from zckpt.errors import (
     CheckpointNotFoundError,
     RankError,
     StateError,
+    StorageError,
     ZckptError,
 )
 from zckpt.format import manifest as manifest_format
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from zckpt.engines.base import EngineAdapter
+    from zckpt.io.store import Store
 
 
 BLOCK_BYTES = 1 << 20
@@ -183,7 +185,8 @@ def _finish_write(
         committed = True
     finally:
         if not committed and ranks.rank == 0:
-            _discard(target, save_id)
+            _remove_leftovers(target)
+            open_store(target).remove_if_empty("")
 
 
 def _take(
@@ -287,12 +290,14 @@ def _without_equal_copies(fragments: list[Fragment], ranks: Ranks) -> list[Fragm
 
 
 def begin_write(target: str, overwrite: bool) -> bytes:
-    """Makes the directory that the new data goes to, beside that of an older checkpoint, and returns the save id."""
+    """Makes the directory that the new data goes to, beside that of an older checkpoint, and returns the save id. What
+    writers that died have left there goes first, for the space that it takes."""
     store = open_store(target)
     if store.exists(names.MANIFEST) and not overwrite:
         raise CheckpointExistsError(
             "there is already a checkpoint here", file=target, hint="write elsewhere, or pass overwrite=True"
         )
+    _remove_leftovers(target)
     save_id = secrets.token_hex(8)
     store.make_directories(names.data_dir(save_id))
     return save_id.encode()
@@ -347,33 +352,35 @@ def commit_write(target: str, save_id: str, receipts: Sequence[bytes], about: ca
             raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=written.path(file))
     store.put(names.index_path(save_id), index)
     store.sync_names(names.data_dir(save_id))
-    replaced = _replaced_save(target)
     store.replace(names.MANIFEST, manifest)
     if latest:
-        run, name = os.path.split(target)
-        open_store(run).replace(names.LATEST, names.encode_latest(name))
-    if replaced is not None:
-        store.remove(names.data_dir(replaced))
+        parent, name = os.path.split(target)
+        open_store(parent).replace(names.LATEST, names.encode_latest(name))
+    _remove_leftovers(target)
     return b""
 
 
-def _replaced_save(target: str) -> str | None:
-    """The save id of the manifest that is about to be replaced; None if there is none or it cannot be read."""
+def _remove_leftovers(target: str) -> None:
+    """Removes what no manifest names, or may name: of writes that died, failed or were replaced."""
+    named = None
     try:
-        return open_checkpoint(target).manifest.save_id
-    except ZckptError:
-        return None
-
-
-def _discard(target: str, save_id: str) -> None:
-    """After a failure: removes what this write has made, unless a manifest names it, or may do so."""
-    try:
-        if open_checkpoint(target).manifest.save_id == save_id:
-            return
+        named = names.data_dir(open_checkpoint(target).manifest.save_id)
     except CheckpointNotFoundError:
         pass
-    except ZckptError:
+    except ZckptError:  # it may name any of them
         return
-    store = open_store(target)
-    store.remove(names.data_dir(save_id))
-    store.remove_if_empty("")
+    store, run = open_store(target), open_store(os.path.dirname(target))
+    for entry in _entries(store):
+        if names.is_temporary(entry, names.MANIFEST) or (names.is_data_dir(entry) and entry != named):
+            store.remove(entry)
+    for entry in _entries(run):
+        if names.is_temporary(entry, names.LATEST):
+            run.remove(entry)
+
+
+def _entries(store: Store) -> list[str]:
+    """None where they cannot be listed: what cannot be cleaned up stays."""
+    try:
+        return store.entries() or []
+    except StorageError:
+        return []

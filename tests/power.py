@@ -1,0 +1,275 @@
+"""What a disk may hold after a loss of power.
+
+``recorded`` notes what the library asks of the operating system. ``Disk`` plays that back and knows what is durable:
+the content of a file since its fsync, the names in a directory since the directory's. All else may be there, or not, or
+in part, each on its own: more than any file system loses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from zckpt.io import local
+
+if TYPE_CHECKING:
+    import ctypes
+    import random
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SECTOR_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Op:
+    """One system call: mkdir, create, write, extend, fsync, rename, unlink or rmdir."""
+
+    call: str
+    path: str
+    data: bytes = b""
+    offset: int = 0
+    to: str = ""
+
+
+class Killed(BaseException):
+    """The process is gone: nothing that it would do afterwards happens."""
+
+
+@dataclass
+class Recorder:
+    """In the place of ``os``, ``shutil`` and the C library. ``die_at``: the call before which the process dies."""
+
+    die_at: int | None = None
+    ops: list[Op] = field(default_factory=list)
+    paths: dict[int, str] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.RLock)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def note(self, call: str, path: str, **more: Any) -> None:
+        with self.lock:
+            if self.die_at is not None and len(self.ops) >= self.die_at:
+                raise Killed
+            self.ops.append(Op(call, os.path.abspath(path), **more))
+
+    def open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if flags & os.O_CREAT:
+            self.note("create", path)
+        fd = os.open(path, flags, mode, dir_fd=dir_fd)
+        self.paths[fd] = path
+        return fd
+
+    def pwritev(self, fd: int, views: Any, offset: int) -> int:
+        self.note("write", self.paths[fd], data=b"".join(map(bytes, views)), offset=offset)
+        return os.pwritev(fd, views, offset)
+
+    def write(self, fd: int, data: Any) -> int:
+        self.note("write", self.paths[fd], data=bytes(data), offset=os.lseek(fd, 0, os.SEEK_CUR))
+        return os.write(fd, data)
+
+    def fallocate(self, fd: int, mode: int, offset: ctypes.c_int64, nbytes: ctypes.c_int64) -> int:
+        self.note("extend", self.paths[fd], offset=nbytes.value)
+        return int(LIBC.fallocate(fd, mode, offset, nbytes))
+
+    def mincore(self, *args: Any) -> int:
+        return int(LIBC.mincore(*args))
+
+    def fsync(self, fd: int) -> None:
+        self.note("fsync", self.paths[fd])
+        os.fsync(fd)
+
+    def makedirs(self, path: str, exist_ok: bool) -> None:
+        if not os.path.isdir(path):
+            self.note("mkdir", path)
+        os.makedirs(path, exist_ok=exist_ok)
+
+    def replace(self, path: str, to: str) -> None:
+        self.note("rename", path, to=os.path.abspath(to))
+        os.replace(path, to)
+
+    def unlink(self, path: str) -> None:
+        if os.path.isfile(path):
+            self.note("unlink", path)
+        os.unlink(path)
+
+    def rmdir(self, path: str) -> None:
+        if os.path.isdir(path) and not os.listdir(path):
+            self.note("rmdir", path)
+        os.rmdir(path)
+
+    def rmtree(self, path: str, ignore_errors: bool) -> None:
+        assert ignore_errors
+        for directory, _, files in os.walk(path, topdown=False):
+            for file in files:
+                self.unlink(os.path.join(directory, file))
+            self.rmdir(directory)
+
+
+LIBC = local.libc
+
+
+@contextmanager
+def recorded(die_at: int | None = None) -> Iterator[Recorder]:
+    recorder = Recorder(die_at)
+    with mock.patch.multiple(local, os=recorder, shutil=recorder, libc=recorder):
+        yield recorder
+
+
+@dataclass
+class File:
+    durable: bytes = b""
+    pending: list[Op] = field(default_factory=list)
+
+    def sync(self) -> None:
+        self.durable, self.pending = self.content(None), []
+
+    def content(self, choice: random.Random | None) -> bytes:
+        """With all that is pending, or with what ``choice`` keeps of it."""
+        data = bytearray(self.durable)
+        for op in self.pending:
+            nbytes = op.offset + len(op.data)
+            fate = "keep" if choice is None else fate_of(choice)
+            if fate == "drop":
+                continue
+            data.extend(bytes(max(nbytes - len(data), 0)))
+            if fate == "keep":
+                data[op.offset : nbytes] = op.data
+            elif fate == "prefix":
+                some = choice.randrange(len(op.data) + 1) if choice else 0
+                data[op.offset : op.offset + some] = op.data[:some]
+            else:  # the file has its new length, and some of the new sectors
+                for start in range(0, len(op.data), SECTOR_BYTES):
+                    if choice and choice.random() < 0.5:
+                        sector = op.data[start : start + SECTOR_BYTES]
+                        data[op.offset + start : op.offset + start + len(sector)] = sector
+        return bytes(data)
+
+
+@dataclass
+class Directory:
+    durable: dict[str, File | Directory] = field(default_factory=dict)
+    entries: dict[str, File | Directory] = field(default_factory=dict)
+    pending: list[tuple[str, str, File | Directory | None]] = field(default_factory=list)
+    """(a name that goes or "", a name that comes or "", what comes)."""
+
+    def change(self, old: str, new: str, node: File | Directory | None) -> None:
+        self.pending.append((old, new, node))
+        self._apply(self.entries, old, new, node)
+
+    @staticmethod
+    def _apply(entries: dict[str, Any], old: str, new: str, node: File | Directory | None) -> None:
+        entries.pop(old, None)
+        if node is not None:
+            entries[new] = node
+
+    def sync(self) -> None:
+        self.durable, self.pending = dict(self.entries), []
+
+    def names(self, choice: random.Random) -> dict[str, File | Directory]:
+        entries = dict(self.durable)
+        for change in self.pending:
+            if fate_of(choice) == "keep":
+                self._apply(entries, *change)
+        return entries
+
+
+def fate_of(choice: random.Random) -> str:
+    """Mostly all or nothing, for that is what hurts."""
+    return choice.choice(choice.fates)  # type: ignore[attr-defined]
+
+
+FATES = (
+    ["drop"], ["keep"], ["drop", "keep"], ["drop", "keep", "prefix", "sectors"], ["keep", "keep", "keep", "drop"],
+    ["prefix", "sectors"], ["drop", "drop", "drop", "keep"],
+)  # fmt: skip
+
+
+class Disk:
+    """Plays operations below ``root`` back. What is there at first is durable."""
+
+    def __init__(self, root: Path) -> None:
+        self.base = str(root)
+        self.root = self._copy(root)
+
+    def _copy(self, path: Path) -> Directory:
+        found = Directory()
+        for entry in path.iterdir():
+            found.entries[entry.name] = self._copy(entry) if entry.is_dir() else File(entry.read_bytes())
+        found.sync()
+        return found
+
+    def find(self, path: str) -> tuple[Directory, str]:
+        *way, name = os.path.relpath(path, self.base).split("/")
+        node = self.root
+        for step in way:
+            below = node.entries[step]
+            assert isinstance(below, Directory)
+            node = below
+        return node, name
+
+    def play(self, op: Op) -> None:
+        if op.path == self.base:
+            if op.call == "fsync":
+                self.root.sync()
+            return
+        if not op.path.startswith(self.base + "/"):
+            assert op.call == "fsync", f"{op.call} of {op.path}, outside of the disk"
+            return
+        parent, name = self.find(op.path)
+        if op.call in ("mkdir", "create"):
+            parent.change("", name, Directory() if op.call == "mkdir" else File())
+        elif op.call == "rename":
+            assert os.path.dirname(op.path) == os.path.dirname(op.to), "a rename to another directory is not atomic"
+            parent.change(name, os.path.basename(op.to), parent.entries[name])
+        elif op.call in ("unlink", "rmdir"):
+            parent.change(name, "", None)
+        elif op.call == "fsync":
+            parent.entries[name].sync()
+        else:
+            file = parent.entries[name]
+            assert isinstance(file, File)
+            file.pending.append(op)
+
+    def after_loss(self, choice: random.Random) -> dict[str, bytes | None]:
+        """What may be there: the content of files by path, None for directories."""
+        choice.fates = choice.choice(FATES)  # type: ignore[attr-defined]
+        found: dict[str, bytes | None] = {}
+        contents: dict[int, bytes] = {}
+
+        def walk(directory: Directory, path: str) -> None:
+            for name, node in directory.names(choice).items():
+                below = f"{path}{name}"
+                if isinstance(node, Directory):
+                    found[below] = None
+                    walk(node, below + "/")
+                else:
+                    found[below] = contents.setdefault(id(node), node.content(choice))
+
+        walk(self.root, "")
+        return found
+
+
+def make(tree: dict[str, bytes | None], root: Path) -> None:
+    """Makes ``root`` anew, with these files."""
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    for path, data in tree.items():
+        if data is None:
+            (root / path).mkdir()
+        else:
+            (root / path).write_bytes(data)
+
+
+def fingerprint(tree: dict[str, bytes | None]) -> bytes:
+    state = hashlib.blake2b()
+    for path, data in sorted(tree.items()):
+        state.update(f"{path}\0{-1 if data is None else len(data)}\0".encode() + (data or b""))
+    return state.digest()

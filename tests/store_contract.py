@@ -1,0 +1,162 @@
+"""What every store has to do: a test class for it derives from ``StoreContract`` and has a fixture ``store``."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from zckpt.errors import MissingFileError, StorageError
+from zckpt.io.memory import PAGE_BYTES, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zckpt.io.store import Store
+
+
+def content(nbytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8).tobytes()
+
+
+def staged(data: bytes, start: int, stop: int) -> Stage:
+    stage = Stage(-(-(stop - start + PAGE_BYTES) // PAGE_BYTES) * PAGE_BYTES, None)
+    behind = start % PAGE_BYTES
+    stage.bytes[behind : behind + stop - start] = np.frombuffer(data[start:stop], np.uint8)
+    return stage
+
+
+def read(store: Store, path: str, nbytes: int = 1 << 20) -> bytes:
+    reader = store.reader()
+    try:
+        return reader.read(path, 0, nbytes)
+    finally:
+        reader.close()
+
+
+class StoreContract:
+    def test_a_new_store_is_not_there(self, store: Store) -> None:
+        assert store.entries() is None
+        assert not store.exists("")
+        assert not store.exists("a/b")
+
+    def test_directories_exist_for_everybody_once_made(self, store: Store) -> None:
+        for _ in range(2):
+            store.make_directories("data/rank")
+            assert store.exists("data")
+            assert store.exists("data/rank")
+        assert store.entries() == ["data"]
+
+    def test_what_is_put_is_read(self, store: Store) -> None:
+        store.make_directories("data")
+        for nbytes in (0, 1, 4096, 300_001):
+            store.put(f"data/{nbytes}", content(nbytes))
+            store.sync_names("data")
+            assert read(store, f"data/{nbytes}") == content(nbytes)
+            assert store.exists(f"data/{nbytes}")
+        assert store.entries() == ["data"]
+
+    def test_put_and_create_replace_nothing(self, store: Store) -> None:
+        store.make_directories("")
+        store.put("a", b"old")
+        with pytest.raises(StorageError, match="a"):
+            store.put("a", b"new")
+        with pytest.raises(StorageError, match="a"):
+            store.create("a", 0, direct=False)
+        assert read(store, "a") == b"old"
+
+    def test_nothing_comes_to_be_in_a_directory_that_is_not_there(self, store: Store) -> None:
+        store.make_directories("")
+        actions: list[Callable[[str], object]] = [
+            lambda path: store.put(path, b""),
+            lambda path: store.replace(path, b""),
+            lambda path: store.create(path, 0, direct=False),
+        ]
+        for action in actions:
+            with pytest.raises(StorageError):
+                action("x/a")
+        assert store.entries() == []
+
+    def test_replace_shows_the_old_or_the_new(self, store: Store) -> None:
+        """To a reader that opens the file again and again meanwhile."""
+        store.make_directories("")
+        versions = {content(9000 + 1000 * seed, seed) for seed in range(8)}
+        store.replace("a", min(versions))
+        seen, ended = set(), threading.Event()
+
+        def look() -> None:
+            while not ended.is_set():
+                seen.add(read(store, "a"))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            for _ in range(10):
+                for version in versions:
+                    store.replace("a", version)
+                    assert read(store, "a") == version
+        finally:
+            ended.set()
+            thread.join()
+        assert seen <= versions
+        assert store.entries() == ["a"]
+
+    @pytest.mark.parametrize("direct", [False, True])
+    @pytest.mark.parametrize("reserved", [0, 200_001])
+    def test_a_file_is_written_in_parts_in_any_order(self, store: Store, direct: bool, reserved: int) -> None:
+        store.make_directories("")
+        data = content(200_001)
+        cuts = [0, 1, 4096, 5000, 12288, 100_000, 200_001]
+        file = store.create("a", reserved, direct=direct)
+        try:
+            for start, stop in sorted(itertools.pairwise(cuts), key=lambda span: span[1] % 7):
+                file.write(staged(data, start, stop).bytes, start, stop - start)
+            file.sync()
+        finally:
+            file.close()
+        store.sync_names("")
+        assert read(store, "a") == data
+
+    def test_any_part_is_read(self, store: Store) -> None:
+        store.make_directories("data")
+        data = content(100_000)
+        store.put("data/a", data)
+        reader = store.reader()
+        assert reader.size("data/a") == len(data)
+        assert reader.read("data/a", 99_000, 5000) == data[99_000:]
+        assert reader.read("data/a", 100_000, 5) == b""
+        views = [np.zeros(nbytes, np.uint8) for nbytes in (0, 10, 5000)]
+        assert reader.read_into("data/a", views, 77) == 5010
+        assert b"".join(view.tobytes() for view in views) == data[77 : 77 + 5010]
+        assert reader.read_into("data/a", [np.zeros(5000, np.uint8)], 99_990) == 10
+        stage = Stage(8 * PAGE_BYTES, None)
+        got = reader.read_direct("data/a", stage.bytes, 20 * PAGE_BYTES)
+        assert got in (0, len(data) - 20 * PAGE_BYTES)
+        assert stage.bytes[:got].tobytes() == data[20 * PAGE_BYTES :][:got]
+        assert reader.is_cached("data/a", 5, 10) in (False, True)
+        assert (reader.count.metadata_bytes, reader.count.data_bytes) == (1000, 5010 + 10 + got)
+        reader.close()
+
+    def test_what_is_not_there_is_named(self, store: Store) -> None:
+        store.make_directories("data")
+        reader = store.reader()
+        for path in ("a", "data/a", "other/a"):
+            with pytest.raises(MissingFileError, match=path):
+                reader.size(path)
+            with pytest.raises(MissingFileError, match=path):
+                reader.read(path, 0, 1)
+
+    def test_remove(self, store: Store) -> None:
+        store.make_directories("data/rank")
+        store.put("data/rank/a", b"a")
+        store.put("b", b"b")
+        store.remove_if_empty("data/rank")
+        assert store.exists("data/rank/a")
+        for path in ("data", "b", "never there"):
+            store.remove(path)
+        assert store.entries() == []
+        store.remove_if_empty("")
+        assert not store.exists("")
