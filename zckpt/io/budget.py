@@ -7,6 +7,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zckpt.io.life import sign_of_life
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -58,6 +60,7 @@ class Budget:
                     task()
                 except BaseException as error:  # raised below
                     failures[number] = error
+                sign_of_life()
 
         # Not a ThreadPoolExecutor: that takes no more tasks once the interpreter exits, and a background write goes on.
         workers = [threading.Thread(target=work, name=f"zckpt-{i}") for i in range(min(self.threads, len(tasks)))]
