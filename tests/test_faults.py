@@ -114,6 +114,7 @@ def test_what_dead_writers_have_left_goes_before_anything_is_written(tmp_path: P
     for name in (*LEFT, *KEPT):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
+    os.utime(tmp_path / LEFT[-1], (0, 0))  # of a writer that died a while ago: a run has no lock
     seen = []
 
     def look(operation: Callable[[], Any], file: str) -> Any:
@@ -122,7 +123,7 @@ def test_what_dead_writers_have_left_goes_before_anything_is_written(tmp_path: P
 
     with faulty(Fault(look, names=("create",))):
         zckpt.write(Engine(seed=1, step=6), tmp_path / "c", overwrite=True)
-    assert seen == (list(LEFT) if manifest == "damaged" else [])
+    assert seen == (list(LEFT[:-1]) if manifest == "damaged" else [])
     assert not any((tmp_path / name).exists() for name in LEFT)
     assert all((tmp_path / name).exists() for name in KEPT)
     assert len(list((tmp_path / "c").glob("data-*"))) == 2
