@@ -1,6 +1,7 @@
 # make demo      a run writes, another process opens parts of it, fresh engines resume it
 # make test      lint, types and the tests of every commit
 # make test-all  the same, with every combination of stage, offload, dtype and optimizer
+# make test-crash  writes killed at every operation and at 300 random times, 50,000 losses of power (half an hour)
 # make test-versions  some of the tests with every DeepSpeed version that zckpt is meant for
 # make bench     every comparison with the limit of the machine and with others; results in bench/results
 # make setup     what all of them need
@@ -32,7 +33,7 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 export MAX_JOBS ?= 2
 
-.PHONY: setup lint test test-all test-versions $(OLDER:%=test-%) demo bench bench-index bench-coverage clean
+.PHONY: setup lint test test-all test-crash test-versions $(OLDER:%=test-%) demo bench bench-index bench-coverage clean
 
 setup: $(SETUP) $(OPS)
 
@@ -41,6 +42,10 @@ test: setup lint
 
 test-all: setup lint
 	@$(PY) -m pytest -m "matrix or not matrix"
+
+test-crash: setup
+	@ZCKPT_TEST_EVERY=1 ZCKPT_TEST_KILLS=150 ZCKPT_TEST_VARIANTS=12000 $(PY) -m pytest -m "matrix or not matrix" \
+	    tests/test_crashes.py tests/test_power_loss.py tests/test_ranks.py tests/test_faults.py
 
 test-versions: setup $(OLDER:%=test-%)
 	@$(PY) -m pytest $(SMOKE)

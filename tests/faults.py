@@ -9,7 +9,6 @@ import errno
 import os
 import signal
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,6 @@ from zckpt.io.local import LocalReader, LocalStore, NewFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-HANG_SECONDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -104,16 +101,6 @@ NO_SPACE, NO_QUOTA, BROKEN, READ_ONLY, FORBIDDEN = map(
 
 def kill(operation: Callable[[], Any], file: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(HANG_SECONDS)
-
-
-def hang(operation: Callable[[], Any], file: str) -> None:
-    time.sleep(HANG_SECONDS)
-
-
-def stop(operation: Callable[[], Any], file: str) -> None:
-    """The whole process, with all of its threads."""
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def remove(operation: Callable[[], Any], file: str) -> Any:

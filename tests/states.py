@@ -15,7 +15,7 @@ from zckpt.errors import FormatError
 from zckpt.format.names import check_tensor_name
 from zckpt.pipelines import write as pipeline
 from zckpt.plan import catalog
-from zckpt.state.inventory import BUFFER, MASTER, TIERS, FileSpan, Fragment
+from zckpt.state.inventory import BUFFER, MASTER, TIERS, FileSpan, Fragment, Inventory
 from zckpt.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -175,8 +175,13 @@ def is_tensor_name(name: str) -> bool:
 
 def write_through(path: Path, value: torch.Tensor, *, step: int = 1, **options: Any) -> Any:
     """``zckpt.write`` of one tensor, ``master/w``, but for the engine: lock, commit, clean-up and all."""
-    data = pipeline._pack_tree({"engine": {}, "client_state": {}}, "", [], 0)
-    about = catalog.About(step, pipeline.BLOCK_BYTES, {}, data, {})
-    taken = (SimpleNamespace(step=step), [fragment(MASTER, "w", value, 0, value.numel())], about, None)
-    with mock.patch("zckpt.pipelines.write._take", return_value=taken):
+    adapter = SimpleNamespace(
+        step=step,
+        description={},
+        refuse_unsupported=lambda: None,
+        inventory=lambda parts: Inventory((fragment(MASTER, "w", value, 0, value.numel()),)),
+        state=dict,
+        rank_state=dict,
+    )
+    with mock.patch("zckpt.pipelines.write.adapt", return_value=adapter):
         return zckpt.write(object(), path, **options)

@@ -17,7 +17,7 @@ import torch
 import zckpt
 from forks import in_processes, stopped_at
 from states import write_through
-from zckpt.errors import CheckpointExistsError, LockedError, MissingFileError
+from zckpt.errors import CheckpointExistsError, LockedError, MissingFileError, StorageError
 from zckpt.io import lock as lock_module
 from zckpt.io.local import LocalStore
 from zckpt.io.lock import DEAD_SECONDS, WriteLock
@@ -118,13 +118,36 @@ def test_a_lock_that_tells_nothing_is_judged_by_its_age(tmp_path: Path, content:
 
 def test_a_process_id_that_is_used_again_is_another_process(tmp_path: Path) -> None:
     with WriteLock(LocalStore(str(tmp_path))):
-        known = json.loads((tmp_path / "write.lock").read_text())
-    leave(tmp_path, 0, machine=known["machine"], pid=os.getpid(), started=known["started"])
+        machine = json.loads((tmp_path / "write.lock").read_text())["machine"]
+    parent, started = os.getppid(), lock_module._started(os.getppid())
+    leave(tmp_path, 0, machine=machine, pid=parent, started=started)
     with pytest.raises(LockedError):
         WriteLock(LocalStore(str(tmp_path))).acquire()
-    leave(tmp_path, 0, machine=known["machine"], pid=os.getpid(), started=known["started"] - 1)
+    leave(tmp_path, 0, machine=machine, pid=parent, started=started - 1)
     with WriteLock(LocalStore(str(tmp_path))):
         pass
+
+
+def test_a_lock_that_could_not_be_given_back_is_nobody_s(tmp_path: Path) -> None:
+    lock = WriteLock(LocalStore(str(tmp_path)))
+    lock.acquire()
+    with mock.patch.object(LocalStore, "withdraw", side_effect=StorageError("the disk is on fire")):
+        lock.release()
+    assert names_in(tmp_path) == ["write.lock"]
+    with WriteLock(LocalStore(str(tmp_path))):
+        pass
+    assert names_in(tmp_path) == []
+
+
+def test_a_process_that_stands_still_is_taken_for_dead_after_a_while(tmp_path: Path) -> None:
+    """On the same machine too: as from any other."""
+    holding = stopped_at(lambda wait: (WriteLock(LocalStore(str(tmp_path))).acquire(), wait()))
+    with holding as (pid, _):
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(LockedError):
+            WriteLock(LocalStore(str(tmp_path))).acquire()
+        os.utime(tmp_path / "write.lock", (time.time() - DEAD_SECONDS,) * 2)
+        WriteLock(LocalStore(str(tmp_path))).acquire()
 
 
 def test_the_holder_gives_signs_of_life(tmp_path: Path) -> None:
@@ -200,7 +223,9 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> N
     assert names_in(path) == ["data", "data", "manifest.msgpack", "write.lock"]
     (path / "manifest.msgpack.0123abcd.tmp").write_bytes(b"half")
     assert held(path) == [1]
-    write_through(path, value(4), overwrite=True)
+    with stopped_at(lambda wait: slow_write(path, wait, 4, overwrite=True)) as (_, go_on):
+        assert names_in(path) == ["data", "data", "manifest.msgpack", "write.lock"], "gone before new data takes space"
+        go_on()
     assert names_in(path) == COMMITTED
     assert held(path) == [4]
 

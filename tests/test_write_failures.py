@@ -170,7 +170,7 @@ def test_an_existing_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert is_whole(tmp_path / "c", old)
 
 
-@pytest.mark.parametrize("call", ["open", "mkdir", "pwritev", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["lstat", "listdir", "open", "mkdir", "pwritev", "write", "fsync", "replace"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_any_system_call_may_fail(tmp_path: Path, call: str, overwrite: bool) -> None:
     """The first one fails, then the second, and so on: always the old checkpoint is there whole, or the new one."""

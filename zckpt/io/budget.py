@@ -8,6 +8,8 @@ from collections.abc import Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zckpt.io.life import sign_of_life
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -60,6 +62,7 @@ class Budget:
                     task()
                 except BaseException as error:  # raised below
                     failures[number] = error
+                sign_of_life()
 
         # Not a ThreadPoolExecutor: that takes no more tasks once the interpreter exits, and a background write goes on.
         count = min(self.threads, len(tasks)) if isinstance(tasks, Sized) else self.threads

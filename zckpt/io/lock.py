@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 10.0
 DEAD_SECONDS = 120.0
-"""Without a heartbeat, after which a writer on another machine is taken for dead. More than a client of a network file
-system may show old times for."""
+"""Without a heartbeat, after which a writer is taken for dead. More than a client of a network file system may show old
+times for."""
 _LOCK_BYTES_MAX = 4096
 _ATTEMPTS = 5
+_held: set[str] = set()
+"""The save ids of the locks that this process holds: one of its own that is not among them could not be given back."""
 
 
 class WriteLock:
@@ -49,7 +51,6 @@ class WriteLock:
         }
         self._data = json.dumps(holder).encode()
         self._released = threading.Event()
-        self._held = False
 
     def acquire(self) -> None:
         """Makes the checkpoint's directory too. A lock that a dead writer has left is taken over. Raises LockedError,
@@ -57,6 +58,7 @@ class WriteLock:
         try:
             self._acquire()
         except BaseException:
+            _held.discard(self.save_id)
             self._store.remove_if_empty("")
             raise
         threading.Thread(target=self._beat, name="zckpt-heartbeat", daemon=True).start()
@@ -64,9 +66,10 @@ class WriteLock:
     def _acquire(self) -> None:
         for _ in range(_ATTEMPTS):  # others may come and go, or take over what is dead, at the same time
             self._store.make_directories("")
-            self._held = self._store.claim(LOCK, self._data)
-            if self._held:
+            _held.add(self.save_id)
+            if self._store.claim(LOCK, self._data):
                 return
+            _held.discard(self.save_id)
             holder = read_lock(self._store)
             if holder is not None:
                 if is_alive(self._store, holder):
@@ -83,8 +86,8 @@ class WriteLock:
     def release(self) -> None:
         """As often as one likes. Raises nothing."""
         self._released.set()
-        if self._held:
-            self._held = False
+        if self.save_id in _held:
+            _held.discard(self.save_id)
             with suppress(ZckptError):  # then it is taken for dead later
                 self._store.withdraw(LOCK, self._data)
 
@@ -117,7 +120,9 @@ def is_alive(store: Store, holder: bytes) -> bool:
     """Whether the process that left ``holder`` in the lock may still be writing."""
     known = _parse(holder)
     if known.get("machine") == _machine():
-        return _started(known.get("pid")) == known.get("started")
+        gone = _started(known.get("pid")) != known.get("started")
+        if gone or (known.get("pid") == os.getpid() and known.get("save_id") not in _held):
+            return False
     last_sign = store.changed_at(LOCK)
     return last_sign is not None and store.now() - last_sign < DEAD_SECONDS
 

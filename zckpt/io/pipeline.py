@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from zckpt.io.life import sign_of_life
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -46,6 +48,7 @@ class Pipeline(Generic[Item]):
         try:
             while (step := self._next()) is not None:
                 step()
+                sign_of_life()
         except BaseException:
             with self._changed:
                 self._failed = True

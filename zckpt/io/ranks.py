@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -10,25 +13,42 @@ import torch
 import torch.distributed as dist
 
 from zckpt.errors import RankError
+from zckpt.io.life import Lives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(days=365)
-"""For one exchange. Ranks wait here for the slowest writer; one that has died is noticed at once."""
+_FOREVER = timedelta(days=365)
+"""For gloo, which cannot tell a slow rank from one that hangs: that is up to signs of life."""
 
-_groups: dict[bool, tuple[object, dist.ProcessGroup]] = {}
-"""The world's default group and the CPU group made beside it, for the background and for the rest."""
+_groups: dict[bool, tuple[object, _Group]] = {}
+"""The world's default group and what was made beside it, for the background and for the rest."""
+_made = itertools.count()
 
 
-def _cpu_group(background: bool) -> dist.ProcessGroup:
-    """A gloo group of all ranks: the default group may be NCCL's, which cannot carry host memory. Collective."""
+@dataclass(frozen=True)
+class _Group:
+    """A gloo group of all ranks: the default group may be NCCL's, which cannot carry host memory."""
+
+    group: dist.ProcessGroup
+    lives: Lives
+
+
+def _group(background: bool) -> _Group:
+    """Made once per process and world, for it is itself a collective; made anew after a rank was lost."""
     world = dist.group.WORLD
     made_for, group = _groups.get(background, (None, None))
-    if group is None or made_for is not world:  # once per process and world: creating a group is itself a collective
-        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    if group is None or made_for is not world:
+        if group is not None:
+            group.lives.close()
+        store = dist.distributed_c10d._get_default_store()
+        lives = Lives(store, str(next(_made)), dist.get_rank(), dist.get_world_size())
+        try:
+            group = _Group(dist.new_group(backend="gloo", timeout=_FOREVER), lives)
+        except RuntimeError as error:
+            raise lives.lost(error) from error
         _groups[background] = (world, group)
     return group
 
@@ -44,23 +64,37 @@ class Ranks:
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if alone else dist.get_rank()
         self.size = 1 if alone else dist.get_world_size()
-        self._group = None if self.size == 1 else _cpu_group(background)
+        self._background = background
+        self._group = None if self.size == 1 else _group(background)
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """``data`` of every rank, on every rank. Raises RankError if a rank is gone."""
+    def gather(self, data: bytes, doing: str = "go on") -> list[bytes]:
+        """``data`` of every rank, on every rank. Raises RankError, which names the rank, if one is gone or hangs."""
         if self._group is None:
             return [data]
         try:
-            return self._gather(self._group, data)
-        except RuntimeError as error:
-            raise RankError(f"lost the connection to another rank: {error}") from error
+            with self._group.lives.shown(doing), self._group.lives.waiting():
+                return self._gather(self._group, data)
+        except RankError:
+            # A thread of gloo's may wait for that rank until this process ends. To destroy the group would wait too.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group.group))
+            self._group.lives.close()
+            _groups.pop(self._background, None)
+            raise
 
-    def _gather(self, group: dist.ProcessGroup, data: bytes) -> list[bytes]:
+    def _gather(self, group: _Group, data: bytes) -> list[bytes]:
         def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
             # The group's own method: torch.distributed's refuses a group that was destroyed by its users
             found = [torch.zeros_like(mine) for _ in range(self.size)]
-            group.allgather([found], [mine]).wait()
-            return found
+            work = group.group.allgather([found], [mine])
+            while True:
+                try:
+                    work.wait(timedelta(seconds=group.lives.period))
+                except RuntimeError as error:
+                    if work.is_completed():
+                        raise group.lives.lost(error) from error
+                    group.lives.check()
+                else:
+                    return found
 
         sizes = [int(size) for size in all_gather(torch.tensor([len(data)]))]
         mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
@@ -72,6 +106,12 @@ class Ranks:
 
         A rank where it failed raises its own error, every other one a RankError that names the first failed rank.
         """
+        if self._group is None:
+            return action()
+        with self._group.lives.shown(doing):
+            return self._together(action, doing)
+
+    def _together(self, action: Callable[[], T], doing: str) -> T:
         error: BaseException | None = None
         result: T | None = None
         try:
@@ -79,7 +119,10 @@ class Ranks:
         except BaseException as caught:  # raised again below, once the others know
             error = caught
         message = "" if error is None else f"{type(error).__name__}: {error}"
-        reports = [msgpack.unpackb(report) for report in self.gather(msgpack.packb([error is not None, message]))]
+        try:
+            reports = list(map(msgpack.unpackb, self.gather(msgpack.packb([error is not None, message]), doing)))
+        except RankError as lost:
+            raise error or lost from None
         if error is not None:
             raise error
         failed = [rank for rank, (bad, _) in enumerate(reports) if bad]
