@@ -98,11 +98,11 @@ class Lives:
         if self._doing is not None:
             yield
             return
+        self._heard = dict.fromkeys(self._watched, ("", time.monotonic()))
         with self._lock, _using_the_store():
             if not self._here:  # at once, and not when the thread comes to it: it may be dead by then
                 self._here = True
                 self._show()
-            self._heard = dict.fromkeys(self._watched, ("", time.monotonic()))
             self._doing = doing
         try:
             yield
