@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from power import Op
 
 SHAPES = {"w": (37, 5), "b": (3,)}
-VARIANTS = int(os.environ.get("ZCKPT_TEST_VARIANTS", "200"))
+VARIANTS = int(os.environ.get("ZCKPT_TEST_VARIANTS", "120"))
 """Of each write; ``make test-crash`` asks for more."""
 
 
