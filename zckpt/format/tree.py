@@ -140,7 +140,8 @@ class _Decoder:
             raise broken("T004", f"the tree has more than {CONTAINERS_MAX} arrays and maps", file=self.file) from error
         except packed.ERRORS as error:
             raise broken("T001", f"cannot be parsed: {error or type(error).__name__}", file=self.file) from error
-        _check_depth(value, self.file)
+        if depth == 0:
+            _check_depth(value, self.file)
         return value
 
     def _extension(self, depth: int, code: int, data: bytes) -> object:
@@ -171,7 +172,7 @@ def _is_key(key: object) -> bool:
 
 def _check_depth(value: object, file: str) -> None:
     level = [value]
-    for _ in range(TREE_DEPTH_MAX + 2):
+    for _ in range(TREE_DEPTH_MAX + 1):
         if any(isinstance(node, msgpack.Timestamp) for node in level):
             raise broken("T001", "a timestamp", file=file)
         level = [
