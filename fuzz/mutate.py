@@ -26,7 +26,7 @@ TEXTS += ('{"w":[3]}', "\0", "1.0")
 
 
 class Draw:
-    """Choices made by bytes; without bytes, the first of everything."""
+    """Choices made by bytes; when they are used up, the first of everything."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -101,14 +101,15 @@ class DataFile:
     data: bytearray
 
     def head(self, data_start: int) -> bytes:
-        text = json.dumps(self.header).encode("utf-8", "surrogatepass")
+        text = json.dumps(self.header, default=str).encode("utf-8", "surrogatepass")
         size = -(-max(len(text) + 8, data_start) // 4096) * 4096
         return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
     def blocks(self, head: bytes, block_bytes: int) -> Iterator[bytes]:
+        within = range(len(self.data) + 1)
         try:
             spans = sorted(e["data_offsets"] for name, e in self.header.items() if name != "__metadata__")
-            spans = [(start, stop) for start, stop in spans if 0 <= start <= stop <= len(self.data)]
+            spans = [(start, stop) for start, stop in spans if start in within and stop in within and start <= stop]
         except (AttributeError, KeyError, TypeError, ValueError):
             spans = [(0, len(self.data))]
         for region in (head, *(self.data[start:stop] for start, stop in spans)):
@@ -155,7 +156,7 @@ class Spoilt:
         return copy.deepcopy(self)
 
     def change(self, draw: Draw) -> Spoilt:
-        for _ in range(1 + draw.number(4)):
+        while draw.at < len(draw.data):
             what = draw.number(12)
             if what < 4:
                 change(self.body, draw)

@@ -40,7 +40,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "index": {"columns": b"\x43" + columns, "frame": b"\x1b" + frame},
         "manifest": {"file": b"\0" + manifest, "body": b"\x40" + body},
         "tree": trees | {"references": msgpack.unpackb(body)["state"]},
-        "checkpoint": {f"{what:02}": bytes([0, what, 7, 1, 3, 2, 5]) for what in range(12)},
+        "checkpoint": {f"{what:02}": bytes([what, 7, 1, 3, 2, 5]) for what in range(12)},
     }
 
 

@@ -219,4 +219,4 @@ def check_checkpoint(path: Path) -> None:
 
 
 TARGETS = {one.__name__: one for one in (header, index, manifest, tree, checkpoint)}
-LENGTH_MAX = {"header": 4096, "index": 2048, "manifest": 4096, "tree": 1024, "checkpoint": 512}
+LENGTH_MAX = {"header": 4096, "index": 2048, "manifest": 4096, "tree": 1024, "checkpoint": 24}
