@@ -28,8 +28,8 @@ arguments = parser.parse_args()
 work = ROOT / ".cache" / "fuzz" / arguments.target
 (work / "corpus").mkdir(parents=True, exist_ok=True)
 options = [
-    f"-max_total_time={arguments.seconds}", "-print_final_stats=1", "-timeout=10", "-rss_limit_mb=3000", "-len_control=0",
-    f"-max_len={targets.LENGTH_MAX[arguments.target]}", f"-artifact_prefix={work}/",
+    f"-max_total_time={arguments.seconds}", f"-max_len={targets.LENGTH_MAX[arguments.target]}", "-len_control=0",
+    "-timeout=10", "-rss_limit_mb=3000", "-print_final_stats=1", f"-artifact_prefix={work}/",
 ]  # fmt: skip
 corpora = [str(work / "corpus"), str(ROOT / "fuzz" / "corpus" / arguments.target)]
 atheris.Setup([sys.argv[0], *options, *(arguments.files or corpora)], targets.TARGETS[arguments.target])

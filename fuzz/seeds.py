@@ -12,7 +12,7 @@ import msgpack  # noqa: E402
 import numpy as np  # noqa: E402
 import zstandard  # noqa: E402
 
-from mutate import PIECE, ROW  # noqa: E402
+from apart import PIECE, ROW  # noqa: E402
 from zckpt.format.tree import pack  # noqa: E402
 
 EXAMPLE = ROOT / "spec" / "example" / "run" / "global_step7"

@@ -20,8 +20,9 @@ import torch
 import zstandard
 
 import zckpt
+from apart import Apart
 from independent_reader import Reader
-from mutate import Draw, Spoilt
+from mutate import Draw, spoil
 from zckpt.errors import FormatError, StateError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
@@ -178,14 +179,14 @@ def _raw(tensor: torch.Tensor | np.ndarray[Any, Any]) -> tuple[str, list[int], b
     return DTYPE_NAMES[tensor.dtype], list(tensor.shape), data
 
 
-_SOUND = Spoilt.of(EXAMPLE)
+_SOUND = Apart.of(EXAMPLE)
 
 
 def checkpoint(data: bytes) -> None:
     """The bytes choose what is changed in a whole checkpoint; lengths and digests are made to fit, mostly."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
         path = Path(directory) / "c"
-        _SOUND.copy().change(Draw(data)).write(path)
+        spoil(_SOUND.copy(), Draw(data)).write(path)
         check_checkpoint(path)
 
 

@@ -20,7 +20,7 @@ PART = {"name": str, "layout": range(2**22 + 1), "names": [UINT], "shapes": [UIN
 FILES = {name: [UINT] for name in ("rank", "part", "tier", "bytes", "data_start", "first_block")}
 CHUNKS = {name: [UINT] for name in ("layout", "first_row", "rows", "pieces", "offset", "bytes")} | {"digest": [bytes]}
 BODY = {"save_id": str, "step": UINT, "world_size": range(1, 2**20 + 1), "block_bytes": range(4096, 2**26 + 1, 4096)}
-BODY |= {"names": [str], "aliases": dict, "shapes": [[UINT]], "parts": [PART], "files": FILES, "chunks": CHUNKS}
+BODY |= {"names": [str], "aliases": dict, "shapes": [[int]], "parts": [PART], "files": FILES, "chunks": CHUNKS}
 BODY |= {"digests": [bytes], "index_bytes": UINT, "state": bytes, "writer": dict}
 LIMITS = {"names": 2**22, "aliases": 2**22, "parts": 256}
 ENTRY = {"dtype": str, "shape": [UINT], "data_offsets": [UINT]}
@@ -47,8 +47,13 @@ def unpack(rule, data):
     return parse(rule, msgpack.unpackb, data, strict_map_key=False, object_pairs_hook=distinct)
 
 
+def integer(digits):
+    need(digits != "-0", "no integer", digits)
+    return int(digits)
+
+
 def parse_object(rule, text):
-    value = parse(rule, json.loads, text, object_pairs_hook=distinct, parse_constant=int)
+    value = parse(rule, json.loads, text, object_pairs_hook=distinct, parse_constant=integer, parse_int=integer)
     need(type(value) is dict, rule, value)
     return value
 
@@ -63,7 +68,7 @@ def containers(value):
 
 
 def sound(name, shape):
-    short = len(shape) <= 64 and math.prod(dim or 1 for dim in shape) in UINT
+    short = len(shape) <= 64 and fits(shape, [UINT]) and math.prod(dim or 1 for dim in shape) in UINT
     return short and fits(name, str) and re.fullmatch(NAME, name) and len(name.encode()) <= 1024
 
 
@@ -148,7 +153,7 @@ class Reader:
         need(len({part["name"] for part in parts}) == len(parts) and len(known) == len(names) <= 2**22, "M007", "names")
         need(fits([*alias.values()], [str]) and known >= {*alias.values()} and not known & {*alias}, "M012", alias)
         for name in [*names, *alias]:
-            need(sound(name, ()), "N001 or N002", name)
+            need(sound(name, []), "N001 or N002", name)
         need(all(sound("any", shape) for shape in shapes), "M008", "shapes")
         for p, part in enumerate(parts):
             part, layout, ids, shape_ids, dtypes = map(part.get, PART)
@@ -185,8 +190,9 @@ class Reader:
 
     def _check_digests(self, rank, first_blocks):
         """The rank's digest table, and its files as pairs of their first block and place, in that order."""
-        table, block = read(self.root, f"{self.data}/rank-{rank:05}/digests.bin", 0, 2**30 + 1), 0
-        need(len(table) <= 2**30, "D001", rank)
+        path, block = f"{self.data}/rank-{rank:05}/digests.bin", 0
+        table = read(self.root, path, 0, 2**30)
+        need(len(table) == (self.root / path).stat().st_size and len(table) % 16 == 0, "D001", rank)
         need(xxhash.xxh3_128_digest(table) == self.body["digests"][rank], "D002", rank)
         for first_block, place in first_blocks:
             need(first_block == block, "D001", place)
@@ -208,7 +214,7 @@ class Reader:
         need(all(meta.get(f"zckpt.{name}") == fact for name, fact in facts.items()), "S006", meta)
         need(re.fullmatch(r"\{.*\} *", meta["zckpt.shapes"], re.DOTALL), "S002", meta)
         shapes = parse_object("S002", meta["zckpt.shapes"])
-        need(all(fits(shape, [UINT]) and sound(name, shape) for name, shape in shapes.items()), "S006, N001", shapes)
+        need(all(fits(shape, list) and sound(name, shape) for name, shape in shapes.items()), "S006, N001", shapes)
         need(all(fits(e, ENTRY) and len(e) == 3 == len(e["data_offsets"]) + 1 for e in header.values()), "S004", place)
         regions = [(None, [-start, 0])]
         regions += sorted(((name, e["data_offsets"]) for name, e in header.items()), key=lambda region: region[1])

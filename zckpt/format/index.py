@@ -147,8 +147,9 @@ def _decompress(raw: bytes, where: _Where) -> bytes:
         size = zstandard.frame_content_size(raw)
         if size != need:
             raise where.broken("I003", f"the frame holds {size} bytes, its rows and pieces need {need}")
-        decompressor = zstandard.ZstdDecompressor(max_window_size=INDEX_CHUNK_RAW_BYTES_MAX)
-        out = decompressor.decompress(raw, max_output_size=need, allow_extra_data=False)
+        if zstandard.get_frame_parameters(raw).window_size > INDEX_CHUNK_RAW_BYTES_MAX:
+            raise where.broken("I003", "the frame needs a larger window")
+        out = zstandard.ZstdDecompressor().decompress(raw, max_output_size=need, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise where.broken("I003", f"not a zstd frame: {error}") from error
     if len(out) != need:

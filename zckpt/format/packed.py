@@ -61,10 +61,10 @@ def unpack(
     raw: bytes,
     containers: Containers,
     *,
-    is_key: Callable[[object], bool] = lambda key: True,
+    is_key: Callable[[object], bool] | None = None,
     ext_hook: Callable[[int, bytes], object] = msgpack.ExtType,
 ) -> Any:
-    """All of ``raw`` as one value, whose maps have distinct keys that ``is_key``. Raises ERRORS, TooManyError."""
+    """All of ``raw`` as one value, whose maps have distinct keys, which ``is_key``. Raises ERRORS, TooManyError."""
 
     def array(items: list[Any]) -> list[Any]:
         containers.take()
@@ -75,7 +75,7 @@ def unpack(
         found = dict(pairs)
         if len(found) != len(pairs):
             raise ValueError("a map has a duplicate key")
-        if not all(is_key(key) for key, _ in pairs):
+        if is_key is not None and not all(is_key(key) for key, _ in pairs):
             raise ValueError("a map has a key of another kind")
         return found
 

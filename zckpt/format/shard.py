@@ -163,8 +163,13 @@ def _parse_json(raw: bytes, file: str) -> dict[str, Any]:
     def constant(name: str) -> Any:
         raise broken("S002", f"{name} is not JSON", file=file)
 
+    def integer(digits: str) -> int:
+        if digits == "-0":
+            raise broken("S002", "safetensors takes -0 for no integer", file=file)
+        return int(digits)
+
     try:
-        tree = json.loads(text.decode("utf-8"), object_pairs_hook=distinct, parse_constant=constant)
+        tree = json.loads(text.decode("utf-8"), object_pairs_hook=distinct, parse_constant=constant, parse_int=integer)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise broken("S002", f"the header cannot be parsed: {error}", file=file) from error
     except ValueError as error:
