@@ -201,7 +201,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def _tree(self, packed: bytes, file: str) -> Any:
         """With all tensors that it refers to, which are read at once: so they cannot take more than their files."""
         infos: dict[str, TensorInfo] = {}
-        tree.unpack(packed, lambda ext, name: infos.setdefault(name, self._state_info(name)), file)
+        found = tree.unpack(packed, lambda ext, name: infos.setdefault(name, self._state_info(name)), file)
+        if not infos:
+            return found
         self.check_sizes(infos.values())
         tensors = {name: self._empty(info, info.shape, "cpu", None) for name, info in infos.items()}
         self.read([self._whole(info, tensors[name]) for name, info in infos.items()])
