@@ -168,6 +168,8 @@ class Reader:
     def _place(self, p, name, dtype, shape, row):
         """The pieces of a tensor, each as (copy, file, first byte, byte behind the last)."""
         elements, width, before = math.prod(shape), SIZES.get(dtype), 0
+        copies = sum(piece[2] for piece in row) // elements if elements else len(row)
+        need(copies <= self.world_size, "I005", name)
         need(width and elements * width in UINT, "M008 or M009", name)
         for i, (rank, tier, length, offset, block) in enumerate(row):
             copy, start = divmod(before, elements) if elements else (i, 0)

@@ -194,6 +194,12 @@ def tuples(levels: int, raw: bytes) -> bytes:
     return raw
 
 
+def three_copies(apart: Apart) -> None:
+    apart.body["chunks"]["pieces"][0] = 6
+    columns = {"rank": [0, 1, 0, 0, 0, 0], "tier": [0] * 6, "length": [2, 1, 2, 0, 0, 0], "block": [1, 1, 2, 3, 3, 3]}
+    apart.index[0].update(columns, count=[2, 1, 3], offset=[0, 0, 8, 16, 16, 16])
+
+
 def two_at_one_place(apart: Apart) -> None:
     """v is longer and lies where w lies: together they are more than the file has."""
     apart.body["shapes"][1] = [4]
@@ -321,6 +327,7 @@ CASES: dict[str, Case] = {
     "I005-gap": rows(0, length=[1, 1, 2, 0]),
     "I005-overlap": rows(0, length=[2, 2, 2, 0]),
     "I005-nothing": rows(1, length=[1, 0]),
+    "I005-copies": Case(three_copies),
     "I005-wrapped": rows(0, length=[(1 << 64) - 1, 4, 2, 0]),
     "I006-outside": rows(0, offset=[0, 4, 8, 16]),
     "I006-wrapped": rows(0, offset=[(1 << 64) - 8, 0, 8, 16]),

@@ -179,6 +179,10 @@ def _check(layout: Layout, part_id: int, part: Part, where: _Where) -> None:
     numel = np.array([math.prod(manifest.shapes[shape]) for shape in part.shapes[rows]], np.int64)
     item = np.array([ITEM_BYTES[dtype] for dtype in part.dtypes[rows]], np.int64)
     _check_copies(layout, numel, part, where)
+    copies = np.where(numel > 0, np.add.reduceat(layout.length, layout.first) // np.maximum(numel, 1), layout.count)
+    if copies.max() > manifest.world_size:
+        key = f"{part.name}/{manifest.names[layout.name[int(np.argmax(copies))]]}"
+        raise where.broken("I005", f"{copies.max()} copies of {manifest.world_size} ranks", key)
 
     item_of = np.repeat(item, layout.count)
     file = manifest.file_numbers(layout.rank, part_id, layout.tier)
