@@ -40,7 +40,8 @@ class Draw:
         """Something in the place of ``old``, mostly of its kind."""
         kind = self.number(16)
         if isinstance(old, int) and kind < 12:
-            return max(old + self.choice((1, -1, 2, -2, 4, -4, 8, 4096, -4096)), 0) if kind < 7 else self.choice(EDGES)
+            step = self.choice((1, -1, 2, -2, 4, -4, 8, 4096, -4096))
+            return (old + step) % (1 << 64) if kind < 7 else self.choice(EDGES)
         if isinstance(old, str) and kind < 12:
             return self.choice(TEXTS)
         if isinstance(old, bytes) and kind < 12:
