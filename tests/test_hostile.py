@@ -24,7 +24,7 @@ import zstandard
 
 import zckpt
 from apart import Apart, columns, envelope, frame, write
-from zckpt.format import names
+from zckpt.format import names, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -265,6 +265,14 @@ def bind(path: Path) -> None:
             one.bind(path.name)
     finally:
         os.chdir(here)
+
+
+def test_what_is_announced_is_looked_for_before_memory_is_taken() -> None:
+    """As msgpack before 1.2 needs it."""
+    with mock.patch.object(packed.msgpack, "unpackb") as unpackb:
+        with pytest.raises(packed.ERRORS):
+            packed.unpack(b"\xdd\0\0\1\0" * 9 + bytes(99), packed.Containers(99))
+        unpackb.assert_not_called()
 
 
 SPECIAL: dict[str, Callable[[Path], None]] = {

@@ -21,8 +21,8 @@ def _reader(raw: bytes) -> Any:
 
 
 def _check_whole(raw: bytes) -> None:
-    """An array takes memory for as many elements as it announces, and each array inside it again: so first a look,
-    which makes no objects, whether all of them are there."""
+    """msgpack before 1.2 takes memory for as many elements as an array announces, and for each array inside it again:
+    so first a look, which makes no objects, whether all of them are there."""
     reader = _reader(raw)
     reader.skip()
     if reader.tell() != len(raw):
