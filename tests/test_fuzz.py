@@ -42,6 +42,6 @@ def test_the_oracles_see_what_is_wrong() -> None:
         targets.tree(b"\x91" * 80 + b"\0")
     broken = FUZZ.parent / "tests" / "broken" / "S007-block"
     targets.check_checkpoint(broken)
-    blind = targets.zckpt.Report(str(broken))
+    blind = mock.Mock(ok=True)
     with mock.patch.object(targets.zckpt, "validate", return_value=blind), pytest.raises(AssertionError, match="S007"):
         targets.check_checkpoint(broken)
