@@ -4,6 +4,7 @@
 # make test-crash  writes killed at every operation and at 300 random times, 50,000 losses of power (half an hour)
 # make test-versions  some of the tests with every DeepSpeed version that zckpt is meant for
 # make bench     every comparison with the limit of the machine and with others; results in bench/results
+# make fuzz      random input to every parser and to whole checkpoints, FUZZ_SECONDS (60) for each
 # make setup     what all of them need
 # make bench-index  size and speed of the index at 1024 ranks
 # make bench-coverage  what DeepSpeed's own checkpoints and zckpt do in the same situations; writes bench/results/
@@ -13,6 +14,7 @@
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+FUZZ_SECONDS ?= 60
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check
@@ -21,6 +23,8 @@ OPS := .cache/ops.stamp
 OLDER := 0.16.9 0.17.6 0.18.9
 SMOKE := -m "matrix or not matrix" @tests/smoke.txt
 PLOTS := .venv/.bench-stamp
+FUZZER := .venv/.fuzz-stamp
+FUZZ_TARGETS := header index manifest tree checkpoint
 
 # The build of the ops calls ninja, which comes with the tools. Nothing is read from or left in the home directory.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -33,7 +37,7 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 export MAX_JOBS ?= 2
 
-.PHONY: setup lint test test-all test-crash test-versions $(OLDER:%=test-%) demo bench bench-index bench-coverage clean
+.PHONY: setup lint test test-all test-crash test-versions $(OLDER:%=test-%) demo bench bench-index bench-coverage fuzz clean
 
 setup: $(SETUP) $(OPS)
 
@@ -73,6 +77,12 @@ bench-index: $(SETUP)
 bench-coverage: setup
 	@$(PY) bench/coverage.py --output bench/results
 
+.PHONY: $(FUZZ_TARGETS:%=fuzz-%)
+fuzz: $(FUZZ_TARGETS:%=fuzz-%)
+
+fuzz-%: $(SETUP) $(FUZZER)
+	@$(PY) fuzz/run.py $* --seconds $(FUZZ_SECONDS)
+
 clean:
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
@@ -109,6 +119,10 @@ $(OLDER:%=.cache/versions/%/stamp): .cache/versions/%/stamp: $(SETUP)
 	@env -u PIP_CONSTRAINT $(PIP) install --no-deps --no-build-isolation --target $(@D)/site deepspeed==$*
 	@$(with_version) $(PY) -c 'import importlib.metadata; assert importlib.metadata.version("deepspeed") == "$*"'
 	@$(with_version) $(PY) tests/ops.py
+	@touch $@
+
+$(FUZZER): $(SETUP)
+	@$(PIP) install --no-build-isolation --editable '.[fuzz]'
 	@touch $@
 
 $(PLOTS): $(SETUP)

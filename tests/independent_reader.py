@@ -1,13 +1,14 @@
-"""A second reader, from spec/format.md alone: no code of zckpt. It checks structure, not digests or duplicate keys."""
+"""A second reader, from spec/format.md alone: no code of zckpt. Opening checks everything but the trees."""
 
 import json
 import math
 import re
 import struct
-from itertools import groupby, islice
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 
 import msgpack
+import xxhash
 import zstandard
 
 SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
@@ -19,8 +20,9 @@ PART = {"name": str, "layout": range(2**22 + 1), "names": [UINT], "shapes": [UIN
 FILES = {name: [UINT] for name in ("rank", "part", "tier", "bytes", "data_start", "first_block")}
 CHUNKS = {name: [UINT] for name in ("layout", "first_row", "rows", "pieces", "offset", "bytes")} | {"digest": [bytes]}
 BODY = {"save_id": str, "step": UINT, "world_size": range(1, 2**20 + 1), "block_bytes": range(4096, 2**26 + 1, 4096)}
-BODY |= {"names": [str], "aliases": dict, "shapes": [[UINT]], "parts": [PART], "files": FILES, "chunks": CHUNKS}
+BODY |= {"names": [str], "aliases": dict, "shapes": [[int]], "parts": [PART], "files": FILES, "chunks": CHUNKS}
 BODY |= {"digests": [bytes], "index_bytes": UINT, "state": bytes, "writer": dict}
+LIMITS = {"names": 2**22, "aliases": 2**22, "parts": 256}
 ENTRY = {"dtype": str, "shape": [UINT], "data_offsets": [UINT]}
 
 
@@ -34,6 +36,40 @@ def parse(rule, function, *args, **options):
         return function(*args, **options)
     except (ValueError, TypeError, RecursionError, struct.error, zstandard.ZstdError) as error:
         raise ValueError(f"{rule}: {error!r}") from error
+
+
+def distinct(pairs):
+    need(len(dict(pairs)) == len(pairs), "duplicate key", pairs)
+    return dict(pairs)
+
+
+def unpack(rule, data):
+    return parse(rule, msgpack.unpackb, data, strict_map_key=False, object_pairs_hook=distinct)
+
+
+def integer(digits):
+    need(digits != "-0", "no integer", digits)
+    return int(digits)
+
+
+def parse_object(rule, text):
+    value = parse(rule, json.loads, text, object_pairs_hook=distinct, parse_constant=integer, parse_int=integer)
+    need(type(value) is dict, rule, value)
+    return value
+
+
+def containers(value):
+    """How many arrays and maps there are in a value."""
+    level, count = [value], 0
+    while level := [item for item in level if isinstance(item, list | dict)]:
+        count += len(level)
+        level = [*chain(*(item.values() if isinstance(item, dict) else item for item in level))]
+    return count
+
+
+def sound(name, shape):
+    short = len(shape) <= 64 and fits(shape, [UINT]) and math.prod(dim or 1 for dim in shape) in UINT
+    return short and fits(name, str) and re.fullmatch(NAME, name) and len(name.encode()) <= 1024
 
 
 def fits(value, kind):
@@ -63,12 +99,15 @@ class Reader:
         raw = read(path, "manifest.msgpack", 0, 256 * MIB + 1)
         need(len(raw) <= 256 * MIB and raw[1:7] == b"\xa5zckpt", "M001 or M004", raw[:7])
         need(raw[7:9] == b"\x92\x01", "M002", raw[7:12])
-        envelope = parse("M001", msgpack.unpackb, raw, strict_map_key=False)
+        envelope = unpack("M001", raw)
         need(raw[:1] == b"\x94" and msgpack.packb(envelope) == raw and fits(envelope[2:], [bytes]), "M001", raw[:32])
-        body = self.body = parse("M005", msgpack.unpackb, envelope[3], strict_map_key=False)
+        need(xxhash.xxh3_128_digest(envelope[3]) == envelope[2], "M003", envelope[2])
+        body = self.body = unpack("M005", envelope[3])
         need(fits(body, {"version": [UINT], "requires": [str]}) and body["version"] == envelope[1], "M001, M005", body)
         need(not body["requires"], "M006", body["requires"])
         need(fits(body, BODY) and len(body["digests"]) == body["world_size"], "M005", [*body])
+        need(all(len(body[field]) <= most for field, most in LIMITS.items()), "M005", "limits")
+        need(containers(body) <= 2**22, "M005", "arrays and maps")
         need({*map(len, [envelope[2], *body["digests"], *body["chunks"]["digest"]])} == {16}, "M005", "digests")
         need(re.fullmatch("[0-9a-f]{16}", body["save_id"]), "N004", body["save_id"])
         files, chunks = ([*map(body[field].get, kind)] for field, kind in (("files", FILES), ("chunks", CHUNKS)))
@@ -81,17 +120,23 @@ class Reader:
             need(rank < self.world_size and p < len(body["parts"]) and tier < len(TIERS), "M011", (rank, p, tier))
             need(start in range(4096, size + 1, 4096), "S003", start)
         self.root, self.data, self.tensors = path, f"data-{body['save_id']}", {}  # by key: dtype, shape, pieces
+        self.claimed = {}  # bytes of the pieces of each file
         self._read_parts(set(body["names"]), self._read_index(chunks))
-        for place in places:
-            self._compare_header(place)
+        first_blocks = sorted(zip(files[5], places, strict=True))
+        for rank in range(self.world_size):
+            self._check_digests(rank, [(block, place) for block, place in first_blocks if place[0] == rank])
 
     def _read_index(self, chunks):
         """The rows of each layout: name id, and a list of (rank, tier, length, offset, block)."""
-        at, index = 0, {part["layout"]: [] for part in self.body["parts"]}
-        for layout, first_row, rows, pieces, offset, size, _ in zip(*chunks, strict=True):
+        at, layouts = 0, [part["layout"] for part in self.body["parts"]]
+        index = {layout: [] for layout in layouts}
+        pieces = sum(count * layouts.count(layout) for layout, count in zip(chunks[0], chunks[3], strict=True))
+        need(len(chunks[0]) <= 4096 and pieces <= 2**26, "M013", pieces)
+        for layout, first_row, rows, pieces, offset, size, digest in zip(*chunks, strict=True):
             need(layout in index and (at, len(index[layout])) == (offset, first_row), "M013", offset)
             need(rows >= 1 and 1 <= size <= 64 * MIB, "M013", offset)
             data, at = read(self.root, f"{self.data}/index.bin", offset, size, self.body["index_bytes"]), at + size
+            need(xxhash.xxh3_128_digest(data) == digest, "I002", offset)
             frame = parse("I003", zstandard.get_frame_parameters, data)
             need(frame.content_size == 8 * rows + 25 * pieces <= 64 * MIB >= frame.window_size, "I003", offset)
             data = parse("I003", zstandard.ZstdDecompressor().decompress, data, allow_extra_data=False)
@@ -100,7 +145,7 @@ class Reader:
             need(0 not in counts and sum(counts) == pieces, "I004", offset)
             pieces = zip(*columns, strict=True)
             index[layout] += [(name, [*islice(pieces, count)]) for name, count in zip(names, counts, strict=True)]
-        need(at == self.body["index_bytes"] and sum(chunks[3]) <= 2**26, "M013", at)
+        need(at == self.body["index_bytes"], "M013", at)
         return index
 
     def _read_parts(self, known, index):
@@ -108,8 +153,8 @@ class Reader:
         need(len({part["name"] for part in parts}) == len(parts) and len(known) == len(names) <= 2**22, "M007", "names")
         need(fits([*alias.values()], [str]) and known >= {*alias.values()} and not known & {*alias}, "M012", alias)
         for name in [*names, *alias]:
-            need(fits(name, str) and re.fullmatch(NAME, name) and len(name.encode()) <= 1024, "N001 or N002", name)
-        need(all(len(shape) <= 64 and math.prod(shape) in UINT for shape in shapes), "M008", "shapes")
+            need(sound(name, []), "N001 or N002", name)
+        need(all(sound("any", shape) for shape in shapes), "M008", "shapes")
         for p, part in enumerate(parts):
             part, layout, ids, shape_ids, dtypes = map(part.get, PART)
             need(re.fullmatch("[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", part), "N003", part)
@@ -123,8 +168,10 @@ class Reader:
     def _place(self, p, name, dtype, shape, row):
         """The pieces of a tensor, each as (copy, file, first byte, byte behind the last)."""
         elements, width, before = math.prod(shape), SIZES.get(dtype), 0
+        copies = sum(piece[2] for piece in row) // elements if elements else len(row)
+        need(copies <= self.world_size, "I005", name)
         need(width and elements * width in UINT, "M008 or M009", name)
-        for i, (rank, tier, length, offset, _) in enumerate(row):
+        for i, (rank, tier, length, offset, block) in enumerate(row):
             copy, start = divmod(before, elements) if elements else (i, 0)
             before, end, place = before + length, offset + length * width, (rank, p, tier)
             need(start < start + length <= elements or length == elements == 0, "I005", name)
@@ -132,7 +179,9 @@ class Reader:
             need(offset % width == 0 and end <= size - data_start, "I006", name)
             entry, span = (name, shape) if length == elements else (f"{name}@{start}:{start + length}", [length])
             need(entry not in entries, "S007", entry)
-            entries[entry] = {"dtype": dtype, "shape": span, "data_offsets": [offset, end]}
+            entries[entry] = {"dtype": dtype, "shape": span, "data_offsets": [offset, end]}, block, name, shape
+            self.claimed[place] = self.claimed.get(place, 0) + end - offset
+            need(self.claimed[place] <= size - data_start, "I007", place)
             yield copy, place, offset, end
         need(not elements or before % elements == 0, "I005", name)
 
@@ -141,25 +190,52 @@ class Reader:
         path = f"{self.data}/rank-{rank:05}/{TIERS[tier][1]}{self.body['parts'][p]['name']}.safetensors"
         return read(self.root, path, start + begin, end - begin, size)
 
-    def _compare_header(self, place):
-        (rank, p, tier), (size, start, entries) = place, self.files[place]
+    def _check_digests(self, rank, first_blocks):
+        """The rank's digest table, and its files as pairs of their first block and place, in that order."""
+        path, block = f"{self.data}/rank-{rank:05}/digests.bin", 0
+        table = read(self.root, path, 0, 2**30)
+        need(len(table) == (self.root / path).stat().st_size and len(table) % 16 == 0, "D001", rank)
+        need(xxhash.xxh3_128_digest(table) == self.body["digests"][rank], "D002", rank)
+        for first_block, place in first_blocks:
+            need(first_block == block, "D001", place)
+            block += self._check_file(place, table[16 * block :])
+        need(len(table) == 16 * block, "D001", rank)
+
+    def _check_file(self, place, digests):
+        """Header, fillers and digests of a file; returns the number of its blocks."""
+        (rank, p, tier), (size, start, entries), block = place, self.files[place], 0
         facts = {"rank": str(rank), "tier": TIERS[tier][0], "part": self.body["parts"][p]["name"]}
         facts |= {key: str(self.body[key]) for key in ("save_id", "world_size")}
         raw = self._read(place, -start, 0)
         need(int.from_bytes(raw[:8], "little") == start - 8 <= 100_000_000, "S001 or S003", place)
         need(re.fullmatch(rb"\{.*\} *", raw[8:], re.DOTALL), "S002", place)
-        header = parse("S002", json.loads, raw[8:])
+        header = parse_object("S002", raw[8:].decode(errors="surrogateescape"))
         meta = header.pop("__metadata__", None)
-        need(fits(meta, {"zckpt.version": str}) and meta["zckpt.version"].split(".")[0] == "1", "S006", meta)
+        need(fits(meta, {"zckpt.version": str, "zckpt.shapes": str}) and fits([*meta.values()], [str]), "S006", meta)
+        need(meta["zckpt.version"].split(".")[0] == "1", "S006", meta)
         need(all(meta.get(f"zckpt.{name}") == fact for name, fact in facts.items()), "S006", meta)
+        need(re.fullmatch(r"\{.*\} *", meta["zckpt.shapes"], re.DOTALL), "S002", meta)
+        shapes = parse_object("S002", meta["zckpt.shapes"])
+        need(all(fits(shape, list) and sound(name, shape) for name, shape in shapes.items()), "S006, N001", shapes)
         need(all(fits(e, ENTRY) and len(e) == 3 == len(e["data_offsets"]) + 1 for e in header.values()), "S004", place)
-        spans = sorted(entry["data_offsets"] for entry in header.values())
-        need([0, *(span[-1] for span in spans)] == [*(span[0] for span in spans), size - start], "S005", place)
+        regions = [(None, [-start, 0])]
+        regions += sorted(((name, e["data_offsets"]) for name, e in header.items()), key=lambda region: region[1])
+        need(all(a[1] == b[0] for (_, a), (_, b) in pairwise(regions)), "S005", place)
+        need(regions[-1][1][1] == size - start, "S005", place)
         for name in [name for name in header if name.startswith("@")]:
             dtype, shape, (begin, end) = map(header.pop(name).get, ENTRY)
             need(dtype == "U8" and shape == [end - begin] and end - begin < 4096, "S008", name)
             need(not any(self._read(place, begin, end)), "S008", name)
-        need(header == entries, "S007", place)
+        need(header == {name: entry for name, (entry, *_) in entries.items()}, "S007", place)
+        partial = [(name, shape) for entry, (_, _, name, shape) in entries.items() if entry != name]
+        need(all(shapes.get(name) == shape for name, shape in partial), "S006 or S007", place)
+        for name, (begin, end) in regions:
+            need(name not in entries or entries[name][1] == block, "S007", name)
+            for at in range(begin, end, self.body["block_bytes"]):
+                data = self._read(place, at, min(at + self.body["block_bytes"], end))
+                need(xxhash.xxh3_128_digest(data) == digests[16 * block : 16 * block + 16], "D003", (place, at))
+                block += 1
+        return block
 
     def copies(self, key):
         """The copies of a tensor, each as its row-major bytes."""
@@ -172,8 +248,19 @@ class Reader:
         return next(self.copies(key))
 
     def tree(self, rank=None):
-        data = self.body["state"] if rank is None else self.load(f"state/rank/{rank}")
-        return self._tree(parse("T001", msgpack.unpackb, data, strict_map_key=False))
+        if rank is not None and f"state/rank/{rank}" not in self.tensors:
+            return None
+        dtype, shape, _ = ("U8", [0], ()) if rank is None else self.tensors[f"state/rank/{rank}"]
+        need(dtype == "U8" and len(shape) == 1, "T001", rank)
+        need(shape[0] <= 2**28, "T004", rank)
+        self.spent, self.referenced = [0, 0], []  # bytes and arrays or maps; both of this tree
+        return self._tree(self._unpack(self.body["state"] if rank is None else self.load(f"state/rank/{rank}")))
+
+    def _unpack(self, data):
+        value = unpack("T001", data)
+        self.spent = [self.spent[0] + len(data), self.spent[1] + containers(value)]
+        need(self.spent[0] <= 2**28 and self.spent[1] <= 2**22, "T004", self.spent)
+        return value
 
     def _tree(self, value, level=0):
         need(level <= 64, "T002", level)
@@ -186,12 +273,13 @@ class Reader:
                 return {key: self._tree(item, level + 1) for key, item in value.items()}
             case msgpack.ExtType(code=1 | 2):
                 key = f"state/{value.data.decode(errors='surrogateescape')}"
-                need(key in self.tensors, "T003", key)
+                need(key in self.tensors and key not in self.referenced, "T003", key)
+                self.referenced.append(key)
                 return *self.tensors[key][:2], self.load(key)
             case msgpack.ExtType(code=4) if re.fullmatch(rb"-?[1-9][0-9]{0,3999}", value.data):
                 return int(value.data)
             case msgpack.ExtType(code=3 | 5):
-                match value.code, parse("T001", msgpack.unpackb, value.data, strict_map_key=False):
+                match value.code, self._unpack(value.data):
                     case (3, list(inner)):
                         return tuple(self._tree(inner, level))
                     case (5, ["OrderedDict" | "Counter", dict(inner)]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import socket
@@ -462,24 +461,3 @@ def test_the_command_line(place: Place, capsys: pytest.CaptureFixture[str]) -> N
             main(wrong)
         assert caught.value.code == 2
     assert "usage:" in capsys.readouterr().err
-
-
-FLIPS = 1200
-
-
-def test_no_bit_of_a_checkpoint_may_flip(tmp_path: Path) -> None:
-    """A sample over all files, each file's share by the number of files: headers are mostly padding."""
-    write_state(tmp_path / "c", 1, {"a": (3,), "b": (2, 2)}, parts=("master",), client_state={"x": 1})
-    files = [file for file in (tmp_path / "c").rglob("*") if file.is_file()]
-    assert len(files) == 5
-    choice = random.Random(0)
-    for _ in range(FLIPS):
-        file = choice.choice(files)
-        raw = file.read_bytes()
-        bit = choice.randrange(8 * len(raw))
-        spoilt = bytearray(raw)
-        spoilt[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(spoilt)
-        assert not zckpt.validate(tmp_path / "c").ok, f"bit {bit} of {file}"
-        file.write_bytes(raw)
-    assert zckpt.validate(tmp_path / "c").ok

@@ -18,7 +18,7 @@ from zckpt.format.digest import block_count, blocks
 from zckpt.format.index import Piece
 from zckpt.plan import coalesce
 from zckpt.plan.coalesce import plan_reads
-from zckpt.plan.reshard import Extents, Span, StoredPieces, choose_copy, extents, slice_spans
+from zckpt.plan.reshard import Extents, Span, StoredPieces, choose_copies, extents, slice_spans
 
 FILES = 3
 
@@ -235,8 +235,9 @@ def test_a_contiguous_slice_is_one_span() -> None:
 
 
 def test_the_copy_that_a_rank_holds_alone_is_its_own() -> None:
-    shared = [Piece(0, 0, 0, 0, 2, 0, 1), Piece(1, 0, 0, 2, 4, 0, 1)]
-    own = [Piece(2, 0, 1, 0, 4, 0, 1)]
-    assert choose_copy([*shared, *own], 2) == own
-    assert choose_copy([*shared, *own], 1) == shared
-    assert choose_copy([*shared, *own], None) == shared
+    row = np.array([0, 0, 0, 0, 0, 1, 2, 2])
+    copy = np.array([0, 0, 1, 2, 3, 0, 0, 1])
+    holder = np.array([0, 1, 2, 2, 0, 2, 0, 1])
+    for rank, chosen in ((2, [1, 0, 0]), (1, [0, 0, 1]), (0, [3, 0, 0]), (7, [0, 0, 0]), (None, [0, 0, 0])):
+        assert choose_copies(row, copy, holder, rank).tolist() == chosen
+    assert choose_copies(row[:0], copy[:0], holder[:0], 0).tolist() == []

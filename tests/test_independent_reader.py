@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import zckpt
 from independent_reader import Reader
 from states import edit, write_state
+from zckpt.format.digest import digest
 from zckpt.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -172,13 +173,14 @@ def edit_file(change: Callable[[bytes], bytes], name: str) -> Callable[[Path], N
 
 
 def edit_body(field: str, change: Any) -> Callable[[Path], None]:
-    """A change to the manifest's body that leaves its digest as it was, for this reader checks none."""
+    """A change to the manifest's body that makes its digest fit."""
 
     def pack(manifest: bytes) -> bytes:
-        *envelope, packed = msgpack.unpackb(manifest)
+        magic, version, _, packed = msgpack.unpackb(manifest)
         body = msgpack.unpackb(packed)
         edit(body, field, change)
-        return msgpack.packb([*envelope, msgpack.packb(body)])
+        packed = msgpack.packb(body)
+        return msgpack.packb([magic, version, digest(packed), packed])
 
     return edit_file(pack, "manifest.msgpack")
 
@@ -225,7 +227,8 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "file not listed": ("I006", edit_body("files.tier.7", 0)),
     "gap between chunks": ("M013", edit_body("chunks.offset.1", 36)),
     "chunk of other rows": ("I003", edit_body("chunks.rows.0", 2)),
-    "damaged chunk": ("I003", replace(b"\x28\xb5\x2f\xfd", b"\x28\xb5\x2f\xfc", "data-*/index.bin")),
+    "damaged manifest": ("M003", replace(b"master", b"mastes", MANIFEST)),
+    "damaged chunk": ("I002", replace(b"\x28\xb5\x2f\xfd", b"\x28\xb5\x2f\xfc", "data-*/index.bin")),
     "cut index": ("I001", edit_file(lambda data: data[:-1], "data-*/index.bin")),
     "cut data": ("F003", edit_file(lambda data: data[:-1], "data-*/rank-00001/buffer.safetensors")),
     "missing file": ("F001", lambda path: next(path.glob("data-*/rank-00001/exp_avg.safetensors")).unlink()),
@@ -237,8 +240,10 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "file of another rank": ("S006", replace(b'"zckpt.rank":"0"', b'"zckpt.rank":"1"')),
     "header that is not JSON": ("S002", replace(b'{"__metadata__"', b'{,__metadata__"')),
     "header of another length": ("S003", replace(b"\xf8\x0f\0\0", b"\xf8\x0f\1\0")),
-    "reference to nothing": ("T003", replace(b"\xd7\x01tree/0/0", b"\xd7\x01tree/0/1", MANIFEST)),
-    "unknown extension": ("T001", replace(b"\xd7\x01tree/0/0", b"\xd7\x06tree/0/0", MANIFEST)),
+    "damaged digests": ("D002", edit_file(lambda data: data[:-1] + b"!", "data-*/rank-00001/digests.bin")),
+    "damaged data": ("D003", edit_file(lambda data: data[:-1] + b"!", "data-*/rank-00001/master.safetensors")),
+    "reference to nothing": ("T003", edit_body("state", lambda tree: tree.replace(b"tree/0/0", b"tree/0/1"))),
+    "unknown extension": ("T001", edit_body("state", lambda tree: tree.replace(b"\xd7\x01", b"\xd7\x06"))),
 }
 
 
@@ -294,10 +299,10 @@ def test_trees_of_every_kind() -> None:
 
 def test_the_reader_is_small_and_independent() -> None:
     source = READER.read_text()
-    assert len(source.splitlines()) < 200
+    assert len(source.splitlines()) < 300
     nodes = list(ast.walk(ast.parse(source)))
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules += ["." * node.level + str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
     imported = {module.partition(".")[0] for module in modules}
-    assert imported <= {*sys.stdlib_module_names, "msgpack", "zstandard"} - {"importlib"}
+    assert imported <= {*sys.stdlib_module_names, "msgpack", "xxhash", "zstandard"} - {"importlib"}
     assert "__import__" not in source

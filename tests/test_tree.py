@@ -213,7 +213,7 @@ BROKEN = {
 @pytest.mark.parametrize(("rule", "raw"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_tree_is_refused(checkpoint: zckpt.Checkpoint, rule: str, raw: bytes) -> None:
     with pytest.raises(FormatError) as caught:
-        tree.unpack(raw, checkpoint._state_leaf, "some file")
+        checkpoint._tree(raw, "some file")
     assert caught.value.rule == rule
 
 

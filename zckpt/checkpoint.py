@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,14 +17,14 @@ from zckpt.format import index as index_format
 from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX
+from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, TREE_BYTES_MAX
 from zckpt.format.manifest import TIERS, Manifest
 from zckpt.format.rules import broken
 from zckpt.io.budget import Budget, flag
 from zckpt.io.memory import Sinks, check_cast, cuda_device, fresh_tensor, staging_for
 from zckpt.io.read import ReadFile, run_reads
 from zckpt.plan.coalesce import plan_reads
-from zckpt.plan.reshard import Span, StoredPieces, choose_copy, extents, slice_spans
+from zckpt.plan.reshard import Span, StoredPieces, choose_copies, extents, slice_spans
 from zckpt.plan.select import Keys, nearest, select
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
@@ -102,6 +102,10 @@ def _all_of(numel: int) -> tuple[Span]:
     return (Span(0, numel, 0),)
 
 
+def _leaf(ext: int, tensor: torch.Tensor) -> object:
+    return tensor if ext == tree.TENSOR else tensor.numpy()
+
+
 class Checkpoint(Mapping[str, TensorInfo]):
     """A mapping from key (``<part>/<parameter name>``) to TensorInfo. Made by ``zckpt.open``; safe to share by threads.
 
@@ -176,7 +180,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     @cached_property
     def state(self) -> Any:
         """The tree of non-tensor state that all ranks share; tensors inside it are on the CPU."""
-        return tree.unpack(self.manifest.state, self._state_leaf, names.MANIFEST)
+        return self._tree(self.manifest.state, names.MANIFEST)
 
     def rank_state(self, rank: int, *, lazy: bool = False) -> Any:
         """The tree of state that ``rank`` alone had, such as its random number generators; None if there is none.
@@ -189,14 +193,31 @@ class Checkpoint(Mapping[str, TensorInfo]):
         info = self._info(*place)
         if info.dtype != torch.uint8 or len(info.shape) != 1:
             raise broken("T001", f"a packed tree that is {info.dtype} {list(info.shape)}", key=info.key)
-        packed = self._one(info)
-        leaf = partial(partial, self._state_leaf) if lazy else self._state_leaf
-        return tree.unpack(packed.numpy().tobytes(), leaf, info.key)
+        if info.nbytes > TREE_BYTES_MAX:
+            raise broken("T004", f"a packed tree of {info.nbytes} bytes", key=info.key)
+        packed = self._one(info).numpy().tobytes()
+        return tree.unpack(packed, self._lazy_leaf, info.key) if lazy else self._tree(packed, info.key)
 
-    def _state_leaf(self, ext: int, name: str) -> object:
-        info = self._info(*self._require(STATE, name))
-        tensor = self._one(info)
-        return tensor if ext == tree.TENSOR else tensor.numpy()
+    def _tree(self, packed: bytes, file: str) -> Any:
+        """With all tensors that it refers to, which are read at once: so they cannot take more than their files."""
+        infos: dict[str, TensorInfo] = {}
+        found = tree.unpack(packed, lambda ext, name: infos.setdefault(name, self._state_info(name)), file)
+        if not infos:
+            return found
+        self.check_sizes(infos.values())
+        tensors = {name: self._empty(info, info.shape, "cpu", None) for name, info in infos.items()}
+        self.read([self._whole(info, tensors[name]) for name, info in infos.items()])
+        return tree.unpack(packed, lambda ext, name: _leaf(ext, tensors[name]), file)
+
+    def _lazy_leaf(self, ext: int, name: str) -> Callable[[], object]:
+        info = self._state_info(name)
+        return lambda: _leaf(ext, self._one(info))
+
+    def _state_info(self, name: str) -> TensorInfo:
+        place = self._place(STATE, name)
+        if place is None:
+            raise broken("T003", f"there is no tensor {STATE}/{name}", file=names.MANIFEST)
+        return self._info(*place)
 
     # Any part of it
 
@@ -275,13 +296,13 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``."""
         wants: dict[tuple[str, int, int], Want] = {}
         infos = {key: self[key] for key in self._select(keys)}
-        self.check_sizes(infos.values())
+        own = {key: [piece for piece in self.pieces(info) if piece.rank == rank] for key, info in infos.items()}
+        copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in own[key]}
+        self._check_sizes(list(copies.values()), [copy for _, copy in copies])
         for key, info in infos.items():
-            for piece in self.pieces(info):
-                if piece.rank == rank:
-                    target = self._empty(info, (piece.stop - piece.start,), device, None)
-                    span = Span(piece.start, piece.stop, 0)
-                    wants[key, piece.start, piece.stop] = Want(info, [span], target, piece.copy)
+            for piece in own[key]:
+                target = self._empty(info, (piece.stop - piece.start,), device, None)
+                wants[key, piece.start, piece.stop] = Want(info, [Span(piece.start, piece.stop, 0)], target, piece.copy)
         self.read(list(wants.values()), verify=verify)
         return {place: want.target for place, want in wants.items()}
 
@@ -354,31 +375,26 @@ class Checkpoint(Mapping[str, TensorInfo]):
             numel = np.array([math.prod(infos[number].shape) for number in numbers.tolist()], np.int64)
             start, copy = index_format.spans(layout, numel)
             row_of, _ = index_format.ragged(layout.count)
-            chosen = np.zeros(len(numbers), np.int64)
-            for i in np.unique(row_of[copy > 0]).tolist():  # the few that have several copies
-                number = int(numbers[i])
-                one = copies[number]
-                chosen[i] = choose_copy(self.pieces(infos[number]), rank)[0].copy if one is None else one
-            file = self._file_numbers(part_id, layout.rank, layout.tier)
+            given = (copies[number] for number in numbers.tolist())
+            asked = np.array([-1 if one is None else one for one in given], np.int64)
+            chosen = np.where(asked < 0, choose_copies(row_of, copy, layout.rank, rank), asked)
+            file = self.manifest.file_numbers(layout.rank, part_id, layout.tier)
             columns = (numbers[row_of], file, start, start + layout.length, layout.offset, layout.block)
             found.append(np.stack(columns)[:, copy == chosen[row_of]])
         stored = np.concatenate([np.empty((6, 0), np.int64), *found], axis=1)
         return StoredPieces(*stored[:, np.argsort(stored[0], kind="stable")])
 
-    def _file_numbers(self, part_id: int, rank: Ints, tier: Ints) -> Ints:
-        """Positions in the manifest of the files that hold pieces of one part."""
-        places, which = np.unique(rank * len(TIERS) + tier, return_inverse=True)
-        numbers = [
-            self.manifest.file_number(place // len(TIERS), part_id, place % len(TIERS)) for place in places.tolist()
-        ]
-        return np.array(numbers, np.int64)[which]
-
     def _select(self, keys: Keys) -> list[str]:
         """The keys asked for. A tied weight's further names are matched as they are, not by patterns."""
+        if keys is None or callable(keys):
+            return select(list(self), keys)
         if isinstance(keys, str) and keys in self:  # one of very many: need not list them
             return [keys]
-        aliases = {f"{part}/{alias}" for part in self.parts for alias in self.aliases}
-        return select(list(self), keys, {key for key in aliases if key in self})
+        keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
+        return select(list(self), keys, [key for key in keys if self._is_alias(key)])
+
+    def _is_alias(self, key: str) -> bool:
+        return key.partition("/")[2] in self.aliases and key in self
 
     def _one(
         self,
@@ -413,9 +429,16 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return target
 
     def check_sizes(self, infos: Iterable[TensorInfo]) -> None:
-        """Raises FormatError (F001 to F003) unless the files that hold ``infos`` are there and as long as recorded."""
-        infos = list(infos)
-        stored = self._stored(infos, [None] * len(infos), None)
+        """Raises FormatError (F001 to F003, I007) unless the files that hold ``infos`` are there, as long as recorded,
+        and hold no less than that."""
+        infos = list({info.key: info for info in infos}.values())
+        self._check_sizes(infos, [None] * len(infos))
+
+    def _check_sizes(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> None:
+        """Of one copy each, none of them given twice."""
+        stored = self._stored(infos, copies, None)
+        item = np.array([info.dtype.itemsize for info in infos], np.int64)
+        index_format.check_claims(self.manifest, stored.file, (stored.stop - stored.start) * item[stored.want])
         numbers, first = np.unique(stored.file, return_index=True)
         for number, one in zip(numbers.tolist(), stored.want[first].tolist(), strict=True):
             if number in self._sized:
@@ -442,12 +465,6 @@ class Checkpoint(Mapping[str, TensorInfo]):
         ids = self.manifest.parts[part_id].names
         row = bisect_left(ids, name_id)
         return (part_id, row) if row < len(ids) and ids[row] == name_id else None
-
-    def _require(self, part: str, name: str) -> tuple[int, int]:
-        place = self._place(part, name)
-        if place is None:
-            raise broken("T003", f"there is no tensor {part}/{name}", file=names.MANIFEST)
-        return place
 
     def _info(self, part_id: int, row: int) -> TensorInfo:
         part = self.manifest.parts[part_id]

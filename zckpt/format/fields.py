@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgpack
-
-from zckpt.errors import FormatError
-from zckpt.format import names
-from zckpt.format.limits import TENSOR_BYTES_MAX
+from zckpt.format import names, packed
+from zckpt.format.limits import CONTAINERS_MAX, TENSOR_BYTES_MAX
 from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
@@ -17,18 +14,11 @@ if TYPE_CHECKING:
 
 def unpack_map(raw: bytes) -> dict[Any, Any]:
     """One msgpack map without duplicate keys. Raises FormatError (M005)."""
-
-    def distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise broken("M005", "a map has a duplicate key", file=names.MANIFEST)
-        return found
-
     try:
-        value = msgpack.unpackb(raw, raw=False, strict_map_key=False, object_pairs_hook=distinct)
-    except FormatError:
-        raise
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        value = packed.unpack(raw, packed.Containers(CONTAINERS_MAX))
+    except packed.TooManyError as error:
+        raise broken("M005", f"more than {CONTAINERS_MAX} arrays and maps", file=names.MANIFEST) from error
+    except packed.ERRORS as error:
         raise broken("M005", f"cannot be parsed: {error or type(error).__name__}", file=names.MANIFEST) from error
     if not isinstance(value, dict):
         raise broken("M005", f"a {type(value).__name__} where a map is due", file=names.MANIFEST)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +28,7 @@ import zstandard
 from zckpt.format.digest import digest
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import INDEX_CHUNK_RAW_BYTES_MAX, TENSOR_BYTES_MAX
-from zckpt.format.manifest import TIERS, Chunk, Manifest, Part
+from zckpt.format.manifest import Chunk, Manifest, Part
 from zckpt.format.names import index_path
 from zckpt.format.rules import broken
 
@@ -45,7 +46,7 @@ CHUNK_PIECES = 1 << 16
 _LEVEL = 9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Rows of one layout as columns: int64 arrays of R rows and P pieces. Equal layouts are stored once."""
 
@@ -56,6 +57,11 @@ class Layout:
     length: Ints
     offset: Ints
     block: Ints
+
+    @cached_property
+    def first(self) -> Ints:
+        """The number of each row's first piece."""
+        return np.cumsum(self.count) - self.count
 
     def same_as(self, other: Layout) -> bool:
         return all(
@@ -141,8 +147,9 @@ def _decompress(raw: bytes, where: _Where) -> bytes:
         size = zstandard.frame_content_size(raw)
         if size != need:
             raise where.broken("I003", f"the frame holds {size} bytes, its rows and pieces need {need}")
-        decompressor = zstandard.ZstdDecompressor(max_window_size=INDEX_CHUNK_RAW_BYTES_MAX)
-        out = decompressor.decompress(raw, max_output_size=need, allow_extra_data=False)
+        if zstandard.get_frame_parameters(raw).window_size > INDEX_CHUNK_RAW_BYTES_MAX:
+            raise where.broken("I003", "the frame needs a larger window")
+        out = zstandard.ZstdDecompressor().decompress(raw, max_output_size=need, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise where.broken("I003", f"not a zstd frame: {error}") from error
     if len(out) != need:
@@ -172,12 +179,14 @@ def _check(layout: Layout, part_id: int, part: Part, where: _Where) -> None:
     numel = np.array([math.prod(manifest.shapes[shape]) for shape in part.shapes[rows]], np.int64)
     item = np.array([ITEM_BYTES[dtype] for dtype in part.dtypes[rows]], np.int64)
     _check_copies(layout, numel, part, where)
+    copies = np.where(numel > 0, np.add.reduceat(layout.length, layout.first) // np.maximum(numel, 1), layout.count)
+    if copies.max() > manifest.world_size:
+        key = f"{part.name}/{manifest.names[layout.name[int(np.argmax(copies))]]}"
+        raise where.broken("I005", f"{copies.max()} copies of {manifest.world_size} ranks", key)
 
     item_of = np.repeat(item, layout.count)
-    file_stop = _data_bytes(manifest, part_id)
-    known = (layout.rank >= 0) & (layout.rank < manifest.world_size) & (layout.tier < len(TIERS))
-    stop = np.full_like(layout.rank, -1)
-    stop[known] = file_stop[layout.rank[known], layout.tier[known]]
+    file = manifest.file_numbers(layout.rank, part_id, layout.tier)
+    stop = np.append(manifest.data_bytes, -1)[file]  # where there is no file, the last
     sound = (layout.offset >= 0) & (layout.offset <= TENSOR_BYTES_MAX) & (layout.offset % item_of == 0)
     sound &= layout.offset + layout.length * item_of <= stop
     if not sound.all():
@@ -190,7 +199,7 @@ def _check_copies(layout: Layout, numel: Ints, part: Part, where: _Where) -> Non
     numel_of = np.repeat(numel, layout.count)
     whole = (layout.length >= 1) & (layout.length <= numel_of) | (numel_of == 0) & (layout.length == 0)
     start, _ = spans(layout, numel)
-    total = np.add.reduceat(layout.length, np.cumsum(layout.count) - layout.count)
+    total = np.add.reduceat(layout.length, layout.first)
     fits = start + layout.length <= numel_of
     complete = total % np.maximum(numel, 1) == 0
     wrapped = float(layout.length.astype(float).sum()) >= 2.0**62  # a sum of hostile lengths could wrap around
@@ -207,7 +216,7 @@ def _check_copies(layout: Layout, numel: Ints, part: Part, where: _Where) -> Non
 def spans(layout: Layout, numel: Ints) -> tuple[Ints, Ints]:
     """``(start, copy)`` of every piece; ``numel`` has the elements of each row's tensor."""
     before = np.cumsum(layout.length) - layout.length
-    first = np.cumsum(layout.count) - layout.count
+    first = layout.first
     within = before - np.repeat(before[first], layout.count)
     divisor = np.maximum(np.repeat(numel, layout.count), 1)
     copy = within // divisor
@@ -220,14 +229,15 @@ def spans(layout: Layout, numel: Ints) -> tuple[Ints, Ints]:
     return within - copy * divisor, copy
 
 
-def _data_bytes(manifest: Manifest, part_id: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Data bytes of the part's file by ``[rank, tier]``; -1 where there is none."""
-    table = np.full((manifest.world_size, len(TIERS)), -1, np.int64)
-    files = manifest.files
-    own = np.array(files.part, np.int64) == part_id
-    rank, tier = np.array(files.rank, np.int64)[own], np.array(files.tier, np.int64)[own]
-    table[rank, tier] = (np.array(files.nbytes, np.int64) - np.array(files.data_start, np.int64))[own]
-    return table
+def check_claims(manifest: Manifest, file: Ints, nbytes: Ints) -> None:
+    """Rule I007 for pieces of so many bytes in these files, of which none is given twice."""
+    claimed = np.zeros(len(manifest.files), np.int64)
+    np.add.at(claimed, file, nbytes)
+    roughly = np.bincount(file, nbytes, len(manifest.files))  # for a sum that has wrapped around
+    over = np.flatnonzero((claimed > manifest.data_bytes) | (roughly > 2.0**62))
+    if len(over):
+        path = manifest.path(manifest.files[int(over[0])])
+        raise broken("I007", f"pieces of {roughly[over[0]]:.0f} bytes in {manifest.data_bytes[over[0]]}", file=path)
 
 
 def ragged(count: Ints) -> tuple[Ints, Ints]:
@@ -245,9 +255,8 @@ def runs(column: Ints) -> list[tuple[int, int]]:
 
 def take(layout: Layout, rows: Ints) -> Layout:
     """Some rows of a layout, with their pieces, in the order of ``rows``."""
-    first = np.cumsum(layout.count) - layout.count
     row, number = ragged(layout.count[rows])
-    piece = first[rows][row] + number
+    piece = layout.first[rows][row] + number
     return Layout(layout.name[rows], layout.count[rows], *(getattr(layout, name)[piece] for name, _ in PIECE_COLUMNS))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,8 +12,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, overload
 
 import msgpack
+import numpy as np
 
-from zckpt.format import names
+from zckpt.format import names, packed
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.fields import Fields, unpack_map
@@ -21,9 +23,11 @@ from zckpt.format.limits import (
     BLOCK_BYTES_MIN,
     DATA_ALIGNMENT_BYTES,
     INDEX_CHUNK_BYTES_MAX,
+    INDEX_CHUNKS_MAX,
     INDEX_PIECES_MAX,
     MANIFEST_BYTES_MAX,
     NAMES_MAX,
+    PARTS_MAX,
     TENSOR_BYTES_MAX,
     WORLD_SIZE_MAX,
 )
@@ -33,12 +37,18 @@ from zckpt.format.shard import ShardId, is_shape
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
 VERSION = (1, 0)
 FEATURES: frozenset[str] = frozenset()
 """Names that may stand in ``requires`` and that this reader knows."""
 TIERS = tuple(names.TIER_PREFIX)
 
 _MAGIC = "zckpt"
+_VERSION_BYTES_MAX = 5 + 2 * 9
+"""Of an array of two integers, in msgpack's longest form."""
+_BIN = {0xC4, 0xC5, 0xC6}
+"""What a binary begins with in msgpack."""
 _CHUNK_COLUMNS = {
     "layout": "layout",
     "first_row": "first_row",
@@ -152,19 +162,31 @@ class Manifest:
 
     def file_number(self, rank: int, part: int, tier: int) -> int:
         """Position in ``files``. Raises KeyError."""
-        return self._file_numbers[self._place(rank, part, tier)]
+        return self._file_numbers[(rank * len(self.parts) + part) * len(TIERS) + tier]
 
-    def _place(self, rank: int, part: int, tier: int) -> int:
+    def file_numbers(self, rank: Ints, part: int, tier: Ints) -> Ints:
+        """Positions in ``files``; -1 where there is none."""
+        if not self.files:
+            return np.full_like(rank, -1)
+        place = (rank * len(self.parts) + part) * len(TIERS) + tier
+        number = np.minimum(np.searchsorted(self.file_places, place), len(self.files) - 1)
+        return np.where((tier < len(TIERS)) & (self.file_places[number] == place), number, -1)
+
+    @cached_property
+    def file_places(self) -> Ints:
+        """One number for each file that orders by rank, part and tier: ascending."""
+        files = self.files
+        rank, part, tier = (np.array(column, np.int64) for column in (files.rank, files.part, files.tier))
         return (rank * len(self.parts) + part) * len(TIERS) + tier
 
     @cached_property
-    def file_places(self) -> tuple[int, ...]:
-        """One number for each file that orders by rank, part and tier."""
-        return tuple(map(self._place, self.files.rank, self.files.part, self.files.tier))
+    def data_bytes(self) -> Ints:
+        """Of each file, without its header."""
+        return np.array(self.files.nbytes, np.int64) - np.array(self.files.data_start, np.int64)
 
     @cached_property
     def _file_numbers(self) -> dict[int, int]:
-        return {place: number for number, place in enumerate(self.file_places)}
+        return {place: number for number, place in enumerate(self.file_places.tolist())}
 
     def shard(self, file: File) -> ShardId:
         return ShardId(self.save_id, file.rank, self.world_size, self.parts[file.part].name, TIERS[file.tier])
@@ -218,8 +240,8 @@ def decode(raw: bytes) -> Manifest:
     """Parses and checks ``manifest.msgpack``. Raises FormatError (M001 to M013, N001 to N004)."""
     if len(raw) > MANIFEST_BYTES_MAX:
         raise broken("M004", f"it is {len(raw)} bytes long", file=names.MANIFEST)
-    version, packed = _open_envelope(raw)
-    body = unpack_map(packed)
+    version, packed_body = _open_envelope(raw)
+    body = unpack_map(packed_body)
     get = Fields(body, "body")
     if _version(body.get("version")) != version:
         raise broken("M001", "envelope and body differ in their version", file=names.MANIFEST)
@@ -257,27 +279,37 @@ def decode(raw: bytes) -> Manifest:
 def _open_envelope(raw: bytes) -> tuple[tuple[int, int], bytes]:
     """Version and body, the digest checked."""
     try:
-        envelope = msgpack.unpackb(raw, raw=False, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        count, elements = packed.elements(raw, 4)
+    except packed.ERRORS as error:
         raise broken("M001", f"not a manifest: {error or type(error).__name__}", file=names.MANIFEST) from error
-    if not (isinstance(envelope, list) and len(envelope) >= 2 and envelope[0] == _MAGIC):
+    if len(elements) < 2 or elements[0] != msgpack.packb(_MAGIC):
         raise broken("M001", "not a zckpt manifest", file=names.MANIFEST)
-    version = _version(envelope[1])
+    version = _unpack_version(elements[1])
     if version is None or version[0] != VERSION[0]:
         raise broken(
             "M002",
-            f"format version {envelope[1]}, this reader knows {VERSION[0]}.x",
+            f"format version {version}, this reader knows {VERSION[0]}.x",
             file=names.MANIFEST,
             hint="upgrade zckpt to read this checkpoint",
         )
-    if not (len(envelope) == 4 and all(isinstance(item, bytes) for item in envelope[2:])):
+    if count != 4 or any(element[0] not in _BIN for element in elements[2:]):
         raise broken("M001", "the manifest lacks its digest and body", file=names.MANIFEST)
-    expected, body = envelope[2], envelope[3]
+    expected, body = map(msgpack.unpackb, elements[2:])
     if digest(body) != expected:
         raise broken("M003", "the manifest is damaged", file=names.MANIFEST, start=0, stop=len(raw))
     if raw != msgpack.packb([_MAGIC, version, expected, body]):
         raise broken("M001", "the envelope is not in its shortest form", file=names.MANIFEST)
     return version, body
+
+
+def _unpack_version(raw: bytes) -> tuple[int, int] | None:
+    """None if it is no version."""
+    if len(raw) > _VERSION_BYTES_MAX:
+        return None
+    try:
+        return _version(msgpack.unpackb(raw))
+    except packed.ERRORS:
+        return None
 
 
 def _version(value: object) -> tuple[int, int] | None:
@@ -287,7 +319,7 @@ def _version(value: object) -> tuple[int, int] | None:
 
 
 def _bad_shape(shape: object) -> tuple[int, ...]:
-    raise broken("M008", f"shape {str(shape)[:80]}", file=names.MANIFEST)
+    raise broken("M008", f"shape {reprlib.repr(shape)}", file=names.MANIFEST)
 
 
 def _digest(value: object) -> bytes:
@@ -334,8 +366,8 @@ def _chunks(get: Fields) -> tuple[Chunk, ...]:
 def _check(m: Manifest) -> None:
     """What concerns several fields together."""
     where = names.MANIFEST
-    if len(m.names) > NAMES_MAX:
-        raise broken("M005", f"{len(m.names)} names", file=where)
+    if max(len(m.names), len(m.aliases)) > NAMES_MAX or len(m.parts) > PARTS_MAX:
+        raise broken("M005", f"{len(m.names)} names, {len(m.aliases)} aliases, {len(m.parts)} parts", file=where)
     for name in m.names:
         names.check_tensor_name(name, file=where)
     for values in (m.names, [part.name for part in m.parts]):
@@ -357,7 +389,7 @@ def _check(m: Manifest) -> None:
     for start, nbytes in zip(files.data_start, files.nbytes, strict=True):
         if start == 0 or start % DATA_ALIGNMENT_BYTES or start > nbytes:
             raise broken("S003", f"a file of {nbytes} bytes whose data begins at byte {start}", file=where)
-    if any(a >= b for a, b in pairwise(m.file_places)):
+    if (np.diff(m.file_places) <= 0).any():
         raise broken("M011", "the files are not in ascending order", file=where)
     if len(m.digests) != m.world_size:
         raise broken("M005", f"{len(m.digests)} digests for {m.world_size} ranks", file=where)
@@ -370,6 +402,8 @@ def _check(m: Manifest) -> None:
 
 def _check_chunks(m: Manifest) -> None:
     where = names.MANIFEST
+    if len(m.chunks) > INDEX_CHUNKS_MAX:
+        raise broken("M013", f"{len(m.chunks)} chunks", file=where)
     stop = 0
     rows: Counter[int] = Counter()
     for chunk in m.chunks:
@@ -379,8 +413,12 @@ def _check_chunks(m: Manifest) -> None:
             raise broken("M013", f"a chunk of layout {chunk.layout} begins at row {chunk.first_row}", file=where)
         stop += chunk.nbytes
         rows[chunk.layout] += chunk.rows
-    if stop != m.index_bytes or sum(chunk.pieces for chunk in m.chunks) > INDEX_PIECES_MAX:
-        raise broken("M013", f"the chunks end at {stop} of {m.index_bytes} bytes, or hold too many pieces", file=where)
+    if stop != m.index_bytes:
+        raise broken("M013", f"the chunks end at {stop} of {m.index_bytes} bytes", file=where)
+    parts = Counter(part.layout for part in m.parts)
+    pieces = sum(chunk.pieces * parts[chunk.layout] for chunk in m.chunks)
+    if pieces > INDEX_PIECES_MAX:
+        raise broken("M013", f"the chunks hold {pieces} pieces", file=where)
     layouts: dict[int, Part] = {}
     for part in m.parts:
         first = layouts.setdefault(part.layout, part)

@@ -73,6 +73,7 @@ _RULES = (
         "The pieces of a tensor follow each other without gap or overlap and make up one or more whole copies of it.",
     ),
     Rule("I006", "Every piece lies in a listed file, inside its data, at a multiple of the element size."),
+    Rule("I007", "The pieces in a file have together no more bytes than its data."),
     # Files
     Rule("F001", "Every file that the manifest implies exists.", MissingFileError),
     Rule("F002", "Every file is a regular file reached without following a symbolic link."),
@@ -97,7 +98,10 @@ _RULES = (
     Rule("T001", "A tree is one msgpack value of the allowed kinds, without duplicate keys."),
     Rule("T002", "A tree is at most 64 levels deep."),
     Rule("T003", "A reference in a tree names a tensor of the part `state`."),
+    Rule("T004", "A tree, with all that is packed again inside it, has at most 256 MiB and 2^22 arrays and maps."),
 )
+
+MESSAGE_CHARS_MAX = 2000
 
 RULES: dict[str, Rule] = {rule.id: rule for rule in _RULES}
 
@@ -112,5 +116,6 @@ def broken(
     stop: int | None = None,
     hint: str | None = None,
 ) -> FormatError:
-    """The error of ``rule``, to be raised by the caller. ``message`` says what was found."""
+    """The error of ``rule``, to be raised by the caller. ``message`` says what was found, and so may be long."""
+    message = message[:MESSAGE_CHARS_MAX]
     return RULES[rule].error(message, rule=rule, file=file, key=key, start=start, stop=stop, hint=hint)

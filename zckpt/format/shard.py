@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -162,8 +163,13 @@ def _parse_json(raw: bytes, file: str) -> dict[str, Any]:
     def constant(name: str) -> Any:
         raise broken("S002", f"{name} is not JSON", file=file)
 
+    def integer(digits: str) -> int:
+        if digits == "-0":
+            raise broken("S002", "safetensors takes -0 for no integer", file=file)
+        return int(digits)
+
     try:
-        tree = json.loads(text.decode("utf-8"), object_pairs_hook=distinct, parse_constant=constant)
+        tree = json.loads(text.decode("utf-8"), object_pairs_hook=distinct, parse_constant=constant, parse_int=integer)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise broken("S002", f"the header cannot be parsed: {error}", file=file) from error
     except ValueError as error:
@@ -180,12 +186,12 @@ def _check_metadata(metadata: object, shard: ShardId) -> dict[str, tuple[int, ..
         raise broken("S006", "there is no metadata of strings", file=file)
     version = metadata.get("zckpt.version", "")
     if version.partition(".")[0] != "1":
-        raise broken("S006", f"format version {version!r}", file=file)
+        raise broken("S006", f"format version {reprlib.repr(version)}", file=file)
     for field, value in _identity(shard).items():
         if metadata.get(field) != value:
             raise broken(
                 "S006",
-                f"{field} is {metadata.get(field)!r}, expected {value!r}",
+                f"{field} is {reprlib.repr(metadata.get(field))}, expected {value!r}",
                 file=file,
                 hint="the file belongs to another rank, part or save; restore the original",
             )
@@ -195,7 +201,7 @@ def _check_metadata(metadata: object, shard: ShardId) -> dict[str, tuple[int, ..
     for name, shape in shapes.items():
         names.check_tensor_name(name, file=file)
         if not is_shape(shape):
-            raise broken("S006", f"shape {shape!r} of {name!r}", file=file)
+            raise broken("S006", f"shape {reprlib.repr(shape)} of {name!r}", file=file)
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 
@@ -213,16 +219,16 @@ def _entry(name: str, value: object, file: str) -> Entry:
         raise broken("S004", f"entry {name!r} does not have exactly dtype, shape and data_offsets", file=file)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not (isinstance(dtype, str) and dtype in ITEM_BYTES):
-        raise broken("S004", f"entry {name!r} has the unknown dtype {dtype!r}", file=file)
+        raise broken("S004", f"entry {name!r} has the unknown dtype {reprlib.repr(dtype)}", file=file)
     if not is_shape(shape):
-        raise broken("S004", f"entry {name!r} has the shape {str(shape)[:80]}", file=file)
+        raise broken("S004", f"entry {name!r} has the shape {reprlib.repr(shape)}", file=file)
     if not (
         isinstance(offsets, list)
         and len(offsets) == 2
         and all(type(offset) is int and 0 <= offset <= TENSOR_BYTES_MAX for offset in offsets)
         and offsets[1] - offsets[0] == math.prod(shape) * ITEM_BYTES[dtype]
     ):
-        raise broken("S004", f"entry {name!r}: shape {shape} of {dtype} does not fill {str(offsets)[:80]}", file=file)
+        raise broken("S004", f"entry {name!r}: {dtype} {shape} does not fill {reprlib.repr(offsets)}", file=file)
     return Entry(name, dtype, tuple(shape), offsets[0], offsets[1] - offsets[0])
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from zckpt.errors import FormatError, StateError
-from zckpt.format.limits import TREE_DEPTH_MAX, TREE_INTEGER_DIGITS_MAX
+from zckpt.format import packed
+from zckpt.format.limits import CONTAINERS_MAX, TREE_BYTES_MAX, TREE_DEPTH_MAX, TREE_INTEGER_DIGITS_MAX
 from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
@@ -36,50 +38,68 @@ def pack(value: object, path: str, put: Callable[[str, object], tuple[int, str] 
     ``put(path, leaf)`` is called for what is not a plain value: it stores a tensor or array and returns its extension
     type and name, or returns None. Raises StateError, naming the path, for what cannot be represented.
     """
-    return _packb(_encode(value, path, put, 0))
+    encoder = _Encoder(put)
+    return encoder.packed(encoder.encode(value, path, 0), path)
 
 
-def _packb(value: object) -> bytes:
-    raw: bytes = msgpack.packb(value, strict_types=True)
-    return raw
+class _Encoder:
+    def __init__(self, put: Callable[[str, object], tuple[int, str] | None]) -> None:
+        self.put = put
+        self.nbytes = self.containers = 0
 
+    def packed(self, value: object, path: str) -> bytes:
+        raw: bytes = msgpack.packb(value, strict_types=True)
+        self.nbytes += len(raw)
+        if self.nbytes > TREE_BYTES_MAX or self.containers > CONTAINERS_MAX:
+            raise StateError(
+                f"{path or 'the tree'} is too large: {self.nbytes} bytes, {self.containers} lists and maps",
+                key=path, rule="T004", hint="keep what is large in tensors or arrays",
+            )  # fmt: skip
+        return raw
 
-def _encode(value: object, path: str, put: Callable[[str, object], tuple[int, str] | None], depth: int) -> object:
-    if depth > TREE_DEPTH_MAX:
-        raise StateError(f"{path} is nested more than {TREE_DEPTH_MAX} levels deep", key=path, rule="T002")
-    kind = type(value)
-    if value is None or kind in (bool, float, bytes):
-        return value
-    if kind is str:
-        assert isinstance(value, str)
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise StateError(f"{path} is a string that is not valid Unicode", key=path) from None
-        return value
-    if isinstance(value, int) and kind is int:
-        if abs(value) > _INTEGER_MAX:
-            raise StateError(f"{path} is an integer of more than {TREE_INTEGER_DIGITS_MAX} digits", key=path)
-        return value if value in _I64 else msgpack.ExtType(INTEGER, str(value).encode())
-    if isinstance(value, (list, tuple)) and kind in (list, tuple):
-        items = [_encode(item, f"{path}[{i}]", put, depth + 1) for i, item in enumerate(value)]
-        return items if kind is list else msgpack.ExtType(TUPLE, _packb(items))
-    if isinstance(value, dict) and kind in (dict, *_DICT_TYPES.values()):
-        items_by_key = {}
-        for key, item in value.items():
-            if not (type(key) is str or (type(key) is int and key in _I64)):
-                raise StateError(f"{path} has the key {key!r}: only strings and 64-bit integers can be kept", key=path)
-            _encode(key, path, put, depth)
-            items_by_key[key] = _encode(item, _below(path, key), put, depth + 1)
-        return items_by_key if kind is dict else msgpack.ExtType(DICT_TYPE, _packb([kind.__name__, items_by_key]))
-    reference = put(path, value)
-    if reference is None:
-        raise StateError(
-            f"{path}: {kind.__name__} cannot be kept",
-            key=path,
-            hint="keep plain values (None, bool, int, float, str, bytes, list, tuple, dict), tensors and arrays only",
-        )
-    return msgpack.ExtType(reference[0], reference[1].encode())
+    def encode(self, value: object, path: str, depth: int) -> object:
+        if depth > TREE_DEPTH_MAX:
+            raise StateError(f"{path} is nested more than {TREE_DEPTH_MAX} levels deep", key=path, rule="T002")
+        kind = type(value)
+        if value is None or kind in (bool, float, bytes):
+            return value
+        if kind is str:
+            assert isinstance(value, str)
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise StateError(f"{path} is a string that is not valid Unicode", key=path) from None
+            return value
+        if isinstance(value, int) and kind is int:
+            if abs(value) > _INTEGER_MAX:
+                raise StateError(f"{path} is an integer of more than {TREE_INTEGER_DIGITS_MAX} digits", key=path)
+            return value if value in _I64 else msgpack.ExtType(INTEGER, str(value).encode())
+        if isinstance(value, (list, tuple)) and kind in (list, tuple):
+            self.containers += 1
+            items = [self.encode(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
+            return items if kind is list else msgpack.ExtType(TUPLE, self.packed(items, path))
+        if isinstance(value, dict) and kind in (dict, *_DICT_TYPES.values()):
+            self.containers += 1
+            items_by_key = {}
+            for key, item in value.items():
+                if not _is_key(key):
+                    raise StateError(
+                        f"{path} has the key {key!r}: only strings and 64-bit integers can be kept", key=path
+                    )
+                self.encode(key, path, depth)
+                items_by_key[key] = self.encode(item, _below(path, key), depth + 1)
+            if kind is dict:
+                return items_by_key
+            self.containers += 1
+            return msgpack.ExtType(DICT_TYPE, self.packed([kind.__name__, items_by_key], path))
+        reference = self.put(path, value)
+        if reference is None:
+            raise StateError(
+                f"{path}: {kind.__name__} cannot be kept",
+                key=path,
+                hint="keep plain values (None, bool, int, float, str, bytes, list, tuple, dict), tensors and arrays",
+            )
+        return msgpack.ExtType(reference[0], reference[1].encode())
 
 
 def _below(path: str, key: object) -> str:
@@ -91,53 +111,68 @@ def _below(path: str, key: object) -> str:
 def unpack(raw: bytes, get: Callable[[int, str], object], file: str) -> Any:
     """The tree in ``raw``. ``get(ext, name)`` supplies tensors (1) and arrays (2); ``file`` names it in errors.
 
-    Raises FormatError (T001 to T003).
+    Raises FormatError (T001 to T004).
     """
-    return _decode(raw, get, file, 0)
+    return _Decoder(get, file).decode(raw, 0)
 
 
-def _decode(raw: bytes, get: Callable[[int, str], object], file: str, depth: int) -> Any:
-    if depth > TREE_DEPTH_MAX:
-        raise broken("T002", "the tree is nested too deep", file=file)
+class _Decoder:
+    """Of one tree: what it takes altogether is bounded, and each tensor is asked for once."""
 
-    def distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        if not all(type(key) is str or (type(key) is int and key in _I64) for key, _ in pairs):
-            raise broken("T001", "a map key that is neither a string nor a 64-bit integer", file=file)
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise broken("T001", "a map has a duplicate key", file=file)
-        return found
+    def __init__(self, get: Callable[[int, str], object], file: str) -> None:
+        self.get = get
+        self.file = file
+        self.nbytes = 0
+        self.containers = packed.Containers(CONTAINERS_MAX)
+        self.referenced: set[str] = set()
 
-    def extension(code: int, data: bytes) -> object:
+    def decode(self, raw: bytes, depth: int) -> Any:
+        if depth > TREE_DEPTH_MAX:
+            raise broken("T002", "the tree is nested too deep", file=self.file)
+        self.nbytes += len(raw)
+        if self.nbytes > TREE_BYTES_MAX:
+            raise broken("T004", f"the tree has more than {TREE_BYTES_MAX} bytes", file=self.file)
+        try:
+            value = packed.unpack(raw, self.containers, is_key=_is_key, ext_hook=partial(self._extension, depth))
+        except FormatError:
+            raise
+        except packed.TooManyError as error:
+            raise broken("T004", f"the tree has more than {CONTAINERS_MAX} arrays and maps", file=self.file) from error
+        except packed.ERRORS as error:
+            raise broken("T001", f"cannot be parsed: {error or type(error).__name__}", file=self.file) from error
+        if depth == 0:
+            _check_depth(value, self.file)
+        return value
+
+    def _extension(self, depth: int, code: int, data: bytes) -> object:
         if code in (TENSOR, NDARRAY):
-            return get(code, _text(data, file))
+            name = _text(data, self.file)
+            if name in self.referenced:
+                raise broken("T003", f"the tensor {name!r} is referenced twice", file=self.file)
+            self.referenced.add(name)
+            return self.get(code, name)
         if code == INTEGER:
-            text = _text(data, file)
+            text = _text(data, self.file)
             if not _INTEGER.fullmatch(text):
-                raise broken("T001", f"the integer {text[:40]!r}", file=file)
+                raise broken("T001", f"the integer {text[:40]!r}", file=self.file)
             return int(text)
-        inner = _decode(data, get, file, depth + 1)
+        inner = self.decode(data, depth + 1)
         if code == TUPLE and isinstance(inner, list):
             return tuple(inner)
         if code == DICT_TYPE and isinstance(inner, list) and len(inner) == 2 and isinstance(inner[1], dict):
             kind = _DICT_TYPES.get(inner[0]) if isinstance(inner[0], str) else None
             if kind is not None:
                 return kind(inner[1])
-        raise broken("T001", f"extension type {code}", file=file)
+        raise broken("T001", f"extension type {code}", file=self.file)
 
-    try:
-        value = msgpack.unpackb(raw, raw=False, strict_map_key=False, object_pairs_hook=distinct, ext_hook=extension)
-    except FormatError:
-        raise
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise broken("T001", f"cannot be parsed: {error or type(error).__name__}", file=file) from error
-    _check_depth(value, file)
-    return value
+
+def _is_key(key: object) -> bool:
+    return type(key) is str or (type(key) is int and key in _I64)
 
 
 def _check_depth(value: object, file: str) -> None:
     level = [value]
-    for _ in range(TREE_DEPTH_MAX + 2):
+    for _ in range(TREE_DEPTH_MAX + 1):
         if any(isinstance(node, msgpack.Timestamp) for node in level):
             raise broken("T001", "a timestamp", file=file)
         level = [

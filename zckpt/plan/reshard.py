@@ -16,7 +16,7 @@ from zckpt.format.index import ragged
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zckpt.format.index import Ints, Piece
+    from zckpt.format.index import Ints
     from zckpt.format.shard import Header
 
 
@@ -59,11 +59,16 @@ class Extents:
     sink_offset: Ints
 
 
-def choose_copy(pieces: Sequence[Piece], rank: int | None) -> list[Piece]:
-    """The pieces of one whole copy of a tensor: the copy that ``rank`` alone holds if there is one, else the first."""
-    copies = [list(group) for _, group in itertools.groupby(pieces, key=lambda piece: piece.copy)]
-    own = [copy for copy in copies if all(piece.rank == rank for piece in copy)]
-    return (own or copies)[0]
+def choose_copies(row: Ints, copy: Ints, holder: Ints, rank: int | None) -> Ints:
+    """The copy to be read of each row: the first that ``rank`` alone holds if there is one, else the first. The columns
+    have the row of each piece, ascending, its copy and who holds it."""
+    none = len(copy)
+    chosen = np.full(int(row.max(initial=-1)) + 1, none)
+    if rank is not None and len(row):
+        first = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (np.diff(copy, prepend=-1) != 0))  # of each copy
+        own = first[np.logical_and.reduceat(holder == rank, first)]
+        np.minimum.at(chosen, row[own], copy[own])
+    return np.where(chosen == none, 0, chosen)
 
 
 def extents(stored: StoredPieces, spans: Sequence[Sequence[Span]], item_bytes: Sequence[int]) -> Extents:

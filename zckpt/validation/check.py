@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ from zckpt.errors import FormatError
 from zckpt.format import shard as shard_format
 from zckpt.format.digest import DIGEST_BYTES, block_count, blocks
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.index import spans
+from zckpt.format.index import check_claims, spans
 from zckpt.format.names import digests_path, index_path, piece_name, split_piece_name
 from zckpt.format.rules import broken
 from zckpt.io.memory import staging_for
@@ -121,13 +122,20 @@ class _Check:
             self.findings += map(Finding.of, errors)
 
     def _index(self) -> list[_Rows] | None:
-        """All of its rows, or None if it is damaged."""
+        """All of its rows, or None if it cannot be used."""
         errors = list(_failures(lambda: _check_index_size(self.checkpoint, self.reader)))
         chunks = range(len(self.manifest.chunks))
         bad_chunks = list(_failures(*(partial(self.checkpoint.chunk, number) for number in chunks)))
         if self.share.number == 0:
             self._note(*errors, *bad_chunks)
-        return None if bad_chunks else list(_index_rows(self.checkpoint))
+        if bad_chunks:
+            return None
+        rows = list(_index_rows(self.checkpoint))
+        self._pieces = pieces = _Pieces.of(rows, self.manifest)
+        claims = list(_failures(partial(check_claims, self.manifest, pieces.file, pieces.nbytes)))
+        if self.share.number == 0:
+            self._note(*claims)
+        return None if claims else rows
 
     def _unit(
         self, rows: list[_Rows] | None, rank: int, k: int, n: int, advance: Callable[[int], None]
@@ -198,10 +206,7 @@ class _Check:
         errors: list[FormatError] = []
         headers: dict[int, Header] = {}
         raws: dict[int, bytes] = {}
-        pieces: dict[int, list[Facts]] = {}
-        for number, facts in chain.from_iterable(one.facts(manifest, rank) for one in rows or ()):
-            pieces.setdefault(number, []).append(facts)
-        numbers = [number for number, other in enumerate(manifest.files.rank) if other == rank]
+        numbers = range(bisect_left(manifest.files.rank, rank), bisect_right(manifest.files.rank, rank))
         for number in numbers:
             try:
                 headers[number], raws[number] = _read_header(self.checkpoint, self.reader, number)
@@ -209,8 +214,7 @@ class _Check:
                 errors.append(error)
                 continue
             if rows is not None:
-                expected = pieces.get(number, [])
-                errors += _failures(partial(_check_pieces, headers[number], expected, manifest.block_bytes))
+                errors += _failures(partial(_check_pieces, headers[number], self._pieces, number, manifest))
         try:
             table = self.checkpoint.digest_table(rank)
             if len(headers) == len(numbers):
@@ -265,20 +269,47 @@ class _Rows:
     row: Ints
     start: Ints
 
-    def facts(self, manifest: Manifest, rank: int) -> Iterator[tuple[int, Facts]]:
-        """File number and facts of every piece that ``rank`` holds."""
-        part = manifest.parts[self.part_id]
-        for i in np.flatnonzero(self.layout.rank == rank).tolist():
-            row, start = int(self.row[i]), int(self.start[i])
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The same of all parts and chunks, in the order of their files. ``nbytes`` are the pieces', ``offset`` those from
+    the beginning of the data."""
+
+    file: Ints
+    row: Ints
+    start: Ints
+    length: Ints
+    offset: Ints
+    block: Ints
+    nbytes: Ints
+
+    @classmethod
+    def of(cls, rows: Sequence[_Rows], manifest: Manifest) -> _Pieces:
+        found = [np.empty((7, 0), np.int64)]
+        for one in rows:
+            layout, dtypes = one.layout, manifest.parts[one.part_id].dtypes
+            file = manifest.file_numbers(layout.rank, one.part_id, layout.tier)
+            item = np.array([ITEM_BYTES[dtypes[row]] for row in one.row.tolist()], np.int64)
+            place = (layout.length, layout.offset, layout.block, layout.length * item)
+            found.append(np.stack([file, one.row, one.start, *place]))
+        table = np.concatenate(found, axis=1)
+        return cls(*table[:, np.argsort(table[0], kind="stable")])
+
+    def of_file(self, number: int) -> slice:
+        start, stop = np.searchsorted(self.file, [number, number + 1]).tolist()
+        return slice(start, stop)
+
+    def facts(self, number: int, manifest: Manifest) -> list[Facts]:
+        """Of the pieces in one file."""
+        part = manifest.parts[manifest.files[number].part]
+        columns = (self.row, self.start, self.length, self.offset, self.block)
+        own = (column[self.of_file(number)].tolist() for column in columns)
+        found = []
+        for row, start, length, offset, block in zip(*own, strict=True):
             shape = manifest.shapes[part.shapes[row]]
-            name = piece_name(
-                manifest.names[part.names[row]], start, start + int(self.layout.length[i]), math.prod(shape)
-            )
-            place = (int(self.layout.offset[i]), int(self.layout.block[i]))
-            yield (
-                manifest.file_number(rank, self.part_id, int(self.layout.tier[i])),
-                (name, part.dtypes[row], shape, *place),
-            )
+            name = piece_name(manifest.names[part.names[row]], start, start + length, math.prod(shape))
+            found.append((name, part.dtypes[row], shape, offset, block))
+        return found
 
 
 def _index_rows(checkpoint: Checkpoint) -> Iterator[_Rows]:
@@ -307,7 +338,7 @@ def _read_header(checkpoint: Checkpoint, reader: Reader, number: int) -> tuple[H
     return shard_format.decode_header(raw, nbytes, shard), raw
 
 
-def _check_pieces(header: Header, expected: list[Facts], block_bytes: int) -> None:
+def _check_pieces(header: Header, pieces: _Pieces, number: int, manifest: Manifest) -> None:
     """Rule S007: the file's own account of its pieces against the index's and the manifest's."""
     found: list[Facts] = []
     block = 0
@@ -315,8 +346,12 @@ def _check_pieces(header: Header, expected: list[Facts], block_bytes: int) -> No
         if entry is not None and not entry.is_filler:
             shape = header.whole_shape(entry)
             found.append((entry.name, entry.dtype, shape, entry.offset, block))
-        block += block_count(stop - start, block_bytes)
-    for one, other in zip_longest(sorted(found), sorted(expected)):
+        block += block_count(stop - start, manifest.block_bytes)
+    own = pieces.of_file(number)
+    if len(found) != own.stop - own.start:  # before there is an object for each
+        what = f"{len(found)} pieces in the file, {own.stop - own.start} in the index"
+        raise broken("S007", what, file=header.shard.path)
+    for one, other in zip(sorted(found), sorted(pieces.facts(number, manifest)), strict=True):
         if one != other:
             raise broken("S007", f"{one} in the file, {other} in the index", file=header.shard.path)
 

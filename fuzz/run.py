@@ -1,0 +1,36 @@
+"""Fuzzes one target, guided by coverage: ``python fuzz/run.py TARGET [--seconds N] [FILE ...]``.
+
+With files it runs these once and nothing else: what a find does, and whether it does so no more. Finds lie in
+.cache/fuzz/<target>, and what was learned on the way in .cache/fuzz/<target>/corpus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import atheris
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "fuzz"), str(ROOT)]
+
+import torch  # noqa: E402,F401  before what is instrumented
+
+with atheris.instrument_imports(include=["zckpt"]):
+    import targets
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("target", choices=targets.TARGETS)
+parser.add_argument("--seconds", type=int, default=60)
+parser.add_argument("files", nargs="*", metavar="FILE")
+arguments = parser.parse_args()
+work = ROOT / ".cache" / "fuzz" / arguments.target
+(work / "corpus").mkdir(parents=True, exist_ok=True)
+options = [
+    f"-max_total_time={arguments.seconds}", f"-max_len={targets.LENGTH_MAX[arguments.target]}", "-len_control=0",
+    "-timeout=10", "-rss_limit_mb=3000", "-print_final_stats=1", f"-artifact_prefix={work}/",
+]  # fmt: skip
+corpora = [str(work / "corpus"), str(ROOT / "fuzz" / "corpus" / arguments.target)]
+atheris.Setup([sys.argv[0], *options, *(arguments.files or corpora)], targets.TARGETS[arguments.target])
+atheris.Fuzz()

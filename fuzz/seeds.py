@@ -1,0 +1,50 @@
+"""Writes the seeds anew: ``python fuzz/seeds.py``. They are small and sound, from the example of the specification."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "fuzz"), str(ROOT)]
+
+import msgpack  # noqa: E402
+import numpy as np  # noqa: E402
+import zstandard  # noqa: E402
+
+from apart import PIECE, ROW  # noqa: E402
+from zckpt.format.tree import pack  # noqa: E402
+
+EXAMPLE = ROOT / "spec" / "example" / "run" / "global_step7"
+CORPUS = ROOT / "fuzz" / "corpus"
+COLUMNS = {"name": [0, 1, 2, 3], "count": [2, 2, 1, 1], "rank": [0, 1, 0, 1, 0, 0], "tier": [0, 0, 2, 2, 0, 0]}
+COLUMNS |= {"length": [4, 2, 4, 4, 0, 1], "offset": [0, 16, 8, 32, 64, 72], "block": [1, 2, 3, 4, 5, 6]}
+TREES = {
+    "plain": {"step": 7, "names": ["a", b"b", None, True, -1, 0.5], 3: {}},
+    "kinds": {"tuple": (1, (2, [])), "long": 1 << 80, "text": "\N{SNOWMAN}"},
+    "nothing": None,
+}
+
+
+def seeds() -> dict[str, dict[str, bytes]]:
+    manifest = (EXAMPLE / "manifest.msgpack").read_bytes()
+    body = msgpack.unpackb(manifest)[3]
+    data = EXAMPLE / "data-0123456789abcdef"
+    master = (data / "rank-00000" / "master.safetensors").read_bytes()[8:4096].rstrip(b" ")
+    filled = master.replace(b"[0,8]}}", b'[0,8]},"@pad":{"dtype":"U8","shape":[4],"data_offsets":[8,12]}}')
+    columns = b"".join(np.array(COLUMNS[name], dtype).tobytes() for name, dtype in ROW + PIECE)
+    frame = zstandard.ZstdCompressor().compress(columns)
+    trees = {name: pack(tree, "", lambda path, leaf: None) for name, tree in TREES.items()}
+    return {
+        "header": {"master": b"\x48" + master, "filler": b"\x4c" + filled, "file": b"\x08" + master},
+        "index": {"columns": b"\x43" + columns, "frame": b"\x1b" + frame},
+        "manifest": {"file": b"\0" + manifest, "body": b"\x40" + body},
+        "tree": trees | {"references": msgpack.unpackb(body)["state"]},
+        "checkpoint": {f"{what:02}": bytes([what, 7, 1, 3, 2, 5]) for what in range(12)},
+    }
+
+
+for target, files in seeds().items():
+    (CORPUS / target).mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (CORPUS / target / name).write_bytes(content)

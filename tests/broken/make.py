@@ -1,0 +1,422 @@
+"""One broken checkpoint for each way to break a rule: ``python tests/broken/make.py`` writes them all anew.
+
+Each is ``sound/`` with one thing wrong, and lies in a directory named by the rule and by what is wrong. Lengths and
+digests are made to fit, so that nothing but the one rule is broken. Those that are large are made by the test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from apart import Apart, columns, digest, envelope, frame, write  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SOUND = HERE / "sound"
+MANIFEST, DATA = "manifest.msgpack", "data-0123456789abcdef"
+INDEX, TABLE, OTHER_TABLE = f"{DATA}/index.bin", f"{DATA}/rank-00000/digests.bin", f"{DATA}/rank-00001/digests.bin"
+MASTER, STATE, OTHER = range(3)
+"""Data files: rank 0's master, [w@0:2, v, e], and state, [tree/0/0, rank/0]; rank 1's master, [w@2:3]."""
+PATHS = [f"{DATA}/rank-{name}.safetensors" for name in ("00000/master", "00000/host.state", "00001/master")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a sound checkpoint is spoilt before it is put together, and after.
+
+    ``loads``: whether a load does not find the rule broken though it is of those that a reader checks (its detail is
+    for validation). ``large``: not committed. ``at``: where in the fixture the checkpoint lies.
+    """
+
+    spoil: Callable[[Apart], object] = lambda apart: None
+    after: Callable[[Path], object] = lambda path: None
+    loads: bool = False
+    large: bool = False
+    at: str = "."
+
+
+def body(*way: Any, loads: bool = False, large: bool = False) -> Case:
+    """Another value, the last of the way, in the manifest's body; None removes the field."""
+    *way, last, value = way
+
+    def spoil(apart: Apart) -> None:
+        apart.seal -= {"bytes"} | ({"index"} if way[:1] == ["chunks"] or last == "index_bytes" else set())
+        holder = apart.body
+        for key in way:
+            holder = holder[key]
+        if value is None:
+            del holder[last]
+        else:
+            holder[last] = value(holder[last]) if callable(value) else value
+
+    return Case(spoil, loads=loads, large=large)
+
+
+def manifest(change: Callable[[bytes], bytes]) -> Case:
+    return Case(after=lambda path: write(path / MANIFEST, change((path / MANIFEST).read_bytes())))
+
+
+def repack(change: Callable[[bytes], bytes], large: bool = False) -> Case:
+    """Other bytes as the body, in a sound envelope."""
+    case = manifest(lambda raw: envelope(change(msgpack.unpackb(raw)[3])))
+    return Case(after=case.after, large=large)
+
+
+def rows(number: int, **changed: list[int]) -> Case:
+    return Case(lambda apart: apart.index[number].update(changed))
+
+
+def chunk(make: Callable[[bytes], bytes]) -> Case:
+    """Another frame with the content of the first chunk."""
+    return Case(lambda apart: apart.frames.update({0: make(columns(apart.index[0]))}))
+
+
+def header(file: int, *way: Any) -> Case:
+    """Another value, the last of the way, in a header; None removes it. Digests are of the sound file's blocks."""
+    *way, last, value = way
+
+    def spoil(apart: Apart) -> None:
+        holder = apart.files[file].header
+        for key in way:
+            holder = holder[key]
+        if value is None:
+            del holder[last]
+        else:
+            holder[last] = value
+
+    return Case(spoil, reseal)
+
+
+def text(file: int, old: str, new: str) -> Case:
+    """Other text in a header."""
+
+    def after(path: Path) -> None:
+        raw = (path / PATHS[file]).read_bytes()
+        assert old.encode() in raw[:4096]
+        head = raw[:4096].replace(old.encode(), new.encode(), 1).rstrip(b" ").ljust(4096)
+        assert len(head) == 4096
+        write(path / PATHS[file], head + raw[4096:])
+        reseal(path)
+
+    return Case(after=after)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Another body, with its digest."""
+    found = msgpack.unpackb(msgpack.unpackb((path / MANIFEST).read_bytes())[3])
+    change(found)
+    write(path / MANIFEST, envelope(msgpack.packb(found)))
+
+
+def retable(path: Path, rank: int, table: bytes) -> None:
+    write(path / DATA / f"rank-{rank:05d}" / "digests.bin", table)
+    edit(path, lambda found: found["digests"].__setitem__(rank, digest(table)))
+
+
+def reseal(path: Path) -> None:
+    """Makes the digests fit the bytes of the files as they are, in the blocks of the sound ones."""
+    sound = Apart.of(SOUND)
+    for rank, files in enumerate((sound.files[:2], sound.files[2:])):
+        table = []
+        for one in files:
+            raw, at = (path / DATA / one.name).read_bytes(), 0
+            for block in one.blocks(4096):
+                table.append(digest(raw[at : at + len(block)]))
+                at += len(block)
+        retable(path, rank, b"".join(table))
+
+
+def file(path: str, change: Callable[[bytes], bytes], *, loads: bool = False) -> Case:
+    """Other bytes in a file, and nothing made to fit."""
+    return Case(after=lambda at: write(at / path, change((at / path).read_bytes())), loads=loads)
+
+
+def link(path: str) -> Case:
+    def after(at: Path) -> None:
+        place = at / path
+        place.rename(place.with_name("moved"))
+        place.symlink_to("moved")
+
+    return Case(after=after)
+
+
+def latest(content: bytes) -> Case:
+    return Case(after=lambda path: write(path.parent / "latest", content), at="c")
+
+
+def tree(value: Any, *, large: bool = False) -> Case:
+    """Another root tree; bytes are packed already."""
+    return Case(lambda apart: setattr(apart, "state", value() if callable(value) else value), large=large)
+
+
+def filler(nbytes: int, dtype: str = "U8", content: bytes = b"\0") -> Case:
+    """One more entry, at the end of rank 1's file."""
+
+    def spoil(apart: Apart) -> None:
+        found = apart.files[OTHER]
+        found.header["@"] = {"dtype": dtype, "shape": [nbytes], "data_offsets": [4, 4 + nbytes]}
+        found.data += content.rjust(nbytes, b"\0")
+
+    return Case(spoil)
+
+
+def flip(path: str, at: int, *, loads: bool = False) -> Case:
+    def change(raw: bytes) -> bytes:
+        spoilt = bytearray(raw)
+        spoilt[at] ^= 1
+        return bytes(spoilt)
+
+    return file(path, change, loads=loads)
+
+
+def nested(levels: int) -> Any:
+    value: Any = 0
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def tuples(levels: int, raw: bytes) -> bytes:
+    for _ in range(levels):
+        raw = msgpack.packb(msgpack.ExtType(3, b"\x91" + raw))
+    return raw
+
+
+def three_copies(apart: Apart) -> None:
+    apart.body["chunks"]["pieces"][0] = 6
+    columns = {"rank": [0, 1, 0, 0, 0, 0], "tier": [0] * 6, "length": [2, 1, 2, 0, 0, 0], "block": [1, 1, 2, 3, 3, 3]}
+    apart.index[0].update(columns, count=[2, 1, 3], offset=[0, 0, 8, 16, 16, 16])
+
+
+def two_at_one_place(apart: Apart) -> None:
+    """v is longer and lies where w lies: together they are more than the file has."""
+    apart.body["shapes"][1] = [4]
+    apart.index[0].update(length=[2, 1, 4, 0], offset=[0, 0, 0, 16])
+
+
+def two_alike_at_one_place(apart: Apart) -> None:
+    data = apart.files[MASTER].data
+    data[8:16] = data[:8]
+    apart.index[0].update(offset=[0, 0, 0, 16])
+
+
+def rank_tree_of_integers(apart: Apart) -> None:
+    apart.body["parts"][1]["dtypes"][1] = "I8"
+    apart.files[STATE].header["rank/0"]["dtype"] = "I8"
+
+
+def digest_between(path: Path) -> None:
+    """One that is nobody's, between those of rank 0's files."""
+    table = (path / TABLE).read_bytes()
+    retable(path, 0, table[:48] + b"\0" * 16 + table[48:])
+    edit(path, lambda found: found["files"]["first_block"].__setitem__(STATE, 4))
+
+
+def sparse(path: str, nbytes: int) -> Case:
+    return Case(after=lambda at: os.truncate(at / path, nbytes), large=True)
+
+
+REFERENCE = msgpack.ExtType(1, b"tree/0/0")
+
+EMPTY_PART: dict[str, Any] = {"layout": 2, "names": [], "shapes": [], "dtypes": []}
+REFERENCE = msgpack.ExtType(1, b"tree/0/0")
+CASES: dict[str, Case] = {
+    "N001-empty": body("names", 1, ""),
+    "N001-control-character": body("names", 1, "v\n"),
+    "N001-long": body("names", 1, "v" * 1025),
+    "N001-alias": body("aliases", {"\x7f": "w"}),
+    "N002-filler": body("names", 1, "@v"),
+    "N002-metadata": body("names", 1, "__metadata__"),
+    "N002-span": body("aliases", {"v@0:1": "w"}),
+    "N003-path": body("parts", 0, "name", "../master"),
+    "N003-long": body("parts", 0, "name", "m" * 65),
+    "N004-path": body("save_id", "../../../../etc0"),
+    "N004-upper-case": body("save_id", "0123456789ABCDEF"),
+    "L001-path": latest(b"../c\n"),
+    "L001-two-lines": latest(b"c\n\n"),
+    "L001-long": latest(b"c" * 257),
+    "L001-nothing": latest(b""),
+    "M001-more-bytes": manifest(lambda raw: raw + b"\0"),
+    "M001-long-form": manifest(lambda raw: b"\xdc\0\4" + raw[1:]),
+    "M001-five": manifest(lambda raw: b"\x95" + raw[1:] + b"\0"),
+    "M001-version": body("version", [1, 1]),
+    "M001-no-bytes": manifest(lambda raw: b""),
+    "M001-announced": manifest(lambda raw: raw[:1] + b"\xdd\xff\xff\xff\xff" * 99),
+    "M002-major": Case(lambda apart: setattr(apart, "version", [2, 0])),
+    "M003-flip": flip(MANIFEST, -3),
+    "M004-long": sparse(MANIFEST, (256 << 20) + 1),
+    "M005-duplicate-key": repack(lambda raw: b"\xde" + (17).to_bytes(2, "big") + raw[3:] + b"\xa4step\x07"),
+    "M005-missing": body("writer", None),
+    "M005-no-map": repack(lambda raw: b"\x90"),
+    "M005-announced": repack(lambda raw: b"\xdd\xff\xff\xff\xff" * 99),
+    "M005-deep": repack(lambda raw: b"\x91" * 5000 + b"\0"),
+    "M005-boolean": body("step", True),
+    "M005-large-number": body("step", 1 << 62),
+    "M005-ranks": body("world_size", (1 << 20) + 1),
+    "M005-digests": body("world_size", 3),
+    "M005-small-blocks": body("block_bytes", 0),
+    "M005-large-blocks": body("block_bytes", (1 << 26) + 4096),
+    "M005-odd-blocks": body("block_bytes", 4100),
+    "M005-columns": body("files", "tier", [0, 1]),
+    "M005-layout": body("parts", 0, "layout", (1 << 22) + 1),
+    "M005-parts": body(
+        "parts",
+        lambda parts: [*parts, *[EMPTY_PART | {"name": f"p{i}"} for i in range(255)]],
+    ),
+    "M005-names": body("names", lambda names: [*names, *map(str, range(1 << 22))], large=True),
+    "M005-aliases": body("aliases", lambda _: dict.fromkeys(map(str, range((1 << 22) + 1)), "w"), large=True),
+    "M005-containers": repack(
+        lambda raw: b"\xde\0\x11" + raw[3:] + b"\xa4more\xdd\0\x40\0\0" + b"\x80" * (1 << 22), large=True
+    ),
+    "M006-feature": body("requires", ["zstd"]),
+    "M007-name": body("names", 1, "w"),
+    "M007-part": body("parts", 1, "name", "master"),
+    "M008-dimensions": body("shapes", 0, [1] * 64 + [3]),
+    "M008-negative": body("shapes", 0, [-3]),
+    "M008-elements": body("shapes", 0, [1 << 32, 1 << 32]),
+    "M008-bytes": body("shapes", 0, [1 << 60]),
+    "M008-empty": body("shapes", 2, [0, 1 << 61, 2]),
+    "M009-dtype": body("parts", 0, "dtypes", 0, "F31"),
+    "M010-order": body("parts", 0, "names", [0, 2, 1]),
+    "M010-name": body("parts", 1, "names", [3, 5]),
+    "M010-shape": body("parts", 1, "shapes", [3, 5]),
+    "M010-columns": body("parts", 0, "dtypes", ["F32", "F32"]),
+    "M011-order": body("files", "rank", [1, 0, 0]),
+    "M011-rank": body("files", "rank", [0, 0, 2]),
+    "M011-tier": body("files", "tier", [0, 3, 0]),
+    "M012-nothing": body("aliases", {"head": "x"}),
+    "M012-name": body("aliases", {"v": "w"}),
+    "M013-gap": body("chunks", "offset", lambda offset: [0, offset[1] + 1]),
+    "M013-length": body("index_bytes", lambda nbytes: nbytes + 1),
+    "M013-large": body("chunks", "bytes", [136, (64 << 20) + 1]),
+    "M013-row": body("chunks", "first_row", [0, 1]),
+    "M013-layout": body("chunks", "layout", [0, 2]),
+    "M013-pieces": body("chunks", "pieces", [1 << 26, 1]),
+    "M013-chunks": Case(
+        lambda apart: apart.body["chunks"].update(
+            {name: column + column[:1] * 4095 for name, column in apart.body["chunks"].items()}
+        ),
+        large=True,
+    ),
+    "I001-long": file(INDEX, lambda raw: raw + b"\0"),
+    "I002-flip": flip(INDEX, 40),
+    "I003-size": chunk(lambda content: frame(content, size=len(content) + 1)),
+    "I003-longer": chunk(lambda content: frame(content + b"\0")),
+    "I003-bomb": chunk(lambda content: frame(content)[:9] + b"\xfb\xff\xff\0"),
+    "I003-size-unknown": chunk(lambda content: b"\x28\xb5\x2f\xfd\0\0" + frame(content)[9:]),
+    "I003-window": chunk(lambda content: b"\x28\xb5\x2f\xfd\x80\x88" + frame(content)[5:]),
+    "I003-two-frames": chunk(lambda content: frame(content) + b"\x50\x2a\x4d\x18\0\0\0\0"),
+    "I003-no-frame": chunk(lambda content: content),
+    "I003-large": body("chunks", "pieces", [(64 << 20) // 25, 2]),
+    "I004-names": rows(0, name=[0, 2, 1]),
+    "I004-count": rows(0, count=[2, 2, 0]),
+    "I004-sum": rows(0, count=[2, 1, 2]),
+    "I004-wrapped": rows(0, count=[(1 << 32) - 1, 2, 3]),
+    "I005-gap": rows(0, length=[1, 1, 2, 0]),
+    "I005-overlap": rows(0, length=[2, 2, 2, 0]),
+    "I005-nothing": rows(1, length=[1, 0]),
+    "I005-copies": Case(three_copies),
+    "I005-wrapped": rows(0, length=[(1 << 64) - 1, 4, 2, 0]),
+    "I006-outside": rows(0, offset=[0, 4, 8, 16]),
+    "I006-wrapped": rows(0, offset=[(1 << 64) - 8, 0, 8, 16]),
+    "I006-unlisted": rows(0, tier=[0, 2, 0, 0]),
+    "I006-rank": rows(0, rank=[0, 2, 0, 0]),
+    "I006-odd": rows(0, offset=[0, 0, 6, 16]),
+    "I007-one-place": Case(two_at_one_place),
+    "F001-data": Case(after=lambda path: (path / PATHS[OTHER]).unlink()),
+    "F001-table": Case(after=lambda path: (path / TABLE).unlink()),
+    "F001-index": Case(after=lambda path: (path / INDEX).unlink()),
+    "F002-data": link(PATHS[OTHER]),
+    "F002-table": link(OTHER_TABLE),
+    "F002-index": link(INDEX),
+    "F002-manifest": link(MANIFEST),
+    "F002-rank": link(f"{DATA}/rank-00001"),
+    "F002-save": link(DATA),
+    "F003-short": file(PATHS[OTHER], lambda raw: raw[:-1]),
+    "F003-long": file(PATHS[OTHER], lambda raw: raw + b"\0"),
+    "F003-sparse": sparse(PATHS[OTHER], 1 << 40),
+    "S001-long": file(PATHS[OTHER], lambda raw: (100_003_832).to_bytes(8, "little") + raw[8:]),
+    "S002-duplicate": text(OTHER, '"shape": [1]', '"shape": [1], "shape": [1]'),
+    "S002-padding": text(OTHER, "}}    ", "}}   x"),
+    "S002-not-a-number": text(OTHER, '"shape": [1]', '"shape": [NaN]'),
+    "S002-minus-zero": text(OTHER, "[0, 4]", "[-0, 4]"),
+    "S002-deep": text(OTHER, '"shape": [1]', f'"shape": {"[" * 1500}'),
+    "S002-shapes": text(OTHER, '\\"w\\":[3]', '\\"w\\":[3],\\"w\\":[3]'),
+    "S003-odd": body("files", "data_start", [4096, 4095, 4096]),
+    "S003-beyond": body("files", "data_start", [4096, 8192, 4096]),
+    "S003-header": file(PATHS[OTHER], lambda raw: (8192 - 8).to_bytes(8, "little") + raw[8:], loads=True),
+    "S004-dtype": header(OTHER, "w@2:3", "dtype", "F31"),
+    "S004-shape": header(OTHER, "w@2:3", "shape", [2]),
+    "S004-dimensions": header(OTHER, "w@2:3", "shape", [1] * 65),
+    "S004-wrapped": header(OTHER, "w@2:3", "shape", [(1 << 64) + 1]),
+    "S004-more": header(OTHER, "w@2:3", "more", 1),
+    "S004-span": text(OTHER, '"w@2:3"', '"w@3:4"'),
+    "S005-gap": header(MASTER, "e", "data_offsets", [20, 20]),
+    "S005-overlap": header(STATE, "tree/0/0", {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}),
+    "S005-end": Case(lambda apart: apart.files[OTHER].data.extend(b"\0\0\0\0")),
+    "S006-rank": header(OTHER, "__metadata__", "zckpt.rank", "0"),
+    "S006-version": header(OTHER, "__metadata__", "zckpt.version", "2.0"),
+    "S006-none": header(OTHER, "__metadata__", None),
+    "S006-no-text": header(OTHER, "__metadata__", "more", 1),
+    "S006-no-shape": header(OTHER, "__metadata__", "zckpt.shapes", "{}"),
+    "S006-shape": header(OTHER, "__metadata__", "zckpt.shapes", json.dumps({"w": [3], "x": [1] * 65})),
+    "S007-dtype": body("parts", 0, "dtypes", 0, "I32"),
+    "S007-name": text(MASTER, '"v"', '"u"'),
+    "S007-block": rows(0, block=[1, 1, 2, 2]),
+    "S007-one-place": Case(two_alike_at_one_place),
+    "S007-shape": header(MASTER, "__metadata__", "zckpt.shapes", '{"w":[4]}'),
+    "S008-content": filler(4, content=b"\1"),
+    "S008-long": filler(4096),
+    "S008-dtype": filler(4, "I8"),
+    "D001-more": Case(after=lambda path: retable(path, 1, (path / OTHER_TABLE).read_bytes() + b"\0" * 16), loads=True),
+    "D001-odd": file(OTHER_TABLE, lambda raw: raw + b"\0"),
+    "D001-between": Case(after=digest_between, loads=True),
+    "D001-large": sparse(OTHER_TABLE, (1 << 30) + 16),
+    "D002-flip": flip(OTHER_TABLE, 3),
+    "D003-data": flip(PATHS[OTHER], -1),
+    "D003-header": file(PATHS[OTHER], lambda raw: raw.replace(b'"pt"', b'"pu"'), loads=True),
+    "T001-duplicate": tree(b"\x82\1\0\1\0"),
+    "T001-key": tree({None: 0}),
+    "T001-extension": tree(msgpack.ExtType(6, b"")),
+    "T001-timestamp": tree(msgpack.Timestamp(1)),
+    "T001-digits": tree(msgpack.ExtType(4, b"9" * 4001)),
+    "T001-announced": tree(b"\xdd\xff\xff\xff\xff" * 99),
+    "T001-more-bytes": tree(b"\0\0"),
+    "T001-rank": Case(rank_tree_of_integers),
+    "T002-deep": tree(nested(65)),
+    "T002-deep-tuples": tree(tuples(65, b"\0")),
+    "T003-nothing": tree(msgpack.ExtType(1, b"tree/0/1")),
+    "T003-twice": tree([REFERENCE, REFERENCE]),
+    "T003-weight": tree(msgpack.ExtType(1, b"w")),
+    "T004-bytes": tree(lambda: tuples(6, msgpack.packb(bytes(45 << 20))), large=True),
+    "T004-containers": tree(lambda: b"\xdd\0\x40\0\0" + b"\x90" * (1 << 22), large=True),
+}
+
+
+def make(name: str, directory: Path) -> None:
+    """The fixture ``name`` in ``directory``, which does not exist."""
+    case = CASES[name]
+    path = directory / case.at
+    apart = Apart.of(SOUND)
+    case.spoil(apart)
+    apart.write(path)
+    case.after(path)
+
+
+if __name__ == "__main__":
+    for name, case in CASES.items():
+        shutil.rmtree(HERE / name, ignore_errors=True)
+        if not case.large:
+            make(name, HERE / name)
