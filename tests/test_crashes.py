@@ -58,8 +58,11 @@ def test_killed_at_any_operation(cluster: Cluster, run: Path, who: int, name: st
         other = outcomes[1 - who]
         assert other.value is not None, other.error
         _, message, rank = other.value
-        assert rank == who
-        assert f"rank {who}" in message
+        if message:
+            assert rank == who
+            assert f"rank {who}" in message
+        else:  # it had all that it needs before the other died
+            assert committed
         seen.add(committed)
         at += EVERY
     assert EVERY > 1 or seen == ({False, True} if who == 0 else {False})
