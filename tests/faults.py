@@ -30,6 +30,8 @@ class Fault:
     at: int = 0
     names: tuple[str, ...] = ()
     path: str = ""
+    lasting: bool = False
+    """Of every one after it too: what dies does nothing any more."""
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Operations:
             self.done.append((name, file))
             fault, acts = self.fault, False
             if fault is not None and (not fault.names or name in fault.names) and fault.path in file:
-                acts = self.matching == fault.at
+                acts = self.matching == fault.at or (fault.lasting and self.matching > fault.at)
                 self.matching += 1
         return fault.act(operation, file) if fault is not None and acts else operation()
 
