@@ -16,6 +16,7 @@ import zckpt
 from faults import Fault, faulty, kill
 from test_write_failures import Engine
 from zckpt.format import names
+from zckpt.io import life
 from zckpt.state.inventory import Inventory
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def write_and_die(
 ) -> Any:
     """Rank ``who``, or both, are killed before operation ``at`` on a store, or after some time. Returns the error that
     the other one sees. ``real``: with an engine of DeepSpeed's."""
-    os.environ["ZCKPT_RANK_TIMEOUT"] = "1"  # only for the time that it takes to name a dead rank
+    life.PERIOD_SECONDS = 0.2  # a dead rank is named after a few of these
     dies = who in (BOTH, int(os.environ["RANK"]))
     if real:
         from models import make_engine, train

@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Fault:
     """``act`` takes the place of the operation with number ``at``, of those whose name is in ``names`` (all if it is
-    empty) and whose path has ``path`` in it. It is given what would be done, and the file. ``lasting``: of all from
-    there on too."""
+    empty) and whose path has ``path`` in it. It is given what would be done, and the file."""
 
     act: Callable[[Callable[[], Any], str], Any]
     at: int = 0
     names: tuple[str, ...] = ()
     path: str = ""
-    lasting: bool = False
 
 
 @dataclass
@@ -48,7 +46,7 @@ class Operations:
             self.done.append((name, file))
             fault, acts = self.fault, False
             if fault is not None and (not fault.names or name in fault.names) and fault.path in file:
-                acts = self.matching == fault.at or (fault.lasting and self.matching > fault.at)
+                acts = self.matching == fault.at
                 self.matching += 1
         return fault.act(operation, file) if fault is not None and acts else operation()
 

@@ -7,6 +7,7 @@ watch rank 0: so one of them is sure to see who takes no more steps. It tells th
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 1800
 """As torch.distributed's own."""
+
+PERIOD_SECONDS = 1.0
+"""Between two looks, at most."""
 
 _steps = 0
 
@@ -57,8 +61,7 @@ class Lives:
     def __init__(self, store: Store, group: str, rank: int, size: int) -> None:
         self._store, self._rank = store, rank
         self._timeout = timeout_seconds()
-        self.period = min(1, self._timeout / 4)
-        """Seconds between two looks."""
+        self.period = min(PERIOD_SECONDS, self._timeout / 4)
         self._keys = [f"zckpt/{group}/{other}" for other in range(size)]
         self._verdict_key = f"zckpt/{group}/gone"
         self._watched = [0] if rank else range(1, size)
@@ -76,7 +79,9 @@ class Lives:
             self._show()
             self._await_all()
         self._closed = threading.Event()
-        threading.Thread(target=self._exchange, name="zckpt-life", daemon=True).start()
+        self._thread = threading.Thread(target=self._exchange, name="zckpt-life", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def _await_all(self) -> None:
         try:
@@ -130,7 +135,10 @@ class Lives:
             return  # the store is gone, and whoever holds it: the ranks that are watched are silent from now on
 
     def close(self) -> None:
+        """When the group is given up, and before the interpreter is: its end would abort a thread inside the store."""
+        atexit.unregister(self.close)
         self._closed.set()
+        self._thread.join(self.period)  # no longer: it may be stuck there
 
     def _show(self) -> None:
         self._store.set(self._keys[self._rank], f"{int(self._here)} {self._beats} {_steps}")
@@ -154,7 +162,8 @@ class Lives:
             since = time.monotonic() - self._timeout
             silent = [rank for rank, (_, heard) in self._heard.items() if heard < since]
             if silent:
-                self._give_up(silent[0], f"has shown no sign of life for {self._timeout} s (ZCKPT_RANK_TIMEOUT)")
+                why = f"has shown no sign of life for {self._timeout} s (ZCKPT_RANK_TIMEOUT)"
+                self._give_up(silent[0], why, tell=silent[0] != 0)  # which may hold the store; and all watch it
         if self._verdict is not None:
             rank, why = self._verdict
             raise RankError(f"rank {rank} {why}; the ranks were to {self._doing or 'begin'}", rank=rank)
@@ -170,13 +179,13 @@ class Lives:
                     self.check()
                 for rank, entry in enumerate(before):
                     if rank != self._rank and entry[0] == "1" and self._entry(rank) == entry:
-                        self._give_up(rank, "has died")
+                        self._give_up(rank, "has died", tell=True)
                         self.check()
         except RankError as found:
             return found
         return RankError(f"lost the connection to another rank: {error}")
 
-    def _give_up(self, rank: int, why: str) -> None:
+    def _give_up(self, rank: int, why: str, *, tell: bool) -> None:
         self._verdict = rank, why
-        if rank != 0:  # who may hold the store; and each rank watches it
+        if tell:
             self._store.set(self._verdict_key, f"{rank} {why}")
