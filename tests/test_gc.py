@@ -198,7 +198,7 @@ def test_the_manifest_goes_first_for_good(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
         try:
-            with faulty(Fault(die, at=number, names=("remove", "sync_names"), path="s1", lasting=True)) as operations:
+            with faulty(Fault(die, at=number, names=("remove", "sync_names"), path="s1")) as operations:
                 zckpt.gc(run, keep=1)
             break
         except KeyboardInterrupt:

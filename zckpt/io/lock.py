@@ -51,6 +51,8 @@ class WriteLock:
         }
         self._data = json.dumps(holder).encode()
         self._released = threading.Event()
+        # A daemon: to be the holder keeps no process alive
+        self._heart = threading.Thread(target=self._beat, name="zckpt-heartbeat", daemon=True)
 
     def acquire(self) -> None:
         """Makes the checkpoint's directory too. A lock that a dead writer has left is taken over. Raises LockedError,
@@ -61,7 +63,7 @@ class WriteLock:
             _held.discard(self.save_id)
             self._store.remove_if_empty("")
             raise
-        threading.Thread(target=self._beat, name="zckpt-heartbeat", daemon=True).start()
+        self._heart.start()
 
     def _acquire(self) -> None:
         for _ in range(_ATTEMPTS):  # others may come and go, or take over what is dead, at the same time
@@ -88,6 +90,7 @@ class WriteLock:
         self._released.set()
         if self.save_id in _held:
             _held.discard(self.save_id)
+            self._heart.join()
             with suppress(ZckptError):  # then it is taken for dead later
                 self._store.withdraw(LOCK, self._data)
 

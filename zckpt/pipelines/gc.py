@@ -45,7 +45,7 @@ class Cleanup:
         lines = [f"{one.reason:9}  {one.nbytes:>15,}  {one.path}" for one in self.removed]
         lines += [f"in use                      {path}" for path in self.in_use]
         verb = "would remove" if self.dry_run else "removed"
-        return "\n".join([*lines, f"{verb} {len(self.removed)} of {self.nbytes:,} bytes"])
+        return "\n".join([*lines, f"{verb} {len(self.removed)} files and directories, {self.nbytes:,} bytes"])
 
 
 def gc(path: StrPath, *, keep: int | None = None, dry_run: bool = False) -> Cleanup:
