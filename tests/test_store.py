@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
@@ -30,6 +32,13 @@ class TestLocalStoreInMemory(StoreContract):
     def store(self) -> Iterator[Store]:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
             yield LocalStore(str(Path(directory) / "run" / "c"))
+
+
+class TestLocalStoreWithoutLinks(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        with mock.patch("os.link", side_effect=PermissionError(errno.EPERM, "no links here")):
+            yield LocalStore(str(tmp_path / "run" / "c"))
 
 
 class TestFaultyStoreWithoutFaults(StoreContract):

@@ -157,23 +157,16 @@ class LocalStore:
         _quietly(os.rmdir, self._full(path))
 
     def claim(self, path: str, data: bytes) -> bool:
-        # Of all calls, link(2) is the one that network file systems do once or not at all.
         temporary = f"{path}.{secrets.token_hex(4)}.tmp"
         try:
             self.put(temporary, data)
-            os.link(self._full(temporary), self._full(path))
-        except FileExistsError:
-            # It may be this one: where the server's answer is lost, the client asks again.
-            return os.stat(self._full(temporary)).st_nlink == 2
-        except OSError as error:
-            if isinstance(error.__cause__ or error, FileNotFoundError):  # whoever holds it has cleaned up
+            return self._put_where_none_is(path, data, self._full(temporary))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):  # whoever holds it has cleaned up
                 return False
-            if isinstance(error, StorageError):
-                raise
-            raise from_os_error(error, "link", self._full(path)) from error
+            raise
         finally:
             _quietly(os.unlink, self._full(temporary))
-        return True
 
     def withdraw(self, path: str, data: bytes) -> bool:
         # Whoever moves it away has it alone: of those who do so at the same time, all but one find nothing.
@@ -181,15 +174,40 @@ class LocalStore:
         try:
             os.rename(self._full(path), taken)
             found = Path(taken).read_bytes()
-            if found != data:
-                with suppress(FileExistsError):  # a third one was as quick: the holder will notice before it commits
-                    os.link(taken, self._full(path))
+            if found != data:  # a third one may be as quick: then the holder will notice before it commits
+                self._put_where_none_is(path, found, taken)
             os.unlink(taken)
         except FileNotFoundError:
             return False
         except OSError as error:
+            if isinstance(error, StorageError):
+                raise
             raise from_os_error(error, "remove", self._full(path)) from error
         return found == data
+
+    def _put_where_none_is(self, path: str, data: bytes, same: str) -> bool:
+        """``data``, which the file ``same`` holds, at ``path`` if nothing is there; whether that is so."""
+        try:
+            # Of all calls, link(2) is the one that network file systems do once or not at all.
+            os.link(same, self._full(path))
+        except FileExistsError:
+            # It may be this one: where the server's answer is lost, the client asks again.
+            return os.stat(same).st_nlink == 2
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise from_os_error(error, "link", self._full(path)) from error
+            return self._create(path, data)
+        return True
+
+    def _create(self, path: str, data: bytes) -> bool:
+        """The same where the file system has no links: others may see the file before its content."""
+        try:
+            self.put(path, data)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileExistsError):
+                return False
+            raise
+        return True
 
     def touch(self, path: str) -> None:
         try:
