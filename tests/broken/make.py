@@ -207,7 +207,7 @@ def many_chunks(apart: Apart) -> None:
     columns = {"names": ids, "shapes": [2] * len(ids), "dtypes": ["U8"] * len(ids)}
     apart.body["parts"].append(EMPTY_PART | columns | {"name": "param"})
     for row, name in enumerate(ids):
-        nothing = dict.fromkeys(("tier", "length", "offset", "block"), [0])
+        nothing = {key: [0] for key in ("tier", "length", "offset", "block")}
         apart.index.append({"name": [name], "count": [1], "rank": [1], **nothing})
         chunk = {"layout": 2, "first_row": row, "rows": 1, "pieces": 1, "offset": 0, "bytes": 1, "digest": b""}
         for column, value in chunk.items():
