@@ -155,4 +155,4 @@ TestFew.settings = settings(max_examples=8, stateful_step_count=10, deadline=Non
 
 @pytest.mark.matrix
 class TestMany(Run.TestCase):  # type: ignore[misc,name-defined]
-    settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+    settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
