@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from zckpt.errors import from_os_error
-from zckpt.io.local import LocalReader, LocalStore, NewFile
+from zckpt.io.local import LocalReader, NewFile
+from zckpt.io.local_store import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

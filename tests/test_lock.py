@@ -19,7 +19,7 @@ from forks import in_processes, stopped_at
 from states import write_through
 from zckpt.errors import CheckpointExistsError, LockedError, MissingFileError, StorageError
 from zckpt.io import lock as lock_module
-from zckpt.io.local import LocalStore
+from zckpt.io.local_store import LocalStore
 from zckpt.io.lock import DEAD_SECONDS, WriteLock
 from zckpt.pipelines import write as pipeline
 

@@ -15,7 +15,7 @@ from states import same_all, write_state
 from zckpt.cli import main
 from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, LockedError, RepairError, VersionError
 from zckpt.format.names import is_old
-from zckpt.io.local import LocalStore
+from zckpt.io.local_store import LocalStore
 from zckpt.io.lock import WriteLock
 
 if TYPE_CHECKING:

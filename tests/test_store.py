@@ -12,7 +12,7 @@ import pytest
 
 from faults import faulty
 from store_contract import StoreContract
-from zckpt.io.local import LocalStore
+from zckpt.io.local_store import LocalStore
 from zckpt.io.store import open_store
 
 if TYPE_CHECKING:

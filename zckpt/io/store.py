@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from zckpt.io.local import LocalStore
+from zckpt.io.local_store import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
