@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from zckpt.io import local
+from zckpt.io import local, local_store
 
 if TYPE_CHECKING:
     import ctypes
@@ -119,7 +119,10 @@ LIBC = local.libc
 @contextmanager
 def recorded(die_at: int | None = None) -> Iterator[Recorder]:
     recorder = Recorder(die_at)
-    with mock.patch.multiple(local, os=recorder, shutil=recorder, libc=recorder):
+    with (
+        mock.patch.multiple(local, os=recorder, libc=recorder),
+        mock.patch.multiple(local_store, os=recorder, shutil=recorder),
+    ):
         yield recorder
 
 
