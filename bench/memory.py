@@ -11,12 +11,45 @@ when it has its moments already: reading into its memory is what ``load(out=)`` 
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
 import zckpt
 from common import GIB, Result, cut, drop_from_cache, make_state, parse_options, workspace, write_checkpoint
 from sampler import field_bytes, metered
 from training import memory_of_engine, start_ranks
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sampler import Metered
+
 BOUND_MIB = 256 + 64
+
+
+def write(path: Path, size: int) -> Metered:
+    state = make_state(size)
+    found: Metered = {}
+    with metered(found, "write"):
+        write_checkpoint(path, cut(state))
+    return found
+
+
+def load(path: Path, size: int) -> Metered:
+    state = make_state(size)
+    found: Metered = {}
+    with metered(found, "load into given memory"):
+        zckpt.open(path).load(list(state), out=state)
+    return found
+
+
+def iterate(path: Path, size: int) -> Metered:
+    found: Metered = {}
+    with metered(found, "iter"):
+        for _ in zckpt.open(path).iter():
+            pass
+    return found
 
 
 def main() -> None:
@@ -27,22 +60,14 @@ def main() -> None:
     if field_bytes("/proc/meminfo", "MemAvailable") < needed:
         print(f"{needed / GIB:.0f} GiB of memory would be needed for {options.size / GIB:.0f} GiB of state: left out")
         sizes.pop()
-    by_size: dict[str, dict[str, dict[str, float]]] = {}
+    by_size: dict[str, Metered] = {}
     for size in sizes:
         found = by_size[f"{size / GIB:.3g} GiB"] = {}
         with workspace(options, size) as directory:
-            path = directory / "checkpoint"
-            state = make_state(size)
-            with metered(found, "write"):
-                write_checkpoint(path, cut(state))
-            drop_from_cache(path)
-            with metered(found, "load into given memory"):
-                zckpt.open(path).load(list(state), out=state)
-            state.clear()
-            drop_from_cache(path)
-            with metered(found, "iter"):
-                for _ in zckpt.open(path).iter():
-                    pass
+            for what in (write, load, iterate):  # each in a process that has no buffers yet
+                drop_from_cache(directory)
+                with ProcessPoolExecutor(1, get_context("fork")) as process:
+                    found |= process.submit(what, directory / "checkpoint", size).result()
         if size <= options.size * 3 // 8:
             with workspace(options, size) as directory:
                 (engine,) = start_ranks(memory_of_engine, 1, directory, size)

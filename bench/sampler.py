@@ -42,8 +42,11 @@ def field_bytes(path: str, field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+Metered = dict[str, dict[str, float]]
+
+
 @contextmanager
-def metered(found: dict[str, dict[str, float]], what: str) -> Iterator[None]:
+def metered(found: Metered, what: str) -> Iterator[None]:
     """MiB by which peak and page cache grow while this runs."""
     gc.collect()
     sampler = Sampler([os.getpid()], 0.02)
