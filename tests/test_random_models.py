@@ -175,12 +175,12 @@ def runs(draw: st.DrawFn, model: Model, most_ranks: int, round_robin: bool = Tru
     return Run(ranks, tuple(map(tuple, groups)), tuple(choices), zero, config)
 
 
-def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float = 0.0) -> None:
     assert one.keys() == other.keys()
     for key, tensor in one.items():
         precision = 2**-7 if tensor.dtype == torch.bfloat16 else 1e-5
         largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-        torch.testing.assert_close(tensor, other[key], rtol=precision, atol=1e-6 * largest)
+        torch.testing.assert_close(tensor, other[key], rtol=precision, atol=atol + 1e-6 * largest)
 
 
 def check(cluster: Cluster, model: Model, written: Run, restored: Run, trained: int) -> None:
@@ -206,7 +206,10 @@ def check(cluster: Cluster, model: Model, written: Run, restored: Run, trained: 
         same(truth["weights"], rank["weights"])
         assert truth["parameters"] == rank["parameters"]
         assert truth["step"] == rank["step"]
-        assert_close(truth["next"], rank["next"])
+        # The last bit of a 16-bit gradient depends on how the ranks share its sum; where there is next to none, Adam
+        # makes some hundredths of a step of it. A moment or a step that is lost makes a whole one.
+        rounding = 2e-4 if model.dtype == "bf16" and model.optimizer != "sgd" else 0.0
+        assert_close(truth["next"], rank["next"], rounding)
 
 
 # To shrink what fails would take minutes, and these models are small.
