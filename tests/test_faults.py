@@ -43,6 +43,7 @@ def in_memory() -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def nothing_is_left_over() -> Iterator[None]:
     """No thread, descriptor or process."""
+    gc.collect()  # nor what tests before have left
     before = held()
     yield
     if held() != before:
