@@ -80,7 +80,7 @@ bench-coverage: setup
 .PHONY: $(FUZZ_TARGETS:%=fuzz-%)
 fuzz: $(FUZZ_TARGETS:%=fuzz-%)
 
-fuzz-%: $(SETUP) $(FUZZER)
+$(FUZZ_TARGETS:%=fuzz-%): fuzz-%: $(SETUP) $(FUZZER)
 	@$(PY) fuzz/run.py $* --seconds $(FUZZ_SECONDS)
 
 clean:
