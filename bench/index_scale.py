@@ -43,7 +43,7 @@ def peak():  # ru_maxrss would be the parent's, from before exec
 before = peak()
 start = time.perf_counter()
 ck = zckpt.open(sys.argv[1])
-n = ck.read_index()
+n = ck.contents.read_index()
 print(json.dumps({"seconds": time.perf_counter() - start, "pieces": n, "reads": ck.io.reads, "bytes": ck.io.bytes_read,
                   "extra_bytes": peak() - before, "peak_bytes": peak()}))
 """

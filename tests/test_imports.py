@@ -26,11 +26,13 @@ ALLOWED = {
     "engines": {"errors", "state", "torch_dtypes"},
     "background": set(),
     "progress": set(),
-    "checkpoint": BELOW_IO | {"torch_dtypes", "io", "progress"},
-    "validation": BELOW_IO | {"torch_dtypes", "io", "checkpoint", "progress"},
-    "pipelines": BELOW_IO | {"torch_dtypes", "io", "engines", "background", "checkpoint", "progress", "validation"},
-    "__init__": {"pipelines", "background", "checkpoint", "errors", "integrations", "io", "progress", "validation"}
-    | {"version"},
+    "contents": BELOW_IO | {"torch_dtypes", "io"},
+    "checkpoint": BELOW_IO | {"contents", "io", "progress"},
+    "validation": BELOW_IO | {"torch_dtypes", "io", "contents", "checkpoint", "progress"},
+    "pipelines": BELOW_IO
+    | {"torch_dtypes", "io", "engines", "background", "contents", "checkpoint", "progress", "validation"},
+    "__init__": {"pipelines", "background", "checkpoint", "contents", "errors", "integrations", "io", "progress"}
+    | {"validation", "version"},
     "integrations": {"zckpt", "errors"},
     "cli": {"zckpt", "errors"},
     "__main__": {"cli"},

@@ -1,7 +1,8 @@
 """zckpt: sharded, verified checkpoints of ZeRO training states. See README.md; the format is in ``spec/``."""
 
 from zckpt.background import PendingWrite
-from zckpt.checkpoint import Checkpoint, PieceInfo, TensorInfo
+from zckpt.checkpoint import Checkpoint
+from zckpt.contents import PieceInfo, TensorInfo
 from zckpt.errors import (
     CastError,
     CheckpointExistsError,

@@ -3,87 +3,33 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from zckpt.contents import Contents, TensorInfo
 from zckpt.errors import KeyNotFoundError, MismatchError
-from zckpt.format import index as index_format
 from zckpt.format import names, tree
-from zckpt.format.digest import DIGEST_BYTES, digest
-from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, TREE_BYTES_MAX
-from zckpt.format.manifest import TIERS, Manifest
+from zckpt.format.limits import TREE_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.io.budget import Budget, flag
 from zckpt.io.memory import Sinks, check_cast, cuda_device, fresh_tensor, staging_for
-from zckpt.io.read import ReadFile, run_reads
+from zckpt.io.read import run_reads
 from zckpt.plan.coalesce import plan_reads
-from zckpt.plan.reshard import Span, StoredPieces, choose_copies, extents, slice_spans
+from zckpt.plan.reshard import Span, extents, slice_spans
 from zckpt.plan.select import Keys, nearest, select
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
-from zckpt.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
-    from zckpt.format.index import Ints, Layout, Piece
+    from zckpt.format.manifest import Manifest
     from zckpt.io.local import IOCount
     from zckpt.io.store import Reader
 
 Device = torch.device | str
-
-
-@dataclass(frozen=True, slots=True)
-class PieceInfo:
-    """Elements ``[start, stop)`` of a tensor, in row-major order, and where they are stored.
-
-    ``copy`` is 0 but for rank-local values such as buffers that differ from rank to rank. ``offset`` is the byte of
-    ``file`` (relative to the checkpoint) at which ``nbytes`` bytes begin.
-    """
-
-    rank: int
-    tier: str
-    copy: int
-    start: int
-    stop: int
-    file: str
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor of a checkpoint. ``pieces`` is read from the index when it is first asked for."""
-
-    key: str
-    part: str
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    """Of one whole copy."""
-    _place: tuple[int, int] = field(repr=False)
-    """Its part in the manifest, and its row there."""
-    _checkpoint: Checkpoint = field(repr=False, compare=False)
-
-    @cached_property
-    def pieces(self) -> tuple[PieceInfo, ...]:
-        return self._checkpoint._piece_infos(self)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that wrote it, ascending."""
-        return tuple(sorted({piece.rank for piece in self.pieces}))
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files that hold it, relative to the checkpoint."""
-        return tuple(dict.fromkeys(piece.file for piece in self.pieces))
 
 
 class Want(NamedTuple):
@@ -117,26 +63,23 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.manifest = manifest
         self.reader = reader
         self.budget = budget or Budget.from_environment()
-        self._layouts: dict[int, Layout] = {}
-        self._tables: dict[int, memoryview] = {}
-        self._sized: set[int] = set()
-        """The files whose length was found to be the manifest's."""
+        self.contents = Contents(manifest, reader)
 
     # What it holds
 
     def __getitem__(self, key: str) -> TensorInfo:
         """A tied weight is found under every name. Raises KeyNotFoundError, which names the nearest keys."""
-        place = self._find(key)
-        if place is None:
+        info = self._find(key)
+        if info is None:
             raise KeyNotFoundError(f"there is no key {key!r}", key=key, hint=nearest(list(self), key))
-        return self._info(*place)
+        return info
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self._find(key) is not None
 
-    def _find(self, key: str) -> tuple[int, int] | None:
+    def _find(self, key: str) -> TensorInfo | None:
         part, _, name = key.partition("/")
-        return None if part == STATE else self._place(part, self.aliases.get(name, name))
+        return None if part == STATE else self.contents.find(part, self.aliases.get(name, name))
 
     def __iter__(self) -> Iterator[str]:
         for part in self.manifest.parts:
@@ -187,10 +130,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         ``lazy``: for each tensor and array, a function without arguments that reads it.
         """
-        place = self._place(STATE, f"rank/{rank}")
-        if place is None:
+        info = self.contents.find(STATE, f"rank/{rank}")
+        if info is None:
             return None
-        info = self._info(*place)
         if info.dtype != torch.uint8 or len(info.shape) != 1:
             raise broken("T001", f"a packed tree that is {info.dtype} {list(info.shape)}", key=info.key)
         if info.nbytes > TREE_BYTES_MAX:
@@ -204,9 +146,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         found = tree.unpack(packed, lambda ext, name: infos.setdefault(name, self._state_info(name)), file)
         if not infos:
             return found
-        self.check_sizes(infos.values())
-        tensors = {name: self._empty(info, info.shape, "cpu", None) for name, info in infos.items()}
-        self.read([self._whole(info, tensors[name]) for name, info in infos.items()])
+        tensors = self._load(infos, lambda name, info: self._empty(info, info.shape))
         return tree.unpack(packed, lambda ext, name: _leaf(ext, tensors[name]), file)
 
     def _lazy_leaf(self, ext: int, name: str) -> Callable[[], object]:
@@ -214,10 +154,10 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return lambda: _leaf(ext, self._one(info))
 
     def _state_info(self, name: str) -> TensorInfo:
-        place = self._place(STATE, name)
-        if place is None:
+        info = self.contents.find(STATE, name)
+        if info is None:
             raise broken("T003", f"there is no tensor {STATE}/{name}", file=names.MANIFEST)
-        return self._info(*place)
+        return info
 
     # Any part of it
 
@@ -244,16 +184,14 @@ class Checkpoint(Mapping[str, TensorInfo]):
         and StorageError; then nothing is returned.
         """
         infos = {key: self[key] for key in self._select(keys)}
-        self.check_sizes(infos.values())
-        targets = {
-            key: self._empty(info, info.shape, device, dtype)
-            if out is None or key not in out
-            else self._given(info, out[key])
-            for key, info in infos.items()
-        }
+
+        def target_of(key: str, info: TensorInfo) -> torch.Tensor:
+            if out is not None and key in out:
+                return self._given(info, out[key])
+            return self._empty(info, info.shape, device, dtype)
+
         with reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
-            self.read([self._whole(info, targets[key]) for key, info in infos.items()], verify=verify, advance=advance)
-        return targets
+            return self._load(infos, target_of, verify, advance)
 
     def iter(
         self,
@@ -285,7 +223,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         info = self[key]
         shape, spans = slice_spans(info.shape, index if isinstance(index, tuple) else (index,))
-        self.check_sizes([info])
+        self.contents.check_sizes([info])
         target = self._empty(info, shape, device, dtype)
         self.read([Want(info, spans, target)], verify=verify)
         return target
@@ -296,12 +234,13 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``."""
         wants: dict[tuple[str, int, int], Want] = {}
         infos = {key: self[key] for key in self._select(keys)}
-        own = {key: [piece for piece in self.pieces(info) if piece.rank == rank] for key, info in infos.items()}
+        pieces = {key: self.contents.pieces(info) for key, info in infos.items()}
+        own = {key: [piece for piece in pieces[key] if piece.rank == rank] for key in infos}
         copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in own[key]}
-        self._check_sizes(list(copies.values()), [copy for _, copy in copies])
+        self.contents.check_copies(list(copies.values()), [copy for _, copy in copies])
         for key, info in infos.items():
             for piece in own[key]:
-                target = self._empty(info, (piece.stop - piece.start,), device, None)
+                target = self._empty(info, (piece.stop - piece.start,), device)
                 wants[key, piece.start, piece.stop] = Want(info, [Span(piece.start, piece.stop, 0)], target, piece.copy)
         self.read(list(wants.values()), verify=verify)
         return {place: want.target for place, want in wants.items()}
@@ -323,10 +262,12 @@ class Checkpoint(Mapping[str, TensorInfo]):
             name: dtype if info.part != BUFFER and info.dtype.is_floating_point else None
             for name, info in sources.items()
         }
-        self.check_sizes(sources.values())
-        targets = {name: self._empty(info, info.shape, device, casts[name]) for name, info in sources.items()}
+
+        def target_of(name: str, info: TensorInfo) -> torch.Tensor:
+            return self._empty(info, info.shape, device, casts[name])
+
         with reported(progress, "load", sum(info.nbytes for info in sources.values())) as advance:
-            self.read([self._whole(i, targets[name]) for name, i in sources.items()], verify=verify, advance=advance)
+            targets = self._load(sources, target_of, verify, advance)
         return targets | {alias: targets[name] for alias, name in self.aliases.items() if name in targets}
 
     def read(
@@ -345,8 +286,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
         manifest = self.manifest
         infos, spans, targets, copies = zip(*wants, strict=True) if wants else ((),) * 4
-        found = extents(self._stored(infos, copies, rank), spans, [info.dtype.itemsize for info in infos])
-        files = {number: self.read_file(number, verify=verify) for number in np.unique(found.file).tolist()}
+        found = extents(self.contents.stored(infos, copies, rank), spans, [info.dtype.itemsize for info in infos])
+        files = {number: self.contents.read_file(number, verify=verify) for number in np.unique(found.file).tolist()}
         ops = plan_reads(
             found,
             data_starts=manifest.files.data_start,
@@ -355,6 +296,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             batch_bytes=self.batch_bytes,
         )
         sinks = Sinks([info.key for info in infos], targets, [info.dtype for info in infos])
+        sinks.check(found.sink, found.sink_offset + found.stop - found.start)
         staging = staging_for(self.batch_bytes, cuda_device(targets))
         run_reads(self.reader, ops, files, sinks, self.budget, staging, advance)
 
@@ -362,27 +304,6 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def batch_bytes(self) -> int:
         """Of one read, at most."""
         return self.budget.batch_bytes(self.manifest.block_bytes)
-
-    def _stored(self, infos: Sequence[TensorInfo], copies: Sequence[int | None], rank: int | None) -> StoredPieces:
-        """The pieces of one copy of each tensor: that of ``copies``, or whichever suits ``rank``."""
-        places = np.array([info._place for info in infos], np.int64).reshape(-1, 2)
-        chunks = self._chunks_of(places[:, 0], places[:, 1])
-        found = []
-        for part_id, chunk in sorted(set(zip(places[:, 0].tolist(), chunks.tolist(), strict=True))):
-            numbers = np.flatnonzero((places[:, 0] == part_id) & (chunks == chunk))
-            rows = places[numbers, 1] - self.manifest.chunks[chunk].first_row
-            layout = index_format.take(self.chunk(chunk), rows)
-            numel = np.array([math.prod(infos[number].shape) for number in numbers.tolist()], np.int64)
-            start, copy = index_format.spans(layout, numel)
-            row_of, _ = index_format.ragged(layout.count)
-            given = (copies[number] for number in numbers.tolist())
-            asked = np.array([-1 if one is None else one for one in given], np.int64)
-            chosen = np.where(asked < 0, choose_copies(row_of, copy, layout.rank, rank), asked)
-            file = self.manifest.file_numbers(layout.rank, part_id, layout.tier)
-            columns = (numbers[row_of], file, start, start + layout.length, layout.offset, layout.block)
-            found.append(np.stack(columns)[:, copy == chosen[row_of]])
-        stored = np.concatenate([np.empty((6, 0), np.int64), *found], axis=1)
-        return StoredPieces(*stored[:, np.argsort(stored[0], kind="stable")])
 
     def _select(self, keys: Keys) -> list[str]:
         """The keys asked for. A tied weight's further names are matched as they are, not by patterns."""
@@ -404,16 +325,27 @@ class Checkpoint(Mapping[str, TensorInfo]):
         verify: bool | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> torch.Tensor:
-        self.check_sizes([info])
-        target = self._empty(info, info.shape, device, dtype)
-        self.read([self._whole(info, target)], verify=verify, advance=advance)
-        return target
+        def target_of(key: str, info: TensorInfo) -> torch.Tensor:
+            return self._empty(info, info.shape, device, dtype)
 
-    def _whole(self, info: TensorInfo, target: torch.Tensor) -> Want:
-        return Want(info, _all_of(math.prod(info.shape)), target)
+        return self._load({info.key: info}, target_of, verify, advance)[info.key]
+
+    def _load(
+        self,
+        infos: Mapping[str, TensorInfo],
+        target_of: Callable[[str, TensorInfo], torch.Tensor],
+        verify: bool | None = None,
+        advance: Callable[[int], None] = lambda nbytes: None,
+    ) -> dict[str, torch.Tensor]:
+        """Whole tensors, in the memory that ``target_of`` gives for each."""
+        self.contents.check_sizes(infos.values())
+        targets = {name: target_of(name, info) for name, info in infos.items()}
+        wants = [Want(info, _all_of(math.prod(info.shape)), targets[name]) for name, info in infos.items()]
+        self.read(wants, verify=verify, advance=advance)
+        return targets
 
     def _empty(
-        self, info: TensorInfo, shape: tuple[int, ...], device: Device, dtype: torch.dtype | None
+        self, info: TensorInfo, shape: tuple[int, ...], device: Device = "cpu", dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Memory for elements of ``info``. Its sizes are checked before, so that there is never more asked for than the
         files really hold, whatever the manifest says."""
@@ -427,122 +359,3 @@ class Checkpoint(Mapping[str, TensorInfo]):
             what = f"{list(target.shape)}{'' if target.is_contiguous() else ', not contiguous'}"
             raise MismatchError(f"out has {what}, the checkpoint {list(info.shape)}", key=info.key)
         return target
-
-    def check_sizes(self, infos: Iterable[TensorInfo]) -> None:
-        """Raises FormatError (F001 to F003, I007) unless the files that hold ``infos`` are there, as long as recorded,
-        and hold no less than that."""
-        infos = list({info.key: info for info in infos}.values())
-        self._check_sizes(infos, [None] * len(infos))
-
-    def _check_sizes(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> None:
-        """Of one copy each, none of them given twice."""
-        stored = self._stored(infos, copies, None)
-        item = np.array([info.dtype.itemsize for info in infos], np.int64)
-        index_format.check_claims(self.manifest, stored.file, (stored.stop - stored.start) * item[stored.want])
-        numbers, first = np.unique(stored.file, return_index=True)
-        for number, one in zip(numbers.tolist(), stored.want[first].tolist(), strict=True):
-            if number in self._sized:
-                continue
-            file = self.manifest.files[number]
-            path = self.manifest.path(file)
-            nbytes = self.reader.size(path)
-            if nbytes != file.nbytes:
-                raise broken(
-                    "F003",
-                    f"the file is {nbytes} bytes long, expected {file.nbytes}",
-                    file=path,
-                    key=infos[one].key,
-                )
-            self._sized.add(number)
-
-    # Manifest and index
-
-    def _place(self, part: str, name: str) -> tuple[int, int] | None:
-        """Part id and row of a tensor."""
-        part_id, name_id = self.manifest.part_ids.get(part), self.manifest.name_ids.get(name)
-        if part_id is None or name_id is None:
-            return None
-        ids = self.manifest.parts[part_id].names
-        row = bisect_left(ids, name_id)
-        return (part_id, row) if row < len(ids) and ids[row] == name_id else None
-
-    def _info(self, part_id: int, row: int) -> TensorInfo:
-        part = self.manifest.parts[part_id]
-        name, shape = self.manifest.names[part.names[row]], self.manifest.shapes[part.shapes[row]]
-        dtype = part.dtypes[row]
-        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-        return TensorInfo(
-            f"{part.name}/{name}", part.name, name, TORCH_DTYPES[dtype], shape, nbytes, (part_id, row), self
-        )
-
-    def pieces(self, info: TensorInfo) -> tuple[Piece, ...]:
-        """The index's records of one tensor, copy by copy, in the order of their elements."""
-        part_id, row = info._place
-        number = int(self._chunks_of(np.array([part_id]), np.array([row]))[0])
-        first_row = self.manifest.chunks[number].first_row
-        return index_format.pieces(self.chunk(number), row - first_row, math.prod(info.shape))
-
-    def _chunks_of(self, parts: Ints, rows: Ints) -> Ints:
-        """The numbers of the chunks that have these rows of these parts."""
-        layout = np.array([part.layout for part in self.manifest.parts], np.int64)[parts]
-        found = np.zeros(len(rows), np.int64)
-        for one in np.unique(layout).tolist():
-            own = layout == one
-            first_rows, numbers = self._chunks_by_layout[one]
-            found[own] = numbers[np.searchsorted(first_rows, rows[own], side="right") - 1]
-        return found
-
-    @cached_property
-    def _chunks_by_layout(self) -> dict[int, tuple[Ints, Ints]]:
-        """For each layout the first rows of its chunks, ascending, and their numbers."""
-        layout, first_row = np.array([(c.layout, c.first_row) for c in self.manifest.chunks], np.int64).reshape(-1, 2).T
-        return {one: (first_row[layout == one], np.flatnonzero(layout == one)) for one in np.unique(layout).tolist()}
-
-    def chunk(self, number: int) -> Layout:
-        """One chunk of the index, read and checked when it is first asked for."""
-        if number not in self._layouts:
-            chunk = self.manifest.chunks[number]
-            raw = self.reader.read(names.index_path(self.manifest.save_id), chunk.offset, chunk.nbytes)
-            self._layouts[number] = index_format.decode(raw, chunk, self.manifest)
-        return self._layouts[number]
-
-    def read_index(self) -> int:
-        """Reads and checks the whole index; returns the number of pieces of all parts."""
-        for number in range(len(self.manifest.chunks)):
-            self.chunk(number)
-        by_layout: dict[int, int] = {}
-        for chunk in self.manifest.chunks:
-            by_layout[chunk.layout] = by_layout.get(chunk.layout, 0) + chunk.pieces
-        return sum(by_layout[part.layout] for part in self.manifest.parts if part.names)
-
-    def _piece_infos(self, info: TensorInfo) -> tuple[PieceInfo, ...]:
-        found = []
-        for piece in self.pieces(info):
-            file = self.manifest.files[self.file_number(info, piece)]
-            nbytes = (piece.stop - piece.start) * info.dtype.itemsize
-            place = (self.manifest.path(file), file.data_start + piece.offset, nbytes)
-            found.append(PieceInfo(piece.rank, TIERS[piece.tier], piece.copy, piece.start, piece.stop, *place))
-        return tuple(found)
-
-    def file_number(self, info: TensorInfo, piece: Piece) -> int:
-        """Position of the piece's file in the manifest."""
-        return self.manifest.file_number(piece.rank, self.manifest.part_ids[info.part], piece.tier)
-
-    def read_file(self, number: int, *, verify: bool) -> ReadFile:
-        """A data file as the read pipeline wants it."""
-        file = self.manifest.files[number]
-        table = self.digest_table(file.rank)[file.first_block * DIGEST_BYTES :] if verify else memoryview(b"")
-        return ReadFile(self.manifest.path(file), file.nbytes, table)
-
-    def digest_table(self, rank: int) -> memoryview:
-        """The digest table of one rank, checked."""
-        if rank not in self._tables:
-            path = names.digests_path(self.manifest.save_id, rank)
-            nbytes = self.reader.size(path)
-            if nbytes % DIGEST_BYTES or nbytes > DIGEST_TABLE_BYTES_MAX:
-                raise broken("D001", f"the table is {nbytes} bytes long", file=path)
-            raw = self.reader.read(path, 0, nbytes)
-            if digest(raw) != self.manifest.digests[rank]:
-                raise broken("D002", "the digest table is damaged", file=path, start=0, stop=nbytes)
-            self._tables[rank] = memoryview(raw)
-        return self._tables[rank]

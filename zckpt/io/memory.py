@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
+    Ints = NDArray[np.int64]
 
 libc = ctypes.CDLL(None, use_errno=True)
 PAGE_BYTES = 4096
@@ -28,8 +29,9 @@ PAGE_BYTES = 4096
 _CACHE_LINE_BYTES = 64
 MADV_FREE = 8
 """madvise(2)."""
-HOST_MEMORY: Bytes = np.frombuffer((ctypes.c_uint8 * (1 << 47)).from_address(PAGE_BYTES), np.uint8)
-"""The memory of this process from its second page on: nothing lies in the first. A view of it keeps nothing alive."""
+HOST_MEMORY: Bytes = np.frombuffer((ctypes.c_uint8 * (1 << 57)).from_address(PAGE_BYTES), np.uint8)
+"""The memory of this process from its second page on: nothing lies in the first, and no processor's addresses are
+longer. A view of it keeps nothing alive."""
 
 
 def available_bytes() -> int:
@@ -113,6 +115,12 @@ class Sinks:
             np.int64,
         )
         """Where in HOST_MEMORY stored bytes can be read straight into; less than 0 where they cannot."""
+        self._nbytes = np.array([t.numel() * d.itemsize for t, d in zip(targets, stored, strict=True)], np.int64)
+        assert all(target.is_contiguous() for target in targets), "what is filled by its address has no gaps"
+
+    def check(self, sink: Ints, stop: Ints) -> None:
+        """That no stored byte is meant for a place behind its target: an address has no bounds of its own."""
+        assert (stop <= self._nbytes[sink]).all(), "a span is longer than the memory that it goes to"
 
     def put(self, sink: int, start: int, staged: Bytes) -> None:
         """Copies stored bytes in host memory to byte ``start``; to a device, queued on the current stream."""
@@ -193,12 +201,15 @@ class Staging:
         self.nbytes = nbytes
         self.device = device
         self._idle: list[Stage] = []
+        self._resting = 0
+        """Of these, the first ones: nobody has used them since they were put to rest."""
         self._lock = threading.Lock()
 
     def acquire(self) -> Stage:
         """A buffer for the caller alone, until it is released."""
         with self._lock:
             stage = self._idle.pop() if self._idle else None
+            self._resting = min(self._resting, len(self._idle))
         return stage or Stage(self.nbytes, self.device)
 
     def release(self, stage: Stage) -> None:
@@ -212,8 +223,9 @@ class Staging:
         with self._lock:
             if self.device is not None:
                 self._idle.clear()
-            for stage in self._idle:
+            for stage in self._idle[self._resting :]:
                 stage.rest()
+            self._resting = len(self._idle)
 
     @contextmanager
     def lend(self) -> Iterator[Stage]:

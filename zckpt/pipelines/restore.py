@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.checkpoint import Checkpoint, TensorInfo, Want
+from zckpt.checkpoint import Checkpoint, Want
 from zckpt.engines import adapt
 from zckpt.errors import (
     FormatError,
@@ -28,6 +28,7 @@ from zckpt.torch_dtypes import TORCH_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from zckpt.contents import TensorInfo
     from zckpt.engines.base import EngineAdapter
     from zckpt.io.budget import Budget
 
@@ -155,7 +156,7 @@ def _plan_restore(
             rank=ranks.rank,
             hint=hint,
         )
-    checkpoint.check_sizes(sources.values())
+    checkpoint.contents.check_sizes(sources.values())
     return _RestorePlan(adapter, checkpoint, wanted, sources, chosen, rank_state, client_state)
 
 

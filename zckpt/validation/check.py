@@ -125,7 +125,7 @@ class _Check:
         """All of its rows, or None if it cannot be used."""
         errors = list(_failures(lambda: _check_index_size(self.checkpoint, self.reader)))
         chunks = range(len(self.manifest.chunks))
-        bad_chunks = list(_failures(*(partial(self.checkpoint.chunk, number) for number in chunks)))
+        bad_chunks = list(_failures(*(partial(self.checkpoint.contents.chunk, number) for number in chunks)))
         if self.share.number == 0:
             self._note(*errors, *bad_chunks)
         if bad_chunks:
@@ -216,7 +216,7 @@ class _Check:
             if rows is not None:
                 errors += _failures(partial(_check_pieces, headers[number], self._pieces, number, manifest))
         try:
-            table = self.checkpoint.digest_table(rank)
+            table = self.checkpoint.contents.digest_table(rank)
             if len(headers) == len(numbers):
                 errors += _check_table(manifest, rank, headers, len(table))
         except FormatError as error:
@@ -317,7 +317,7 @@ def _index_rows(checkpoint: Checkpoint) -> Iterator[_Rows]:
     for part_id, part in enumerate(manifest.parts):
         for number, chunk in enumerate(manifest.chunks):
             if chunk.layout == part.layout:
-                layout = checkpoint.chunk(number)
+                layout = checkpoint.contents.chunk(number)
                 rows = np.arange(chunk.first_row, chunk.first_row + chunk.rows)
                 numel = np.array([math.prod(manifest.shapes[part.shapes[row]]) for row in rows.tolist()], np.int64)
                 yield _Rows(part_id, layout, np.repeat(rows, layout.count), spans(layout, numel)[0])
