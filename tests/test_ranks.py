@@ -68,11 +68,12 @@ def act_once(who: int, how: str, seconds: float) -> tuple[str, int | None, float
 CASES = [(0, "die"), (1, "die")]
 MORE = [
     (2, "die"),
+    (0, "stop"),  # and with it the store of all ranks
     (2, "stop"),
     (0, "hang"),
     (1, "hang"),
     (2, "hang"),
-]  # not to stop rank 0, for the store is in its process
+]
 
 
 @pytest.mark.parametrize(("who", "how"), [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in MORE)])
@@ -104,6 +105,28 @@ def come_alone() -> Any:
 
 def test_a_rank_that_never_comes(cluster: Cluster) -> None:
     assert cluster.run(come_alone, 3) == [1, None, 1]
+
+
+def stop_while_connecting() -> tuple[str, int | None, float]:
+    """What the others see of a rank that stops after it has come and before it has connected."""
+    give_up_after(2)
+    if os.environ["RANK"] == "1":
+        torch.distributed.new_group = lambda **options: os.kill(os.getpid(), signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        Ranks()
+    except zckpt.RankError as error:
+        return str(error), error.rank, time.monotonic() - start
+    return "connected", None, 0
+
+
+def test_a_rank_that_stops_while_it_connects(cluster: Cluster) -> None:
+    outcomes = cluster.outcomes(stop_while_connecting, 3, timeout=8, grace=1)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.value is not None, outcome.error
+        message, named, seconds = outcome.value
+        assert named == 1, message
+        assert seconds < 8
 
 
 def hang_for_a_while(path: str, background: bool) -> tuple[Any, list[float]]:

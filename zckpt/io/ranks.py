@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.errors import RankError
-from zckpt.io.life import Lives
+from zckpt.io.life import Lives, timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FOREVER = timedelta(days=365)
-"""For gloo, which cannot tell a slow rank from one that hangs: that is up to signs of life."""
+"""For gloo, once all have connected: it cannot tell a slow rank from one that hangs. That is up to signs of life."""
 
 _groups: dict[bool, tuple[object, _Group]] = {}
 """The world's default group and what was made beside it, for the background and for the rest."""
@@ -46,9 +46,14 @@ def _group(background: bool) -> _Group:
         store = dist.distributed_c10d._get_default_store()
         lives = Lives(store, str(next(_made)), dist.get_rank(), dist.get_world_size())
         try:
-            group = _Group(dist.new_group(backend="gloo", timeout=_FOREVER), lives)
+            with lives.shown("connect"), lives.waiting():
+                made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds()))
+            dist.distributed_c10d._set_pg_timeout(_FOREVER, made)
         except RuntimeError as error:
-            raise lives.lost(error) from error
+            lost = lives.lost(error)
+            lives.close()
+            raise lost from error
+        group = _Group(made, lives)
         _groups[background] = (world, group)
     return group
 
