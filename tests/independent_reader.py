@@ -130,8 +130,9 @@ class Reader:
         """The rows of each layout: name id, and a list of (rank, tier, length, offset, block)."""
         at, layouts = 0, [part["layout"] for part in self.body["parts"]]
         index = {layout: [] for layout in layouts}
-        pieces = sum(count * layouts.count(layout) for layout, count in zip(chunks[0], chunks[3], strict=True))
-        need(len(chunks[0]) <= 4096 and pieces <= 2**26, "M013", pieces)
+        parts = [layouts.count(layout) for layout in chunks[0]]
+        pieces = sum(count * times for count, times in zip(chunks[3], parts, strict=True))
+        need(sum(parts) <= 4096 and pieces <= 2**26, "M013", pieces)
         for layout, first_row, rows, pieces, offset, size, digest in zip(*chunks, strict=True):
             need(layout in index and (at, len(index[layout])) == (offset, first_row), "M013", offset)
             need(rows >= 1 and 1 <= size <= 64 * MIB, "M013", offset)

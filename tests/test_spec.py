@@ -25,7 +25,7 @@ LIMITS: dict[str, int | tuple[int, int]] = {
     "index chunk, compressed": limits.INDEX_CHUNK_BYTES_MAX,
     "index chunk, decompressed (8 R + 25 P)": limits.INDEX_CHUNK_RAW_BYTES_MAX,
     "zstd window": limits.INDEX_CHUNK_RAW_BYTES_MAX,
-    "chunks": limits.INDEX_CHUNKS_MAX,
+    "chunks, once for each part": limits.INDEX_CHUNKS_MAX,
     "pieces in all chunks, once for each part": limits.INDEX_PIECES_MAX,
     "digest table": limits.DIGEST_TABLE_BYTES_MAX,
     "`latest`": limits.LATEST_BYTES_MAX,

@@ -9,6 +9,7 @@ HEADER_BYTES_MAX = 100_000_000
 INDEX_CHUNK_RAW_BYTES_MAX = 64 << 20
 INDEX_CHUNK_BYTES_MAX = 64 << 20
 INDEX_CHUNKS_MAX = 1 << 12
+"""Counted once for each part with the chunk's layout: each is checked against all of these."""
 INDEX_PIECES_MAX = 1 << 26
 """Pieces in all chunks of one index together, counted once for each part with the chunk's layout."""
 DIGEST_TABLE_BYTES_MAX = 1 << 30

@@ -402,8 +402,10 @@ def _check(m: Manifest) -> None:
 
 def _check_chunks(m: Manifest) -> None:
     where = names.MANIFEST
-    if len(m.chunks) > INDEX_CHUNKS_MAX:
-        raise broken("M013", f"{len(m.chunks)} chunks", file=where)
+    parts = Counter(part.layout for part in m.parts)
+    chunks = sum(parts[chunk.layout] for chunk in m.chunks)
+    if chunks > INDEX_CHUNKS_MAX:
+        raise broken("M013", f"{chunks} chunks", file=where)
     stop = 0
     rows: Counter[int] = Counter()
     for chunk in m.chunks:
@@ -415,7 +417,6 @@ def _check_chunks(m: Manifest) -> None:
         rows[chunk.layout] += chunk.rows
     if stop != m.index_bytes:
         raise broken("M013", f"the chunks end at {stop} of {m.index_bytes} bytes", file=where)
-    parts = Counter(part.layout for part in m.parts)
     pieces = sum(chunk.pieces * parts[chunk.layout] for chunk in m.chunks)
     if pieces > INDEX_PIECES_MAX:
         raise broken("M013", f"the chunks hold {pieces} pieces", file=where)
