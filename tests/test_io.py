@@ -16,6 +16,7 @@ import pytest
 
 import zckpt
 from states import same_all, write_state
+from zckpt.io import local
 from zckpt.io.local import LocalReader, NewFile
 from zckpt.io.memory import PAGE_BYTES, Stage
 
@@ -80,6 +81,24 @@ def test_what_is_cached_is_read_from_there_and_the_rest_once(tmp_path: Path, per
     assert same_all(loaded, state.full)
     total = sum(info.nbytes for info in checkpoint.values())
     assert total <= checkpoint.io.data_bytes <= total + 4 * 2 * PAGE_BYTES  # whole pages at either end of a read
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_what_is_mostly_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_kernel: bool) -> None:
+    if old_kernel:
+        monkeypatch.setattr(local, "CACHESTAT", 1 << 20)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 * MIB))
+    reader = local.LocalReader(str(tmp_path))
+    assert reader.is_cached("file", 0, 4 * MIB)
+    with path.open("rb+") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 3 * MIB, os.POSIX_FADV_DONTNEED)
+        assert not reader.is_cached("file", 0, 4 * MIB)
+        assert reader.is_cached("file", 2 * MIB - 5, 2 * MIB + 5)
+        assert not reader.is_cached("file", 0, MIB)
+        opened.truncate(2 * MIB)
+    assert not reader.is_cached("file", 2 * MIB, MIB)
 
 
 @pytest.mark.parametrize("refused", [errno.EINVAL, errno.EOPNOTSUPP])

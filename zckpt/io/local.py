@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 IDLE_FILES_MAX = 64
 FICLONERANGE = 0x4020940D
 """ioctl_ficlonerange(2)."""
+CACHESTAT = 451
+"""The number of that system call, on every processor."""
 UNSYNCED_BYTES_MAX = 32 << 20
 """Of one file, where its writes go through the page cache."""
 
@@ -73,21 +75,8 @@ class LocalReader:
 
     def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
         # In the page cache, that is. Even a read with RWF_NOWAIT would start I/O.
-        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        length = offset + nbytes - start
         with self.file(path) as fd:
-            try:
-                mapped = mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=start)
-            except (OSError, ValueError):  # such as a file that has become too short: reading will tell
-                return False
-        with mapped:
-            resident = np.zeros(-(-length // PAGE_BYTES), np.uint8)  # bit 0 of a byte for each page
-            address = np.frombuffer(mapped, np.uint8).ctypes.data
-            failed = libc.mincore(
-                ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_void_p(resident.ctypes.data)
-            )
-            first = (offset - start) // PAGE_BYTES
-            return not failed and bool((resident[first:] & 1).all())
+            return 2 * PAGE_BYTES * _cached_pages(fd, offset, nbytes) > nbytes
 
     def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
         done = reads = 0
@@ -184,6 +173,24 @@ class LocalReader:
 
     def _full(self, path: str) -> str:
         return os.path.join(self.root, path)
+
+
+def _cached_pages(fd: int, offset: int, nbytes: int) -> int:
+    """How many pages of these bytes are in the page cache."""
+    found = (ctypes.c_uint64 * 5)()
+    if libc.syscall(CACHESTAT, fd, (ctypes.c_uint64 * 2)(offset, nbytes), found, 0) == 0:
+        return found[0]
+    start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # a Linux before 6.5, or not our file
+    length = offset + nbytes - start
+    try:
+        mapped = mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=start)
+    except (OSError, ValueError):  # such as a file that has become too short: reading will tell
+        return 0
+    with mapped:
+        resident = np.zeros(-(-length // PAGE_BYTES), np.uint8)  # bit 0 of a byte for each page
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_void_p(resident.ctypes.data))
+        return int(np.count_nonzero(resident[(offset - start) // PAGE_BYTES :] & 1))
 
 
 def _step(parent: int, name: str, flags: int) -> int:

@@ -33,7 +33,7 @@ class Reader(Protocol):
         """In bytes."""
 
     def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
-        """Whether all of these bytes are in memory already. Starts no I/O."""
+        """Whether most of these bytes are in memory already. Starts no I/O."""
 
     def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
         """Fills ``pages``, whole pages of memory, with tensor data from byte ``offset``, a multiple of a page, past all
