@@ -7,7 +7,6 @@ into aligned staging buffers, so that it evicts nothing.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,17 +19,15 @@ from zckpt.io.local import after
 from zckpt.io.memory import HOST_MEMORY, PAGE_BYTES, wait_for_caller
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.io.budget import Budget
-    from zckpt.io.memory import Bytes, Ints, Sinks, Stage, Staging
+    from zckpt.io.memory import Bytes, Sinks, Stage, Staging
     from zckpt.io.store import Reader
     from zckpt.plan.coalesce import ReadOp, Segments
 
 DIRECT_BYTES_MIN = 256 << 10
 """Smaller reads go through the page cache: the kernel serves them better."""
-PORTION_BYTES = 1 << 20
-"""What fits in a processor's own cache, and is worth a system call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +71,15 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
     starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]
     cached = _is_cached(reader, op, file, direct)
     places: list[Bytes | None] = _destinations(segments, sinks) if cached else [None] * (len(starts) - 1)
-    first_copy = np.cumsum(segments.copies) - segments.copies
-    keys = [sinks.keys[sink] for sink in segments.sink[first_copy].tolist()]
-    with staging.lend() as stage, stage.stream():
+    with staging.lend() as stage:
         views = [
             stage.bytes[start - base : end - base] if place is None else place  # staged as they lie in the file
             for (start, end), place in zip(itertools.pairwise(starts), places, strict=True)
         ]
-        if not cached:
-            _fill(reader, file, op.offset, starts[-1], views, stage, keys[0])
-        for own in _portions(starts, segments.block):
-            if cached:
-                _fill(reader, file, starts[own.start], starts[own.stop], views[own], None, keys[own.start])
-            _check_blocks(segments.block[own], views[own], file, starts[own], keys[own])
-            _put(segments, range(own.start, own.stop), first_copy, views, places, sinks)
-
-
-def _portions(starts: list[int], blocks: Ints) -> Iterator[slice]:
-    """Of the segments. If they are blocks to be checked, so few of them at once that their bytes are fetched from
-    memory but once."""
-    count = len(blocks)
-    portion_bytes = starts[-1] - starts[0] if blocks[0] < 0 else PORTION_BYTES
-    first = 0
-    while first < count:
-        stop = max(bisect_right(starts, starts[first] + portion_bytes) - 1, first + 1)
-        yield slice(first, stop)
-        first = stop
+        _fill(reader, op, file, views, None if cached else stage, sinks.keys[segments.sink[0]])
+        _check_blocks(segments, views, file, starts, sinks)
+        with stage.stream():
+            _put(segments, views, places, sinks)
 
 
 def read_op(
@@ -109,8 +89,7 @@ def read_op(
     with staging.lend() as stage:
         first = op.offset % PAGE_BYTES
         view = stage.bytes[first : first + op.nbytes]
-        staged = None if _is_cached(reader, op, file, direct) else stage
-        _fill(reader, file, op.offset, op.offset + op.nbytes, [view], staged, None)
+        _fill(reader, op, file, [view], None if _is_cached(reader, op, file, direct) else stage, None)
         look(view)
 
 
@@ -119,22 +98,20 @@ def _is_cached(reader: Reader, op: ReadOp, file: ReadFile, direct: bool) -> bool
     return not direct or op.nbytes < DIRECT_BYTES_MIN or reader.is_cached(file.path, op.offset, op.nbytes)
 
 
-def _fill(
-    reader: Reader, file: ReadFile, start: int, stop: int, views: list[Bytes], stage: Stage | None, key: str | None
-) -> None:
-    """Reads bytes ``[start, stop)`` into ``views``, one after the other. ``stage``: what all of these lie in, to be
-    filled by direct I/O where there is any. Raises FormatError (F003) if the file is too short."""
-    base = start - start % PAGE_BYTES
-    got = start
+def _fill(reader: Reader, op: ReadOp, file: ReadFile, views: list[Bytes], stage: Stage | None, key: str | None) -> None:
+    """Reads the bytes of ``op`` into ``views``, one after the other. ``stage``: what all of these lie in, to be filled
+    by direct I/O where there is any. Raises FormatError (F003) if the file is too short."""
+    base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes
+    got = op.offset
     if stage is not None:
         pages = stage.bytes[: -(-stop // PAGE_BYTES) * PAGE_BYTES - base]
         got = min(max(got, base + reader.read_direct(file.path, pages, base)), stop)
     if got < stop:
-        got += reader.read_into(file.path, after(views, got - start), got)
+        got += reader.read_into(file.path, after(views, got - op.offset), got)
     if got < stop:
         raise broken(
             "F003", f"the file ends at byte {got}, expected {file.nbytes}", file=file.path,
-            key=key, start=start, stop=stop,
+            key=key, start=op.offset, stop=stop,
         )  # fmt: skip
 
 
@@ -148,30 +125,29 @@ def _destinations(segments: Segments, sinks: Sinks) -> list[Bytes | None]:
     return [HOST_MEMORY[at:stop] if alone else None for alone, at, stop in zip(*columns, strict=True)]
 
 
-def _put(
-    segments: Segments, own: range, first_copy: Ints, views: list[Bytes], places: list[Bytes | None], sinks: Sinks
-) -> None:
-    """Brings what was staged of some segments to its sinks."""
-    for number in own:
-        if places[number] is None:
-            first = int(first_copy[number])
-            for copy in range(first, first + int(segments.copies[number])):
+def _put(segments: Segments, views: list[Bytes], places: list[Bytes | None], sinks: Sinks) -> None:
+    """Brings what was staged to its sinks."""
+    last = np.cumsum(segments.copies).tolist()
+    for number, (view, place) in enumerate(zip(views, places, strict=True)):
+        if place is None:
+            for copy in range(last[number] - int(segments.copies[number]), last[number]):
                 start = int(segments.source[copy])
-                staged = views[number][start : start + int(segments.copy_bytes[copy])]
+                staged = view[start : start + int(segments.copy_bytes[copy])]
                 sinks.put(int(segments.sink[copy]), int(segments.target[copy]), staged)
 
 
-def _check_blocks(blocks: Ints, views: list[Bytes], file: ReadFile, starts: list[int], keys: list[str]) -> None:
-    """Raises FormatError (D001, D003) unless every view that is a block has the block's digest."""
-    first, last = int(blocks[0]), int(blocks[-1])
+def _check_blocks(segments: Segments, views: list[Bytes], file: ReadFile, starts: list[int], sinks: Sinks) -> None:
+    """Raises FormatError (D001, D003) unless every segment that is a block has the block's digest."""
+    first, last = int(segments.block[0]), int(segments.block[-1])
     if first < 0:
         return
     if last - first == len(views) - 1:  # neighbours, as mostly: all at once
         expected = file.digests[first * DIGEST_BYTES : (last + 1) * DIGEST_BYTES]
         if b"".join(map(digest, views)) == expected:
             return
-    for view, block, start, key in zip(views, blocks.tolist(), starts, keys, strict=True):
-        check_block(view, block, file, start, key)
+    owner = segments.sink[np.cumsum(segments.copies) - segments.copies].tolist()
+    for view, block, start, sink in zip(views, segments.block.tolist(), starts, owner, strict=False):
+        check_block(view, block, file, start, sinks.keys[sink])
 
 
 def check_block(view: Bytes | memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:
