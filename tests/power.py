@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import struct
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ SECTOR_BYTES = 512
 
 @dataclass(frozen=True)
 class Op:
-    """One system call: mkdir, create, write, extend, fsync, rename, unlink or rmdir."""
+    """One system call: mkdir, create, write, clone, extend, fsync, link, rename, unlink or rmdir."""
 
     call: str
     path: str
@@ -44,7 +45,8 @@ class Killed(BaseException):
 
 @dataclass
 class Recorder:
-    """In the place of ``os``, ``shutil`` and the C library. ``die_at``: the call before which the process dies."""
+    """In the place of ``os``, ``shutil``, ``fcntl`` and the C library, on a file system that shares pages. ``die_at``:
+    the call before which the process dies."""
 
     die_at: int | None = None
     ops: list[Op] = field(default_factory=list)
@@ -79,8 +81,15 @@ class Recorder:
         self.note("extend", self.paths[fd], offset=nbytes.value)
         return int(LIBC.fallocate(fd, mode, offset, nbytes))
 
-    def mincore(self, *args: Any) -> int:
-        return int(LIBC.mincore(*args))
+    def syscall(self, *args: Any) -> int:
+        return int(LIBC.syscall(*args))
+
+    def ioctl(self, fd: int, request: int, clone: bytes) -> None:
+        assert request == local.FICLONERANGE
+        source, start, nbytes, offset = struct.unpack("qQQQ", clone)
+        data = os.pread(source, nbytes, start)
+        self.note("clone", self.paths[fd], data=data, offset=offset)
+        os.pwrite(fd, data, offset)
 
     def fsync(self, fd: int) -> None:
         self.note("fsync", self.paths[fd])
@@ -91,9 +100,18 @@ class Recorder:
             self.note("mkdir", path)
         os.makedirs(path, exist_ok=exist_ok)
 
+    def link(self, path: str, to: str) -> None:
+        if not os.path.lexists(to):
+            self.note("link", path, to=os.path.abspath(to))
+        os.link(path, to)
+
+    def rename(self, path: str, to: str) -> None:
+        if os.path.lexists(path):
+            self.note("rename", path, to=os.path.abspath(to))
+        os.rename(path, to)
+
     def replace(self, path: str, to: str) -> None:
-        self.note("rename", path, to=os.path.abspath(to))
-        os.replace(path, to)
+        self.rename(path, to)
 
     def unlink(self, path: str) -> None:
         if os.path.isfile(path):
@@ -120,7 +138,7 @@ LIBC = local.libc
 def recorded(die_at: int | None = None) -> Iterator[Recorder]:
     recorder = Recorder(die_at)
     with (
-        mock.patch.multiple(local, os=recorder, libc=recorder),
+        mock.patch.multiple(local, os=recorder, libc=recorder, fcntl=recorder),
         mock.patch.multiple(local_store, os=recorder, shutil=recorder),
     ):
         yield recorder
@@ -232,6 +250,9 @@ class Disk:
         elif op.call == "rename":
             assert os.path.dirname(op.path) == os.path.dirname(op.to), "a rename to another directory is not atomic"
             parent.change(name, os.path.basename(op.to), parent.entries[name])
+        elif op.call == "link":
+            assert os.path.dirname(op.path) == os.path.dirname(op.to)
+            parent.change("", os.path.basename(op.to), parent.entries[name])
         elif op.call in ("unlink", "rmdir"):
             parent.change(name, "", None)
         elif op.call == "fsync":

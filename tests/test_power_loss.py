@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import zckpt
 from power import Disk, Killed, fingerprint, make, recorded
-from states import write_state
+from states import write_state, write_through
+from zckpt.format.names import LOCK
+from zckpt.plan import layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,6 +104,30 @@ def test_the_first_checkpoint_of_a_run(disk: Path) -> None:
         write(disk / "disk" / "more" / "run" / "c", 6)
     allowed = {(0, 0), (0, 6), (6, 6)}
     assert lose_power(disk, before, recorder.ops, ["more/run", "more/run/c"], allowed, 0) > 20
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_write_and_its_lock(disk: Path, seed: int) -> None:
+    run = disk / "run"
+    write_through(run / "c", torch.ones(99), step=5)
+    before = Disk(run)
+    with recorded() as recorder:
+        write_through(run / "c", torch.zeros(99), step=6, overwrite=True)
+    assert {"link", "rename"} <= {op.call for op in recorder.ops if LOCK in op.path}
+    assert lose_power(disk, before, recorder.ops, [".", "c"], {(5, 5), (6, 6)}, seed) > 20
+
+
+def test_pages_shared_with_swap_files(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"w": (10_007,), "b": (3,)}
+    run, swap = disk / "run", disk / "swap"
+    swap.mkdir()
+    write(run / "c", 5)
+    before = Disk(run)
+    monkeypatch.setattr(layout, "SHARED_BYTES_MIN", 4096)
+    with recorded() as recorder:
+        write_state(run / "c", 2, shapes, layout="random", step=6, swap=swap, overwrite=True)
+    assert any(op.call == "clone" for op in recorder.ops)
+    assert lose_power(disk, before, recorder.ops, [".", "c"], {(5, 5), (6, 6)}, 0) > 20
 
 
 def test_what_a_killed_writer_has_made_is_not_taken_for_durable(disk: Path) -> None:
