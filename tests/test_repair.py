@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -47,6 +48,15 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(raw)
 
 
+def spoil(file: Path, damage: str) -> None:
+    if damage == "gone":
+        file.unlink()
+    elif damage == "flipped":
+        flip(file, file.stat().st_size // 2)
+    else:
+        os.truncate(file, file.stat().st_size // 2 if damage == "short" else 0)
+
+
 def assert_same_tensors(written: Written, path: Path | None = None) -> None:
     checkpoint = zckpt.open(path or written.path)
     assert same_all(checkpoint.load(), written.full)
@@ -67,13 +77,7 @@ def test_nothing_is_done_to_what_is_sound(written: Written) -> None:
 @pytest.mark.parametrize("damage", ["gone", "flipped", "short", "empty"])
 def test_a_manifest(written: Written, damage: str) -> None:
     manifest = written.path / "manifest.msgpack"
-    raw = manifest.read_bytes()
-    if damage == "gone":
-        manifest.unlink()
-    elif damage == "flipped":
-        flip(manifest, 100)
-    else:
-        manifest.write_bytes(raw[: len(raw) // 2 if damage == "short" else 0])
+    spoil(manifest, damage)
     spoilt = manifest.read_bytes() if manifest.exists() else None
     report = zckpt.repair(written.path)
     assert report.rebuilt == ("manifest.msgpack",), "the index comes out as it was"
@@ -93,12 +97,7 @@ def test_a_manifest(written: Written, damage: str) -> None:
 def test_an_index(written: Written, damage: str) -> None:
     before, index = zckpt.open(written.path).manifest, data(written) / "index.bin"
     raw = index.read_bytes()
-    if damage == "gone":
-        index.unlink()
-    elif damage == "flipped":
-        flip(index, 20)
-    else:
-        index.write_bytes(raw[:-1])
+    spoil(index, damage)
     assert not zckpt.validate(written.path, level="structure").ok
     report = zckpt.repair(written.path)
     assert report.rebuilt == (f"data-{written.save_id}/index.bin",), "and the manifest is what it was"
@@ -113,10 +112,7 @@ def test_a_digest_table(written: Written, damage: str) -> None:
     """The manifest has its digest: what is computed from the data is verified by that."""
     table = data(written) / "rank-00001" / "digests.bin"
     raw = table.read_bytes()
-    table.unlink()
-    if damage == "flipped":
-        table.write_bytes(raw)
-        flip(table, 40)
+    spoil(table, damage)
     report = zckpt.repair(written.path)
     assert report.rebuilt == (str(table.relative_to(written.path)),)
     assert (report.lost, report.unverified) == ((), ())
