@@ -3,9 +3,10 @@
     python bench/load_vs_peers.py [--size 3GiB] [--dir DIR] [--runs 5]
 
 The same fp32 tensors in every format. What is loaded is the caller's own copy. Cold: the files are dropped from the
-page cache; cached: they were read just before. Each allocates as it does for its users, fresh memory from the kernel;
-once more with a malloc that keeps freed memory, so that all load into memory that was touched before. ``out=`` loads
-into tensors that the caller has; of the peers, only DCP can do that.
+page cache; cached: they were read just before. Each allocates as it does for its users, fresh memory from the kernel,
+which was in use until just before: a virtual machine gives back what it has not used for a while, and who is first to
+touch it again would pay for all. Once more with a malloc that keeps freed memory, so that all load into memory that was
+touched before. ``out=`` loads into tensors that the caller has; of the peers, only DCP can do that.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import zckpt
 from common import (
     Contestant,
     Result,
+    aligned_memory,
     bring_into_cache,
     cut,
     drop_from_cache,
@@ -36,6 +38,7 @@ from common import (
 from peers import SAVES, dcp_load, dcp_load_into, safetensors_load, safetensors_pread, torch_load
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -71,8 +74,13 @@ def main() -> None:
         ):
             if group == TOUCHED:
                 keep_freed_memory()
+
+            def before(path: Path, prepare: Callable[[Path], None] = prepare) -> None:
+                prepare(path)
+                aligned_memory(nbytes)
+
             contestants = [
-                Contestant(label, partial(load, path), partial(prepare, path), partial(drop_from_cache, path))
+                Contestant(label, partial(load, path), partial(before, path), partial(drop_from_cache, path))
                 for label, (path, load) in loads.items()
             ]
             seconds = interleaved(contestants, options.runs)
