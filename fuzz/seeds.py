@@ -41,6 +41,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "manifest": {"file": b"\0" + manifest, "body": b"\x40" + body},
         "tree": trees | {"references": msgpack.unpackb(body)["state"]},
         "checkpoint": {f"{what:02}": bytes([what, 7, 1, 3, 2, 5]) for what in range(12)},
+        "repair": {f"{lost:02}": bytes([lost, lost % 12, 7, 1, 3, 2, 5]) for lost in (0, 1, 2, 3, 5, 8, 16, 129, 140)},
     }
 
 
