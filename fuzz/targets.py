@@ -245,9 +245,10 @@ def repair(data: bytes) -> None:
         assert all(file.read_bytes() == content for file, content in kept.items()), "data has changed"
         assert {*before.values()} <= {*after}, "what was there is gone"
         assert report.unverified == () or lost >= 0x80
-        found = zckpt.validate(path)
-        assert zckpt.validate(path, level="structure").ok, str(found)
-        assert report.unverified or not any(finding.rule.startswith("D") for finding in found.findings), str(found)
+        if report.unverified:
+            return  # what differs from its digest stays so
+        assert zckpt.validate(path, level="structure").ok
+        assert not any(finding.rule.startswith("D") for finding in zckpt.validate(path).findings)
         assert zckpt.repair(path, budget=BUDGET).rebuilt == (), "it is whole"
 
 
