@@ -36,7 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
     "3-sub-groups": {"stage": 3, "sub_group_size": 1000},
     "3-cpu": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
 }
-EVERY_COMMIT = {("0-fp32", 2, 0), ("0-fp32-torch", 2, 0), ("2", 3, 0), ("3", 3, 2), ("3-sub-groups", 2, 2)}
+EVERY_COMMIT = {("0-fp32", 2, 0), ("2", 3, 0), ("3", 3, 2), ("3-sub-groups", 2, 2)}
 CASES = [
     pytest.param(mode, ranks, trained, marks=() if (mode, ranks, trained) in EVERY_COMMIT else pytest.mark.matrix)
     for mode in MODES

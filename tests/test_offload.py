@@ -5,6 +5,7 @@ What an engine holds is asked of DeepSpeed's public functions and of its swap fi
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,11 +219,19 @@ def test_any_mode_restores_into_any_other_at_any_world_size(
 FUSED = {"adamw": {}, "groups": ODD | {"model": "mlp"}, "gpt2": {"model": "gpt2", "groups": True}}
 
 
-@pytest.mark.parametrize("case", FUSED)
-@pytest.mark.parametrize("moved", [(True, False), (False, True), (True, True)], ids=["saved", "restored", "both"])
-def test_states_that_were_moved_away_stay_there(
-    cluster: Cluster, tmp_path: Path, case: str, moved: tuple[bool, bool]
-) -> None:
+MOVED = {"saved": (True, False), "restored": (False, True), "both": (True, True)}
+MOVED_EVERY_TIME = {("saved", "gpt2"), ("restored", "groups"), ("both", "adamw"), ("both", "gpt2")}
+
+
+@pytest.mark.parametrize(
+    ("when", "case"),
+    [
+        pytest.param(*x, marks=[] if x in MOVED_EVERY_TIME else [pytest.mark.matrix])
+        for x in itertools.product(MOVED, FUSED)
+    ],
+)
+def test_states_that_were_moved_away_stay_there(cluster: Cluster, tmp_path: Path, when: str, case: str) -> None:
+    moved = MOVED[when]
     path = str(tmp_path / "checkpoint")
     through = cluster.run(write_and_go_on, 2, path, FUSED[case], "", 3, moved[0])
     resumed = cluster.run(restore_and_go_on, 2, path, FUSED[case], "", 2, 3, moved[1])

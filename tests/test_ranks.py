@@ -121,7 +121,7 @@ def stop_while_connecting() -> tuple[str, int | None, float]:
 
 
 def test_a_rank_that_stops_while_it_connects(cluster: Cluster) -> None:
-    outcomes = cluster.outcomes(stop_while_connecting, 3, timeout=8, grace=1)
+    outcomes = cluster.outcomes(stop_while_connecting, 3, timeout=6, grace=1)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.value is not None, outcome.error
         message, named, seconds = outcome.value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from cluster import Cluster
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp32": {"dtype": "fp32"},
     "torch-adamw": {"optimizer": "torch_adamw"},
@@ -27,20 +28,29 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@dataclass(frozen=True)
+class Run:
+    setup: dict[str, Any]
+    path: Path
+    through: list[Any]
+    """What each rank had at the write, and afterwards."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def run(request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    path = tmp_path_factory.mktemp("run") / "global_step3"
+    setup = CASES[request.param]
+    return Run(setup, path, cluster.run(write_and_go_on, 2, str(path), setup))
+
+
 @pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
-def test_a_restored_run_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, case: str, trained: int) -> None:
-    path = str(tmp_path / "run" / "global_step3")
-    through = cluster.run(write_and_go_on, 2, path, CASES[case])
-    resumed = cluster.run(restore_and_go_on, 2, path, CASES[case], trained)
-    assert_goes_on_alike(through, resumed)
+def test_a_restored_run_goes_on_bit_for_bit(cluster: Cluster, run: Run, trained: int) -> None:
+    assert_goes_on_alike(run.through, cluster.run(restore_and_go_on, 2, str(run.path), run.setup, trained))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_loaded_tensors_are_what_the_engines_held(cluster: Cluster, tmp_path: Path, case: str) -> None:
-    path = str(tmp_path / "run" / "global_step3")
-    ranks = [result["before"][0] for result in cluster.run(write_and_go_on, 2, path, CASES[case])]
-    checkpoint = zckpt.open(tmp_path / "run")
+def test_loaded_tensors_are_what_the_engines_held(run: Run) -> None:
+    ranks = [result["before"][0] for result in run.through]
+    checkpoint = zckpt.open(run.path.parent)
     assert checkpoint.step == BEFORE
     assert checkpoint.world_size == 2
     loaded = checkpoint.load()
@@ -52,5 +62,5 @@ def test_loaded_tensors_are_what_the_engines_held(cluster: Cluster, tmp_path: Pa
                 assert torch.equal(loaded[key].reshape(-1)[start:stop], value), key
                 covered[key] = covered.get(key, 0) + stop - start
     assert covered == {key: tensor.numel() for key, tensor in loaded.items()}
-    report = zckpt.validate(path)
+    report = zckpt.validate(run.path)
     assert report.ok, str(report)
