@@ -13,12 +13,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 import zckpt
 from states import same_all, write_state
+from zckpt.checkpoint import Want
 from zckpt.io import local
 from zckpt.io.local import LocalReader, NewFile
 from zckpt.io.memory import PAGE_BYTES, Stage
+from zckpt.plan.reshard import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,10 +86,24 @@ def test_what_is_cached_is_read_from_there_and_the_rest_once(tmp_path: Path, per
     assert total <= checkpoint.io.data_bytes <= total + 4 * 2 * PAGE_BYTES  # whole pages at either end of a read
 
 
+def test_no_byte_goes_behind_the_memory_that_it_is_meant_for(tmp_path: Path) -> None:
+    write_state(tmp_path / "c", 1, {"w": (8,)}, parts=("master",))
+    checkpoint = zckpt.open(tmp_path / "c")
+    room = torch.zeros(8)
+    want = Want(checkpoint["master/w"], [Span(0, 8, 0)], room[:7])
+    with pytest.raises(ValueError, match="longer than the memory"):
+        checkpoint.read([want])
+    with pytest.raises(ValueError, match="no gaps"):
+        checkpoint.read([want._replace(target=torch.zeros(16)[::2])])
+    assert not room.any()
+
+
 @pytest.mark.parametrize("old_kernel", [False, True])
 def test_what_is_mostly_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_kernel: bool) -> None:
     if old_kernel:
         monkeypatch.setattr(local, "CACHESTAT", 1 << 20)
+    if not has_direct_io(tmp_path):
+        pytest.skip("the file system has no direct I/O")  # and may be nothing but a cache
     path = tmp_path / "file"
     path.write_bytes(bytes(4 * MIB))
     reader = local.LocalReader(str(tmp_path))

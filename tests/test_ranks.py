@@ -38,7 +38,7 @@ def give_up_after(seconds: int) -> None:
     torch.distributed.barrier()  # none comes later than that because it has begun later
 
 
-def act_once(who: int, how: str, seconds: float) -> tuple[str, int | None, float]:
+def act_once(who: int, how: str, seconds: float) -> tuple[str, int | None]:
     """What a rank sees of a step in which rank ``who`` dies, hangs, stops or is slow."""
     give_up_after(2)
 
@@ -58,11 +58,10 @@ def act_once(who: int, how: str, seconds: float) -> tuple[str, int | None, float
 
     ranks = Ranks()
     ranks.together(lambda: None, "begin")
-    start = time.monotonic()
     try:
-        return ranks.together(step, "take a step"), None, time.monotonic() - start
+        return ranks.together(step, "take a step"), None
     except zckpt.RankError as error:
-        return str(error), error.rank, time.monotonic() - start
+        return str(error), error.rank
 
 
 CASES = [(0, "die"), (1, "die")]
@@ -81,12 +80,11 @@ def test_a_rank_that_is_gone_is_named_by_every_other(cluster: Cluster, who: int,
     outcomes = cluster.outcomes(act_once, 3, who, how, 60, timeout=6, grace=1)
     for rank, outcome in enumerate(outcomes):
         if rank != who:
-            assert outcome.value is not None, outcome.error
-            message, named, seconds = outcome.value
+            assert outcome.value is not None, outcome.error  # such as that it took longer than 6 seconds
+            message, named = outcome.value
             assert named == who, message
             assert f"rank {who} has " in message
             assert how != "hang" or "take a step" in message
-            assert seconds < 8
 
 
 def test_a_slow_rank_is_waited_for(cluster: Cluster) -> None:
@@ -107,26 +105,24 @@ def test_a_rank_that_never_comes(cluster: Cluster) -> None:
     assert cluster.run(come_alone, 3) == [1, None, 1]
 
 
-def stop_while_connecting() -> tuple[str, int | None, float]:
+def stop_while_connecting() -> tuple[str, int | None]:
     """What the others see of a rank that stops after it has come and before it has connected."""
     give_up_after(2)
     if os.environ["RANK"] == "1":
         torch.distributed.new_group = lambda **options: os.kill(os.getpid(), signal.SIGSTOP)
-    start = time.monotonic()
     try:
         Ranks()
     except zckpt.RankError as error:
-        return str(error), error.rank, time.monotonic() - start
-    return "connected", None, 0
+        return str(error), error.rank
+    return "connected", None
 
 
 def test_a_rank_that_stops_while_it_connects(cluster: Cluster) -> None:
     outcomes = cluster.outcomes(stop_while_connecting, 3, timeout=6, grace=1)
     for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.value is not None, outcome.error
-        message, named, seconds = outcome.value
+        assert outcome.value is not None, outcome.error  # such as that it took longer than 6 seconds
+        message, named = outcome.value
         assert named == 1, message
-        assert seconds < 8
 
 
 def hang_for_a_while(path: str, background: bool) -> tuple[Any, list[float]]:

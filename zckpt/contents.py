@@ -138,27 +138,14 @@ class Contents:
             self._layouts[number] = index_format.decode(raw, chunk, self.manifest)
         return self._layouts[number]
 
-    def read_index(self) -> int:
-        """Reads and checks the whole index; returns the number of pieces of all parts."""
-        for number in range(len(self.manifest.chunks)):
-            self.chunk(number)
-        by_layout: dict[int, int] = {}
-        for chunk in self.manifest.chunks:
-            by_layout[chunk.layout] = by_layout.get(chunk.layout, 0) + chunk.pieces
-        return sum(by_layout[part.layout] for part in self.manifest.parts if part.names)
-
     def piece_infos(self, info: TensorInfo) -> tuple[PieceInfo, ...]:
         found = []
         for piece in self.pieces(info):
-            file = self.manifest.files[self.file_number(info, piece)]
+            file = self.manifest.files[self.manifest.file_number(piece.rank, info._place[0], piece.tier)]
             nbytes = (piece.stop - piece.start) * info.dtype.itemsize
             place = (self.manifest.path(file), file.data_start + piece.offset, nbytes)
             found.append(PieceInfo(piece.rank, TIERS[piece.tier], piece.copy, piece.start, piece.stop, *place))
         return tuple(found)
-
-    def file_number(self, info: TensorInfo, piece: Piece) -> int:
-        """Position of the piece's file in the manifest."""
-        return self.manifest.file_number(piece.rank, self.manifest.part_ids[info.part], piece.tier)
 
     def read_file(self, number: int, *, verify: bool) -> ReadFile:
         """A data file as the read pipeline wants it."""

@@ -116,11 +116,13 @@ class Sinks:
         )
         """Where in HOST_MEMORY stored bytes can be read straight into; less than 0 where they cannot."""
         self._nbytes = np.array([t.numel() * d.itemsize for t, d in zip(targets, stored, strict=True)], np.int64)
-        assert all(target.is_contiguous() for target in targets), "what is filled by its address has no gaps"
+        if not all(target.is_contiguous() for target in targets):
+            raise ValueError("what is filled by its address must have no gaps")
 
     def check(self, sink: Ints, stop: Ints) -> None:
-        """That no stored byte is meant for a place behind its target: an address has no bounds of its own."""
-        assert (stop <= self._nbytes[sink]).all(), "a span is longer than the memory that it goes to"
+        """Raises ValueError where a stored byte is meant for a place behind its target: an address has no bounds."""
+        if not (stop <= self._nbytes[sink]).all():
+            raise ValueError("a span is longer than the memory that it goes to")
 
     def put(self, sink: int, start: int, staged: Bytes) -> None:
         """Copies stored bytes in host memory to byte ``start``; to a device, queued on the current stream."""

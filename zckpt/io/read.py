@@ -1,7 +1,7 @@
 """Runs planned reads: parallel positional I/O, digests checked on the way.
 
-What is in the page cache is read from there, straight into the destination where that can be; the rest by direct I/O
-into aligned staging buffers, so that it evicts nothing.
+What is mostly in the page cache is read from there, straight into the destination where that can be; the rest by direct
+I/O into aligned staging buffers, so that it evicts nothing.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def run_reads(
 
     Raises FormatError (F001 to F003, D003) and StorageError; the sinks then hold undefined values.
     """
+    for op in ops:
+        sinks.check(op.segments.sink, op.segments.target + op.segments.copy_bytes)
     wait_for_caller(staging.device)
 
     def run(op: ReadOp) -> None:
