@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from zckpt.contents import Contents, TensorInfo
@@ -287,7 +286,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         manifest = self.manifest
         infos, spans, targets, copies = zip(*wants, strict=True) if wants else ((),) * 4
         found = extents(self.contents.stored(infos, copies, rank), spans, [info.dtype.itemsize for info in infos])
-        files = {number: self.contents.read_file(number, verify=verify) for number in np.unique(found.file).tolist()}
+        files = {number: self.contents.read_file(number, verify=verify) for number in set(found.file.tolist())}
         ops = plan_reads(
             found,
             data_starts=manifest.files.data_start,

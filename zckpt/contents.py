@@ -118,7 +118,7 @@ class Contents:
         """The numbers of the chunks that have these rows of these parts."""
         layout = np.array([part.layout for part in self.manifest.parts], np.int64)[parts]
         found = np.zeros(len(rows), np.int64)
-        for one in np.unique(layout).tolist():
+        for one in set(layout.tolist()):  # np.unique would import numpy.ma first, which takes 0.1 s
             own = layout == one
             first_rows, numbers = self._chunks_by_layout[one]
             found[own] = numbers[np.searchsorted(first_rows, rows[own], side="right") - 1]
@@ -128,7 +128,7 @@ class Contents:
     def _chunks_by_layout(self) -> dict[int, tuple[Ints, Ints]]:
         """For each layout the first rows of its chunks, ascending, and their numbers."""
         layout, first_row = np.array([(c.layout, c.first_row) for c in self.manifest.chunks], np.int64).reshape(-1, 2).T
-        return {one: (first_row[layout == one], np.flatnonzero(layout == one)) for one in np.unique(layout).tolist()}
+        return {one: (first_row[layout == one], np.flatnonzero(layout == one)) for one in set(layout.tolist())}
 
     def chunk(self, number: int) -> Layout:
         """One chunk of the index, read and checked when it is first asked for."""
@@ -198,8 +198,8 @@ class Contents:
         stored = self.stored(infos, copies, None)
         item = np.array([info.dtype.itemsize for info in infos], np.int64)
         index_format.check_claims(self.manifest, stored.file, (stored.stop - stored.start) * item[stored.want])
-        numbers, first = np.unique(stored.file, return_index=True)
-        for number, one in zip(numbers.tolist(), stored.want[first].tolist(), strict=True):
+        first = dict(zip(stored.file[::-1].tolist(), stored.want[::-1].tolist(), strict=True))  # of each file
+        for number, one in sorted(first.items()):
             if number in self._sized:
                 continue
             file = self.manifest.files[number]
