@@ -93,7 +93,7 @@ def index(data: bytes) -> None:
         return
     for row, shape in enumerate(_SHAPES[:rows]):
         numel = math.prod(shape)
-        pieces = index_format.pieces(layout, row, numel)
+        pieces = tuple(index_format.pieces(layout, row, numel))
         assert pieces
         for number, copy in itertools.groupby(pieces, key=lambda piece: piece.copy):
             bounds = [(piece.start, piece.stop) for piece in copy]

@@ -233,8 +233,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``."""
         wants: dict[tuple[str, int, int], Want] = {}
         infos = {key: self[key] for key in self._select(keys)}
-        pieces = {key: self.contents.pieces(info) for key, info in infos.items()}
-        own = {key: [piece for piece in pieces[key] if piece.rank == rank] for key in infos}
+        own = {
+            key: [piece for piece in self.contents.pieces(info) if piece.rank == rank] for key, info in infos.items()
+        }
         copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in own[key]}
         self.contents.check_copies(list(copies.values()), [copy for _, copy in copies])
         for key, info in infos.items():

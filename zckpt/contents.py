@@ -22,7 +22,7 @@ from zckpt.plan.reshard import StoredPieces, choose_copies
 from zckpt.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
@@ -107,7 +107,7 @@ class Contents:
             f"{part.name}/{name}", part.name, name, TORCH_DTYPES[dtype], shape, nbytes, (part_id, row), self
         )
 
-    def pieces(self, info: TensorInfo) -> tuple[Piece, ...]:
+    def pieces(self, info: TensorInfo) -> Iterator[Piece]:
         """The index's records of one tensor, copy by copy, in the order of their elements."""
         part_id, row = info._place
         number = int(self._chunks_of(np.array([part_id]), np.array([row]))[0])

@@ -33,7 +33,7 @@ from zckpt.format.names import index_path
 from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -260,9 +260,10 @@ def take(layout: Layout, rows: Ints) -> Layout:
     return Layout(layout.name[rows], layout.count[rows], *(getattr(layout, name)[piece] for name, _ in PIECE_COLUMNS))
 
 
-def pieces(layout: Layout, row: int, numel: int) -> tuple[Piece, ...]:
+def pieces(layout: Layout, row: int, numel: int) -> Iterator[Piece]:
     """The pieces of row ``row`` of a checked layout, copy by copy, in the order of their elements."""
+    # One by one: 1000 objects at once would have Python's garbage collector look through all of torch's (0.1 s).
     single = take(layout, np.array([row]))
     start, copy = spans(single, np.array([numel], np.int64))
     columns = (single.rank, single.tier, copy, start, start + single.length, single.offset, single.block)
-    return tuple(itertools.starmap(Piece, zip(*(column.tolist() for column in columns), strict=True)))
+    return itertools.starmap(Piece, zip(*(column.tolist() for column in columns), strict=True))
