@@ -29,7 +29,7 @@ work = ROOT / ".cache" / "fuzz" / arguments.target
 (work / "corpus").mkdir(parents=True, exist_ok=True)
 options = [
     f"-max_total_time={arguments.seconds}", f"-max_len={targets.LENGTH_MAX[arguments.target]}", "-len_control=0",
-    "-timeout=10", "-rss_limit_mb=3000", "-print_final_stats=1", f"-artifact_prefix={work}/",
+    "-timeout=10", "-rss_limit_mb=8000", "-print_final_stats=1", f"-artifact_prefix={work}/",
 ]  # fmt: skip
 corpora = [str(work / "corpus"), str(ROOT / "fuzz" / "corpus" / arguments.target)]
 atheris.Setup([sys.argv[0], *options, *(arguments.files or corpora)], targets.TARGETS[arguments.target])

@@ -26,11 +26,10 @@ class PendingWrite:
         """The checkpoint's absolute path."""
         self.error: BaseException | None = None
         """Why it has failed; the same kind of failure on every rank."""
-        self._finish = finish
         self._taken = threading.Event()
         self._seen = False
         # No daemon: the interpreter waits for it before it exits
-        self._thread = threading.Thread(target=self._run, name="zckpt-background", daemon=False)
+        self._thread = threading.Thread(target=self._run, args=(finish,), name="zckpt-background", daemon=False)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -63,10 +62,11 @@ class PendingWrite:
         """Until the engine's state may change again. Raises nothing."""
         self._taken.wait()
 
-    def _run(self) -> None:
+    def _run(self, finish: Callable[[Callable[[], None]], None]) -> None:
         try:
-            self._finish(self._taken.set)
+            finish(self._taken.set)
         except BaseException as error:  # raised by wait()
+            traceback.clear_frames(error.__traceback__)  # whoever keeps it keeps no buffers, files or state with it
             self.error = error
         finally:
             self._taken.set()

@@ -77,8 +77,11 @@ class Budget:
             for worker in workers:
                 if worker.ident is not None:
                     worker.join()
-        if failures:
-            raise failures[min(failures)]
+        try:
+            if failures:
+                raise failures[min(failures)]
+        finally:
+            failures.clear()  # their tracebacks hold it: the cycle would keep buffers and open files
 
     def batch_bytes(self, block_bytes: int) -> int:
         """Bytes of one read or write: whole blocks, 8 MiB where the budget allows, and never less than a block."""

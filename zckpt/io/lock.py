@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,13 +110,11 @@ class WriteLock:
 
 def read_lock(store: Store) -> bytes | None:
     """What the lock of a checkpoint holds; None if there is none. Raises StorageError, FormatError (F002)."""
-    reader = store.reader()
-    try:
-        return reader.read(LOCK, 0, _LOCK_BYTES_MAX)
-    except MissingFileError:
-        return None
-    finally:
-        reader.close()
+    with closing(store.reader()) as reader:
+        try:
+            return reader.read(LOCK, 0, _LOCK_BYTES_MAX)
+        except MissingFileError:
+            return None
 
 
 def is_alive(store: Store, holder: bytes) -> bool:

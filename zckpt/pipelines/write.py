@@ -7,6 +7,7 @@ import platform
 import secrets
 import socket
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -372,12 +373,13 @@ def commit_write(
     if this write has lost the right to do so."""
     manifest, index = catalog.catalog([catalog.unpack(receipt) for receipt in receipts], save_id, about)
     store = open_store(target)
-    reader = store.reader()
     written = manifest_format.decode(manifest)
-    for file in written.files:
-        size = reader.size(written.path(file))
-        if size != file.nbytes:
-            raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=written.path(file))
+    with closing(store.reader()) as reader:
+        for file in written.files:
+            path = written.path(file)
+            size = reader.size(path)
+            if size != file.nbytes:
+                raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=path)
     store.put(names.index_path(save_id), index)
     store.sync_names(names.data_dir(save_id))
     confirm()
