@@ -278,6 +278,7 @@ class Reader:
                 self.referenced.append(key)
                 return *self.tensors[key][:2], self.load(key)
             case msgpack.ExtType(code=4) if re.fullmatch(rb"-?[1-9][0-9]{0,3999}", value.data):
+                need(not -(2**63) <= int(value.data) < 2**64, "T001", value)
                 return int(value.data)
             case msgpack.ExtType(code=3 | 5):
                 match value.code, self._unpack(value.data):

@@ -288,6 +288,7 @@ def test_trees_of_every_kind() -> None:
         ("T001", msgpack.ExtType(3, b"\x90\xc0")),
         ("T001", msgpack.ExtType(4, b"07")),
         ("T001", msgpack.ExtType(4, b"9" * 4001)),
+        ("T001", msgpack.ExtType(4, b"18446744073709551615")),
         ("T001", msgpack.Timestamp(1)),
         ("T001", {True: 1}),
         ("T003", msgpack.ExtType(2, b"\xff")),

@@ -178,6 +178,8 @@ BROKEN = {
     "list as key": ("T001", b"\x81\x90\0"),
     "tuple as key": ("T001", b"\x81" + ext(3, b"\x90") + b"\0"),
     "long integer as key": ("T001", b"\x81" + ext(4, b"1" * 30) + b"\0"),
+    "short integer as key": ("T001", b"\x81" + ext(4, b"12089258") + b"\0"),
+    "integer that an int can hold": ("T001", ext(4, b"-9223372036854775808")),
     "timestamp": ("T001", b"\xd6\xff\0\0\0\1"),
     "timestamp as key": ("T001", b"\x81\xd6\xff\0\0\0\1\0"),
     "timestamp in a tuple": ("T001", ext(3, b"\x91\xd6\xff\0\0\0\1")),

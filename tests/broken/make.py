@@ -400,6 +400,8 @@ CASES: dict[str, Case] = {
     "T001-key": tree({None: 0}),
     "T001-extension": tree(msgpack.ExtType(6, b"")),
     "T001-timestamp": tree(msgpack.Timestamp(1)),
+    "T001-fits": tree(msgpack.ExtType(4, b"18446744073709551615")),
+    "T001-key-extension": tree({msgpack.ExtType(4, b"-7"): 0}),
     "T001-digits": tree(msgpack.ExtType(4, b"9" * 4001)),
     "T001-announced": tree(b"\xdd\xff\xff\xff\xff" * 99),
     "T001-more-bytes": tree(b"\0\0"),

@@ -153,7 +153,7 @@ class _Decoder:
             return self.get(code, name)
         if code == INTEGER:
             text = _text(data, self.file)
-            if not _INTEGER.fullmatch(text):
+            if not _INTEGER.fullmatch(text) or int(text) in _I64:
                 raise broken("T001", f"the integer {text[:40]!r}", file=self.file)
             return int(text)
         inner = self.decode(data, depth + 1)
