@@ -32,6 +32,8 @@ FICLONERANGE = 0x4020940D
 """ioctl_ficlonerange(2)."""
 CACHESTAT = 451
 """The number of that system call, on every processor."""
+OVERLAYFS = 0x794C7630
+"""What statfs(2) calls an overlay, such as a container's root."""
 UNSYNCED_BYTES_MAX = 32 << 20
 """Of one file, where its writes go through the page cache."""
 
@@ -177,10 +179,12 @@ class LocalReader:
 
 def _cached_pages(fd: int, offset: int, nbytes: int) -> int:
     """How many pages of these bytes are in the page cache."""
-    found = (ctypes.c_uint64 * 5)()
-    if libc.syscall(CACHESTAT, fd, (ctypes.c_uint64 * 2)(offset, nbytes), found, 0) == 0:
+    statfs, found = (ctypes.c_long * 32)(), (ctypes.c_uint64 * 5)()
+    libc.fstatfs(fd, statfs)
+    # Not of an overlay: the pages are the file's that lies below, and cachestat(2) does not look there.
+    if statfs[0] != OVERLAYFS and libc.syscall(CACHESTAT, fd, (ctypes.c_uint64 * 2)(offset, nbytes), found, 0) == 0:
         return found[0]
-    start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # a Linux before 6.5, or not our file
+    start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # or a Linux before 6.5, or not our file
     length = offset + nbytes - start
     try:
         mapped = mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=start)
