@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import zckpt
+from apart import Apart
 from faults import faulty
 from states import same_all, write_state
 from zckpt.cli import main
@@ -20,10 +22,9 @@ from zckpt.io.local_store import LocalStore
 from zckpt.io.lock import WriteLock
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from states import Written
 
+BROKEN = Path(__file__).parent / "broken"
 WORLD_SIZE = 3
 
 
@@ -259,3 +260,21 @@ def test_large_blocks_and_the_command_line(tmp_path: Path, capsys: pytest.Captur
     (written.path / "manifest.msgpack").unlink()
     assert main(["repair", str(written.path), "--accept-unverified"]) == 1
     assert "cannot be rebuilt" in capsys.readouterr().err
+
+
+def test_a_manifest_that_contradicts_the_files_is_not_built_upon(tmp_path: Path) -> None:
+    """Two files' digests at one place in the table."""
+    path = tmp_path / "c"
+    shutil.copytree(BROKEN / "sound", path)
+    apart = Apart.of(path)
+    apart.seal.discard("bytes")
+    apart.body["files"]["first_block"][1] = 0
+    apart.write(path)
+    next(path.glob("*/index.bin")).unlink()
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    with pytest.raises(RepairError, match=r"(?s)D001 .*begin at.*take the manifest away"):
+        zckpt.repair(path)
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+    (path / "manifest.msgpack").unlink()
+    assert zckpt.repair(path).rebuilt
+    assert zckpt.validate(path).ok

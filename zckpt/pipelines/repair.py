@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from zckpt.checkpoint import Checkpoint
 from zckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -27,6 +28,7 @@ from zckpt.format import names
 from zckpt.format import shard as shard_format
 from zckpt.format.digest import DIGEST_BYTES, block_count, blocks, digest
 from zckpt.io.budget import Budget
+from zckpt.io.local import LocalReader
 from zckpt.io.lock import WriteLock
 from zckpt.io.memory import PAGE_BYTES, staging_for
 from zckpt.io.read import ReadFile, read_op
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from zckpt.io.memory import Bytes
     from zckpt.io.store import Reader, Store
     from zckpt.plan.coalesce import ReadOp
+    from zckpt.validation.report import Finding
 
 LOST = ("step", "aliases of tied weights", "the tree of state: counters, param groups, scheduler, client_state")
 """What only the manifest has."""
@@ -103,7 +106,7 @@ def repair(
     budget = budget or Budget.from_environment()
     with WriteLock(open_store(target)) as lock:
         old, finding = _manifest(source)
-        if old is not None and output is None and _is_sound(source, budget):
+        if old is not None and output is None and not _findings(open_checkpoint(source, budget)):
             return RepairReport(target, ())
         found = _collect(source, old, finding)
         rebuilt = _rebuild(source, found, old, budget)
@@ -111,6 +114,7 @@ def repair(
             raise _refused(
                 source, rebuilt.unverified, "to go on all the same, pass accept_unverified (--accept-unverified)"
             )
+        _check_rebuilt(source, rebuilt, budget)
         store = open_store(target)
         if output is not None:
             _copy(open_store(source).reader(), store, found, budget)
@@ -157,10 +161,36 @@ def _manifest(path: str) -> tuple[Manifest | None, str]:
         return None, f"the manifest is damaged: {error.message}"
 
 
-def _is_sound(path: str, budget: Budget) -> bool:
-    """Whether all that could be rebuilt is there."""
-    findings, _, _ = check_checkpoint(open_checkpoint(path, budget), "structure", Share())
-    return not findings
+def _findings(checkpoint: Checkpoint) -> list[Finding]:
+    """What is wrong with all but the data."""
+    return check_checkpoint(checkpoint, "structure", Share())[0]
+
+
+class _Rebuilding(LocalReader):
+    """Reads a checkpoint as if what was rebuilt were in its place already."""
+
+    def __init__(self, root: str, files: Mapping[str, bytes]) -> None:
+        super().__init__(root)
+        self._files = files
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        if path in self._files:
+            return self._files[path][offset : offset + nbytes]
+        return super().read(path, offset, nbytes)
+
+    def size(self, path: str) -> int:
+        return len(self._files[path]) if path in self._files else super().size(path)
+
+
+def _check_rebuilt(path: str, rebuilt: _Rebuilt, budget: Budget) -> None:
+    """Raises RepairError unless it would be sound. An old manifest may contradict itself, or the files."""
+    reader = _Rebuilding(path, rebuilt.files)
+    findings = _findings(Checkpoint(path, manifest_format.decode(rebuilt.manifest), reader, budget))
+    if rebuilt.unverified:  # headers that differ from their digests stay so, as their data do
+        findings = [finding for finding in findings if finding.rule != "D003"]
+    if findings:
+        hint = "take the manifest away if it contradicts the files: it is rebuilt from them then"
+        raise _refused(path, sorted(map(str, findings)), hint)
 
 
 def _collect(path: str, old: Manifest | None, finding: str) -> _Found:
