@@ -173,6 +173,16 @@ def test_the_operating_system_may_do_less_than_it_was_asked_for(tmp_path: Path, 
     assert is_whole(tmp_path / "c", engine)
 
 
+def test_a_write_in_the_background_that_has_ended_keeps_no_state(tmp_path: Path) -> None:
+    engine = Engine()
+    kept = weakref.ref(engine.weight)
+    pending = zckpt.write(engine, tmp_path / "c", background=True)
+    pending.wait()
+    del engine
+    assert kept() is None
+    assert pending.done
+
+
 def test_a_failed_load_keeps_nothing(tmp_path: Path) -> None:
     """Neither files nor memory, whatever the garbage collector does, which is off here."""
     zckpt.write(Engine(300_000), tmp_path / "c")

@@ -66,7 +66,7 @@ class PendingWrite:
         try:
             finish(self._taken.set)
         except BaseException as error:  # raised by wait()
-            traceback.clear_frames(error.__traceback__)  # whoever keeps it keeps no buffers, files or state with it
+            traceback.clear_frames(error.__traceback__)  # what is open there goes now, whoever keeps the error
             self.error = error
         finally:
             self._taken.set()
