@@ -27,6 +27,7 @@ parser.add_argument("files", nargs="*", metavar="FILE")
 arguments = parser.parse_args()
 work = ROOT / ".cache" / "fuzz" / arguments.target
 (work / "corpus").mkdir(parents=True, exist_ok=True)
+# So much memory, for an hour: under atheris every comparison of arrays leaks some bytes.
 options = [
     f"-max_total_time={arguments.seconds}", f"-max_len={targets.LENGTH_MAX[arguments.target]}", "-len_control=0",
     "-timeout=10", "-rss_limit_mb=8000", "-print_final_stats=1", f"-artifact_prefix={work}/",

@@ -272,8 +272,10 @@ def test_a_manifest_that_contradicts_the_files_is_not_built_upon(tmp_path: Path)
     apart.write(path)
     next(path.glob("*/index.bin")).unlink()
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    with pytest.raises(RepairError, match=r"(?s)D001 .*begin at.*take the manifest away"):
+    with pytest.raises(RepairError):  # as damaged, if the digest of the one file has come after that of the other
         zckpt.repair(path)
+    with pytest.raises(RepairError, match=r"(?s)D001 .*begin at.*take the manifest away"):
+        zckpt.repair(path, accept_unverified=True)
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
     (path / "manifest.msgpack").unlink()
     assert zckpt.repair(path).rebuilt

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from zckpt.format import names
 from zckpt.format import shard as shard_format
 from zckpt.format.digest import DIGEST_BYTES, block_count, blocks, digest
 from zckpt.io.budget import Budget
-from zckpt.io.local import LocalReader
 from zckpt.io.lock import WriteLock
 from zckpt.io.memory import PAGE_BYTES, staging_for
 from zckpt.io.read import ReadFile, read_op
@@ -166,25 +165,28 @@ def _findings(checkpoint: Checkpoint) -> list[Finding]:
     return check_checkpoint(checkpoint, "structure", Share())[0]
 
 
-class _Rebuilding(LocalReader):
-    """Reads a checkpoint as if what was rebuilt were in its place already."""
+class _Rebuilding:
+    """A Reader of a checkpoint as if what was rebuilt were in its place already."""
 
-    def __init__(self, root: str, files: Mapping[str, bytes]) -> None:
-        super().__init__(root)
+    def __init__(self, reader: Reader, files: Mapping[str, bytes]) -> None:
+        self._reader = reader
         self._files = files
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         if path in self._files:
             return self._files[path][offset : offset + nbytes]
-        return super().read(path, offset, nbytes)
+        return self._reader.read(path, offset, nbytes)
 
     def size(self, path: str) -> int:
-        return len(self._files[path]) if path in self._files else super().size(path)
+        return len(self._files[path]) if path in self._files else self._reader.size(path)
 
 
 def _check_rebuilt(path: str, rebuilt: _Rebuilt, budget: Budget) -> None:
     """Raises RepairError unless it would be sound. An old manifest may contradict itself, or the files."""
-    reader = _Rebuilding(path, rebuilt.files)
+    reader = cast("Reader", _Rebuilding(open_store(path).reader(), rebuilt.files))
     findings = _findings(Checkpoint(path, manifest_format.decode(rebuilt.manifest), reader, budget))
     if rebuilt.unverified:  # headers that differ from their digests stay so, as their data do
         findings = [finding for finding in findings if finding.rule != "D003"]
