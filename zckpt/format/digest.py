@@ -14,16 +14,14 @@ import xxhash
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer, Iterator
+    from collections.abc import Buffer, Callable, Iterator
 
 DIGEST_BYTES = 16
 
 Count = TypeVar("Count", int, NDArray[np.int64])
 
-
-def digest(data: Buffer) -> bytes:
-    """16 bytes: xxh3-128, seed 0, in the canonical (big-endian) order."""
-    return xxhash.xxh3_128_digest(data)
+digest: Callable[[Buffer], bytes] = xxhash.xxh3_128_digest
+"""16 bytes: xxh3-128, seed 0, in the canonical (big-endian) order."""
 
 
 def block_count(region_bytes: Count, block_bytes: int) -> Count:

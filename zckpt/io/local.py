@@ -98,7 +98,7 @@ class LocalReader:
         self._add(reads, done)
         return done
 
-    def read_into(self, path: str, views: Sequence[Bytes], offset: int) -> int:
+    def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         with self.file(path) as fd:
             got, reads = self._fill(fd, views, offset, path)
         self._add(reads, got)
@@ -109,19 +109,17 @@ class LocalReader:
             self.count.reads += reads
             self.count.data_bytes += data_bytes
 
-    def _fill(self, fd: int, views: Sequence[Bytes], offset: int, path: str) -> tuple[int, int]:
+    def _fill(self, fd: int, views: Sequence[Bytes | memoryview], offset: int, path: str) -> tuple[int, int]:
         """Bytes and calls."""
-        total = sum(view.nbytes for view in views)
-        left: Sequence[Bytes] = [view for view in views if view.nbytes]
+        total = sum(map(len, views))
         done = reads = 0
         try:
-            while left:
-                got = os.preadv(fd, left, offset + done)
+            while done < total:
+                got = os.preadv(fd, after(views, done), offset + done)
                 reads += 1
                 if got == 0:
                     break
                 done += got
-                left = after(left, got)
         except OSError as error:
             raise from_os_error(error, "read", self._full(path), offset + done, offset + total) from error
         return done, reads
@@ -210,12 +208,14 @@ def is_refused(error: OSError) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.EINVAL, errno.EOPNOTSUPP)
 
 
-def after(views: Sequence[Bytes], nbytes: int) -> list[Bytes]:
+def after(views: Sequence[Bytes | memoryview], nbytes: int) -> Sequence[Bytes | memoryview]:
     """What is left of ``views`` after the first ``nbytes``."""
+    if nbytes == 0:
+        return views
     for i, view in enumerate(views):
-        if nbytes < view.nbytes:
+        if nbytes < len(view):
             return [view[nbytes:], *views[i + 1 :]]
-        nbytes -= view.nbytes
+        nbytes -= len(view)
     return []
 
 

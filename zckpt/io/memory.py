@@ -32,6 +32,8 @@ MADV_FREE = 8
 HOST_MEMORY: Bytes = np.frombuffer((ctypes.c_uint8 * (1 << 57)).from_address(PAGE_BYTES), np.uint8)
 """The memory of this process from its second page on: nothing lies in the first, and no processor's addresses are
 longer. A view of it keeps nothing alive."""
+HOST_VIEW = memoryview(HOST_MEMORY)
+"""The same; slices of it are made in half the time."""
 
 
 def available_bytes() -> int:

@@ -7,19 +7,20 @@ I/O into aligned staging buffers, so that it evicts nothing.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
 from zckpt.io.local import after
-from zckpt.io.memory import HOST_MEMORY, PAGE_BYTES, wait_for_caller
+from zckpt.io.memory import HOST_VIEW, PAGE_BYTES, wait_for_caller
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zckpt.io.budget import Budget
     from zckpt.io.memory import Bytes, Sinks, Stage, Staging
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 DIRECT_BYTES_MIN = 256 << 10
 """Smaller reads go through the page cache: the kernel serves them better."""
+PORTION_BYTES = 2 << 20
+"""Is read from the page cache and checked before the next is read: meanwhile it stays in the processor's own cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +74,52 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
     segments = op.segments
     base = op.offset - op.offset % PAGE_BYTES  # the stage begins with it
     starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]
+    first_copy = (np.cumsum(segments.copies) - segments.copies).tolist()
+    blocks = segments.block.tolist()
+    verify = blocks[0] >= 0
     cached = _is_cached(reader, op, file, direct)
-    places: list[Bytes | None] = _destinations(segments, sinks) if cached else [None] * (len(starts) - 1)
-    with staging.lend() as stage:
+
+    def key(number: int) -> str:
+        return sinks.keys[int(segments.sink[first_copy[number]])]
+
+    with staging.lend() as stage, stage.stream():
+        places: list[memoryview | None] = _destinations(segments, sinks) if cached else [None] * len(blocks)
         views = [
-            stage.bytes[start - base : end - base] if place is None else place  # staged as they lie in the file
-            for (start, end), place in zip(itertools.pairwise(starts), places, strict=True)
+            stage.bytes[start - base : stop - base] if place is None else place  # staged as they lie in the file
+            for (start, stop), place in zip(itertools.pairwise(starts), places, strict=True)
         ]
-        _fill(reader, op, file, views, None if cached else stage, sinks.keys[segments.sink[0]])
-        _check_blocks(segments, views, file, starts, sinks)
-        with stage.stream():
-            _put(segments, views, places, sinks)
+        if not cached:
+            _fill(reader, file, op.offset, starts[-1], views, stage, key(0))
+        for part in _portions(starts, PORTION_BYTES if verify else op.nbytes):
+            if cached:
+                _fill(reader, file, starts[part.start], starts[part.stop], views[part], None, key(part.start))
+            if verify and not _are_sound(file, blocks[part], views[part]):
+                for number in range(part.start, part.stop):
+                    check_block(views[number], blocks[number], file, starts[number], key(number))
+            for number in range(part.start, part.stop):
+                if places[number] is None:
+                    staged = cast("Bytes", views[number])
+                    _put(segments, first_copy[number], int(segments.copies[number]), staged, sinks)
+
+
+def _destinations(segments: Segments, sinks: Sinks) -> list[memoryview | None]:
+    """For each segment the destination's own memory, if all of it goes to one place in host memory as it is."""
+    first = np.cumsum(segments.copies) - segments.copies
+    base = sinks.places[segments.sink[first]]
+    alone = (segments.copies == 1) & (segments.copy_bytes[first] == segments.nbytes) & (base >= 0)
+    start = base + segments.target[first]
+    columns = (alone.tolist(), start.tolist(), (start + segments.nbytes).tolist())
+    return [HOST_VIEW[at:stop] if one else None for one, at, stop in zip(*columns, strict=True)]
+
+
+def _portions(starts: Sequence[int], nbytes: int) -> Iterator[slice]:
+    """Cuts consecutive segments into runs of at most ``nbytes``, or of one segment. ``starts``: the bytes at which they
+    begin, and where the last one ends."""
+    first = 0
+    while first < len(starts) - 1:
+        last = max(bisect_right(starts, starts[first] + nbytes) - 1, first + 1)
+        yield slice(first, last)
+        first = last
 
 
 def read_op(
@@ -91,7 +129,8 @@ def read_op(
     with staging.lend() as stage:
         first = op.offset % PAGE_BYTES
         view = stage.bytes[first : first + op.nbytes]
-        _fill(reader, op, file, [view], None if _is_cached(reader, op, file, direct) else stage, None)
+        cached = _is_cached(reader, op, file, direct)
+        _fill(reader, file, op.offset, op.offset + op.nbytes, [view], None if cached else stage, None)
         look(view)
 
 
@@ -100,56 +139,44 @@ def _is_cached(reader: Reader, op: ReadOp, file: ReadFile, direct: bool) -> bool
     return not direct or op.nbytes < DIRECT_BYTES_MIN or reader.is_cached(file.path, op.offset, op.nbytes)
 
 
-def _fill(reader: Reader, op: ReadOp, file: ReadFile, views: list[Bytes], stage: Stage | None, key: str | None) -> None:
-    """Reads the bytes of ``op`` into ``views``, one after the other. ``stage``: what all of these lie in, to be filled
-    by direct I/O where there is any. Raises FormatError (F003) if the file is too short."""
-    base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes
-    got = op.offset
+def _fill(
+    reader: Reader,
+    file: ReadFile,
+    start: int,
+    stop: int,
+    views: Sequence[Bytes | memoryview],
+    stage: Stage | None,
+    key: str | None,
+) -> None:
+    """Reads bytes ``start`` to ``stop`` of the file into ``views``, one after the other. ``stage``: what all of these
+    lie in, to be filled by direct I/O where there is any. Raises FormatError (F003) if the file is too short."""
+    got = start
     if stage is not None:
+        base = start - start % PAGE_BYTES
         pages = stage.bytes[: -(-stop // PAGE_BYTES) * PAGE_BYTES - base]
         got = min(max(got, base + reader.read_direct(file.path, pages, base)), stop)
     if got < stop:
-        got += reader.read_into(file.path, after(views, got - op.offset), got)
+        got += reader.read_into(file.path, after(views, got - start), got)
     if got < stop:
         raise broken(
             "F003", f"the file ends at byte {got}, expected {file.nbytes}", file=file.path,
-            key=key, start=op.offset, stop=stop,
+            key=key, start=start, stop=stop,
         )  # fmt: skip
 
 
-def _destinations(segments: Segments, sinks: Sinks) -> list[Bytes | None]:
-    """For each segment the destination's own memory, if all of it goes to one place in host memory as it is."""
-    first = np.cumsum(segments.copies) - segments.copies
-    base = sinks.places[segments.sink[first]]
-    direct = (segments.copies == 1) & (segments.copy_bytes[first] == segments.nbytes) & (base >= 0)
-    start = base + segments.target[first]
-    columns = (direct.tolist(), start.tolist(), (start + segments.nbytes).tolist())
-    return [HOST_MEMORY[at:stop] if alone else None for alone, at, stop in zip(*columns, strict=True)]
+def _put(segments: Segments, first: int, copies: int, staged: Bytes, sinks: Sinks) -> None:
+    """Brings a segment that was staged to its sinks."""
+    for copy in range(first, first + copies):
+        start = int(segments.source[copy])
+        part = staged[start : start + int(segments.copy_bytes[copy])]
+        sinks.put(int(segments.sink[copy]), int(segments.target[copy]), part)
 
 
-def _put(segments: Segments, views: list[Bytes], places: list[Bytes | None], sinks: Sinks) -> None:
-    """Brings what was staged to its sinks."""
-    last = np.cumsum(segments.copies).tolist()
-    for number, (view, place) in enumerate(zip(views, places, strict=True)):
-        if place is None:
-            for copy in range(last[number] - int(segments.copies[number]), last[number]):
-                start = int(segments.source[copy])
-                staged = view[start : start + int(segments.copy_bytes[copy])]
-                sinks.put(int(segments.sink[copy]), int(segments.target[copy]), staged)
-
-
-def _check_blocks(segments: Segments, views: list[Bytes], file: ReadFile, starts: list[int], sinks: Sinks) -> None:
-    """Raises FormatError (D001, D003) unless every segment that is a block has the block's digest."""
-    first, last = int(segments.block[0]), int(segments.block[-1])
-    if first < 0:
-        return
-    if last - first == len(views) - 1:  # neighbours, as mostly: all at once
-        expected = file.digests[first * DIGEST_BYTES : (last + 1) * DIGEST_BYTES]
-        if b"".join(map(digest, views)) == expected:
-            return
-    owner = segments.sink[np.cumsum(segments.copies) - segments.copies].tolist()
-    for view, block, start, sink in zip(views, segments.block.tolist(), starts, owner, strict=False):
-        check_block(view, block, file, start, sinks.keys[sink])
+def _are_sound(file: ReadFile, blocks: Sequence[int], views: Sequence[Bytes | memoryview]) -> bool:
+    """Whether these blocks are neighbours, as mostly, and have their digests."""
+    first, last = blocks[0], blocks[-1]
+    expected = file.digests[first * DIGEST_BYTES : (last + 1) * DIGEST_BYTES]
+    return last - first == len(blocks) - 1 and b"".join(map(digest, views)) == expected
 
 
 def check_block(view: Bytes | memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:

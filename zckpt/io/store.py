@@ -39,7 +39,7 @@ class Reader(Protocol):
         """Fills ``pages``, whole pages of memory, with tensor data from byte ``offset``, a multiple of a page, past all
         caches; returns the bytes read: fewer at the end of the file, or 0 where the store cannot."""
 
-    def read_into(self, path: str, views: Sequence[Bytes], offset: int) -> int:
+    def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         """Fills ``views`` one after the other with tensor data from byte ``offset``; returns the bytes read, fewer only
         at the end of the file."""
 
