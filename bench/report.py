@@ -33,6 +33,7 @@ ORDER = (
     "background_write",
     "small_tensors",
     "memory_over_time",
+    "limits",
 )
 IN_PICTURE = ("write_vs_raw", "write_vs_deepspeed", "write_vs_peers", "restore_vs_deepspeed", "load_vs_peers")
 

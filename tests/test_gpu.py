@@ -9,6 +9,8 @@ import torch
 
 import zckpt
 from states import write_state
+from zckpt.io import gpudirect
+from zckpt.io.local import LocalReader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +41,29 @@ def test_conversion_on_the_way(tmp_path: Path, tensors: dict[str, torch.Tensor])
     loaded = zckpt.open(tmp_path / "checkpoint").load("master/*", device="cuda", dtype=torch.bfloat16)
     for name, tensor in tensors.items():
         assert torch.equal(loaded[f"master/{name}"], tensor.to(torch.bfloat16))
+
+
+def test_gpudirect_storage(tmp_path: Path) -> None:
+    """Without digests, from the disk straight to the device; so do pieces that begin anywhere in a page."""
+    if not gpudirect.is_available():
+        pytest.skip("no kvikio, or no driver for GPUDirect Storage")
+    numels = {"a": 3_000_001, "b": 7, "c": 5_000_003}
+    tensors = {name: torch.randn(numel, device="cuda") for name, numel in numels.items()}
+    write_state(tmp_path / "checkpoint", 2, tensors, block_bytes=1 << 20)
+    checkpoint = zckpt.open(tmp_path / "checkpoint")  # written past the page cache: nothing of it is there
+    direct: list[int] = []
+    read = LocalReader.read_to_device
+
+    def counted(reader: LocalReader, path: str, target: torch.Tensor, offset: int) -> int:
+        direct.append(read(reader, path, target, offset))
+        return direct[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalReader, "read_to_device", counted)
+        loaded = checkpoint.load(device="cuda", verify=False)
+    assert sum(direct) == sum(tensor.nbytes for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[f"master/{name}"], tensor)
 
 
 def test_loading_waits_for_what_the_memory_was_used_for(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -19,10 +19,13 @@ import numpy as np
 
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format.rules import broken
+from zckpt.io import gpudirect
 from zckpt.io.memory import PAGE_BYTES, libc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import torch
 
     from zckpt.io.memory import Bytes
     from zckpt.state.inventory import FileSpan
@@ -97,6 +100,14 @@ class LocalReader:
                 raise from_os_error(error, "read", self._full(path), offset + done, offset + len(pages)) from error
         self._add(reads, done)
         return done
+
+    def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
+        if not gpudirect.is_available():
+            return 0
+        with self.file(path) as fd:
+            got = gpudirect.read(fd, self._full(path), target, offset)
+        self._add(1, got)
+        return got
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         with self.file(path) as fd:

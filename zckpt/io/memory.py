@@ -126,6 +126,13 @@ class Sinks:
         if not (stop <= self._nbytes[sink]).all():
             raise ValueError("a span is longer than the memory that it goes to")
 
+    def device_memory(self, sink: int, start: int, nbytes: int) -> torch.Tensor | None:
+        """Where on a device stored bytes from byte ``start`` go as they are, 1-D uint8; None where they do not."""
+        target = self._targets[sink]
+        if target.device.type != "cuda" or target.dtype != self._stored[sink]:
+            return None
+        return byte_tensor(target)[start : start + nbytes]
+
     def put(self, sink: int, start: int, staged: Bytes) -> None:
         """Copies stored bytes in host memory to byte ``start``; to a device, queued on the current stream."""
         place = int(self.places[sink]) + start

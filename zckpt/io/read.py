@@ -22,6 +22,7 @@ from zckpt.io.memory import HOST_VIEW, PAGE_BYTES, wait_for_caller
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from zckpt.errors import FormatError
     from zckpt.io.budget import Budget
     from zckpt.io.memory import Bytes, Sinks, Stage, Staging
     from zckpt.io.store import Reader
@@ -82,6 +83,8 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
     def key(number: int) -> str:
         return sinks.keys[int(segments.sink[first_copy[number]])]
 
+    if not (verify or cached) and _to_device(reader, op, file, starts, sinks):
+        return
     with staging.lend() as stage, stage.stream():
         places: list[memoryview | None] = _destinations(segments, sinks) if cached else [None] * len(blocks)
         views = [
@@ -100,6 +103,28 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
                 if places[number] is None:
                     staged = cast("Bytes", views[number])
                     _put(segments, first_copy[number], int(segments.copies[number]), staged, sinks)
+
+
+def _to_device(reader: Reader, op: ReadOp, file: ReadFile, starts: Sequence[int], sinks: Sinks) -> bool:
+    """Reads past the host's memory, if all goes to devices as it is, in pieces that are worth it, and the store can.
+    False: nothing was read."""
+    segments = op.segments
+    if (segments.copies > 1).any() or op.nbytes < DIRECT_BYTES_MIN * len(segments.nbytes):
+        return False
+    columns = (segments.sink.tolist(), segments.target.tolist(), segments.nbytes.tolist())
+    targets = []
+    for place in zip(*columns, strict=True):
+        target = sinks.device_memory(*place)
+        if target is None:
+            return False
+        targets.append(target)
+    for target, sink, start in zip(targets, columns[0], starts, strict=False):
+        got = reader.read_to_device(file.path, target, start)
+        if got < target.nbytes:
+            if got == 0 and start == op.offset:
+                return False
+            raise _too_short(file, start + got, sinks.keys[sink], start, start + target.nbytes)
+    return True
 
 
 def _destinations(segments: Segments, sinks: Sinks) -> list[memoryview | None]:
@@ -158,10 +183,12 @@ def _fill(
     if got < stop:
         got += reader.read_into(file.path, after(views, got - start), got)
     if got < stop:
-        raise broken(
-            "F003", f"the file ends at byte {got}, expected {file.nbytes}", file=file.path,
-            key=key, start=start, stop=stop,
-        )  # fmt: skip
+        raise _too_short(file, got, key, start, stop)
+
+
+def _too_short(file: ReadFile, nbytes: int, key: str | None, start: int, stop: int) -> FormatError:
+    what = f"the file ends at byte {nbytes}, expected {file.nbytes}"
+    return broken("F003", what, file=file.path, key=key, start=start, stop=stop)
 
 
 def _put(segments: Segments, first: int, copies: int, staged: Bytes, sinks: Sinks) -> None:

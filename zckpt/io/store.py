@@ -13,6 +13,8 @@ from zckpt.io.local_store import LocalStore
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from zckpt.io.local import IOCount
     from zckpt.io.memory import Bytes
     from zckpt.state.inventory import FileSpan
@@ -38,6 +40,11 @@ class Reader(Protocol):
     def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
         """Fills ``pages``, whole pages of memory, with tensor data from byte ``offset``, a multiple of a page, past all
         caches; returns the bytes read: fewer at the end of the file, or 0 where the store cannot."""
+
+    def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
+        """Fills ``target``, 1-D uint8 in device memory that nobody else is using, with tensor data from byte
+        ``offset``, past the host's memory; returns the bytes read: fewer at the end of the file, or 0 where the store
+        cannot."""
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         """Fills ``views`` one after the other with tensor data from byte ``offset``; returns the bytes read, fewer only

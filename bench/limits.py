@@ -1,0 +1,139 @@
+"""How near loading is to what this machine can do at all: why some of the targets cannot be met here.
+
+    python bench/limits.py [--size 3GiB] [--dir DIR] [--runs 5]
+
+The same bytes out of the page cache into memory that was touched before, by zckpt and by loops that do nothing else, in
+as many threads as there are processors. ``read and hash``: 2 MiB at a time, so that the hash finds them in the
+processor's own cache. Large tensors, and as many bytes in tensors that 8 ranks have cut to pieces of 20 KiB.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import zckpt
+from common import (
+    KIB,
+    MIB,
+    Contestant,
+    Result,
+    aligned_memory,
+    bring_into_cache,
+    cut,
+    empty_like,
+    fill,
+    interleaved,
+    make_state,
+    parse_options,
+    total_bytes,
+    workspace,
+    write_checkpoint,
+)
+from zckpt.format.digest import digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+
+THREADS = len(os.sched_getaffinity(0))
+RANKS, PIECE_BYTES = 8, 20 * KIB
+READ_BYTES, PORTION_BYTES, BLOCK_BYTES = 8 * MIB, 2 * MIB, MIB
+IN_CACHE_BYTES = 256 * KIB
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    result = Result("limits", "Loading from the page cache, and what the machine can do", options)
+    small = {
+        f"master/layers.{i}.weight": (RANKS * PIECE_BYTES // 4,) for i in range(options.size // RANKS // PIECE_BYTES)
+    }
+    states = {
+        "large tensors": (make_state(options.size, ["master"]), 1, BLOCK_BYTES),
+        "pieces of 20 KiB": (fill(small), RANKS, PIECE_BYTES),
+    }
+    with workspace(options, 2 * options.size) as directory, ThreadPoolExecutor(THREADS) as pool:
+        for group, (state, ranks, piece_bytes) in states.items():
+            path = directory / str(ranks)
+            write_checkpoint(path, cut(state, ranks))
+            out = empty_like(state)
+            state.clear()
+            bring_into_cache(path)
+            contestants = loops(pool, path, options.size, piece_bytes)
+            contestants += [
+                Contestant(label, partial(load, path, out, verify=verify))
+                for label, verify in (("zckpt, unverified", False), ("zckpt", True))
+            ]
+            result.add(interleaved(contestants, options.runs), total_bytes(out), group)
+            out.clear()
+    result.finish()
+
+
+def load(path: Path, out: dict[str, torch.Tensor], *, verify: bool) -> None:
+    zckpt.open(path).load("master/*", out=out, verify=verify)
+
+
+def loops(pool: ThreadPoolExecutor, path: Path, nbytes: int, piece_bytes: int) -> list[Contestant]:
+    """Each goes over ``nbytes`` of memory, or of the largest files of ``path``, in pieces of ``piece_bytes``."""
+    files = sorted(path.rglob("*.safetensors"))
+    share = nbytes // len(files) // PORTION_BYTES * PORTION_BYTES
+    fds = [os.open(file, os.O_RDONLY) for file in files]
+    memory = memoryview(aligned_memory(share * len(files)))  # type: ignore[arg-type]
+    other = memoryview(aligned_memory(share * len(files)))  # type: ignore[arg-type]
+    places = [(number, start) for number in range(len(files)) for start in range(0, share, READ_BYTES)]
+
+    def each(work: Callable[[int, int, int], None]) -> None:
+        """Calls it for all places: number of the file, start and stop there."""
+        left = iter(places)  # shared: whoever is free takes the next
+
+        def run(_: int) -> None:
+            for number, start in left:
+                work(number, start, min(start + READ_BYTES, share))
+
+        list(pool.map(run, range(THREADS)))
+
+    def pieces(number: int, start: int, stop: int) -> list[memoryview]:
+        cuts = [*range(number * share + start, number * share + stop, piece_bytes), number * share + stop]
+        return [memory[one:after] for one, after in itertools.pairwise(cuts)]
+
+    def copy(number: int, start: int, stop: int) -> None:
+        place = slice(number * share + start, number * share + stop)
+        np.copyto(np.frombuffer(memory[place], np.uint8), np.frombuffer(other[place], np.uint8))
+
+    def hash_all(number: int, start: int, stop: int) -> None:
+        for piece in pieces(number, start, stop):
+            digest(piece)
+
+    def hash_cached(number: int, start: int, stop: int) -> None:
+        for _ in range(start, stop, IN_CACHE_BYTES):
+            digest(memory[:IN_CACHE_BYTES])
+
+    def read(number: int, start: int, stop: int) -> None:
+        os.preadv(fds[number], pieces(number, start, stop), start)
+
+    def read_and_hash(number: int, start: int, stop: int) -> None:
+        for first in range(start, stop, PORTION_BYTES):
+            views = pieces(number, first, min(first + PORTION_BYTES, stop))
+            os.preadv(fds[number], views, first)
+            for view in views:
+                digest(view)
+
+    actions = {
+        "copy from memory to memory": copy,
+        "hash what is in memory": hash_all,
+        "hash what is in the processor's cache": hash_cached,
+        "read": read,
+        "read and hash": read_and_hash,
+    }
+    return [Contestant(label, partial(each, action)) for label, action in actions.items()]
+
+
+if __name__ == "__main__":
+    main()
