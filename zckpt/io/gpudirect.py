@@ -23,7 +23,7 @@ def _kvikio() -> Any:
         from kvikio import cufile_driver
 
         return kvikio if cufile_driver.get("is_gds_available") else None
-    except (ImportError, AttributeError, RuntimeError):  # RuntimeError: a library that they need is missing
+    except (ImportError, AttributeError, OSError, RuntimeError):  # the last two: a library that it needs is missing
         return None
 
 
