@@ -4,6 +4,7 @@
 # make test-crash  writes killed at every operation and at 300 random times, 50,000 losses of power (half an hour)
 # make test-versions  some of the tests with every DeepSpeed version that zckpt is meant for
 # make bench     every comparison with the limit of the machine and with others; results in bench/results
+# make bench-gpu  loading to a GPU, with the loaders that are made for it
 # make fuzz      random input to every parser and to whole checkpoints, FUZZ_SECONDS (60) for each
 # make setup     what all of them need
 # make bench-index  size and speed of the index at 1024 ranks
@@ -37,7 +38,7 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 export MAX_JOBS ?= 2
 
-.PHONY: setup lint test test-all test-crash test-versions $(OLDER:%=test-%) demo bench bench-index bench-coverage fuzz clean
+.PHONY: setup lint test test-all test-crash test-versions $(OLDER:%=test-%) demo bench bench-gpu bench-index bench-coverage fuzz clean
 
 setup: $(SETUP) $(OPS)
 
@@ -70,6 +71,11 @@ demo: setup
 # BENCH="--quick" for a look at whether they work, BENCH="--dir DIR" to measure another disk.
 bench: setup $(PLOTS)
 	@$(PY) bench/all.py $(BENCH)
+
+bench-gpu: setup $(PLOTS)
+	@$(PIP) install fastsafetensors instanttensor runai-model-streamer
+	@$(PY) bench/load_to_gpu.py $(BENCH)
+	@$(PY) bench/report.py
 
 bench-index: $(SETUP)
 	@$(PY) bench/index_scale.py

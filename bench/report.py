@@ -35,6 +35,7 @@ ORDER = (
     "memory_over_time",
     "limits",
 )
+ON_A_GPU = ("load_to_gpu",)
 IN_PICTURE = ("write_vs_raw", "write_vs_deepspeed", "write_vs_peers", "restore_vs_deepspeed", "load_vs_peers")
 
 
@@ -42,7 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     folder: Path = parser.parse_args().results
-    found = {name: json.loads(file.read_text()) for name in ORDER if (file := folder / f"{name}.json").exists()}
+    names = (*ORDER, *ON_A_GPU)
+    found = {name: json.loads(file.read_text()) for name in names if (file := folder / f"{name}.json").exists()}
     draw_throughput([found[name] for name in IN_PICTURE if name in found], folder / "throughput.svg")
     if "memory_over_time" in found:
         draw_memory(found["memory_over_time"], folder / "memory.svg")

@@ -11,11 +11,12 @@ import pytest
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 NO_COMPARISONS = {"all", "common", "coverage", "index_scale", "peers", "report", "sampler", "training"}
-NAMES = sorted({file.stem for file in BENCH.glob("*.py")} - NO_COMPARISONS)
+ON_A_GPU = {"load_to_gpu"}
+NAMES = sorted({file.stem for file in BENCH.glob("*.py")} - NO_COMPARISONS - ON_A_GPU)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.gpu) for name in ON_A_GPU)])
 def test_a_comparison_runs(name: str, tmp_path: Path) -> None:
     scratch, results = tmp_path / "scratch", tmp_path / "results"
     options = ["--size", "8MiB", "--runs", "1", "--dir", str(scratch), "--results", str(results)]
