@@ -73,7 +73,7 @@ bench: setup $(PLOTS)
 	@$(PY) bench/all.py $(BENCH)
 
 bench-gpu: setup $(PLOTS)
-	@$(PIP) install fastsafetensors instanttensor runai-model-streamer
+	@$(PIP) install 'fastsafetensors>=0.5' 'instanttensor>=0.2' runai-model-streamer
 	@$(PY) bench/load_to_gpu.py $(BENCH)
 	@$(PY) bench/report.py
 

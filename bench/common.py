@@ -395,6 +395,7 @@ def machine(directory: Path) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average": os.getloadavg()[1],  # of five minutes: more than these processes make says that others ran too
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }

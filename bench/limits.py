@@ -66,7 +66,7 @@ def main() -> None:
             out = empty_like(state)
             state.clear()
             bring_into_cache(path)
-            contestants = loops(pool, path, options.size, piece_bytes)
+            contestants = loops(pool, path, piece_bytes)
             contestants += [
                 Contestant(label, partial(load, path, out, verify=verify))
                 for label, verify in (("zckpt, unverified", False), ("zckpt", True))
@@ -80,10 +80,11 @@ def load(path: Path, out: dict[str, torch.Tensor], *, verify: bool) -> None:
     zckpt.open(path).load("master/*", out=out, verify=verify)
 
 
-def loops(pool: ThreadPoolExecutor, path: Path, nbytes: int, piece_bytes: int) -> list[Contestant]:
-    """Each goes over ``nbytes`` of memory, or of the largest files of ``path``, in pieces of ``piece_bytes``."""
+def loops(pool: ThreadPoolExecutor, path: Path, piece_bytes: int) -> list[Contestant]:
+    """Each goes over as many bytes as the data files of ``path`` have, in pieces of ``piece_bytes``."""
     files = sorted(path.rglob("*.safetensors"))
-    share = nbytes // len(files) // PORTION_BYTES * PORTION_BYTES
+    share = min(file.stat().st_size for file in files) // MIB * MIB
+    assert share, "too little for this comparison"
     fds = [os.open(file, os.O_RDONLY) for file in files]
     memory = memoryview(aligned_memory(share * len(files)))  # type: ignore[arg-type]
     other = memoryview(aligned_memory(share * len(files)))  # type: ignore[arg-type]

@@ -1,11 +1,12 @@
 """Loading all weights to a GPU against safetensors and the loaders that are made for it. Needs a GPU.
 
-    pip install fastsafetensors runai-model-streamer instanttensor
+    pip install 'fastsafetensors>=0.5' 'instanttensor>=0.2' runai-model-streamer
     python bench/load_to_gpu.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-The same fp32 tensors, in zckpt's files and in one safetensors file; loaders that are not installed are left out. Cold:
-the files are dropped from the page cache; cached: they were read just before. The limit: one copy of as many bytes from
-pinned memory that stays the same. zckpt checks digests, the others check nothing; so once more without.
+The same fp32 tensors, in zckpt's files and in one safetensors file; loaders that are not installed are left out. Of
+these versions, all give tensors that own their memory. Cold: the files are dropped from the page cache; cached: they
+were read just before. The limit: one copy of as many bytes from pinned memory that stays the same. zckpt checks digests,
+the others check nothing; so once more without.
 """
 
 from __future__ import annotations

@@ -72,8 +72,7 @@ def page(found: dict[str, Any]) -> str:
     ]
     one = next(iter(found.values()))["machine"]
     lines += [
-        f"{one['date']}: {one['cpus']} cores, {one['memory_bytes'] / GIB:.0f} GiB of memory, {one['file_system']}, "
-        f"Linux {one['kernel']}, Python {one['python']}, torch {one['torch']}.",
+        described(one),
         *load_note([result["machine"].get("load_average") for result in found.values()], one["cpus"]),
         "",
         "![memory over time](memory.svg)",
@@ -98,6 +97,11 @@ def page(found: dict[str, Any]) -> str:
             "",
             f"`bench/{result['name']}.py`, {result['size_bytes'] / GIB:g} GiB",
             "",
+            *(
+                [f"On {result['machine']['gpu']}. {described(result['machine'])}", ""]
+                if result["machine"].get("gpu")
+                else []
+            ),
         ]
         if result["rows"]:
             lines += ["| | median | from | to | GiB/s |", "| --- | ---: | ---: | ---: | ---: |"]
@@ -111,6 +115,14 @@ def page(found: dict[str, Any]) -> str:
             for doing, one in by_doing.items():
                 lines.append(f"| {size}: {doing} | {one['peak_mib']:.0f} MiB | {one['cached_mib']:.0f} MiB |")
     return "\n".join(lines) + "\n"
+
+
+def described(one: dict[str, Any]) -> str:
+    """The machine."""
+    return (
+        f"{one['date']}: {one['cpus']} cores, {one['memory_bytes'] / GIB:.0f} GiB of memory, {one['file_system']}, "
+        f"Linux {one['kernel']}, Python {one['python']}, torch {one['torch']}."
+    )
 
 
 def load_note(loads: list[float | None], cpus: int) -> list[str]:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,9 +15,9 @@ import torch
 
 import zckpt
 from states import write_state
-from zckpt.io import gpudirect
+from zckpt.io import gpudirect, memory
 from zckpt.io.local import LocalReader
-from zckpt.io.memory import Sinks, byte_tensor, host_bytes
+from zckpt.io.memory import host_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,11 +27,10 @@ NUMEL = {"a": 3_000_001, "b": 7, "c": 5_000_003, "d": 1}
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def device_memory(sinks: Sinks, sink: int, start: int, nbytes: int) -> torch.Tensor | None:
-        target = sinks._targets[sink]
-        return byte_tensor(target)[start : start + nbytes] if target.dtype == sinks._stored[sink] else None
-
-    monkeypatch.setattr(Sinks, "device_memory", device_memory)
+    monkeypatch.setattr(memory, "is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(memory, "wait_for_caller", lambda device: None)
+    monkeypatch.setattr(zckpt.checkpoint, "cuda_device", lambda tensors: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(LocalReader, "is_cached", lambda *args: False)
 
 
@@ -85,11 +86,48 @@ def test_not_what_is_cached(
     assert not direct
 
 
-def test_a_store_that_cannot(written: tuple[Path, dict[str, torch.Tensor]], device: None) -> None:
-    if gpudirect.is_available():
-        pytest.skip("this one can")
+def test_a_store_that_cannot(
+    written: tuple[Path, dict[str, torch.Tensor]], device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(gpudirect, "_kvikio", lambda: asked.append(1))  # and returns None: it is not there
     path, tensors = written
     check(zckpt.open(path).load(verify=False), tensors, torch.float32)
+    assert asked
+
+
+def test_a_driver_that_fails(tmp_path: Path, device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+
+    class CuFile:
+        """As kvikio's: by a path, with errors that are RuntimeError."""
+
+        def __init__(self, path: str) -> None:
+            self.fd = os.open(path, os.O_RDONLY)
+
+        def __enter__(self) -> CuFile:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            os.close(self.fd)
+
+        def raw_read(self, target: torch.Tensor, nbytes: int, offset: int) -> int:
+            got = os.preadv(self.fd, [host_bytes(target)[:nbytes]], offset)
+            if got < nbytes:
+                raise RuntimeError("EOF")
+            return got
+
+    monkeypatch.setattr(gpudirect, "_kvikio", lambda: SimpleNamespace(CuFile=CuFile))
+    monkeypatch.setattr(gpudirect, "wait_for_caller", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    reader, target = LocalReader(str(tmp_path)), torch.zeros(40, dtype=torch.uint8)
+    assert reader.read_to_device("file", target, 17) == 40
+    assert target.tolist() == list(range(17, 57))
+    with pytest.raises(zckpt.StorageError, match=r"GPUDirect Storage: EOF .*file .*file, bytes \[61, 101\)"):
+        reader.read_to_device("file", target, 61)
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(zckpt.FormatError, match="F002"):
+        reader.read_to_device("link", target, 0)
 
 
 def test_a_file_that_has_become_too_short(

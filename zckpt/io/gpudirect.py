@@ -1,18 +1,18 @@
 """GPUDirect Storage: from the disk straight to device memory, by way of kvikio, where it is installed and works.
 
-Nothing passes through the host, so no digest can be checked on the way: this serves loads with ``verify=False``. A
-write needs the bytes on the host, for their digests.
+What does not pass through the host cannot be checked on the way: this serves loads with ``verify=False``. A write needs
+the bytes on the host, for their digests. A file that the driver refuses, kvikio itself reads by way of the host.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from zckpt.errors import StorageError
-
-if TYPE_CHECKING:
-    import torch
+from zckpt.io.memory import wait_for_caller
 
 
 @lru_cache(maxsize=1)
@@ -33,12 +33,14 @@ def is_available() -> bool:
 
 def read(fd: int, path: str, target: torch.Tensor, offset: int) -> int:
     """Fills ``target``, 1-D uint8 in device memory, from byte ``offset`` of an open file; returns the bytes read, fewer
-    at its end. ``path`` names it in errors. Nobody else may be using the memory: this goes by no stream.
+    at its end. ``path`` names it in errors. Nobody else may be using the memory: this goes by no stream of torch's.
 
     Raises StorageError.
     """
     try:
-        with _kvikio().CuFile(f"/proc/self/fd/{fd}") as file:  # that file, wherever a link now leads
+        # That file, wherever a link now leads
+        with torch.cuda.device(target.device), _kvikio().CuFile(f"/proc/self/fd/{fd}") as file:
+            wait_for_caller(target.device)  # and so this thread has a context, without which the driver refuses
             return int(file.raw_read(target, target.nbytes, offset))
     except RuntimeError as error:
         raise StorageError(

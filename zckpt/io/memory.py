@@ -121,6 +121,11 @@ class Sinks:
         if not all(target.is_contiguous() for target in targets):
             raise ValueError("what is filled by its address must have no gaps")
 
+    def wait_for_caller(self) -> None:
+        """Until what this thread has queued on the targets' devices is done."""
+        for device in {target.device for target in self._targets if is_on_gpu(target)}:
+            wait_for_caller(device)
+
     def check(self, sink: Ints, stop: Ints) -> None:
         """Raises ValueError where a stored byte is meant for a place behind its target: an address has no bounds."""
         if not (stop <= self._nbytes[sink]).all():
@@ -129,7 +134,7 @@ class Sinks:
     def device_memory(self, sink: int, start: int, nbytes: int) -> torch.Tensor | None:
         """Where on a device stored bytes from byte ``start`` go as they are, 1-D uint8; None where they do not."""
         target = self._targets[sink]
-        if target.device.type != "cuda" or target.dtype != self._stored[sink]:
+        if target.dtype != self._stored[sink] or not is_on_gpu(target):
             return None
         return byte_tensor(target)[start : start + nbytes]
 
@@ -145,12 +150,18 @@ class Sinks:
         values = values.view(dtype)
         first = start // dtype.itemsize
         flat = self._targets[sink].detach().reshape(-1)
-        flat[first : first + values.numel()].copy_(values, non_blocking=True)
+        # Where the target is on another device than the stage's stream, that does not wait for the copy
+        queued = is_on_gpu(flat) and flat.get_device() == torch.cuda.current_device()
+        flat[first : first + values.numel()].copy_(values, non_blocking=queued)
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda"
 
 
 def cuda_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """The device that staging has to serve, if any of ``tensors`` is on one."""
-    return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+    return next((tensor.device for tensor in tensors if is_on_gpu(tensor)), None)
 
 
 def wait_for_caller(device: torch.device | None) -> None:

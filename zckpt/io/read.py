@@ -17,7 +17,7 @@ import numpy as np
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
 from zckpt.io.local import after
-from zckpt.io.memory import HOST_VIEW, PAGE_BYTES, wait_for_caller
+from zckpt.io.memory import HOST_VIEW, PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ def run_reads(
     """
     for op in ops:
         sinks.check(op.segments.sink, op.segments.target + op.segments.copy_bytes)
-    wait_for_caller(staging.device)
+    sinks.wait_for_caller()
 
     def run(op: ReadOp) -> None:
         _run(reader, op, files[op.file], sinks, staging, budget.direct)
@@ -83,6 +83,9 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
     def key(number: int) -> str:
         return sinks.keys[int(segments.sink[first_copy[number]])]
 
+    def key_at(byte: int) -> str:
+        return key(bisect_right(starts, byte) - 1)
+
     if not (verify or cached) and _to_device(reader, op, file, starts, sinks):
         return
     with staging.lend() as stage, stage.stream():
@@ -92,10 +95,10 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
             for (start, stop), place in zip(itertools.pairwise(starts), places, strict=True)
         ]
         if not cached:
-            _fill(reader, file, op.offset, starts[-1], views, stage, key(0))
+            _fill(reader, file, op.offset, starts[-1], views, stage, key_at)
         for part in _portions(starts, PORTION_BYTES if verify else op.nbytes):
             if cached:
-                _fill(reader, file, starts[part.start], starts[part.stop], views[part], None, key(part.start))
+                _fill(reader, file, starts[part.start], starts[part.stop], views[part], None, key_at)
             if verify and not _are_sound(file, blocks[part], views[part]):
                 for number in range(part.start, part.stop):
                     check_block(views[number], blocks[number], file, starts[number], key(number))
@@ -109,21 +112,29 @@ def _to_device(reader: Reader, op: ReadOp, file: ReadFile, starts: Sequence[int]
     """Reads past the host's memory, if all goes to devices as it is, in pieces that are worth it, and the store can.
     False: nothing was read."""
     segments = op.segments
-    if (segments.copies > 1).any() or op.nbytes < DIRECT_BYTES_MIN * len(segments.nbytes):
+    if (segments.copies > 1).any():
         return False
-    columns = (segments.sink.tolist(), segments.target.tolist(), segments.nbytes.tolist())
+    goes_on = np.zeros(len(segments.nbytes), bool)  # where the segment before it ends, in the file and in the sink
+    goes_on[1:] = segments.sink[1:] == segments.sink[:-1]
+    goes_on[1:] &= segments.target[1:] == segments.target[:-1] + segments.nbytes[:-1]
+    first = np.flatnonzero(~goes_on)
+    if op.nbytes < DIRECT_BYTES_MIN * len(first):
+        return False
+    columns = (segments.sink[first], segments.target[first], np.add.reduceat(segments.nbytes, first))
     targets = []
-    for place in zip(*columns, strict=True):
+    for place in zip(*(column.tolist() for column in columns), strict=True):
         target = sinks.device_memory(*place)
         if target is None:
             return False
         targets.append(target)
-    for target, sink, start in zip(targets, columns[0], starts, strict=False):
+    for target, number in zip(targets, first.tolist(), strict=True):
+        start = starts[number]
         got = reader.read_to_device(file.path, target, start)
         if got < target.nbytes:
             if got == 0 and start == op.offset:
                 return False
-            raise _too_short(file, start + got, sinks.keys[sink], start, start + target.nbytes)
+            key = sinks.keys[int(segments.sink[number])]
+            raise _too_short(file, start + got, key, start, start + target.nbytes)
     return True
 
 
@@ -155,7 +166,7 @@ def read_op(
         first = op.offset % PAGE_BYTES
         view = stage.bytes[first : first + op.nbytes]
         cached = _is_cached(reader, op, file, direct)
-        _fill(reader, file, op.offset, op.offset + op.nbytes, [view], None if cached else stage, None)
+        _fill(reader, file, op.offset, op.offset + op.nbytes, [view], None if cached else stage, lambda byte: None)
         look(view)
 
 
@@ -171,10 +182,11 @@ def _fill(
     stop: int,
     views: Sequence[Bytes | memoryview],
     stage: Stage | None,
-    key: str | None,
+    key_at: Callable[[int], str | None],
 ) -> None:
     """Reads bytes ``start`` to ``stop`` of the file into ``views``, one after the other. ``stage``: what all of these
-    lie in, to be filled by direct I/O where there is any. Raises FormatError (F003) if the file is too short."""
+    lie in, to be filled by direct I/O where there is any. Raises FormatError (F003) if the file is too short; it names
+    the key of the byte at which it ends."""
     got = start
     if stage is not None:
         base = start - start % PAGE_BYTES
@@ -183,7 +195,7 @@ def _fill(
     if got < stop:
         got += reader.read_into(file.path, after(views, got - start), got)
     if got < stop:
-        raise _too_short(file, got, key, start, stop)
+        raise _too_short(file, got, key_at(got), start, stop)
 
 
 def _too_short(file: ReadFile, nbytes: int, key: str | None, start: int, stop: int) -> FormatError:

@@ -173,4 +173,5 @@ def _fill(stage: Stage, at: int, plan: ShardPlan, source: int, start: int, nbyte
         assert data.is_contiguous(), "a fragment's data lie in order"
         ctypes.memmove(stage.address + at, data.data_ptr() + start, nbytes)
     else:
-        stage.tensor[at : at + nbytes].copy_(byte_tensor(data)[start : start + nbytes], non_blocking=True)
+        queued = data.get_device() == torch.cuda.current_device()  # as in Sinks.put
+        stage.tensor[at : at + nbytes].copy_(byte_tensor(data)[start : start + nbytes], non_blocking=queued)

@@ -56,14 +56,13 @@ def plan_reads(
     the wanted bytes are. ``data_starts`` holds the first data byte of each file. ``batch_bytes`` is at least
     ``block_bytes``.
     """
-    unit_bytes = block_bytes if verify else batch_bytes
-    first = extents.start // unit_bytes
-    extent, number = ragged((extents.stop - 1) // unit_bytes - first + 1)  # an extent for each unit that it touches
+    first = extents.start // block_bytes
+    extent, number = ragged((extents.stop - 1) // block_bytes - first + 1)  # an extent for each block that it touches
     number += first[extent]
     wanted_start, piece_bytes = extents.start[extent], extents.piece_bytes[extent]
-    unit_start, unit_stop = number * unit_bytes, np.minimum((number + 1) * unit_bytes, piece_bytes)
-    cut_start, cut_stop = np.maximum(wanted_start, unit_start), np.minimum(extents.stop[extent], unit_stop)
-    start, stop = (unit_start, unit_stop) if verify else (cut_start, cut_stop)
+    block_start, block_stop = number * block_bytes, np.minimum((number + 1) * block_bytes, piece_bytes)
+    cut_start, cut_stop = np.maximum(wanted_start, block_start), np.minimum(extents.stop[extent], block_stop)
+    start, stop = (block_start, block_stop) if verify else (cut_start, cut_stop)
     block = extents.block[extent] + number if verify else np.full(len(number), -1)
     file = extents.file[extent]
     origin = np.array(data_starts, np.int64)[file] + extents.piece_offset[extent]
