@@ -5,8 +5,8 @@
 
 The same fp32 tensors, in zckpt's files and in one safetensors file; loaders that are not installed are left out. Of
 these versions, all give tensors that own their memory. Cold: the files are dropped from the page cache; cached: they
-were read just before. The limit: one copy of as many bytes from pinned memory that stays the same. zckpt checks digests,
-the others check nothing; so once more without.
+were read just before. The limit: one copy of as many bytes from pinned memory that stays the same. zckpt checks
+digests, the others check nothing; so once more without.
 """
 
 from __future__ import annotations
