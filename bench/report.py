@@ -71,8 +71,9 @@ def page(found: dict[str, Any]) -> str:
         "",
     ]
     one = next(iter(found.values()))["machine"]
+    here = described(one)
     lines += [
-        described(one),
+        here,
         *load_note([result["machine"].get("load_average") for result in found.values()], one["cpus"]),
         "",
         "![memory over time](memory.svg)",
@@ -97,12 +98,9 @@ def page(found: dict[str, Any]) -> str:
             "",
             f"`bench/{result['name']}.py`, {result['size_bytes'] / GIB:g} GiB",
             "",
-            *(
-                [f"On {result['machine']['gpu']}. {described(result['machine'])}", ""]
-                if result["machine"].get("gpu")
-                else []
-            ),
         ]
+        if described(result["machine"]) != here:
+            lines += [described(result["machine"]), ""]
         if result["rows"]:
             lines += ["| | median | from | to | GiB/s |", "| --- | ---: | ---: | ---: | ---: |"]
         for row in result["rows"]:
@@ -118,10 +116,11 @@ def page(found: dict[str, Any]) -> str:
 
 
 def described(one: dict[str, Any]) -> str:
-    """The machine."""
+    """The machine, and the day."""
+    gpu = f", {one['gpu']}" if one.get("gpu") else ""
     return (
         f"{one['date']}: {one['cpus']} cores, {one['memory_bytes'] / GIB:.0f} GiB of memory, {one['file_system']}, "
-        f"Linux {one['kernel']}, Python {one['python']}, torch {one['torch']}."
+        f"Linux {one['kernel']}, Python {one['python']}, torch {one['torch']}{gpu}."
     )
 
 

@@ -439,3 +439,16 @@ def test_memory_that_does_not_fit_is_refused(tmp_path: Path, given: torch.Tensor
     with pytest.raises(error, match="master/b"):
         zckpt.open(tmp_path / "c").load(out={"master/a": first, "master/b": given})
     assert torch.equal(first, torch.full((5,), 7.0))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_file_that_ends_too_early_names_the_key_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    write_state(tmp_path / "checkpoint", 1, {"a": (100,), "b": (100,)}, parts=["master"])
+    checkpoint = zckpt.open(tmp_path / "checkpoint")
+    monkeypatch.setattr(checkpoint.contents, "check_sizes", lambda infos: None)  # as if it happened just after
+    file = tmp_path / "checkpoint" / checkpoint["master/b"].files[0]
+    os.truncate(file, file.stat().st_size - 10)
+    with pytest.raises(zckpt.FormatError, match=r"F003.*key master/b"):
+        checkpoint.load(verify=verify)
