@@ -64,6 +64,7 @@ def write(
     latest: bool = True,
     budget: Budget | None = None,
     progress: Progress | None = None,
+    pending_gradients: Literal["refuse", "drop"] = "refuse",
     background: Literal[False] = False,
 ) -> str: ...
 
@@ -80,6 +81,7 @@ def write(
     latest: bool = True,
     budget: Budget | None = None,
     progress: Progress | None = None,
+    pending_gradients: Literal["refuse", "drop"] = "refuse",
     background: Literal[True],
     snapshot: Literal["copy", "lazy"] = "copy",
     snapshot_bytes: int | None = None,
@@ -97,6 +99,7 @@ def write(
     latest: bool = True,
     budget: Budget | None = None,
     progress: Progress | None = None,
+    pending_gradients: Literal["refuse", "drop"] = "refuse",
     background: bool = False,
     snapshot: Literal["copy", "lazy"] = "copy",
     snapshot_bytes: int | None = None,
@@ -108,7 +111,8 @@ def write(
     as the ``param`` of frozen weights. ``client_state``: the caller's own plain values, tensors and arrays, taken from
     rank 0. ``overwrite``: replace the checkpoint at ``path``, which stays whole until the new one is committed.
     ``latest``: have the file ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O;
-    None: ``Budget.from_environment()``. ``progress``: such as ``zckpt.ProgressBar()``.
+    None: ``Budget.from_environment()``. ``progress``: such as ``zckpt.ProgressBar()``. ``pending_gradients``: what is
+    done where gradients wait for an optimizer step, which no checkpoint holds: "refuse" the write, or "drop" them.
 
     ``background``: return a PendingWrite as soon as training may go on; the checkpoint is of the state at this call.
     With ``snapshot="copy"`` that is once the state has been copied. With "lazy" it is at once: the state is read while
@@ -121,8 +125,55 @@ def write(
     UnsupportedError, StateError, CheckpointExistsError, LockedError (somebody else is writing there), RankError,
     StorageError, NoSpaceError.
     """
+    return write_engine(
+        engine,
+        path,
+        parts=parts,
+        exclude=exclude,
+        client_state=client_state,
+        overwrite=overwrite,
+        latest=latest,
+        budget=budget,
+        progress=progress,
+        pending_gradients=pending_gradients,
+        background=background,
+        snapshot=snapshot,
+        snapshot_bytes=snapshot_bytes,
+        replace_foreign=overwrite,
+    )
+
+
+def write_engine(
+    engine: object,
+    path: StrPath | None = None,
+    *,
+    parts: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    client_state: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    latest: bool = True,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+    pending_gradients: Literal["refuse", "drop"] = "refuse",
+    background: bool = False,
+    snapshot: Literal["copy", "lazy"] = "copy",
+    snapshot_bytes: int | None = None,
+    run: StrPath | None = None,
+    each_client_state: bool = False,
+    replace_foreign: bool,
+) -> str | PendingWrite:
+    """What ``zckpt.write`` and an attached engine have in common; the arguments of ``zckpt.write``, and these:
+
+    ``run``: the directory in which the file ``latest`` is put; None: the parent of ``path``. ``latest`` names the
+    checkpoint by its path relative to it. ``each_client_state``: where the ranks' client_state differ, each rank's own
+    is kept in the tree of that rank, under the key ``client_state``; else rank 0's is written alone, and a warning says
+    so. ``replace_foreign``: remove the files of DeepSpeed's own checkpoint in the target after the commit; otherwise
+    they are a CheckpointExistsError before a byte is written.
+    """
     if snapshot not in ("copy", "lazy"):
         raise ValueError(f"snapshot must be 'copy' or 'lazy', got {snapshot!r}")
+    if pending_gradients not in ("refuse", "drop"):
+        raise ValueError(f"pending_gradients must be 'refuse' or 'drop', got {pending_gradients!r}")
     wait()
     ranks = Ranks()
     others = Ranks(background=True) if background else ranks
@@ -133,8 +184,9 @@ def write(
     fragments = _without_equal_copies(fragments, ranks)
     target = os.path.abspath(path if path is not None else os.path.join("checkpoints", f"global_step{adapter.step}"))
     ranks.agree(target, "paths")
+    latest_in = os.path.dirname(target) if run is None else os.path.abspath(run)
     if latest:
-        names.encode_latest(os.path.basename(target))  # refused now, not after the commit
+        names.encode_latest(os.path.relpath(target, latest_in))  # refused now, not after the commit
     if background and snapshot_bytes is None:
         here = socket.gethostname().encode()
         snapshot_bytes = available_bytes() // 2 // ranks.gather(here).count(here)
@@ -148,7 +200,7 @@ def write(
         lock.release()
         raise
     write_own = partial(write_rank, target, save_id, fragments, ranks.rank, ranks.size, budget, progress)
-    finish = partial(_finish_write, target, save_id, about, latest, lock)
+    finish = partial(_finish_write, target, save_id, about, latest, latest_in, lock)
     if not background:
         finish(ranks, write_own)
         return target
@@ -179,6 +231,7 @@ def _finish_write(
     save_id: str,
     about: catalog.About,
     latest: bool,
+    latest_in: str,
     lock: WriteLock,
     ranks: Ranks,
     write_own: Callable[[], catalog.Receipt],
@@ -187,7 +240,9 @@ def _finish_write(
     committed = False
     try:
         receipts = ranks.gather(catalog.pack(ranks.together(write_own, "write")))
-        commit = partial(commit_write, target, save_id, receipts, about, latest=latest, confirm=lock.confirm)
+        commit = partial(
+            commit_write, target, save_id, receipts, about, latest=latest, latest_in=latest_in, confirm=lock.confirm
+        )
         ranks.first(commit, "commit")
         committed = True
     finally:
@@ -367,10 +422,12 @@ def commit_write(
     about: catalog.About,
     *,
     latest: bool,
+    latest_in: str | None = None,
     confirm: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """On rank 0, when every rank's files are durable: the index, then the manifest, then ``latest``. ``confirm`` raises
-    if this write has lost the right to do so."""
+    """On rank 0, when every rank's files are durable: the index, then the manifest, then the file ``latest`` in
+    the directory ``latest_in``, or beside the checkpoint. ``confirm`` raises if this write has lost the right to do so.
+    """
     manifest, index = catalog.catalog([catalog.unpack(receipt) for receipt in receipts], save_id, about)
     store = open_store(target)
     written = manifest_format.decode(manifest)
@@ -385,7 +442,7 @@ def commit_write(
     confirm()
     store.replace(names.MANIFEST, manifest)
     if latest:
-        parent, name = os.path.split(target)
-        open_store(parent).replace(names.LATEST, names.encode_latest(name))
+        latest_in = latest_in or os.path.dirname(target)
+        open_store(latest_in).replace(names.LATEST, names.encode_latest(os.path.relpath(target, latest_in)))
     remove_leftovers(target)
     return b""
