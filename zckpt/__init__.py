@@ -30,7 +30,7 @@ from zckpt.io.budget import Budget
 from zckpt.pipelines.gc import Cleanup, Removed, gc
 from zckpt.pipelines.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
 from zckpt.pipelines.repair import RepairReport, repair
-from zckpt.pipelines.restore import restore
+from zckpt.pipelines.restore import Restored, restore
 from zckpt.pipelines.validate import validate
 from zckpt.pipelines.write import wait, write
 from zckpt.progress import Progress, ProgressBar
@@ -63,6 +63,7 @@ __all__ = [
     "RepairError",
     "RepairReport",
     "Report",
+    "Restored",
     "SizeError",
     "StateError",
     "StorageError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,9 +34,34 @@ if TYPE_CHECKING:
     from zckpt.io.budget import Budget
 
 
+CLIENT_STATE = "client_state"
+"""The key of a rank's own client state, in the tree of the rank's state."""
+
 _STAND_INS = {MASTER: PARAM, PARAM: MASTER}
 """The part in which a parameter's weight was saved if it is not in the one that is wanted: it was frozen on one side.
 """
+
+
+class Restored(dict[str, Any]):
+    """What ``restore`` returns: the ``client_state``, and which tensors of the whole engine it has set.
+
+    ``restored``: the engine's tensors that hold the checkpoint's values now. ``kept``: those that the checkpoint was
+    asked for and did not have in the right shape, so that they are as before. ``unexpected``: the checkpoint's tensors
+    for which the engine has no place. Each is a mapping from a part's name to names of tensors; all are equal on every
+    rank.
+    """
+
+    def __init__(
+        self,
+        client_state: Mapping[str, Any],
+        restored: Mapping[str, tuple[str, ...]],
+        kept: Mapping[str, tuple[str, ...]],
+        unexpected: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        super().__init__(client_state)
+        self.restored = restored
+        self.kept = kept
+        self.unexpected = unexpected
 
 
 def restore(
@@ -49,9 +75,9 @@ def restore(
     verify: bool | None = None,
     budget: Budget | None = None,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> Restored:
     """Reads a checkpoint straight into the memory of a live engine, of any world size, stage and offload. Every rank
-    calls it. Returns the ``client_state``.
+    calls it. Returns the ``client_state``, as a dict that also says which tensors were restored.
 
     ``parts``: only these, such as ``["master"]`` for a warm start; None: all that the engine has. Weights in the dtype
     that the model computes with are derived from restored masters. ``state``: which trees of non-tensor state
@@ -70,17 +96,38 @@ def restore(
     which lists every difference, ValueError for a part or tree that does not exist, and what ``zckpt.open`` and
     ``Checkpoint.load`` raise, on every rank.
     """
+    return restore_engine(
+        engine, path, parts=parts, strict=strict, state=state, rng=rng, verify=verify, budget=budget, progress=progress
+    )
+
+
+def restore_engine(
+    engine: object,
+    path: StrPath,
+    *,
+    parts: Collection[str] | None = None,
+    strict: bool = True,
+    state: Collection[str] | None = None,
+    rng: bool = False,
+    verify: bool | None = None,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+    own_client_state: bool = False,
+) -> Restored:
+    """``restore``, for integrations. ``own_client_state``: where the ranks of the writer each had a ``client_state`` of
+    their own, a rank gets its own again; with another number of ranks all get rank 0's, and a warning says so."""
     wait()
     ranks = Ranks()
     ranks.agree(os.path.abspath(path), "paths")
     plan = ranks.together(
-        lambda: _plan_restore(engine, path, ranks, parts, strict, state, rng, budget), "prepare the restore"
+        lambda: _plan_restore(engine, path, ranks, parts, strict, state, rng, budget, own_client_state),
+        "prepare the restore",
     )
     ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
     own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
     ranks.together(lambda: _fill(plan, own, verify, progress), "restore")
     ranks.together(lambda: _finish(plan, rng), "restore")
-    return plan.client_state
+    return Restored(plan.client_state, {}, {}, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +153,7 @@ def _plan_restore(
     trees: Collection[str] | None,
     rng: bool,
     budget: Budget | None,
+    own_client_state: bool,
 ) -> _RestorePlan:
     adapter = adapt(engine)
     adapter.refuse_unsupported()
@@ -157,6 +205,8 @@ def _plan_restore(
             hint=hint,
         )
     checkpoint.contents.check_sizes(sources.values())
+    if own_client_state:
+        client_state = _own_client_state(checkpoint, ranks, client_state)
     return _RestorePlan(adapter, checkpoint, wanted, sources, chosen, rank_state, client_state)
 
 
@@ -167,6 +217,27 @@ def _root(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], dict[str, Any]]:
     if not (isinstance(engine, dict) and isinstance(client_state, dict)):
         raise broken("T001", "the tree of state has no engine and client_state", file=checkpoint.path)
     return engine, client_state
+
+
+def _own_client_state(checkpoint: Checkpoint, ranks: Ranks, common: dict[str, Any]) -> dict[str, Any]:
+    """The ``client_state`` that this rank alone had when the checkpoint was written, if each rank had its own; else
+    the ``common`` one."""
+    same_size = checkpoint.world_size == ranks.size
+    tree = checkpoint.rank_state(ranks.rank if same_size else 0)
+    if not isinstance(tree, dict) or CLIENT_STATE not in tree:
+        return common
+    own = tree[CLIENT_STATE]
+    if not isinstance(own, dict):
+        raise broken("T001", "the client_state of a rank is not a mapping", file=checkpoint.path)
+    if same_size:
+        return own
+    if ranks.rank == 0:
+        warnings.warn(
+            f"each of the {checkpoint.world_size} ranks that wrote {checkpoint.path} had a client_state of its own; "
+            f"these are {ranks.size} ranks, and all of them get that of rank 0",
+            stacklevel=2,
+        )
+    return common
 
 
 def _sources(
