@@ -93,9 +93,13 @@ def read(root, path, begin, count, size=None):
 class Reader:
     def __init__(self, path):
         if not (path := Path(path)).joinpath("manifest.msgpack").exists():
-            name = read(path, "latest", 0, 257).decode(errors="surrogateescape")
-            need(len(name) <= 256 and re.fullmatch(rf"(?!\.\.?\n?\Z|.*/){TEXT}\n?", name), "L001", name)
-            path /= name.removesuffix("\n")
+            name = read(path, "latest", 0, 257)
+            need(len(name) <= 256 and re.fullmatch(rf"{TEXT}\n?", name.decode(errors="surrogateescape")), "L001", name)
+            names = name.decode().removesuffix("\n").split("/")
+            need(not {"", ".", ".."} & {*names}, "L001", name)
+            if len(names) > 1:  # by no link
+                read(path, "/".join([*names, "manifest.msgpack"]), 0, 0)
+            path = path.joinpath(*names)
         raw = read(path, "manifest.msgpack", 0, 256 * MIB + 1)
         need(len(raw) <= 256 * MIB and raw[1:7] == b"\xa5zckpt", "M001 or M004", raw[:7])
         need(raw[7:9] == b"\x92\x01", "M002", raw[7:12])

@@ -75,17 +75,18 @@ def files(path: Path) -> dict[str, bytes | str]:
 
 
 def test_the_fixtures_are_those_that_are_made(tmp_path: Path) -> None:
-    committed = {name for name, case in make.CASES.items() if not case.large}
+    committed = {name for name, case in make.CASES.items() if not case.large} | {*make.SOUND_CASES}
     assert {path.name for path in BROKEN.iterdir() if path.is_dir()} - {"sound", "__pycache__"} == committed
     for name in committed:
         make.make(name, tmp_path / name)
         assert files(tmp_path / name) == files(BROKEN / name), name
 
 
-def test_what_they_are_made_from_is_sound() -> None:
-    assert zckpt.validate(make.SOUND).ok
-    read(make.SOUND)
-    read_independently(make.SOUND)
+@pytest.mark.parametrize("name", ["sound", *make.SOUND_CASES])
+def test_what_is_sound_is_read(name: str) -> None:
+    assert zckpt.validate(BROKEN / name).ok
+    read(BROKEN / name)
+    read_independently(BROKEN / name)
 
 
 @pytest.fixture

@@ -304,6 +304,20 @@ def test_what_is_no_regular_file_is_refused_at_once_wherever_it_is(tmp_path: Pat
         assert bounded(partial(rules, path.parent), 500 * MIB, 5).startswith("F002: F002"), name
 
 
+def test_what_is_no_directory_in_the_path_of_latest_is_refused_at_once(tmp_path: Path) -> None:
+    for number, (kind, make) in enumerate((kind, make) for kind, make in SPECIAL.items() if kind != "directory"):
+        for name in ("epoch0", "epoch0/c"):
+            run = tmp_path / f"{number}-{name.count('/')}"
+            Apart.of(SOUND).write(run / "epoch0" / "c")
+            write(run / "latest", b"epoch0/c\n")
+            (run / name).rename(run / "moved")
+            try:
+                make(run / name)
+            except PermissionError:
+                continue  # only root makes devices
+            assert bounded(partial(rules, run), 500 * MIB, 5).startswith("F002: F002"), (kind, name)
+
+
 def test_a_hard_link_is_a_file_like_any(tmp_path: Path) -> None:
     Apart.of(SOUND).write(tmp_path / "c")
     file = tmp_path / "c" / names.MANIFEST

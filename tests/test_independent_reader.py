@@ -256,7 +256,10 @@ def test_damaged_structure_is_refused(tmp_path: Path, case: str) -> None:
         Reader(tmp_path / "run").tree()
 
 
-@pytest.mark.parametrize("latest", [b"", b"\n", b".", b"..\n", b"../run/global_step7", b"global_step7\n\n", b"\xff"])
+@pytest.mark.parametrize(
+    "latest",
+    [b"", b"\n", b".", b"..\n", b"../run/global_step7", b"global_step7\n\n", b"\xff", b"global_step7/", b"a//b"],
+)
 def test_a_bad_latest_is_refused(tmp_path: Path, latest: bytes) -> None:
     shutil.copytree(EXAMPLE / "run", tmp_path / "run")
     assert Reader(tmp_path / "run").step == Reader(tmp_path / "run" / "global_step7").step == 7

@@ -301,14 +301,43 @@ def test_too_many_names_are_refused(raw: bytes, monkeypatch: pytest.MonkeyPatch)
     assert rule_of(raw) == "M005"
 
 
-@pytest.mark.parametrize("content", [b"global_step5", b"global_step5\n", b"a b\n", "schritt-ö\n".encode(), b"...\n"])
+@pytest.mark.parametrize(
+    "content",
+    [b"global_step5", b"global_step5\n", b"a b\n", "schritt-ö\n".encode(), b"...\n", b"a/b\n", b"a/.b/..c/ d/e"],
+)
 def test_latest_names_one_directory(content: bytes) -> None:
-    assert names.decode_latest(content, "latest") == content.decode().removesuffix("\n")
+    name = content.decode().removesuffix("\n")
+    assert names.decode_latest(content, "latest") == name
+    assert names.encode_latest(name) == content.removesuffix(b"\n") + b"\n"
+
+
+def test_latest_leads_into_directories_of_the_run(tmp_path: Path) -> None:
+    write_state(tmp_path / "epoch0" / "step1", 1, {"w": (2,)}, step=7, latest=False)
+    (tmp_path / "latest").write_bytes(names.encode_latest("epoch0/step1"))
+    assert zckpt.open(tmp_path).path == str(tmp_path / "epoch0" / "step1")
+    (tmp_path / "latest").write_bytes(names.encode_latest("epoch0/step2"))
+    with pytest.raises(zckpt.CheckpointNotFoundError, match="L001"):
+        zckpt.open(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "epoch0")
+    for name, rule in (("link/step1", "F002"), ("epoch0/link", "F002"), ("epoch0/file/step1", "F002")):
+        (tmp_path / "epoch0" / "link").unlink(missing_ok=True)
+        (tmp_path / "epoch0" / "link").symlink_to("step1")
+        (tmp_path / "epoch0" / "file").write_text("no directory")
+        (tmp_path / "latest").write_bytes(names.encode_latest(name))
+        with pytest.raises(FormatError) as caught:
+            zckpt.open(tmp_path)
+        assert caught.value.rule == rule
+    (tmp_path / "single").symlink_to("epoch0/step1")  # as ever: the checkpoint's directory may be a link
+    (tmp_path / "latest").write_bytes(names.encode_latest("single"))
+    assert zckpt.open(tmp_path).step == 7
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\n", b".", b"..\n", b"a/b", b"/etc\n", b"../other\n", b"a\n\n", b"a\0b", b"\xff", b"a\x7f", b"a" * 257],
+    [
+        *(b"", b"\n", b".", b"..\n", b"/etc\n", b"../other\n", b"a\n\n", b"a\0b", b"\xff", b"a\x7f", b"a" * 257),
+        *(b"/", b"a/", b"a//b", b"a/./b", b"a/../b", b"a/b/..", b"a/\n", b"a\n/b", b"\xc2\x9f/b", b"a/" * 128 + b"a"),
+    ],
 )
 def test_a_broken_latest_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "latest").write_bytes(content)

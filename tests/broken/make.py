@@ -156,6 +156,19 @@ def latest(content: bytes) -> Case:
     return Case(after=lambda path: write(path.parent / "latest", content), at="c")
 
 
+def nested_latest(link: str | None = None) -> Case:
+    """A ``latest`` of two components, of which one may be a link."""
+
+    def after(path: Path) -> None:
+        run = path.parents[1]
+        write(run / "latest", b"epoch0/step1\n")
+        if link is not None:
+            (run / link).rename(run / "moved")
+            (run / link).symlink_to(os.path.relpath(run / "moved", (run / link).parent))
+
+    return Case(after=after, at="epoch0/step1")
+
+
 def tree(value: Any, *, large: bool = False) -> Case:
     """Another root tree; bytes are packed already."""
     return Case(lambda apart: setattr(apart, "state", value() if callable(value) else value), large=large)
@@ -262,6 +275,12 @@ CASES: dict[str, Case] = {
     "L001-two-lines": latest(b"c\n\n"),
     "L001-long": latest(b"c" * 257),
     "L001-nothing": latest(b""),
+    "L001-absolute": latest(b"/c\n"),
+    "L001-slash-at-the-end": latest(b"c/\n"),
+    "L001-empty-component": latest(b"c//c\n"),
+    "L001-parent": latest(b"c/../c\n"),
+    "L001-itself": latest(b"./c\n"),
+    "L001-control-character": latest(b"c/\x7f\n"),
     "M001-more-bytes": manifest(lambda raw: raw + b"\0"),
     "M001-long-form": manifest(lambda raw: b"\xdc\0\4" + raw[1:]),
     "M001-five": manifest(lambda raw: b"\x95" + raw[1:] + b"\0"),
@@ -353,6 +372,8 @@ CASES: dict[str, Case] = {
     "F002-manifest": link(MANIFEST),
     "F002-rank": link(f"{DATA}/rank-00001"),
     "F002-save": link(DATA),
+    "F002-latest": nested_latest(link="epoch0"),
+    "F002-latest-last": nested_latest(link="epoch0/step1"),
     "F003-short": file(PATHS[OTHER], lambda raw: raw[:-1]),
     "F003-long": file(PATHS[OTHER], lambda raw: raw + b"\0"),
     "F003-sparse": sparse(PATHS[OTHER], 1 << 40),
@@ -414,11 +435,13 @@ CASES: dict[str, Case] = {
     "T004-bytes": tree(lambda: tuples(6, msgpack.packb(bytes(45 << 20))), large=True),
     "T004-containers": tree(lambda: b"\xdd\0\x40\0\0" + b"\x90" * (1 << 22), large=True),
 }
+SOUND_CASES = {"sound-nested": nested_latest()}
+"""What is not broken, though a reader might think so."""
 
 
 def make(name: str, directory: Path) -> None:
     """The fixture ``name`` in ``directory``, which does not exist."""
-    case = CASES[name]
+    case = (CASES | SOUND_CASES)[name]
     path = directory / case.at
     apart = Apart.of(SOUND)
     case.spoil(apart)
@@ -427,7 +450,7 @@ def make(name: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    for name, case in CASES.items():
+    for name, case in (CASES | SOUND_CASES).items():
         shutil.rmtree(HERE / name, ignore_errors=True)
         if not case.large:
             make(name, HERE / name)

@@ -114,19 +114,20 @@ def split_shard_name(name: str) -> tuple[str, str] | None:
 
 
 def encode_latest(name: str) -> bytes:
-    """The bytes of a ``latest`` file. Raises FormatError (L001) for a name that cannot stand there."""
+    """The bytes of a ``latest`` file that names the checkpoint ``name``, a path relative to the run. Raises FormatError
+    (L001) for a path that cannot stand there."""
     raw = f"{name}\n".encode(errors="surrogateescape")
     decode_latest(raw, LATEST)
     return raw
 
 
 def decode_latest(raw: bytes, file: str) -> str:
-    """The name in a ``latest`` file. Raises FormatError (L001)."""
+    """The path, relative to the run, in a ``latest`` file. Raises FormatError (L001)."""
     try:
         name = raw.decode()
     except UnicodeDecodeError:
         name = ""
     name = name.removesuffix("\n")
-    if not name or len(raw) > LATEST_BYTES_MAX or name in (".", "..") or "/" in name or _CONTROL.search(name):
+    if len(raw) > LATEST_BYTES_MAX or _CONTROL.search(name) or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise broken("L001", f"`latest` holds {raw[:80]!r}", file=file)
     return name

@@ -35,7 +35,7 @@ _RULES = (
     Rule("N003", "A part name matches `[A-Za-z0-9_][A-Za-z0-9_-]{0,63}`."),
     Rule("N004", "A save id is 16 lower-case hexadecimal digits."),
     # latest
-    Rule("L001", "`latest` holds the name of one checkpoint directory beside it, followed by at most one newline."),
+    Rule("L001", "`latest` holds the relative path of one checkpoint directory, followed by at most one newline."),
     # Manifest
     Rule("M001", 'A manifest is one msgpack array of four: `"zckpt"`, the version, a digest and the body.'),
     Rule("M002", "A reader refuses a manifest whose major version it does not know.", VersionError),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from zckpt.checkpoint import Checkpoint
 from zckpt.errors import (
     CheckpointNotFoundError,
     FormatError,
+    MissingFileError,
     UnfinishedWriteError,
 )
 from zckpt.format import manifest as manifest_format
@@ -18,6 +20,7 @@ from zckpt.io.store import open_store
 
 if TYPE_CHECKING:
     from zckpt.io.budget import Budget
+    from zckpt.io.store import Store
 
 StrPath = str | os.PathLike[str]
 
@@ -57,11 +60,12 @@ def find(path: str) -> str:
         what = "is a file" if store.exists("") else "does not exist"
         raise CheckpointNotFoundError(f"the path {what}", file=path, hint="give the directory of a checkpoint or run")
     if names.LATEST in entries:
-        raw = store.reader().read(names.LATEST, 0, LATEST_BYTES_MAX + 1)
-        found = os.path.join(path, names.decode_latest(raw, os.path.join(path, names.LATEST)))
-        if open_store(found).exists(names.MANIFEST):
-            return found
-        raise CheckpointNotFoundError("`latest` names a checkpoint that is not there", file=found, rule="L001")
+        name = read_latest(store)
+        if _has_manifest(store, name):
+            return os.path.join(path, name)
+        raise CheckpointNotFoundError(
+            "`latest` names a checkpoint that is not there", file=os.path.join(path, name), rule="L001"
+        )
     if any(names.is_data_dir(entry) for entry in entries):
         raise UnfinishedWriteError(
             "a write was begun here and never committed",
@@ -72,3 +76,23 @@ def find(path: str) -> str:
     if any(entry.endswith("_states.pt") for entry in entries):
         hint = "this looks like a checkpoint in DeepSpeed's own format"
     raise CheckpointNotFoundError("there is no manifest", file=path, hint=hint)
+
+
+def read_latest(run: Store) -> str:
+    """The path, relative to the run, that its ``latest`` holds. Raises FormatError (L001, F001, F002), StorageError."""
+    with closing(run.reader()) as reader:
+        raw = reader.read(names.LATEST, 0, LATEST_BYTES_MAX + 1)
+    return names.decode_latest(raw, os.path.join(run.root, names.LATEST))
+
+
+def _has_manifest(run: Store, name: str) -> bool:
+    """Whether a checkpoint is at this path in the run. Raises FormatError (F002) for a path of several components if
+    one of them is a link."""
+    if "/" not in name:  # a single component may be a link
+        return open_store(os.path.join(run.root, name)).exists(names.MANIFEST)
+    with closing(run.reader()) as reader:
+        try:
+            reader.size(f"{name}/{names.MANIFEST}")
+        except MissingFileError:
+            return False
+    return True
