@@ -15,6 +15,7 @@ from runs import (
     BEFORE,
     assert_goes_on_alike,
     assert_same,
+    held,
     inner,
     logical,
     raw,
@@ -23,7 +24,9 @@ from runs import (
     weights,
     write_and_go_on,
 )
+from zckpt.engines import adapt
 from zckpt.engines.deepspeed import replicas
+from zckpt.engines.deepspeed.group import group_of
 from zckpt.pipelines import restore as pipeline
 
 if TYPE_CHECKING:
@@ -267,21 +270,58 @@ def test_gradients_that_no_step_has_used_are_refused(cluster: Cluster, tmp_path:
         assert "gradients that no optimizer step has used yet" in message
 
 
+def restore_over_gradients(directory: str, setups: list[dict[str, Any]]) -> None:
+    for n, setup in enumerate(setups):
+        config = {**setup.get("config", {}), "gradient_accumulation_steps": 2}
+        restore_over_gradients_of(make_engine(**{**setup, "config": config}), f"{directory}/{n}")
+
+
+def restore_over_gradients_of(engine: Any, path: str) -> None:
+    train(engine, 2)
+    zckpt.write(engine, path)
+    before = held(engine)
+    runs = []
+    for pending in ("inside a step", "before a step", "none"):
+        if pending != "none":
+            train(engine, 1, 2)
+        if pending == "before a step":
+            engine.backward(engine(**batch(engine, 3)))
+        if pending != "none":
+            with pytest.raises(zckpt.UnsupportedError, match="gradients that no optimizer step has used yet"):
+                adapt(engine).refuse_unsupported()
+            adapt(engine).refuse_unsupported(drop_gradients=True)
+            assert_same(held(engine), before)
+        zckpt.restore(engine, path)
+        assert engine.micro_steps == 2
+        assert_same(held(engine), before)
+        runs.append((train(engine, 4, 2), held(engine)))
+        zckpt.restore(engine, path)
+    for losses, after in runs:
+        assert losses == runs[-1][0]
+        assert_same(after, runs[-1][1])
+
+
+def test_a_restore_drops_gradients_that_no_step_has_used(cluster: Cluster, tmp_path: Path) -> None:
+    modes = [MODES[mode] for mode in ("0", "0-fp32", "1", "1-bf16-optimizer", "1-cpu", "2", "2-cpu")]
+    cluster.run(restore_over_gradients, 2, str(tmp_path), [*modes, {"stage": 3}, {"stage": 3, **CPU}])
+
+
 def gather_shares(room: int) -> None:
     """In buffers smaller than a tensor, than an element, than everything together."""
     replicas.GATHER_BYTES = room
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    group = group_of(None)
     sizes = [(), (1,), (5, 7), (2,), (0, 3), (64,), (3, 3)]
     dtypes = [torch.bfloat16, torch.float32, torch.int64]
     whole = [torch.arange(n, n + torch.Size(size).numel()).reshape(size) for n, size in enumerate(sizes)]
     whole = [tensor.to(dtypes[n % 3]) for n, tensor in enumerate(whole)]
     mine = [torch.full_like(tensor, -1) for tensor in whole]
     for tensor, value in zip(mine, whole, strict=True):
-        start, stop = replicas.share(tensor.numel())
+        start, stop = replicas.share(tensor.numel(), group)
         tensor.view(-1)[start:stop] = value.view(-1)[start:stop]
-    replicas.gather(mine)
+    replicas.gather(mine, group)
     assert all(map(torch.equal, mine, whole))
-    assert replicas.agreed({"a"} if rank == ranks - 1 else {"b"}, ["a", "b", "c"], torch.device("cpu")) == {"a", "b"}
+    names = {"a"} if group.rank == group.size - 1 else {"b"}
+    assert replicas.agreed(names, ["a", "b", "c"], torch.device("cpu"), group) == {"a", "b"}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -47,7 +47,7 @@ class Engine:
         self.step = step
         self.description = {"framework": "none"}
 
-    def refuse_unsupported(self) -> None:
+    def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
         pass
 
     def inventory(self, parts: object) -> Inventory:

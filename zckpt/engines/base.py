@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Protocol):
-    """One live engine on one rank.
+    """One live engine on one rank, which has its number within the engine's own group of ranks (``group_of``).
 
     The order of calls is ``refuse_unsupported``, then either ``inventory``, ``state``, ``rank_state`` and maybe
     ``before_change`` to write, or ``wanted``, ``check_state``, ``fill`` and ``finish_restore`` to read. Only the last
@@ -32,8 +32,12 @@ class EngineAdapter(Protocol):
     def description(self) -> dict[str, str]:
         """Framework, versions and mode, for people; never read back by a program."""
 
-    def refuse_unsupported(self) -> None:
-        """Raises UnsupportedError that names each thing in the engine that could not be saved and restored whole."""
+    def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
+        """Raises UnsupportedError that names each thing in the engine that could not be saved and restored whole.
+
+        ``drop_gradients``: gradients that no optimizer step has used yet are no such thing. They are not saved, and the
+        engine keeps them; a restore drops those of the engine that it restores into.
+        """
 
     def inventory(self, parts: Collection[str] | None) -> Inventory:
         """What this rank writes: fragments with ``data``. ``parts=None``: all that a bit-exact resume needs.

@@ -156,7 +156,7 @@ def _plan_restore(
     own_client_state: bool,
 ) -> _RestorePlan:
     adapter = adapt(engine)
-    adapter.refuse_unsupported()
+    adapter.refuse_unsupported(drop_gradients=True)
     checkpoint = open_checkpoint(find(os.fspath(path)), budget)
     stored = {
         part: {info.name: info.dtype for info in checkpoint.values() if info.part == part} for part in checkpoint.parts

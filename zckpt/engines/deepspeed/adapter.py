@@ -13,6 +13,7 @@ import torch
 from zckpt.engines import rng
 from zckpt.engines.deepspeed import cpu_adam, optimizer, refuse, replicas, scaler
 from zckpt.engines.deepspeed.flats import moments
+from zckpt.engines.deepspeed.group import RankGroup, group_of
 from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers, unwrapped
@@ -57,8 +58,8 @@ class DeepSpeedAdapter:
             "optimizer": type(self._zero.optimizer).__name__,
         }
 
-    def refuse_unsupported(self) -> None:
-        found = refuse.unsupported(self._engine)
+    def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
+        found = refuse.unsupported(self._engine, drop_gradients)
         if found:
             raise UnsupportedError(
                 f"zckpt does not support this DeepSpeed engine: {'; '.join(found)}", hint=refuse.SUPPORTED
@@ -206,7 +207,7 @@ class DeepSpeedAdapter:
         if "optimizer" in state:
             saved = optimizer.Saved(_tree(state, "optimizer"), (rank_state or {}).get("optimizer"))
             optimizer.restore(saved, self._zero.optimizer, self._zero.flats, self._unknown)
-        self._zero.after_restore(replicas.agreed(weights, self._parameters[0], self._engine.device))
+        self._zero.after_restore(replicas.agreed(weights, self._parameters[0], self._engine.device, self._group))
         if "scheduler" in state:
             self._restore_scheduler(state)
         if "optimizer" in state:
@@ -217,8 +218,9 @@ class DeepSpeedAdapter:
         if "counters" in state:
             for name, value in _counters(state).items():
                 setattr(self._engine, name, value)
-            # With other accumulation steps now, the saved number may lie inside a step.
-            self._engine.micro_steps -= self._engine.micro_steps % self._engine.gradient_accumulation_steps()
+        # No gradients are left. The number may lie inside a step, as the engine's or when it was saved.
+        self._engine.micro_steps -= self._engine.micro_steps % self._engine.gradient_accumulation_steps()
+        self._engine._unmanaged_backward_count = 0
         if rank_state is not None and rng_too:
             rng.restore(_tree(rank_state, "rng"), self._engine.device)
             tracked = _tree(rank_state, "rng_tracker")
@@ -229,7 +231,11 @@ class DeepSpeedAdapter:
     def _zero(self) -> Wrapper:
         kind = kind_of(self._engine)
         assert kind is not None, "refuse_unsupported comes first"
-        return kind(self._engine.optimizer, self._parameters[0])
+        return kind(self._engine.optimizer, self._parameters[0], self._group)
+
+    @cached_property
+    def _group(self) -> RankGroup:
+        return group_of(self._engine)
 
     @cached_property
     def _parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
@@ -265,7 +271,7 @@ class DeepSpeedAdapter:
                 yield from flat.fragments(part, data.dtype, flat.files.get(part, data), self._zero.tier(part))
 
     def _param_fragments(self, names: Iterable[str]) -> Iterator[Fragment]:
-        rank = torch.distributed.get_rank()
+        rank = self._group.rank
         for name in names:
             slot, data = self._zero.weight(name)
             # A tensor without elements is nobody's; rank 0 speaks for it.
@@ -275,7 +281,7 @@ class DeepSpeedAdapter:
                 yield Fragment(PARAM, name, slot.shape, dtype, slot.start, slot.stop, tier, data=data)
 
     def _buffer_fragments(self) -> Iterator[Fragment]:
-        rank = torch.distributed.get_rank()
+        rank = self._group.rank
         for name, buffer in self._buffers[0].items():
             data = buffer.detach().reshape(-1)
             if data.numel() or rank == 0:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zckpt.engines.deepspeed.group import group_of
 from zckpt.engines.deepspeed.wrapper import kind_of
 from zckpt.engines.tensors import modules_with_extra_state
 
@@ -17,11 +18,15 @@ SUPPORTED = (
 )
 
 
-def unsupported(engine: Any) -> list[str]:
-    """All of it, most telling first; empty for an engine that can be read and restored. Changes nothing."""
+def unsupported(engine: Any, drop_gradients: bool = False) -> list[str]:
+    """All of it, most telling first; empty for an engine that can be read and restored. Changes nothing.
+
+    ``drop_gradients``: gradients that no optimizer step has used yet are left out of it.
+    """
     found = [*_kind(engine), *_precision(engine), *_offload(engine), *_parallelism(engine), *_features(engine)]
     # The wrapper's insides are only known once it is the one expected.
-    return found or [*_parameters(engine), *_gradients(engine), *_scheduler(engine)]
+    gradients = () if drop_gradients else _gradients(engine)
+    return found or [*_parameters(engine), *gradients, *_scheduler(engine)]
 
 
 def _kind(engine: Any) -> Iterator[str]:
@@ -102,7 +107,7 @@ def _features(engine: Any) -> Iterator[str]:
 def _parameters(engine: Any) -> Iterator[str]:
     kind = kind_of(engine)
     if kind is not None:
-        yield from kind.unsupported(engine.optimizer, dict(engine.module.named_parameters()))
+        yield from kind.unsupported(engine.optimizer, dict(engine.module.named_parameters()), group_of(engine))
 
 
 def _gradients(engine: Any) -> Iterator[str]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from zckpt.engines.deepspeed.flats import Flat
+    from zckpt.engines.deepspeed.group import RankGroup
 
 GATHER_BYTES = 32 << 20
 """What one all-gather returns at most: the memory that ``gather`` needs."""
@@ -26,8 +27,9 @@ GATHER_BYTES = 32 << 20
 class Replicated:
     """What such wrappers have in common; ``wrapper.Wrapper`` says what each member is for."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         self._wrapper = wrapper
+        self._group = group
         self._parameters = parameters
 
     def tier(self, part: str) -> str:
@@ -35,7 +37,7 @@ class Replicated:
 
     def weight(self, name: str) -> tuple[Slot, torch.Tensor]:
         parameter = self._parameters[name]
-        start, stop = share(parameter.numel())
+        start, stop = share(parameter.numel(), self._group)
         return Slot(name, tuple(parameter.shape), start, stop, 0), parameter.detach().view(-1)[start:stop]
 
     def settle(self) -> None:
@@ -54,10 +56,10 @@ class Replicated:
         return [parameter for name, parameter in self._parameters.items() if name in names]
 
 
-def share(numel: int) -> tuple[int, int]:
+def share(numel: int, group: RankGroup) -> tuple[int, int]:
     """The elements [start, stop) for which this rank speaks."""
-    length = -(-numel // torch.distributed.get_world_size())
-    start = min(torch.distributed.get_rank() * length, numel)
+    length = -(-numel // group.size)
+    start = min(group.rank * length, numel)
     return start, min(start + length, numel)
 
 
@@ -69,9 +71,9 @@ def unsupported(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
             return
 
 
-def gather(tensors: Sequence[torch.Tensor]) -> None:
+def gather(tensors: Sequence[torch.Tensor], group: RankGroup) -> None:
     """Fills every rank's copy of contiguous ``tensors``, the same on each rank, with the shares of all. Collective."""
-    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    ranks, rank = group.size, group.rank
     if ranks == 1 or not tensors:
         return
     device = tensors[0].device
@@ -84,17 +86,17 @@ def gather(tensors: Sequence[torch.Tensor]) -> None:
         for at, shares in pieces:
             mine = shares[rank]
             sent.narrow(0, at, mine.numel()).copy_(mine)
-        all_gather(received[: ranks * used], sent[:used])
+        all_gather(received[: ranks * used], sent[:used], group=group.handle)
         for at, shares in pieces:
             for source, target in enumerate(shares):
                 target.copy_(received.narrow(0, source * used + at, target.numel()))
 
 
-def agreed(names: Collection[str], everything: Iterable[str], device: torch.device) -> frozenset[str]:
+def agreed(names: Collection[str], everything: Iterable[str], device: torch.device, group: RankGroup) -> frozenset[str]:
     """Those of ``everything``, the same on each rank, that any rank has in ``names``. Collective."""
     ordered = list(everything)
     mask = torch.tensor([name in names for name in ordered], dtype=torch.uint8, device=device)
-    torch.distributed.all_reduce(mask, torch.distributed.ReduceOp.MAX)
+    torch.distributed.all_reduce(mask, torch.distributed.ReduceOp.MAX, group=group.handle)
     return frozenset(name for name, found in zip(ordered, mask.tolist(), strict=True) if found)
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from zckpt.engines.deepspeed.group import RankGroup
+
 
 class Held(NamedTuple):
     """A param group's parameters, one behind the other, and the ``master`` that holds them so."""
@@ -36,8 +38,8 @@ class Held(NamedTuple):
 class Unwrapped(replicas.Replicated):
     """No wrapper: an optimizer over the model's own parameters, in fp32. ``wrapper.Wrapper`` documents the members."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        super().__init__(wrapper, parameters)
+    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
+        super().__init__(wrapper, parameters, group)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._all_held = tuple(self._held(wrapper))
         self.flats = tuple(
@@ -46,7 +48,7 @@ class Unwrapped(replicas.Replicated):
         )
 
     @classmethod
-    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any]) -> Iterator[str]:
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
         held = list(cls._held(wrapper))
         yield from replicas.unsupported(parameters)
         yield from foreign(parameters, (p for one in held for p in one.parameters))
@@ -66,7 +68,7 @@ class Unwrapped(replicas.Replicated):
 
     def after_restore(self, weights: Collection[str]) -> None:
         # What was not restored is equal on every rank already.
-        replicas.gather([*self._weights(weights), *self._replicas()])
+        replicas.gather([*self._weights(weights), *self._replicas()], self._group)
         for held in self._all_held:
             for parameter, master in held.whole(held.master):
                 parameter.detach().copy_(master)
@@ -82,7 +84,7 @@ class Unwrapped(replicas.Replicated):
     def _slots(self, held: Held) -> Iterator[Slot]:
         offset = 0
         for parameter in held.parameters:
-            start, stop = replicas.share(parameter.numel())
+            start, stop = replicas.share(parameter.numel(), self._group)
             yield Slot(self._names[id(parameter)], tuple(parameter.shape), start, stop, offset + start)
             offset += parameter.numel()
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from zckpt.engines.deepspeed.flats import Flat, Slot
+    from zckpt.engines.deepspeed.group import RankGroup
     from zckpt.state.inventory import FileSpan
 
 
@@ -27,11 +28,11 @@ class Wrapper(Protocol):
     ``after_restore`` makes every replica whole from all ranks' shares.
     """
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """``parameters`` are the module's by name."""
+    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
+        """``parameters`` are the module's by name; ``group`` has the engine's ranks."""
 
     @staticmethod
-    def unsupported(wrapper: Any, parameters: Mapping[str, Any]) -> Iterator[str]:
+    def unsupported(wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
         """What stands against the parameters' layout, by name. Changes nothing."""
 
     @staticmethod

@@ -17,10 +17,13 @@ import torch
 
 from zckpt.engines.deepspeed import replicas
 from zckpt.engines.deepspeed.flats import Flat, Slot, foreign
+from zckpt.engines.deepspeed.group import ranks_of
 from zckpt.state.inventory import MASTER, PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from zckpt.engines.deepspeed.group import RankGroup
 
 
 class Group(NamedTuple):
@@ -37,19 +40,18 @@ class Group(NamedTuple):
 class Zero12(replicas.Replicated):
     """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        super().__init__(wrapper, parameters)
+    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
+        super().__init__(wrapper, parameters, group)
         self._moved: frozenset[Any] = frozenset()
         self._pinned = False
         self.flats = self._flats()
 
     @classmethod
-    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any]) -> Iterator[str]:
-        everyone = list(range(torch.distributed.get_world_size()))
-        for group in wrapper.real_dp_process_group:
-            ranks = torch.distributed.get_process_group_ranks(group)
-            if ranks != everyone:
-                yield f"a partition group other than all ranks in order: ranks {ranks}"
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
+        for handle in wrapper.real_dp_process_group:
+            ranks = ranks_of(handle)
+            if ranks != group.ranks:
+                yield f"a partition group other than the engine's ranks in order: ranks {list(ranks)}"
                 return
         yield from replicas.unsupported(parameters)
         yield from foreign(parameters, (p for group in cls._groups(wrapper) for p in group.parameters))
@@ -79,7 +81,7 @@ class Zero12(replicas.Replicated):
 
     def after_restore(self, weights: Collection[str]) -> None:
         wrapper = self._wrapper
-        replicas.gather(self._weights(weights))
+        replicas.gather(self._weights(weights), self._group)
         wrapper.update_lp_params()
         wrapper._link_all_hp_params()
         wrapper._hp_optimizer_states_linked = False
@@ -99,12 +101,15 @@ class Zero12(replicas.Replicated):
         wrapper = self._wrapper
         wrapper.zero_grad()
         wrapper.micro_step_id = -1
+        wrapper.averaged_gradients.clear()  # in place: the parameters' _hp_mapping holds it too
+        wrapper.all_grad_tensors.clear()
+        wrapper._offload_accumulated_param_ids = set()
         for flat in self.flats:
             if flat.master.grad is not None:  # with offload, the buffer for the next step's
                 flat.master.grad.zero_()
 
     def _flats(self) -> tuple[Flat, ...]:
-        rank = torch.distributed.get_rank()
+        rank = self._group.rank
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         flats = []
         for index, group in enumerate(self._groups(self._wrapper)):

@@ -11,40 +11,42 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from zckpt.engines.deepspeed.flats import Flat, Slot, foreign, part_of
+from zckpt.engines.deepspeed.group import ranks_of
 from zckpt.engines.deepspeed.nvme import OptimizerFiles, ParameterFiles
 from zckpt.state.inventory import MASTER, PARAM, FileSpan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    import torch
+
+    from zckpt.engines.deepspeed.group import RankGroup
+
 
 class Zero3:
     """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         self._wrapper = wrapper
-        self._rank = torch.distributed.get_rank()
+        self._rank = group.rank
         self._parameters: Mapping[str, Any] = parameters
         self._files = OptimizerFiles(wrapper)
         self._moved: frozenset[Any] = frozenset()
         self.flats = self._flats()
 
     @staticmethod
-    def unsupported(wrapper: Any, parameters: Mapping[str, Any]) -> Iterator[str]:
-        everyone = list(range(torch.distributed.get_world_size()))
+    def unsupported(wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
         groups: dict[int, tuple[Any, str]] = {}
         for name, parameter in parameters.items():
             if getattr(parameter, "ds_tensor", None) is None:
                 yield f"a parameter that ZeRO does not partition: {name}"
                 return
             groups.setdefault(id(parameter.ds_process_group), (parameter.ds_process_group, name))
-        for group, name in groups.values():
-            ranks = torch.distributed.get_process_group_ranks(group)
-            if ranks != everyone:
-                yield f"a partition group other than all ranks in order: {name} lies on ranks {ranks}"
+        for handle, name in groups.values():
+            ranks = ranks_of(handle)
+            if ranks != group.ranks:
+                yield f"a partition group other than the engine's ranks in order: {name} lies on ranks {list(ranks)}"
                 return
         yield from foreign(parameters, (parameter for group in wrapper.fp16_groups for parameter in group))
 
@@ -105,13 +107,22 @@ class Zero3:
         for flat in self.flats:
             if not flat.files:
                 self._derive_weights(flat)
-        wrapper.averaged_gradients = {}
-        wrapper.zero_grad()  # also puts micro_step_id back to 0
+        self._drop_gradients()
         wrapper.overflow = False
         wrapper.checkpoint_event_epilogue()  # gathers the persistent parameters anew
         if self._moved:
             pinned = hasattr(wrapper, "hp_params_pin_buffers") or hasattr(wrapper, "lp_param_contiguous_pin_buffer")
             wrapper.offload_states(include=self._moved, pin_memory=pinned)
+
+    def _drop_gradients(self) -> None:
+        wrapper = self._wrapper
+        wrapper.zero_grad()  # also puts micro_step_id back to 0
+        wrapper.averaged_gradients = {}
+        wrapper._offload_boundary_param_ids = set()
+        wrapper.grad_partitions_flat_buffer.zero_()
+        for flat in self.flats:
+            if flat.master.grad is not None:  # with offload, the buffer for the next step's
+                flat.master.grad.zero_()
 
     @property
     def _offloaded_states(self) -> frozenset[Any]:
