@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import LockedError, MissingFileError, ZckptError
 from zckpt.format.names import LOCK
+from zckpt.io.available import boot_id
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -148,8 +149,7 @@ def _locked(store: Store, message: str, holder: bytes) -> LockedError:
 
 def _machine() -> str:
     """Where process ids have one meaning: this boot of this machine, and this container."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
+    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def _started(pid: object) -> int | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,17 +33,6 @@ HOST_MEMORY: Bytes = np.frombuffer((ctypes.c_uint8 * (1 << 57)).from_address(PAG
 longer. A view of it keeps nothing alive."""
 HOST_VIEW = memoryview(HOST_MEMORY)
 """The same; slices of it are made in half the time."""
-
-
-def available_bytes() -> int:
-    """Memory of this machine, or of the container that limits it, that nobody needs."""
-    with open("/proc/meminfo", encoding="ascii") as meminfo:
-        fields = dict(line.split(":", 1) for line in meminfo)
-    available = 1024 * int(fields["MemAvailable"].split()[0])
-    with suppress(OSError, ValueError):  # no limit, or no such file: no cgroup of version 2
-        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
-        available = min(available, max(limit - used, 0))
-    return available
 
 
 def fresh_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:

@@ -111,35 +111,50 @@ class Ranks:
 
         A rank where it failed raises its own error, every other one a RankError that names the first failed rank.
         """
-        if self._group is None:
-            return action()
-        with self._group.lives.shown(doing):
-            return self._together(action, doing)
+        results: list[T] = []
 
-    def _together(self, action: Callable[[], T], doing: str) -> T:
+        def run() -> bytes:
+            results.append(action())
+            return b""
+
+        self.share(run, doing)
+        return results[0]
+
+    def share(self, action: Callable[[], bytes], doing: str) -> list[bytes]:
+        """Runs ``action`` on every rank; returns its results of all ranks, on every rank, only if it succeeded on all.
+        Raises as ``together`` does.
+
+        A chain of these, with all that can fail inside of the actions, is one that all ranks leave together.
+        """
+        if self._group is None:
+            return [action()]
+        with self._group.lives.shown(doing):
+            return self._share(action, doing)
+
+    def _share(self, action: Callable[[], bytes], doing: str) -> list[bytes]:
         error: BaseException | None = None
-        result: T | None = None
+        result = b""
         try:
             result = action()
         except BaseException as caught:  # raised again below, once the others know
             error = caught
         message = "" if error is None else f"{type(error).__name__}: {error}"
         try:
-            reports = list(map(msgpack.unpackb, self.gather(msgpack.packb([error is not None, message]), doing)))
+            report = msgpack.packb([error is not None, message, result])
+            reports = [msgpack.unpackb(one) for one in self.gather(report, doing)]
         except RankError as lost:
             raise error or lost from None
         if error is not None:
             raise error
-        failed = [rank for rank, (bad, _) in enumerate(reports) if bad]
+        failed = [rank for rank, (bad, *_) in enumerate(reports) if bad]
         if failed:
             others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
             raise RankError(f"rank {failed[0]}{others} failed to {doing}: {reports[failed[0]][1]}", rank=failed[0])
-        return result  # type: ignore[return-value]
+        return [data for *_, data in reports]
 
     def first(self, action: Callable[[], bytes], doing: str) -> bytes:
         """Runs ``action`` on rank 0 alone; every rank gets its result, or an error."""
-        mine = self.together(lambda: action() if self.rank == 0 else b"", doing)
-        return self.gather(mine)[0]
+        return self.share(lambda: action() if self.rank == 0 else b"", doing)[0]
 
     def agree(self, value: str, what: str) -> str:
         """``value``, if it is the same on every rank; otherwise RankError on all."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-import socket
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -27,9 +26,10 @@ from zckpt.errors import (
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
+from zckpt.io.available import available_bytes, boot_id
 from zckpt.io.budget import Budget
 from zckpt.io.lock import WriteLock
-from zckpt.io.memory import available_bytes, host_bytes, wait_for_caller
+from zckpt.io.memory import host_bytes, wait_for_caller
 from zckpt.io.ranks import Ranks
 from zckpt.io.store import open_store
 from zckpt.io.write import cuda_device_of, write_shards
@@ -188,7 +188,7 @@ def write_engine(
     if latest:
         names.encode_latest(os.path.relpath(target, latest_in))  # refused now, not after the commit
     if background and snapshot_bytes is None:
-        here = socket.gethostname().encode()
+        here = boot_id().encode()
         snapshot_bytes = available_bytes() // 2 // ranks.gather(here).count(here)
     if background and snapshot == "lazy":
         fragments = [_detached(fragment) for fragment in fragments]

@@ -1,0 +1,136 @@
+"""Memory that is available: the machine's, and less where a control group of any version sets a limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from zckpt.io.available import available_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MIB = 1 << 20
+MOUNTS = {
+    1: "35 31 0:32 {top} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n",
+    2: "31 23 0:28 {top} /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw,nsdelegate\n",
+}
+LINES = {1: "9:cpu,cpuacct:/elsewhere\n4:memory:{path}\n1:name=systemd:/elsewhere\n", 2: "0::{path}\n"}
+PLACES = {1: "sys/fs/cgroup/memory", 2: "sys/fs/cgroup"}
+
+
+def make(root: Path, version: int, path: str, groups: dict[str, dict[str, object]], top: str = "/") -> str:
+    """A machine of 1000 MiB. ``groups``: the files of each, where the hierarchy is mounted."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 9999999 kB\nMemAvailable: {1000 << 10} kB\nHugepagesize: 2048 kB\n")
+    (root / "proc/self/cgroup").write_text(LINES[version].format(path=path))
+    (root / "proc/self/mountinfo").write_text(
+        "23 1 8:1 / / rw - ext4 /dev/vda rw\n33 31 0:30 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+        + MOUNTS[version].format(top=top)
+    )
+    for group, files in groups.items():
+        directory = root / PLACES[version] / group
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (directory / name).write_text(f"{content}\n")
+    return str(root)
+
+
+def v2(limit: object, used: int, **more: object) -> dict[str, object]:
+    return {"memory.max": limit, "memory.current": used, **{name.replace("_", "."): v for name, v in more.items()}}
+
+
+def v1(limit: int, used: int, **more: object) -> dict[str, object]:
+    files = {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used, "memory.use_hierarchy": 1}
+    return {**files, **{f"memory.{name}": value for name, value in more.items()}}
+
+
+NO_LIMIT = 9223372036854771712
+
+
+def test_without_groups_it_is_the_machine_s(tmp_path: Path) -> None:
+    assert available_bytes(make(tmp_path, 2, "/user.slice", {"user.slice": v2("max", 7 * MIB)})) == 1000 * MIB
+    for file in ("cgroup", "mountinfo"):
+        (tmp_path / "proc/self" / file).unlink()
+        assert available_bytes(str(tmp_path)) == 1000 * MIB
+    assert 0 < available_bytes() < 1 << 50
+
+
+def test_the_smallest_of_all_that_is_left_counts(tmp_path: Path) -> None:
+    """Slurm puts a limit on the job, and systemd on a slice; the group of the process itself has none."""
+    groups = {
+        "": {"cgroup.procs": ""},
+        "system.slice": v2(900 * MIB, 100 * MIB),
+        "system.slice/slurm": v2(500 * MIB, 50 * MIB),
+        "system.slice/slurm/job 7": v2(600 * MIB, 50 * MIB),
+        "system.slice/slurm/job 7/step": v2("max", 10 * MIB),
+    }
+    path = "/system.slice/slurm/job 7/step"
+    assert available_bytes(make(tmp_path / "a", 2, path, groups)) == 450 * MIB
+    groups["system.slice"] = v2("max", 600 * MIB, memory_high=1000 * MIB)
+    assert available_bytes(make(tmp_path / "b", 2, path, groups)) == 400 * MIB
+    groups["system.slice/slurm/job 7"] = v2(100 * MIB, 300 * MIB)
+    assert available_bytes(make(tmp_path / "c", 2, path, groups)) == 0
+    groups["system.slice/slurm/job 7"] = v2(100 * MIB, 90 * MIB, memory_stat=f"anon 1\ninactive_file {30 * MIB}")
+    assert available_bytes(make(tmp_path / "d", 2, path, groups)) == 40 * MIB, "the cached files go first"
+
+
+def test_in_a_container_the_group_has_another_name_outside(tmp_path: Path) -> None:
+    limited = {"": v2(300 * MIB, 100 * MIB)}
+    assert available_bytes(make(tmp_path / "namespace", 2, "/", limited)) == 200 * MIB
+    assert available_bytes(make(tmp_path / "mounted", 2, "/docker/0a", limited, top="/docker/0a")) == 200 * MIB
+    assert available_bytes(make(tmp_path / "elsewhere", 2, "/../other", limited)) == 200 * MIB
+    inner = {"": v2("max", 0), "init": v2(50 * MIB, 0)}
+    assert available_bytes(make(tmp_path / "inner", 2, "/docker/0a/init", inner, top="/docker/0a")) == 50 * MIB
+
+
+def test_version_1(tmp_path: Path) -> None:
+    groups = {"": v1(NO_LIMIT, 5), "slurm": v1(400 * MIB, 100 * MIB), "slurm/job": v1(NO_LIMIT, 100 * MIB)}
+    assert available_bytes(make(tmp_path / "a", 1, "/slurm/job", groups)) == 300 * MIB
+    groups["slurm"]["memory.use_hierarchy"] = 0  # then its limit is for its own processes
+    assert available_bytes(make(tmp_path / "b", 1, "/slurm/job", groups)) == 1000 * MIB
+    stat = f"cache 9\nhierarchical_memory_limit {350 * MIB}\ntotal_inactive_file {10 * MIB}"
+    container = {"": v1(NO_LIMIT, 100 * MIB, stat=stat)}
+    assert available_bytes(make(tmp_path / "c", 1, "/docker/0a", container, top="/docker/0a")) == 260 * MIB
+
+
+def test_files_that_say_nothing_are_passed_over(tmp_path: Path) -> None:
+    groups = {"a": v2(500 * MIB, 0), "a/b": {"memory.max": "what", "memory.current": 0}, "a/b/c": {"memory.max": 7}}
+    assert available_bytes(make(tmp_path, 2, "/a/b/c", groups)) == 500 * MIB
+
+
+@contextmanager
+def group_of_version_1() -> Iterator[Path]:
+    group = Path("/sys/fs/cgroup/memory", f"zckpt-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(512 * MIB))
+        (group / "memory.use_hierarchy").write_text("1")
+        (group / "below").mkdir()
+    except OSError as error:
+        for made in (group / "below", group):
+            with suppress(OSError):
+                made.rmdir()
+        pytest.skip(f"no control group of version 1 can be made here: {error}")
+    try:
+        yield group
+    finally:
+        for made in (group / "below", group):
+            made.rmdir()
+
+
+def test_a_real_group_of_version_1() -> None:
+    program = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+    program += "from zckpt.io.available import available_bytes; print(available_bytes())"
+    with group_of_version_1() as group:
+        tasks = str(group / "below" / "cgroup.procs")
+        ended = subprocess.run([sys.executable, "-c", program, tasks], capture_output=True, text=True, check=False)
+        if "cgroup.procs" in ended.stderr:
+            pytest.skip("this process may not be put into a control group")
+        assert 256 * MIB < int(ended.stdout) <= 512 * MIB, ended.stderr

@@ -1,0 +1,115 @@
+"""How much memory this process may still take: of the machine, and of every control group that limits it."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """The names of what a control group says of its memory."""
+
+    limits: tuple[str, ...]
+    used: str
+    inactive: str
+    """In ``memory.stat``: cached bytes of files that the kernel gives up before it refuses memory."""
+
+
+_V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Version(("memory.max", "memory.high"), "memory.current", "inactive_file")
+
+
+def available_bytes(root: str = "/") -> int:
+    """Memory that nobody needs: of this machine, or less where a control group of this process, or one above it, has a
+    limit, as in containers, under Slurm and in systemd's services. ``root`` is where ``/proc`` and ``/sys`` are.
+    """
+    meminfo = _table(Path(root, "proc/meminfo"))
+    available = 1024 * meminfo["MemAvailable:"]
+    for group, version in _groups(Path(root)):
+        with suppress(OSError, ValueError):  # the root of all groups has no such files
+            used = int((group / version.used).read_text())
+            stat = _table(group / "memory.stat")
+            # What lies above a container cannot be seen inside of it; version 1 tells its smallest limit all the same.
+            limits = [stat.get("hierarchical_memory_limit", available + used)]
+            limits += [int(text) for text in _texts(group, version.limits) if text != "max"]
+            available = min(available, max(min(limits) - used + stat.get(version.inactive, 0), 0))
+    return available
+
+
+def boot_id() -> str:
+    """What tells this machine, since its last start, from any other, whatever their names are."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
+    """The directories of the control groups whose limits of memory hold for this process, the innermost first."""
+    with suppress(OSError):  # a kernel without control groups
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        for line in lines:
+            number, controllers, path = line.split(":", 2)
+            if number == "0" and not controllers:
+                yield from _ancestors(root, "cgroup2", "", path, _V2)
+            elif "memory" in controllers.split(","):
+                yield from _ancestors(root, "cgroup", "memory", path, _V1)
+
+
+def _ancestors(root: Path, kind: str, controller: str, path: str, version: _Version) -> Iterator[tuple[Path, _Version]]:
+    """The group ``path`` of a hierarchy, and those above it, as far as they can be seen."""
+    for mounted, top in _mounts(root, kind, controller):
+        # In a container, the hierarchy may begin at the container's own group, whose name outside `path` has then.
+        below = os.path.relpath(path, mounted) if _is_below(path, mounted) else "."
+        group = top / below
+        if not group.is_dir():
+            group = top
+        while True:
+            yield group, version
+            if group == top or not _is_hierarchical(group.parent):
+                return
+            group = group.parent
+
+
+def _mounts(root: Path, kind: str, controller: str) -> Iterator[tuple[str, Path]]:
+    """Where a hierarchy is mounted, after the group that is its top there: the first place that there is."""
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        found, _, options = after.split(" ", 2)
+        if found == kind and (not controller or controller in options.split(",")):
+            top, place = (_unescaped(field) for field in before.split(" ")[3:5])
+            yield top, root / place.lstrip("/")
+            return
+
+
+def _is_below(path: str, top: str) -> bool:
+    return ".." not in path.split("/") and os.path.commonpath([path, top]) == top
+
+
+def _is_hierarchical(group: Path) -> bool:
+    """Whether the group's limit holds for those below it: always but in version 1, which has a switch for it."""
+    with suppress(OSError):
+        return (group / "memory.use_hierarchy").read_text().strip() != "0"
+    return True
+
+
+def _texts(group: Path, files: tuple[str, ...]) -> Iterator[str]:
+    for file in files:
+        with suppress(FileNotFoundError):
+            yield (group / file).read_text().strip()
+
+
+def _table(path: Path) -> dict[str, int]:
+    """The first number of each line, by the word before it."""
+    with suppress(FileNotFoundError):
+        return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines() if line.strip()}
+    return {}
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
