@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 START_SECONDS = 600  # the server compiles the ops where no `make` has done so
+LATE_IMPORTS = (
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_layer",
+    "zckpt.engines.deepspeed.adapter",
+)
+"""What an engine imports when it is made, Muon's with torch's whole compiler: two processor seconds per rank."""
 OUTPUT_LINES = 20
 PR_SET_PDEATHSIG = 1
 
@@ -157,7 +164,11 @@ def serve(connection: Connection) -> None:
     from transformers import GPT2LMHeadModel  # noqa: F401
 
     import ops
+    import runs  # noqa: F401
 
+    for name in LATE_IMPORTS:
+        with contextlib.suppress(ImportError):  # not in every version of DeepSpeed
+            importlib.import_module(name)
     ops.load()
     torch.set_num_threads(1)
     gc.collect()
