@@ -19,6 +19,7 @@ ALLOWED = {
     "version": set(),
     "errors": set(),
     "torch_dtypes": set(),
+    "foreign": set(),
     "format": {"errors"},
     "state": {"errors"},
     "plan": {"errors", "format", "state"},
@@ -30,11 +31,11 @@ ALLOWED = {
     "checkpoint": BELOW_IO | {"contents", "io", "progress"},
     "validation": BELOW_IO | {"torch_dtypes", "io", "contents", "checkpoint", "progress"},
     "pipelines": BELOW_IO
-    | {"torch_dtypes", "io", "engines", "background", "contents", "checkpoint", "progress", "validation"},
+    | {"torch_dtypes", "foreign", "io", "engines", "background", "contents", "checkpoint", "progress", "validation"},
     "__init__": {"pipelines", "background", "checkpoint", "contents", "errors", "integrations", "io", "progress"}
     | {"validation", "version"},
-    "integrations": {"zckpt", "errors"},
-    "cli": {"zckpt", "errors"},
+    "integrations": {"zckpt", "errors", "foreign"},
+    "cli": {"zckpt", "errors", "foreign"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = {"version", "errors", "format", "state", "plan"}
