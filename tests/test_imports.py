@@ -28,7 +28,7 @@ ALLOWED = {
     "background": set(),
     "progress": set(),
     "contents": BELOW_IO | {"torch_dtypes", "io"},
-    "checkpoint": BELOW_IO | {"contents", "io", "progress"},
+    "checkpoint": BELOW_IO | {"torch_dtypes", "contents", "io", "progress"},
     "validation": BELOW_IO | {"torch_dtypes", "io", "contents", "checkpoint", "progress"},
     "pipelines": BELOW_IO
     | {"torch_dtypes", "foreign", "io", "engines", "background", "contents", "checkpoint", "progress", "validation"},
@@ -43,8 +43,8 @@ WITHOUT_TORCH = {"version", "errors", "format", "state", "plan"}
 PUBLIC_NAMES = """
     Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup DigestError FeatureError
     Finding FormatError KeyNotFoundError LockedError MismatchError MissingFileError NoSpaceError Observation
-    PendingWrite PieceInfo Progress ProgressBar RankError Removed RepairError RepairReport Report SizeError
-    StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
+    PendingWrite PieceInfo Progress ProgressBar RankError Removed RepairError RepairReport Report Restored
+    SizeError StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
     __version__ attach attach_all detach gc open repair restore validate wait write
 """
 

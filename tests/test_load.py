@@ -410,19 +410,58 @@ def test_a_tied_weight_is_found_under_every_name(tmp_path: Path) -> None:
         "master/bias",
     }
     assert "master/none.weight" not in checkpoint
+    assert set(checkpoint.load("master/head*")) == {"master/head.weight"}
+    assert set(checkpoint.load("master/*weight")) == {"master/embed.weight"}, "the same tensor, and once is enough"
+    assert set(checkpoint.load(["master/e*", "*/head*"])) == {"master/embed.weight", "master/head.weight"}
+    assert [key for key, _ in checkpoint.iter("*/head.*")] == ["master/head.weight"]
 
 
 def test_into_memory_of_the_callers(tmp_path: Path) -> None:
     state = write_state(tmp_path / "c", 2, {"a": (300, 1024), "b": (5,)}, parts=("master",))
     checkpoint = zckpt.open(tmp_path / "c")
-    out = {"master/a": torch.empty(300, 1024), "master/unasked": torch.zeros(3)}
-    loaded = checkpoint.load(out=out)
+    out = {"master/a": torch.empty(300, 1024)}
+    loaded = checkpoint.load(["master/*"], out=out)
     assert loaded.keys() == {"master/a", "master/b"}
     assert loaded["master/a"] is out["master/a"]
     assert same_all(loaded, state.full)
     half = torch.empty(300, 1024, dtype=torch.bfloat16)
     checkpoint.load("master/a", out={"master/a": half})
     assert torch.equal(half, state.full["master/a"].bfloat16())
+
+
+def test_out_says_what_is_loaded(tmp_path: Path) -> None:
+    state = write_state(tmp_path / "c", 1, {"a": (30,), "b": (5,)}, parts=("master",), aliases={"tied": "a"})
+    checkpoint = zckpt.open(tmp_path / "c")
+    out = {"master/tied": torch.zeros(30)}
+    before = checkpoint.io.data_bytes
+    assert checkpoint.load(out=out)["master/tied"] is out["master/tied"]
+    assert torch.equal(out["master/tied"], state.full["master/a"])
+    assert checkpoint.io.data_bytes - before < 4096, "nothing else was read"
+    assert checkpoint.load(out={}) == {}
+    unasked = {"master/b": torch.full((5,), 7.0)}
+    for keys in (None, "master/a", ["master/a", "master/b"], lambda key: True):
+        with pytest.raises((zckpt.KeyNotFoundError, zckpt.MismatchError), match="master/c"):
+            checkpoint.load(keys, out={**unasked, "master/c": torch.zeros(5)})
+    with pytest.raises(zckpt.MismatchError, match="out has master/b, which keys does not ask for"):
+        checkpoint.load("master/a", out=unasked)
+    assert torch.equal(unasked["master/b"], torch.full((5,), 7.0))
+
+
+def test_a_dtype_by_its_name(tmp_path: Path) -> None:
+    state = write_state(tmp_path / "c", 1, {"a": (30,)}, parts=("master",))
+    checkpoint, value = zckpt.open(tmp_path / "c"), state.full["master/a"]
+    wrong: tuple[Any, ...] = ("bf16", "float", "complex128", torch.complex128, np.dtype("float32"), 16)
+    for load in (
+        lambda dtype: checkpoint.load(dtype=dtype)["master/a"],
+        lambda dtype: dict(checkpoint.iter(dtype=dtype))["master/a"],
+        lambda dtype: checkpoint.load_slice("master/a", slice(None), dtype=dtype),
+        lambda dtype: checkpoint.state_dict(dtype=dtype)["a"],
+    ):
+        for name in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+            assert same(load(name), value.bfloat16())
+        for name in wrong:
+            with pytest.raises(ValueError, match=r"dtype must be one of .*bfloat16"):
+                load(name)
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,34 @@ def test_select(wanted: object, found: list[str] | None) -> None:
         assert select(KEYS, wanted) == found
 
 
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("master/*", ["master/a", "master/None"]),
+        ("*", ["master/a", "master/None", "exp_avg/a"]),
+        ("master/tied", ["master/tied"]),
+        (["master/tied", "master/a"], ["master/a", "master/tied"]),
+        ("master/t*", ["master/tied", "master/twin"]),
+        ("*/tie?", ["exp_avg/tied", "master/tied"]),
+        ("*ied", ["exp_avg/tied", "master/tied"]),
+        ("*a/tied", None),
+        ("master/nothing", None),
+        ("exp_avg/far", None),  # what it stands for is in another part
+        ("master/far", ["master/far"]),
+        (lambda key: key.endswith("tied"), []),
+        (None, ["master/a", "master/None", "exp_avg/a"]),
+    ],
+)
+def test_select_by_further_names(wanted: object, found: list[str] | None) -> None:
+    keys = ["master/a", "master/None", "exp_avg/a"]
+    aliases = {"tied": "a", "twin": "a", "far": "None"}
+    if found is None:
+        with pytest.raises(KeyNotFoundError):
+            select(keys, wanted, aliases)
+    else:
+        assert select(keys, wanted, aliases) == found
+
+
 def test_an_unknown_key_names_the_nearest() -> None:
     with pytest.raises(KeyNotFoundError, match=r"nearest are: exp_avg/a\.weight"):
         select(KEYS, "exp_avg/a.wieght")

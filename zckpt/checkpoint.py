@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ from zckpt.plan.reshard import Span, extents, slice_spans
 from zckpt.plan.select import Keys, nearest, select
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
+from zckpt.torch_dtypes import dtype_of
 
 if TYPE_CHECKING:
     from zckpt.format.manifest import Manifest
@@ -63,6 +65,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.reader = reader
         self.budget = budget or Budget.from_environment()
         self.contents = Contents(manifest, reader)
+        self.advised: Callable[[], AbstractContextManager[None]] = nullcontext
+        """In which errors are raised that leave the library: it may add to their hints."""
 
     # What it holds
 
@@ -122,13 +126,18 @@ class Checkpoint(Mapping[str, TensorInfo]):
     @cached_property
     def state(self) -> Any:
         """The tree of non-tensor state that all ranks share; tensors inside it are on the CPU."""
-        return self._tree(self.manifest.state, names.MANIFEST)
+        with self.advised():
+            return self._tree(self.manifest.state, names.MANIFEST)
 
     def rank_state(self, rank: int, *, lazy: bool = False) -> Any:
         """The tree of state that ``rank`` alone had, such as its random number generators; None if there is none.
 
         ``lazy``: for each tensor and array, a function without arguments that reads it.
         """
+        with self.advised():
+            return self._rank_state(rank, lazy)
+
+    def _rank_state(self, rank: int, lazy: bool) -> Any:
         info = self.contents.find(STATE, f"rank/{rank}")
         if info is None:
             return None
@@ -165,31 +174,40 @@ class Checkpoint(Mapping[str, TensorInfo]):
         keys: Keys = None,
         *,
         device: Device = "cpu",
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         verify: bool | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
         progress: Progress | None = None,
     ) -> dict[str, torch.Tensor]:
         """Whole tensors by key, assembled from the pieces of all ranks, in memory of their own on ``device``.
 
-        ``keys``: one key, a glob (``"master/*"``), several of either, a predicate over keys, or None for all. ``dtype``
-        converts between floating point types, or between integer types, on the way. ``verify`` checks every block's
-        digest; None: unless the environment has ZCKPT_VERIFY=0. ``out``: contiguous tensors by key, of the stored
-        shapes, on any device; keys that it has are read into them and converted to their dtype; after an error they
-        hold undefined values. ``progress``: such as ``zckpt.ProgressBar()``. Reads nothing but these tensors, the index
-        chunks that list them and the digests that cover them.
+        ``keys``: one key, a glob (``"master/*"``), several of either, a predicate over keys, or None for the keys of
+        ``out``, and for all where there is no ``out``. A glob that matches only a further name of a tied weight finds
+        it under that name; one that matches the name under which it is stored too, as ``"master/*"`` does, gives it
+        once, under that one. A predicate is asked about the keys under which tensors are stored. ``dtype`` converts
+        between floating point types, or between integer types, on the way; it is a ``torch.dtype`` or its name, such as
+        ``"bfloat16"``. ``verify`` checks every block's digest; None: unless the environment has ZCKPT_VERIFY=0.
+        ``out``: contiguous tensors by key, of the stored shapes, on any device, which are read into and converted to
+        their dtype; after an error they hold undefined values. ``progress``: such as ``zckpt.ProgressBar()``. Reads
+        nothing but these tensors, the index chunks that list them and the digests that cover them.
 
-        Raises KeyNotFoundError, CastError, MismatchError (``out`` does not fit), FormatError (damaged or missing data)
-        and StorageError; then nothing is returned.
+        Raises KeyNotFoundError, also for a key of ``out``; ValueError for a ``dtype`` that does not exist; CastError;
+        MismatchError (a tensor of ``out`` does not fit, or ``keys`` does not ask for it); FormatError (damaged or
+        missing data) and StorageError; then nothing is returned.
         """
-        infos = {key: self[key] for key in self._select(keys)}
+        given = out or {}
+        infos = {key: self[key] for key in (given if keys is None and out is not None else self._select(keys))}
+        unused = [key for key in given if key not in infos]
+        if unused:
+            raise MismatchError(f"out has {', '.join(unused[:5])}, which keys does not ask for", key=unused[0])
+        wanted = dtype_of(dtype)
 
         def target_of(key: str, info: TensorInfo) -> torch.Tensor:
-            if out is not None and key in out:
-                return self._given(info, out[key])
-            return self._empty(info, info.shape, device, dtype)
+            if key in given:
+                return self._given(info, given[key])
+            return self._empty(info, info.shape, device, wanted)
 
-        with reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
+        with self.advised(), reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
             return self._load(infos, target_of, verify, advance)
 
     def iter(
@@ -197,15 +215,16 @@ class Checkpoint(Mapping[str, TensorInfo]):
         keys: Keys = None,
         *,
         device: Device = "cpu",
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         verify: bool | None = None,
         progress: Progress | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Like ``load``, one ``(key, tensor)`` at a time: only one is in memory, unless the caller keeps more."""
         infos = {key: self[key] for key in self._select(keys)}
-        with reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
+        wanted = dtype_of(dtype)
+        with self.advised(), reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
             for key, info in infos.items():
-                yield key, self._one(info, device, dtype, verify, advance)
+                yield key, self._one(info, device, wanted, verify, advance)
 
     def load_slice(
         self,
@@ -213,7 +232,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         index: slice | tuple[slice, ...],
         *,
         device: Device = "cpu",
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         verify: bool | None = None,
     ) -> torch.Tensor:
         """``tensor[index]`` without reading the rest; ``index`` is a slice, or one per leading dimension, of step 1.
@@ -222,9 +241,10 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         info = self[key]
         shape, spans = slice_spans(info.shape, index if isinstance(index, tuple) else (index,))
-        self.contents.check_sizes([info])
-        target = self._empty(info, shape, device, dtype)
-        self.read([Want(info, spans, target)], verify=verify)
+        with self.advised():
+            self.contents.check_sizes([info])
+            target = self._empty(info, shape, device, dtype_of(dtype))
+            self.read([Want(info, spans, target)], verify=verify)
         return target
 
     def load_pieces(
@@ -233,40 +253,41 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``."""
         wants: dict[tuple[str, int, int], Want] = {}
         infos = {key: self[key] for key in self._select(keys)}
-        own = {
-            key: [piece for piece in self.contents.pieces(info) if piece.rank == rank] for key, info in infos.items()
-        }
-        copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in own[key]}
-        self.contents.check_copies(list(copies.values()), [copy for _, copy in copies])
-        for key, info in infos.items():
-            for piece in own[key]:
-                target = self._empty(info, (piece.stop - piece.start,), device)
-                wants[key, piece.start, piece.stop] = Want(info, [Span(piece.start, piece.stop, 0)], target, piece.copy)
-        self.read(list(wants.values()), verify=verify)
+        with self.advised():
+            own = {key: [one for one in self.contents.pieces(info) if one.rank == rank] for key, info in infos.items()}
+            copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in own[key]}
+            self.contents.check_copies(list(copies.values()), [copy for _, copy in copies])
+            for key, info in infos.items():
+                for piece in own[key]:
+                    span = Span(piece.start, piece.stop, 0)
+                    target = self._empty(info, (piece.stop - piece.start,), device)
+                    wants[key, piece.start, piece.stop] = Want(info, [span], target, piece.copy)
+            self.read(list(wants.values()), verify=verify)
         return {place: want.target for place, want in wants.items()}
 
     def state_dict(
         self,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: Device = "cpu",
         verify: bool | None = None,
         progress: Progress | None = None,
     ) -> dict[str, torch.Tensor]:
         """What ``model.load_state_dict`` takes: weights (from ``master``, else ``param``), buffers, and tied weights by
         every name. ``dtype`` applies to floating point weights; buffers keep theirs."""
+        wanted = dtype_of(dtype)
         sources: dict[str, TensorInfo] = {}
         for part in (BUFFER, PARAM, MASTER):
             sources |= {info.name: info for info in self.values() if info.part == part}
         casts = {
-            name: dtype if info.part != BUFFER and info.dtype.is_floating_point else None
+            name: wanted if info.part != BUFFER and info.dtype.is_floating_point else None
             for name, info in sources.items()
         }
 
         def target_of(name: str, info: TensorInfo) -> torch.Tensor:
             return self._empty(info, info.shape, device, casts[name])
 
-        with reported(progress, "load", sum(info.nbytes for info in sources.values())) as advance:
+        with self.advised(), reported(progress, "load", sum(info.nbytes for info in sources.values())) as advance:
             targets = self._load(sources, target_of, verify, advance)
         return targets | {alias: targets[name] for alias, name in self.aliases.items() if name in targets}
 
@@ -305,16 +326,13 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return self.budget.batch_bytes(self.manifest.block_bytes)
 
     def _select(self, keys: Keys) -> list[str]:
-        """The keys asked for. A tied weight's further names are matched as they are, not by patterns."""
+        """The keys asked for."""
         if keys is None or callable(keys):
             return select(list(self), keys)
         if isinstance(keys, str) and keys in self:  # one of very many: need not list them
             return [keys]
         keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
-        return select(list(self), keys, [key for key in keys if self._is_alias(key)])
-
-    def _is_alias(self, key: str) -> bool:
-        return key.partition("/")[2] in self.aliases and key in self
+        return select(list(self), keys, self.aliases)
 
     def _one(
         self,

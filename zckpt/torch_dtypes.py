@@ -21,3 +21,15 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype of the format by torch's name, such as ``"bfloat16"``; a dtype, or None, is returned as it is. Raises
+    ValueError."""
+    if given is None or given in DTYPE_NAMES:
+        return given
+    found = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}.get(str(given).removeprefix("torch."))
+    if found is None or not isinstance(given, (str, torch.dtype)):
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
+        raise ValueError(f"dtype must be one of {known}, got {given!r}")
+    return found

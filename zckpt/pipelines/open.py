@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.checkpoint import Checkpoint
 from zckpt.errors import (
     CheckpointNotFoundError,
+    FeatureError,
     FormatError,
-    MissingFileError,
     UnfinishedWriteError,
+    VersionError,
 )
-from zckpt.format import manifest as manifest_format
+from zckpt.foreign import deepspeed_files
 from zckpt.format import names
-from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
 from zckpt.io.store import open_store
+from zckpt.pipelines.runs import (
+    DEEPSPEED_HINT,
+    has_manifest,
+    not_a_checkpoint,
+    read_latest,
+    read_manifest,
+    what_is_here,
+    what_is_whole,
+    whole_neighbours,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from zckpt.io.budget import Budget
-    from zckpt.io.store import Store
+
+__all__ = ["StrPath", "find", "open", "open_checkpoint", "whole_neighbours"]
 
 StrPath = str | os.PathLike[str]
 
@@ -31,9 +45,15 @@ def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa:
     ``budget``: memory, threads and kind of I/O of all reads; None: ``Budget.from_environment()``.
 
     Reads the manifest and nothing else. Needs neither the framework that wrote it nor torch.distributed. Raises
-    CheckpointNotFoundError, UnfinishedWriteError, VersionError, FeatureError, FormatError, StorageError.
+    CheckpointNotFoundError, which says what is there instead, UnfinishedWriteError, VersionError, FeatureError,
+    FormatError, StorageError. Where something is damaged or missing, the error, and so that of every load, names the
+    newest other checkpoints of the run that are whole.
     """
-    return open_checkpoint(find(os.fspath(path)), budget)
+    found = find(os.fspath(path))
+    with _advised(found):
+        checkpoint = open_checkpoint(found, budget)
+    checkpoint.advised = partial(_advised, found)
+    return checkpoint
 
 
 def open_checkpoint(path: str, budget: Budget | None = None) -> Checkpoint:
@@ -42,12 +62,7 @@ def open_checkpoint(path: str, budget: Budget | None = None) -> Checkpoint:
     if not store.exists(names.MANIFEST):
         raise CheckpointNotFoundError("there is no manifest", file=path)
     reader = store.reader()
-    raw = reader.read(names.MANIFEST, 0, min(reader.size(names.MANIFEST), MANIFEST_BYTES_MAX + 1))
-    try:
-        return Checkpoint(path, manifest_format.decode(raw), reader, budget)
-    except FormatError as error:
-        error.file = os.path.join(path, names.MANIFEST)
-        raise
+    return Checkpoint(path, read_manifest(path, reader), reader, budget)
 
 
 def find(path: str) -> str:
@@ -60,39 +75,39 @@ def find(path: str) -> str:
         what = "is a file" if store.exists("") else "does not exist"
         raise CheckpointNotFoundError(f"the path {what}", file=path, hint="give the directory of a checkpoint or run")
     if names.LATEST in entries:
-        name = read_latest(store)
-        if _has_manifest(store, name):
-            return os.path.join(path, name)
+        try:
+            name = read_latest(store)
+            found = os.path.join(path, name)
+            if has_manifest(store, name):
+                return found
+        except FormatError as error:
+            error.hint = what_is_here(path)
+            raise
+        if deepspeed_files(open_store(found).entries() or ()):
+            raise CheckpointNotFoundError(
+                "`latest` names a checkpoint in DeepSpeed's own format", file=found, rule="L001", hint=DEEPSPEED_HINT
+            )
         raise CheckpointNotFoundError(
-            "`latest` names a checkpoint that is not there", file=os.path.join(path, name), rule="L001"
+            "`latest` names a checkpoint that is not there", file=found, rule="L001", hint=what_is_here(path)
         )
     if any(names.is_data_dir(entry) for entry in entries):
         raise UnfinishedWriteError(
-            "a write was begun here and never committed",
+            "a write was begun here and never committed, or the manifest was lost",
             file=path,
-            hint="open an older checkpoint; this one is not whole",
+            hint=f"if the manifest was lost, zckpt.repair may rebuild it; {what_is_whole(path)}",
         )
-    hint = "give the directory of a checkpoint or run"
-    if any(entry.endswith("_states.pt") for entry in entries):
-        hint = "this looks like a checkpoint in DeepSpeed's own format"
-    raise CheckpointNotFoundError("there is no manifest", file=path, hint=hint)
+    raise not_a_checkpoint(path, entries, "there is no manifest, and no `latest`")
 
 
-def read_latest(run: Store) -> str:
-    """The path, relative to the run, that its ``latest`` holds. Raises FormatError (L001, F001, F002), StorageError."""
-    with closing(run.reader()) as reader:
-        raw = reader.read(names.LATEST, 0, LATEST_BYTES_MAX + 1)
-    return names.decode_latest(raw, os.path.join(run.root, names.LATEST))
-
-
-def _has_manifest(run: Store, name: str) -> bool:
-    """Whether a checkpoint is at this path in the run. Raises FormatError (F002) for a path of several components if
-    one of them is a link."""
-    if "/" not in name:  # a single component may be a link
-        return open_store(os.path.join(run.root, name)).exists(names.MANIFEST)
-    with closing(run.reader()) as reader:
-        try:
-            reader.size(f"{name}/{names.MANIFEST}")
-        except MissingFileError:
-            return False
-    return True
+@contextmanager
+def _advised(path: str) -> Iterator[None]:
+    """Adds to an error which says that something of the checkpoint at ``path`` is damaged or missing a hint at what is
+    whole."""
+    try:
+        yield
+    except (VersionError, FeatureError):
+        raise  # it may be whole: only this reader does not know
+    except FormatError as error:
+        advice = what_is_whole(path)
+        error.hint = f"{error.hint}; {advice}" if error.hint else advice
+        raise

@@ -33,6 +33,7 @@ from zckpt.io.memory import PAGE_BYTES, staging_for
 from zckpt.io.read import ReadFile, read_op
 from zckpt.io.store import open_store
 from zckpt.pipelines.open import StrPath, open_checkpoint
+from zckpt.pipelines.runs import not_a_checkpoint
 from zckpt.pipelines.write import BLOCK_BYTES
 from zckpt.plan import catalog, rebuild
 from zckpt.plan.coalesce import plan_reads
@@ -99,7 +100,7 @@ def repair(
     target = source if output is None else os.fspath(output)
     entries = open_store(source).entries() or ()
     if not any(name == names.MANIFEST or names.is_data_dir(name) for name in entries):
-        raise CheckpointNotFoundError("no checkpoint has been here", file=source, hint="give a checkpoint's directory")
+        raise not_a_checkpoint(source, entries, "this is not the directory of a checkpoint")
     if output is not None and open_store(target).exists(names.MANIFEST):
         raise CheckpointExistsError("there is already a checkpoint here", file=target, hint="choose another output")
     budget = budget or Budget.from_environment()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from zckpt.errors import KeyNotFoundError
 
@@ -15,8 +16,12 @@ COMPARED_MAX = 10_000
 """Keys that are compared to find the nearest: about a second."""
 
 
-def select(keys: Sequence[str], wanted: Keys, aliases: Collection[str] = ()) -> list[str]:
-    """The keys that ``wanted`` asks for, each once, in the order of ``keys``; then ``aliases`` asked for by name.
+def select(keys: Sequence[str], wanted: Keys, aliases: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """The keys that ``wanted`` asks for, each once: those of ``keys`` in their order, then those with an alias.
+
+    ``aliases``: from each further name of a tensor to the name that it has in ``keys``. A key with a further name is
+    found by itself; or by a glob that does not match the tensor's key in ``keys`` too, so that ``master/*`` has no
+    tensor twice. A predicate is over ``keys`` alone.
 
     Raises KeyNotFoundError if a key or glob matches nothing; the error names the nearest keys.
     """
@@ -24,14 +29,31 @@ def select(keys: Sequence[str], wanted: Keys, aliases: Collection[str] = ()) -> 
         return list(keys)
     if callable(wanted):
         return [key for key in keys if wanted(key)]
-    found: set[str] = set()
-    known = {*keys, *aliases}
+    known, found = set(keys), set()
+    further: dict[str, None] = {}
     for pattern in [wanted] if isinstance(wanted, str) else wanted:
-        matches = {pattern} & known or set(fnmatch.filter(keys, pattern))
-        if not matches:
-            raise KeyNotFoundError(f"no key matches {pattern!r}", key=pattern, hint=nearest(keys, pattern))
-        found |= matches
-    return [key for key in (*keys, *aliases) if key in found]
+        part, _, name = pattern.partition("/")
+        if pattern in known:
+            found.add(pattern)
+        elif name in aliases and f"{part}/{aliases[name]}" in known:
+            further[pattern] = None
+        else:
+            matches = set(fnmatch.filter(keys, pattern))
+            others = fnmatch.filter(_of_others(pattern, known - matches, aliases), pattern)
+            if not matches and not others:
+                raise KeyNotFoundError(f"no key matches {pattern!r}", key=pattern, hint=nearest(keys, pattern))
+            found |= matches
+            further |= dict.fromkeys(others)
+    return [*(key for key in keys if key in found), *further]
+
+
+def _of_others(pattern: str, others: set[str], aliases: Mapping[str, str]) -> Iterator[str]:
+    """The keys by which the tensors with the keys ``others`` are known further, in the part that a pattern names; in
+    all parts if that is a pattern too."""
+    part = pattern.partition("/")[0]
+    parts = {key.partition("/")[0] for key in others} if any(sign in part for sign in "*?[") else {part}
+    for one in sorted(parts):
+        yield from (f"{one}/{alias}" for alias, name in aliases.items() if f"{one}/{name}" in others)
 
 
 def nearest(keys: Sequence[str], wanted: str) -> str:

@@ -1,0 +1,218 @@
+"""What lies in the directory of a run: its checkpoints, which of them are whole, and those in DeepSpeed's format."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import closing
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from zckpt.errors import CheckpointNotFoundError, FormatError, MissingFileError, StorageError, ZckptError
+from zckpt.foreign import deepspeed_files
+from zckpt.format import manifest as manifest_format
+from zckpt.format import names
+from zckpt.format.digest import DIGEST_BYTES, block_count
+from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
+from zckpt.io.store import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from zckpt.format.manifest import Manifest
+    from zckpt.io.store import Reader, Store
+
+DEPTH_MAX = 4
+"""Components of a checkpoint's path in its run, for it to be found there although nothing names it."""
+DIRECTORIES_MAX = 1000
+"""Directories that are looked at for what an error says."""
+SHOWN_MAX = 5
+"""Checkpoints that an error names."""
+COMPARED_MAX = 10
+"""Checkpoints that are looked at to find whole ones."""
+WHOLE_MAX = 3
+"""Whole checkpoints that are named. One is enough to go on with; more cost time."""
+_TRAINER = re.compile(r"checkpoint-[0-9]+", re.ASCII)
+"""A directory in the output directory of Hugging Face's Trainer; it is a run of one checkpoint."""
+
+DEEPSPEED_HINT = (
+    "zckpt.attach(engine) makes engine.load_checkpoint load it; to convert it, load it into an engine that way, and "
+    "write that with zckpt.write(engine)"
+)
+
+
+def read_manifest(path: str, reader: Reader) -> Manifest:
+    """The manifest of the checkpoint at ``path``, which ``reader`` reads. Raises FormatError, StorageError."""
+    raw = reader.read(names.MANIFEST, 0, min(reader.size(names.MANIFEST), MANIFEST_BYTES_MAX + 1))
+    try:
+        return manifest_format.decode(raw)
+    except FormatError as error:
+        error.file = os.path.join(path, names.MANIFEST)
+        raise
+
+
+def read_latest(run: Store) -> str:
+    """The path, relative to the run, that its ``latest`` holds. Raises FormatError (L001, F001, F002), StorageError."""
+    with closing(run.reader()) as reader:
+        raw = reader.read(names.LATEST, 0, LATEST_BYTES_MAX + 1)
+    return names.decode_latest(raw, os.path.join(run.root, names.LATEST))
+
+
+def has_manifest(run: Store, name: str) -> bool:
+    """Whether a checkpoint is at this path in the run. Raises FormatError (F002) for a path of several components if
+    one of them is a link."""
+    if "/" not in name:  # a single component may be a link
+        return open_store(os.path.join(run.root, name)).exists(names.MANIFEST)
+    with closing(run.reader()) as reader:
+        try:
+            reader.size(f"{name}/{names.MANIFEST}")
+        except MissingFileError:
+            return False
+    return True
+
+
+def directories(run: str) -> Iterator[tuple[str, list[str]]]:
+    """The directories in which the checkpoints of a run may be, by their paths relative to it, each with its entries.
+
+    They are those directly in the run, those in a Trainer's ``checkpoint-<N>``, and, in a run that has a ``latest``,
+    those further down, to a depth of ``DEPTH_MAX``: there a checkpoint may have a path of several components. Left out
+    is what lies in a checkpoint, in another run (it has a ``latest`` of its own) or behind a link, and what cannot be
+    listed.
+    """
+    yield from _below(run, "", DEPTH_MAX, names.LATEST in _entries(run))
+
+
+def _below(run: str, above: str, depth: int, nested: bool) -> Iterator[tuple[str, list[str]]]:
+    try:
+        found = open_store(os.path.join(run, above)).directories()
+    except StorageError:
+        return
+    for name in found:
+        path = os.path.join(above, name)
+        entries = _entries(os.path.join(run, path))
+        yield path, entries
+        of_trainer = _TRAINER.fullmatch(name) is not None
+        is_run = names.LATEST in entries and not of_trainer
+        if (nested or of_trainer) and depth > 1 and not (is_run or is_begun(entries) or deepspeed_files(entries)):
+            yield from _below(run, path, depth - 1, nested)
+
+
+def _entries(path: str) -> list[str]:
+    try:
+        return sorted(open_store(path).entries() or ())
+    except StorageError:
+        return []
+
+
+def is_begun(entries: Collection[str]) -> bool:
+    """Whether somebody has written a checkpoint in the directory with these entries, or begun to."""
+    return any(name in (names.MANIFEST, names.LOCK) or is_leftover(name) for name in entries)
+
+
+def is_leftover(name: str) -> bool:
+    """Whether an entry of a checkpoint's directory with this name is a leftover unless the manifest names it."""
+    temporary = any(names.is_temporary(name, of) for of in (names.MANIFEST, names.LOCK))
+    return temporary or names.is_data_dir(name)
+
+
+def run_of(path: str) -> str:
+    """The directory of the run that a checkpoint belongs to: the nearest one above it that has a ``latest``, else the
+    one that it lies in. For one in a Trainer's ``checkpoint-<N>`` it is the Trainer's output directory."""
+    above = os.path.dirname(os.path.abspath(path))
+    if _TRAINER.fullmatch(os.path.basename(above)):
+        return os.path.dirname(above)
+    candidate = above
+    for _ in range(DEPTH_MAX):
+        if open_store(candidate).exists(names.LATEST):
+            return candidate
+        candidate = os.path.dirname(candidate)
+    return above
+
+
+def whole_neighbours(path: str) -> list[str]:
+    """The other checkpoints of the run of the checkpoint at ``path`` that are whole, as far as their manifests and the
+    sizes of their files say, newest first: absolute paths of the ``WHOLE_MAX`` newest ones, found among the
+    ``COMPARED_MAX`` newest checkpoints. No tensor is read. Raises nothing: what cannot be looked at is not whole.
+    """
+    own = os.path.abspath(path)
+    others = (found for found in _newest_first(run_of(path)) if found != own)
+    return list(islice(filter(_is_whole, islice(others, COMPARED_MAX)), WHOLE_MAX))
+
+
+def _newest_first(run: str) -> list[str]:
+    """The checkpoints of a run, by the time of their commit."""
+    found = [(_committed_at(os.path.join(run, name)), os.path.join(run, name)) for name in _checkpoints(run)]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _checkpoints(run: str) -> list[str]:
+    looked_at = islice(directories(run), DIRECTORIES_MAX)
+    return [name for name, entries in looked_at if names.MANIFEST in entries]
+
+
+def _committed_at(path: str) -> float:
+    """0 where nobody knows."""
+    store = open_store(path)
+    try:
+        with closing(store.reader()) as reader:
+            reader.size(names.MANIFEST)  # a regular file: to look at anything else could block
+        return store.changed_at(names.MANIFEST) or 0.0
+    except ZckptError:
+        return 0.0
+
+
+def _is_whole(path: str) -> bool:
+    try:
+        with closing(open_store(path).reader()) as reader:
+            manifest = read_manifest(path, reader)
+            digest_counts = [0] * manifest.world_size
+            for file in manifest.files:
+                if reader.size(manifest.path(file)) != file.nbytes:
+                    return False
+                spans = (file.data_start, file.nbytes - file.data_start)
+                count = file.first_block + sum(block_count(nbytes, manifest.block_bytes) for nbytes in spans)
+                digest_counts[file.rank] = max(digest_counts[file.rank], count)
+            tables = (reader.size(names.digests_path(manifest.save_id, rank)) for rank in range(manifest.world_size))
+            # At least as many: how many digests there are exactly, the index says
+            if any(size < count * DIGEST_BYTES for size, count in zip(tables, digest_counts, strict=True)):
+                return False
+            return reader.size(names.index_path(manifest.save_id)) == manifest.index_bytes
+    except ZckptError:
+        return False
+
+
+def what_is_whole(path: str) -> str:
+    """A sentence for the hint of an error about the checkpoint at ``path``: which others are whole."""
+    found = whole_neighbours(path)
+    if not found:
+        return "nothing was changed; the run has no other checkpoint that is whole"
+    return f"nothing was changed; of the run's other checkpoints these are whole, newest first: {', '.join(found)}"
+
+
+def not_a_checkpoint(path: str, entries: Sequence[str], message: str) -> CheckpointNotFoundError:
+    """The error, with ``message``, for a directory with these entries, in which nobody has begun a checkpoint. It says
+    what is there instead."""
+    if deepspeed_files(entries):
+        return CheckpointNotFoundError("this is a checkpoint in DeepSpeed's own format", file=path, hint=DEEPSPEED_HINT)
+    return CheckpointNotFoundError(message, file=path, hint=what_is_here(path))
+
+
+def what_is_here(run: str) -> str:
+    """A sentence for the hint of an error: which checkpoints a directory has, and what to do."""
+    found = list(islice(directories(run), DIRECTORIES_MAX))
+    told = [
+        ("newest first: ", [os.path.relpath(path, run) for path in _newest_first(run)]),
+        ("without a manifest: ", [name for name, has in found if is_begun(has) and names.MANIFEST not in has]),
+    ]
+    if any(which for _, which in told):
+        listed = "; ".join(what + _listed(which) for what, which in told if which)
+        return f"give one of the checkpoints that are here, {listed}"
+    foreign = [name for name, entries in found if deepspeed_files(entries)]
+    if foreign:
+        return f"the checkpoints here are in DeepSpeed's own format: {_listed(foreign)}; {DEEPSPEED_HINT}"
+    return "no checkpoint is here; give the directory of a checkpoint or run"
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = f" and {len(found) - SHOWN_MAX} more" if len(found) > SHOWN_MAX else ""
+    return ", ".join(found[:SHOWN_MAX]) + more
