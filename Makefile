@@ -21,6 +21,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check
 SETUP := .venv/.stamp
 OPS := .cache/ops.stamp
+DEMO_OPS := .cache/demo-ops.stamp
 OLDER := 0.16.9 0.17.6 0.18.9
 SMOKE := -m "matrix or not matrix" @tests/smoke.txt
 PLOTS := .venv/.bench-stamp
@@ -65,7 +66,7 @@ lint: $(SETUP)
 	@.venv/bin/ruff format --check --quiet
 	@$(PY) -m mypy --no-error-summary
 
-demo: setup
+demo: $(DEMO_OPS)
 	@$(PY) examples/demo.py
 
 # BENCH="--quick" for a look at whether they work, BENCH="--dir DIR" to measure another disk.
@@ -108,14 +109,26 @@ $(SETUP): constraints.txt pyproject.toml Makefile
 
 # DeepSpeed compiles its C++ ops where they are first used, half a minute each: here, once, and not inside a test.
 $(OPS): $(SETUP) tests/ops.py
-	@command -v $${CXX:-c++} >/dev/null || { echo "setup: needs a C++ compiler, such as Debian's g++"; exit 1; }
-	@$(PY) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || \
-	    { echo "setup: needs Python's headers, such as Debian's python3-dev"; exit 1; }
+	@$(needs_compiler)
 	@mkdir -p .cache
-	@$(install_libaio)
-	@echo "setup: DeepSpeed's C++ ops (three minutes at first)"
+	@$(install_packages)
+	@echo "setup: DeepSpeed's C++ ops (five minutes at first)"
 	@$(PY) tests/ops.py
 	@touch $@
+
+# The two that its engines use.
+$(DEMO_OPS): $(SETUP) tests/ops.py
+	@$(needs_compiler)
+	@mkdir -p .cache
+	@echo "setup: two of DeepSpeed's C++ ops (a minute at first)"
+	@$(PY) tests/ops.py shm_comm fused_adam
+	@touch $@
+
+define needs_compiler
+command -v $${CXX:-c++} >/dev/null || { echo "setup: needs a C++ compiler, such as Debian's g++"; exit 1; }; \
+$(PY) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || \
+    { echo "setup: needs Python's headers, such as Debian's python3-dev"; exit 1; }
+endef
 
 # An older DeepSpeed lies beside .venv, in front of the one there, and so do its ops.
 with_version = PYTHONPATH=$(CURDIR)/.cache/versions/$*/site TORCH_EXTENSIONS_DIR=$(CURDIR)/.cache/versions/$*/ops
@@ -135,13 +148,20 @@ $(PLOTS): $(SETUP)
 	@$(PIP) install --no-build-isolation --editable '.[bench]'
 	@touch $@
 
-# libaio serves NVMe offload alone, so its absence stops nothing.
+# Each serves some tests alone, so its absence stops nothing. To mount an XFS takes root.
 has_libaio := echo '\#include <libaio.h>' | $${CXX:-c++} -E -x c++ - >/dev/null 2>&1
-define install_libaio
-$(has_libaio) || { \
+has_xfs := { [ "$$(id -u)" != 0 ] || command -v mkfs.xfs >/dev/null; }
+define install_packages
+missing=; \
+$(has_libaio) || missing="$$missing libaio-dev"; \
+$(has_xfs) || missing="$$missing xfsprogs"; \
+if [ -n "$$missing" ]; then \
     sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
-    echo "setup: libaio-dev, for NVMe offload"; \
-    { $$sudo apt-get update && DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -y libaio-dev; } \
-        </dev/null >.cache/libaio.log 2>&1 || true; \
-    $(has_libaio) || echo "setup: no libaio (install libaio-dev): what needs NVMe offload will be skipped"; }
+    echo "setup: Debian's$$missing, for tests of NVMe offload and of files that share pages"; \
+    { $$sudo apt-get update; for package in $$missing; do \
+        DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -y --no-install-recommends $$package; \
+    done; } </dev/null >.cache/packages.log 2>&1 || true; \
+fi; \
+$(has_libaio) || echo "setup: no libaio (install libaio-dev): what needs NVMe offload will be skipped"; \
+$(has_xfs) || echo "setup: no mkfs.xfs (install xfsprogs): the tests of files that share pages will be skipped"
 endef

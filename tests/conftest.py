@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,3 +40,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs an NVIDIA GPU")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One table of what was skipped and why; the marker ``matrix`` leaves tests out, which pytest calls deselected."""
+    where = defaultdict(list)
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        where[reason.removeprefix("Skipped: ")].append(report.nodeid.partition("::")[0])
+    if where:
+        total = sum(map(len, where.values()))
+        terminalreporter.write_sep("=", f"{total} {'test was' if total == 1 else 'tests were'} skipped")
+        for reason, files in sorted(where.items(), key=lambda entry: -len(entry[1])):
+            terminalreporter.write_line(f"{len(files):5}  {', '.join(sorted(set(files)))}: {reason}")
