@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -158,6 +159,7 @@ class Cluster:
 def serve(connection: Connection) -> None:
     """Imports what is slow, then forks the ranks of one run after the other, until the client is gone."""
     die_with_parent()
+    import cpuinfo
     import deepspeed  # noqa: F401
     import pytest  # noqa: F401
     import torch
@@ -169,6 +171,9 @@ def serve(connection: Connection) -> None:
     for name in LATE_IMPORTS:
         with contextlib.suppress(ImportError):  # not in every version of DeepSpeed
             importlib.import_module(name)
+    # DeepSpeed's C++ Adam asks for the processor's vendor whenever it is made, which starts another Python.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
     ops.load()
     torch.set_num_threads(1)
     gc.collect()
