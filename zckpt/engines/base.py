@@ -16,8 +16,9 @@ class EngineAdapter(Protocol):
     """One live engine on one rank, which has its number within the engine's own group of ranks (``group_of``).
 
     The order of calls is ``refuse_unsupported``, then either ``inventory``, ``state``, ``rank_state`` and maybe
-    ``before_change`` to write, or ``wanted``, ``check_state``, ``fill`` and ``finish_restore`` to read. Only the last
-    two change the engine.
+    ``before_change`` to write, or ``wanted``, ``check_state``, ``fill``, ``set_state`` and ``finish_restore`` to read.
+    Only the last three change the engine. Only the very last is collective: the ranks agree before it that each of them
+    has done all the rest, so a rank that fails earlier leaves no other one waiting.
     """
 
     @property
@@ -68,8 +69,9 @@ class EngineAdapter(Protocol):
         """The fragments that this rank would fill from a checkpoint with these dtypes by part and name, ``data`` left
         out. What the engine does not have yet (moments) takes the dtype that is stored.
 
-        Holds every fragment that the engine needs, stored or not, so that what is missing shows: of what it trains the
-        masters and all of the moments, of all else the weights in the compute dtype, and the buffers.
+        Holds every tensor that the engine needs, stored or not, so that what is missing shows: of what it trains the
+        masters and all of the moments, of all else the weights in the compute dtype, and the buffers. A tensor of which
+        this rank holds nothing is there as a fragment of no elements: the keys are the same on every rank.
         """
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
@@ -93,10 +95,17 @@ class EngineAdapter(Protocol):
         Ended early (``close``), it gives up the memory of its last batch and leaves the disk as it was.
         """
 
-    def finish_restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rng_too: bool) -> None:
-        """Once the memory is filled: derives low-precision weights, sets counters, groups, scheduler, hidden state.
+    def set_state(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rng_too: bool) -> None:
+        """Once the memory is filled: sets counters, groups, scheduler and hidden state, and derives all that this rank
+        can derive alone. Not collective.
 
         ``state`` and ``rank_state`` as in ``check_state``. Without ``rng_too`` random generators are left alone.
-        Collective. Raises MismatchError for what ``check_state`` finds, and FormatError for trees that ``state()`` and
+        Raises MismatchError for what ``check_state`` finds, and FormatError for trees that ``state()`` and
         ``rank_state()`` did not make.
+        """
+
+    def finish_restore(self) -> None:
+        """Once ``set_state`` has returned on every rank: makes whole what every rank has a replica of, and derives
+        low-precision weights from masters of other ranks. Collective: what could fail on one rank alone is in
+        ``set_state``, or comes after the last exchange.
         """

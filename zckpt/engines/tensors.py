@@ -54,6 +54,27 @@ def persistent_buffers(root: torch.nn.Module) -> tuple[dict[str, torch.Tensor], 
     )
 
 
+def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Gives ``target`` these values, in its own memory, so that its views and what it is a view of follow.
+
+    Where several elements of ``target`` share a place in memory (``expand``) and are to have different values, it gets
+    memory of its own: nothing else can hold them.
+    """
+    place, source = target.detach(), values
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            place, source = place.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    if source is values or _same_bytes(source.expand(values.shape), values):
+        place.copy_(source)
+    else:
+        target.data = values
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
+    return torch.equal(one, other)
+
+
 def modules_with_extra_state(root: torch.nn.Module) -> Iterator[str]:
     """Names of the modules that keep state outside parameters and buffers (``get_extra_state``)."""
     for name, module in root.named_modules():

@@ -126,7 +126,9 @@ def restore_engine(
     ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
     own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
     ranks.together(lambda: _fill(plan, own, verify, progress), "restore")
-    ranks.together(lambda: _finish(plan, rng), "restore")
+    ranks.together(lambda: _set_state(plan, rng), "restore")
+    # The ranks have agreed that no one has failed: from here on, none leaves the others alone in a collective.
+    ranks.together(plan.adapter.finish_restore, "restore")
     return Restored(plan.client_state, {}, {}, {})
 
 
@@ -204,7 +206,7 @@ def _plan_restore(
             rank=ranks.rank,
             hint=hint,
         )
-    checkpoint.contents.check_sizes(sources.values())
+    checkpoint.contents.check_sizes(sources[f.key] for f in wanted if f.start < f.stop and f.key in sources)
     if own_client_state:
         client_state = _own_client_state(checkpoint, ranks, client_state)
     return _RestorePlan(adapter, checkpoint, wanted, sources, chosen, rank_state, client_state)
@@ -310,9 +312,9 @@ def _fill(plan: _RestorePlan, rank: int | None, verify: bool | None, progress: P
             checkpoint.read(wants, rank=rank, verify=verify, advance=advance)
 
 
-def _finish(plan: _RestorePlan, rng: bool) -> None:
+def _set_state(plan: _RestorePlan, rng: bool) -> None:
     with _changing_the_engine():
-        plan.adapter.finish_restore(plan.state, plan.rank_state, rng)
+        plan.adapter.set_state(plan.state, plan.rank_state, rng)
 
 
 @contextmanager

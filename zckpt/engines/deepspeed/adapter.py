@@ -6,17 +6,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zckpt.engines import rng
-from zckpt.engines.deepspeed import cpu_adam, optimizer, refuse, replicas, scaler
+from zckpt.engines.deepspeed import cpu_adam, optimizer, refuse, scaler
 from zckpt.engines.deepspeed.flats import moments
 from zckpt.engines.deepspeed.group import RankGroup, group_of
 from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.hooks import call_before
-from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers, unwrapped
+from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers, set_in_place, unwrapped
 from zckpt.errors import FormatError, MismatchError, UnsupportedError
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileSpan, Fragment, Inventory
 
@@ -117,7 +118,7 @@ class DeepSpeedAdapter:
         self._moments_wanted = {}
         fragments: list[Fragment] = []
         for flat in self._zero.flats:
-            fragments += flat.fragments(MASTER, flat.master.dtype)
+            fragments += (*flat.wanted(MASTER, flat.master.dtype), *flat.elsewhere(MASTER, flat.master.dtype))
         for part in dict.fromkeys((*self._live_moments, *sorted(set(stored) - RESERVED_PARTS))):
             names = stored.get(part, {})
             for flat in self._zero.flats:
@@ -126,9 +127,9 @@ class DeepSpeedAdapter:
                 if live is not None or not names.keys().isdisjoint(flat.names):
                     dtype = next(names[name] for name in flat.names if name in names) if live is None else live.dtype
                     self._moments_wanted.setdefault(flat.names, {})[part] = dtype
-                    fragments += flat.wanted(part, dtype)
-        fragments += (replace(fragment, data=None) for fragment in self._param_fragments(self._masterless))
-        fragments += (replace(fragment, data=None) for fragment in self._buffer_fragments())
+                    fragments += (*flat.wanted(part, dtype), *flat.elsewhere(part, dtype))
+        others = chain(self._param_fragments(self._masterless, empty=True), self._buffer_fragments(empty=True))
+        fragments += (replace(fragment, data=None) for fragment in others)
         return tuple(fragments)
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
@@ -170,17 +171,23 @@ class DeepSpeedAdapter:
             for names, parts in self._moments_wanted.items()
         }
 
-        def chosen(live: Iterable[Fragment]) -> tuple[Fragment, ...]:
-            return tuple(fragment for fragment in live if (fragment.part, fragment.name) in places)
+        def chosen(live: Iterable[Fragment]) -> Iterator[Fragment]:
+            return (fragment for fragment in live if (fragment.part, fragment.name) in places)
 
-        for buffer in self._buffers[0].values():
-            buffer.data = buffer.data.contiguous()  # else its fragment would be a copy
-        weights = chosen(self._param_fragments(self._masterless))
-        here = [*chosen(self._buffer_fragments()), *(f for f in weights if isinstance(f.data, torch.Tensor))]
+        weights = tuple(chosen(self._param_fragments(self._masterless)))
+        strided = {name for name, buffer in self._buffers[0].items() if not buffer.is_contiguous()}
+        here = [fragment for fragment in chosen(self._buffer_fragments()) if fragment.name not in strided]
+        here += (f for f in weights if isinstance(f.data, torch.Tensor))
         for flat in self._zero.flats:
             if not flat.files:
                 here += chosen(self._with_moments(flat))
         yield tuple(here)
+        for fragment in chosen(self._buffer_fragments()):
+            if fragment.name in strided:  # its data is a copy of the buffer
+                yield (fragment,)
+                assert isinstance(fragment.data, torch.Tensor)
+                buffer = self._buffers[0][fragment.name]
+                set_in_place(buffer, fragment.data.view(buffer.shape))
         for fragment in weights:
             if isinstance(fragment.data, FileSpan):
                 with self._zero.weight_in_memory(fragment.name) as data:
@@ -188,7 +195,7 @@ class DeepSpeedAdapter:
         for flat in self._zero.flats:
             if flat.files:
                 with self._zero.flat_in_memory(flat) as in_memory:
-                    yield chosen(self._with_moments(in_memory))
+                    yield tuple(chosen(self._with_moments(in_memory)))
 
     def _with_moments(self, flat: Flat) -> Iterator[Fragment]:
         """All of a flat that is in memory, moments made where they do not exist yet."""
@@ -199,15 +206,14 @@ class DeepSpeedAdapter:
                 state[part] = torch.zeros(flat.moment_shape(part), dtype=dtype, device=flat.master.device)
             yield from flat.wanted(part, state[part].dtype, state[part])
 
-    def finish_restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rng_too: bool) -> None:
+    def set_state(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rng_too: bool) -> None:
         found = self.check_state(state, rank_state, self._wanted)
         if found:
             raise MismatchError("the checkpoint's state does not fit the engine:\n  " + "\n  ".join(found))
-        weights = {fragment.name for fragment in self._wanted if fragment.part == PARAM}
         if "optimizer" in state:
             saved = optimizer.Saved(_tree(state, "optimizer"), (rank_state or {}).get("optimizer"))
             optimizer.restore(saved, self._zero.optimizer, self._zero.flats, self._unknown)
-        self._zero.after_restore(replicas.agreed(weights, self._parameters[0], self._engine.device, self._group))
+        self._zero.after_fill({fragment.name for fragment in self._wanted if fragment.part == PARAM})
         if "scheduler" in state:
             self._restore_scheduler(state)
         if "optimizer" in state:
@@ -226,6 +232,9 @@ class DeepSpeedAdapter:
             tracked = _tree(rank_state, "rng_tracker")
             if tracked:
                 _rng_tracker().set_states({name: rng.to_tensor(state) for name, state in tracked.items()})
+
+    def finish_restore(self) -> None:
+        self._zero.after_restore()
 
     @cached_property
     def _zero(self) -> Wrapper:
@@ -270,21 +279,23 @@ class DeepSpeedAdapter:
             if data is not None:
                 yield from flat.fragments(part, data.dtype, flat.files.get(part, data), self._zero.tier(part))
 
-    def _param_fragments(self, names: Iterable[str]) -> Iterator[Fragment]:
+    def _param_fragments(self, names: Iterable[str], *, empty: bool = False) -> Iterator[Fragment]:
+        """``empty``: also those of no elements, of what other ranks speak for."""
         rank = self._group.rank
         for name in names:
             slot, data = self._zero.weight(name)
             # A tensor without elements is nobody's; rank 0 speaks for it.
-            if slot.start < slot.stop or (rank == 0 and 0 in slot.shape):
+            if slot.start < slot.stop or empty or (rank == 0 and 0 in slot.shape):
                 dtype = dtype_name(self._parameters[0][name].dtype, f"{PARAM}/{name}")
                 tier = "nvme" if isinstance(data, FileSpan) else self._zero.tier(PARAM)
                 yield Fragment(PARAM, name, slot.shape, dtype, slot.start, slot.stop, tier, data=data)
 
-    def _buffer_fragments(self) -> Iterator[Fragment]:
+    def _buffer_fragments(self, *, empty: bool = False) -> Iterator[Fragment]:
+        """``empty`` as in ``_param_fragments``. The ``data`` of a buffer that is not contiguous is a copy."""
         rank = self._group.rank
         for name, buffer in self._buffers[0].items():
             data = buffer.detach().reshape(-1)
-            if data.numel() or rank == 0:
+            if data.numel() or empty or rank == 0:
                 dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
                 yield Fragment(BUFFER, name, tuple(buffer.shape), dtype, 0, data.numel(), copy=rank, data=data)
 

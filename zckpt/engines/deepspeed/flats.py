@@ -77,6 +77,13 @@ class Flat:
         """What this rank reads of ``part``: all that its memory holds, though other ranks may write some of it."""
         return _fragments(self.wider.get(part, self.slots), part, dtype, data, "device")
 
+    def elsewhere(self, part: str, dtype: torch.dtype) -> Iterator[Fragment]:
+        """The parameters of which this rank reads nothing of ``part``, as fragments of no elements."""
+        here = {slot.name for slot in self.wider.get(part, self.slots) if slot.start < slot.stop}
+        for slot in self.slots:
+            if slot.name not in here:
+                yield Fragment(part, slot.name, slot.shape, dtype_name(dtype, f"{part}/{slot.name}"), 0, 0)
+
 
 def _fragments(
     slots: Iterable[Slot], part: str, dtype: torch.dtype, data: torch.Tensor | FileSpan | None, tier: str

@@ -14,7 +14,7 @@ import torch
 from zckpt.engines.deepspeed.flats import Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from zckpt.engines.deepspeed.flats import Flat
@@ -31,6 +31,8 @@ class Replicated:
         self._wrapper = wrapper
         self._group = group
         self._parameters = parameters
+        self._gather: Callable[[], None] = lambda: None
+        """Makes the replicas whole; made by ``after_fill``, for ``after_restore``."""
 
     def tier(self, part: str) -> str:
         return "device"
@@ -71,33 +73,30 @@ def unsupported(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
             return
 
 
-def gather(tensors: Sequence[torch.Tensor], group: RankGroup) -> None:
-    """Fills every rank's copy of contiguous ``tensors``, the same on each rank, with the shares of all. Collective."""
+def gathering(tensors: Sequence[torch.Tensor], group: RankGroup) -> Callable[[], None]:
+    """A function that fills every rank's copy of contiguous ``tensors``, the same on each rank, with the shares of all.
+    It is collective; its memory is taken here, which is not, so that it does not fail on one rank alone."""
     ranks, rank = group.size, group.rank
     if ranks == 1 or not tensors:
-        return
+        return lambda: None
     device = tensors[0].device
     # The old name is deprecated where the new one exists.
     all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
     room = max(GATHER_BYTES // ranks, 1)
     sent = torch.empty(room, dtype=torch.uint8, device=device)
     received = torch.empty(room * ranks, dtype=torch.uint8, device=device)
-    for used, pieces in _filled(tensors, ranks, room):
-        for at, shares in pieces:
-            mine = shares[rank]
-            sent.narrow(0, at, mine.numel()).copy_(mine)
-        all_gather(received[: ranks * used], sent[:used], group=group.handle)
-        for at, shares in pieces:
-            for source, target in enumerate(shares):
-                target.copy_(received.narrow(0, source * used + at, target.numel()))
 
+    def gather() -> None:
+        for used, pieces in _filled(tensors, ranks, room):
+            for at, shares in pieces:
+                mine = shares[rank]
+                sent.narrow(0, at, mine.numel()).copy_(mine)
+            all_gather(received[: ranks * used], sent[:used], group=group.handle)
+            for at, shares in pieces:
+                for source, target in enumerate(shares):
+                    target.copy_(received.narrow(0, source * used + at, target.numel()))
 
-def agreed(names: Collection[str], everything: Iterable[str], device: torch.device, group: RankGroup) -> frozenset[str]:
-    """Those of ``everything``, the same on each rank, that any rank has in ``names``. Collective."""
-    ordered = list(everything)
-    mask = torch.tensor([name in names for name in ordered], dtype=torch.uint8, device=device)
-    torch.distributed.all_reduce(mask, torch.distributed.ReduceOp.MAX, group=group.handle)
-    return frozenset(name for name, found in zip(ordered, mask.tolist(), strict=True) if found)
+    return gather
 
 
 def _filled(

@@ -66,9 +66,12 @@ class Unwrapped(replicas.Replicated):
     def optimizer(self) -> Any:
         return self._inner(self._wrapper)
 
-    def after_restore(self, weights: Collection[str]) -> None:
+    def after_fill(self, weights: Collection[str]) -> None:
         # What was not restored is equal on every rank already.
-        replicas.gather([*self._weights(weights), *self._replicas()], self._group)
+        self._gather = replicas.gathering([*self._weights(weights), *self._replicas()], self._group)
+
+    def after_restore(self) -> None:
+        self._gather()
         for held in self._all_held:
             for parameter, master in held.whole(held.master):
                 parameter.detach().copy_(master)
@@ -103,8 +106,8 @@ class Unwrapped(replicas.Replicated):
 class PerParameter(Unwrapped):
     """``FP16_UnfusedOptimizer``: a master of its own for each parameter."""
 
-    def after_restore(self, weights: Collection[str]) -> None:
-        super().after_restore(weights)
+    def after_fill(self, weights: Collection[str]) -> None:
+        super().after_fill(weights)
         self._wrapper.overflow = False
 
     @staticmethod

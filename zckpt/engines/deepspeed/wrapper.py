@@ -26,6 +26,9 @@ class Wrapper(Protocol):
 
     What every rank holds whole (replicas) is dealt out: each rank writes and restores its share alone, and
     ``after_restore`` makes every replica whole from all ranks' shares.
+
+    A restore calls ``before_restore``, ``flat_in_memory`` and ``weight_in_memory``, ``after_fill``, then, once that has
+    returned on every rank, ``after_restore``.
     """
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
@@ -71,9 +74,15 @@ class Wrapper(Protocol):
         error has ended it.
         """
 
-    def after_restore(self, weights: Collection[str]) -> None:
-        """Derives what hangs on masters, moments and weights. ``weights``, equal on every rank: the parameters without
-        a master whose weight was restored. Collective.
+    def after_fill(self, weights: Collection[str]) -> None:
+        """Derives what hangs on this rank's masters and moments, drops gradients, and takes the memory that
+        ``after_restore`` needs. ``weights``, equal on every rank: the parameters without a master whose weight was
+        restored. Not collective.
+        """
+
+    def after_restore(self) -> None:
+        """Derives what hangs on other ranks' masters, moments and weights. Collective; nothing in it can fail on one
+        rank alone before the last exchange.
         """
 
 

@@ -79,16 +79,20 @@ class Zero12(replicas.Replicated):
             self._pinned = hasattr(wrapper, "hp_params_pin_buffers") or hasattr(wrapper, "lp_params_pin_buffers")
             wrapper.reload_states()
 
-    def after_restore(self, weights: Collection[str]) -> None:
+    def after_fill(self, weights: Collection[str]) -> None:
         wrapper = self._wrapper
-        replicas.gather(self._weights(weights), self._group)
-        wrapper.update_lp_params()
+        self._gather = replicas.gathering(self._weights(weights), self._group)
         wrapper._link_all_hp_params()
         wrapper._hp_optimizer_states_linked = False
         if all(self.optimizer.state.get(flat.master) for flat in self.flats):
             wrapper._lazy_init_hp_params_optimizer_state()  # without moments yet, the first step does it
         self._drop_gradients()
         wrapper.overflow = False
+
+    def after_restore(self) -> None:
+        wrapper = self._wrapper
+        self._gather()
+        wrapper.update_lp_params()
         if self._moved:
             wrapper.offload_states(include=self._moved, pin_memory=self._pinned)
 

@@ -102,13 +102,16 @@ class Zero3:
         with ParameterFiles.rewrite(self._parameters[name]) as data:
             yield data.narrow(0, 0, slot.stop - slot.start)
 
-    def after_restore(self, weights: Collection[str]) -> None:
+    def after_fill(self, weights: Collection[str]) -> None:
         wrapper = self._wrapper
         for flat in self.flats:
             if not flat.files:
                 self._derive_weights(flat)
         self._drop_gradients()
         wrapper.overflow = False
+
+    def after_restore(self) -> None:
+        wrapper = self._wrapper
         wrapper.checkpoint_event_epilogue()  # gathers the persistent parameters anew
         if self._moved:
             pinned = hasattr(wrapper, "hp_params_pin_buffers") or hasattr(wrapper, "lp_param_contiguous_pin_buffer")
