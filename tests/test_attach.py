@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from deepspeed.runtime.config import ValidationMode
 
 import zckpt
 from models import make_engine, train
 from runs import AFTER, BEFORE, assert_same, held, logical, settings, weights
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cluster import Cluster
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -91,13 +96,23 @@ def test_parts_of_a_checkpoint(
         assert other["after"][1]["scheduler"] == (from_checkpoint if scheduler else own)["scheduler"]
 
 
+@contextmanager
+def said_on_rank_0(engine: Any, message: str) -> Iterator[None]:
+    """A warning on rank 0, and none on the others."""
+    if engine.global_rank == 0:
+        with pytest.warns(UserWarning, match=message):
+            yield
+    else:
+        yield
+
+
 def stock_folder_and_detach(directory: str) -> None:
     engine = make_engine()
     train(engine, 2)
     engine.save_checkpoint(directory)
     before = held(engine)
     other = zckpt.attach(make_engine(seed=1))
-    with pytest.warns(UserWarning, match="latest"):
+    with said_on_rank_0(engine, "there is no .*latest"):
         assert other.load_checkpoint(directory + "-nowhere") == (None, None)
     path, _ = other.load_checkpoint(directory)
     assert path.endswith(".pt")
@@ -114,6 +129,60 @@ def stock_folder_and_detach(directory: str) -> None:
 
 def test_old_folders_are_deepspeeds_and_detach_undoes_it(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(stock_folder_and_detach, 2, str(tmp_path / "run"))
+
+
+def save_as_deepspeed_would(directory: str) -> None:
+    root = Path(directory)
+    engine = zckpt.attach(make_engine(config={"gradient_accumulation_steps": 2}))
+    rank, validation = engine.global_rank, engine._config.checkpoint_config
+    train(engine, 2)
+
+    engine.save_checkpoint(directory, tag="epoch0/step1", client_state={"sampler": rank, "epoch": 0})
+    assert (root / "latest").read_text() == "epoch0/step1\n"
+    assert not (root / "epoch0" / "latest").exists()
+
+    validation["tag_validation"] = ValidationMode.FAIL
+    with pytest.raises(zckpt.TagError, match="'of-0' on rank 0, 'of-1' on rank 1") as caught:
+        engine.save_checkpoint(directory, tag=f"of-{rank}")
+    assert isinstance(caught.value, AssertionError)
+    validation["tag_validation"] = ValidationMode.WARN
+    with said_on_rank_0(engine, "saved under rank 0's tag"):
+        engine.save_checkpoint(directory, tag=f"of-{rank}", save_latest=False)
+    validation["tag_validation"] = ValidationMode.IGNORE
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        engine.save_checkpoint(directory, tag=f"quiet-{rank}", save_latest=False)
+    assert not list(root.glob("*-1"))
+    for wrong in ("", None):
+        with pytest.raises(ValueError, match="save_dir must be a non-empty path"):
+            engine.save_checkpoint(wrong)
+    with pytest.raises(zckpt.RankError if rank == 0 else ValueError):
+        engine.save_checkpoint("" if rank == 1 else directory)
+
+
+def load_as_deepspeed_would(directory: str) -> None:
+    """Rank 1 sees neither ``latest`` nor manifests, as where a network file system shows it an older state."""
+    engine = zckpt.attach(make_engine(seed=1))
+    rank, isfile, lexists = engine.global_rank, os.path.isfile, os.path.lexists
+    if rank == 1:
+        os.path.isfile = os.path.lexists = lambda path: False
+    path, client_state = engine.load_checkpoint(directory)
+    os.path.isfile, os.path.lexists = isfile, lexists
+    assert path == os.path.join(directory, "epoch0/step1")
+    assert client_state == {"sampler": 0, "epoch": 0}
+    assert type(client_state) is dict
+
+    engine._config.load_universal_checkpoint = True
+    assert engine.load_checkpoint(directory)[0] == path
+    (Path(directory) / "latest_universal").write_text("of-0")
+    assert engine.load_checkpoint(directory)[0] == path
+    with pytest.raises(ValueError, match="latest_universal"):
+        engine.load_checkpoint(directory + "/epoch0")
+
+
+def test_what_differs_by_rank_and_rank_0_decides(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(save_as_deepspeed_would, 2, str(tmp_path))
+    cluster.run(load_as_deepspeed_would, 2, str(tmp_path))
 
 
 def save_without_frozen(directory: str) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -11,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import pytest
+import torch
+from deepspeed.utils import zero_to_fp32
+from safetensors.torch import load_file
 
 import zckpt
-from models import make_engine, train
+from models import Mlp, Odd, make_engine, train
 from runs import assert_same, held
 from zckpt.cli import main
 
@@ -24,38 +29,86 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def save_and_load_in_attached_engines(directory: str) -> None:
+    get_fp32_state_dict_from_zero_checkpoint = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
     stock = deepspeed.initialize
     zckpt.attach_all()
     attaching = deepspeed.initialize
     zckpt.attach_all()
     assert deepspeed.initialize is attaching is not stock
-    engine = make_engine()
+    engine = make_engine(model="odd")
     train(engine, 2)
     engine.save_checkpoint(directory)
-    other = make_engine(seed=1)
+    other = make_engine(model="odd", seed=1)
     other.load_checkpoint(directory)
     assert_same(held(engine), held(other))
 
+    # What was imported before reads the folders of both, and finds the same weights in them
+    zckpt.detach(engine).save_checkpoint(directory + "-theirs")
+    ours = get_fp32_state_dict_from_zero_checkpoint(directory)
+    theirs = get_fp32_state_dict_from_zero_checkpoint(directory + "-theirs")
+    assert_same(
+        ours, {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in theirs.items()}
+    )
+    assert ours["head.weight"] is ours["embed.weight"]
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(directory, f"{directory}-{engine.global_rank}")
+    with pytest.raises(zckpt.UnsupportedError, match="get_optim_files"):
+        zero_to_fp32.get_optim_files(f"{directory}/global_step2")
+    assert len(zero_to_fp32.get_optim_files(f"{directory}-theirs/global_step2")) == 2
+
 
 def test_every_engine_made_after_attach_all_is_attached(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.run(save_and_load_in_attached_engines, 2, str(tmp_path))
-    assert zckpt.open(tmp_path).step == 2
+    run = tmp_path / "run"
+    cluster.run(save_and_load_in_attached_engines, 2, str(run))
+    assert zckpt.open(run).step == 2
+    assert_converted(run, torch.load(tmp_path / "run-0" / "pytorch_model.bin"))
+
+
+def assert_converted(run: Path, by_deepspeed: dict[str, torch.Tensor]) -> None:
+    """zckpt's own functions find what DeepSpeed's have found in the same folder."""
+    weights = zckpt.get_fp32_state_dict_from_zero_checkpoint(run)
+    assert_same(weights, by_deepspeed)
+    lazy = zckpt.get_fp32_state_dict_from_zero_checkpoint(run, "global_step2", lazy_mode=True)
+    assert_same(weights, {name: tensor.contiguous() for name, tensor in lazy.items()})
+    trained = zckpt.get_fp32_state_dict_from_zero_checkpoint(run, exclude_frozen_parameters=True)
+    assert weights.keys() - trained.keys() == {"frozen.weight", "frozen.bias", "unused.empty"}
+    model = Odd()
+    assert zckpt.load_state_dict_from_zero_checkpoint(model, run) is model
+    assert_same(weights, model.state_dict())
+    with pytest.warns(UserWarning, match="the checkpoint lacks 4 tensors: layers.0.weight, .*; the model lacks 12"):
+        zckpt.load_state_dict_from_zero_checkpoint(Mlp(), run)
+
+    for safe, suffix in ((False, "bin"), (True, "safetensors")):
+        out = run.parent / suffix
+        zckpt.convert_zero_checkpoint_to_fp32_state_dict(run, out, "10KB", safe_serialization=safe)
+        (index,) = out.glob("*.json")
+        files = json.loads(index.read_text())["weight_map"]
+        assert len(set(files.values())) > 1
+        parts = {file: load_file(out / file) if safe else torch.load(out / file) for file in set(files.values())}
+        assert_same(weights, {name: parts[file][name] for name, file in files.items()})
+    zckpt.convert_zero_checkpoint_to_fp32_state_dict(run, run.parent / "one", None)
+    whole = torch.load(run.parent / "one" / "pytorch_model.bin")
+    assert_same(weights, whole)
+    assert whole["head.weight"] is whole["embed.weight"]
 
 
 def run_command(arguments: list[str]) -> Any:
     os.chdir(SCRIPTS)
-    try:
-        status: object = main(arguments)
-    except SystemExit as end:
-        status = end.code
-    return status, hasattr(deepspeed.initialize, "__wrapped__"), json.loads(Path(arguments[-1]).read_text())
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            status: object = main(arguments)
+        except SystemExit as end:
+            status = end.code
+    out = Path(arguments[-1])
+    found = json.loads(out.read_text()) if out.exists() else None
+    return status, hasattr(deepspeed.initialize, "__wrapped__"), found, said.getvalue()
 
 
 @pytest.mark.parametrize(
     ("before", "script", "after"),
     [
         pytest.param(["run"], [str(SCRIPTS / "show.py")], ["--help", "-m", "x"], id="script"),
-        pytest.param(["run", "-m"], ["show"], ["--lr", "1"], id="module"),
+        pytest.param(["run", "-m"], ["show"], ["--engine"], id="module"),
         pytest.param(["--local_rank=1", "run"], ["show.py"], ["--lr", "1"], id="deepspeed's launcher"),
         pytest.param(["run"], ["show.py"], ["--fail"], id="failing"),
     ],
@@ -64,13 +117,27 @@ def test_a_script_finds_what_python_would_give_it(
     cluster: Cluster, tmp_path: Path, before: list[str], script: list[str], after: list[str]
 ) -> None:
     out = str(tmp_path / "found.json")
-    ((status, attaches, found),) = cluster.run(run_command, 1, [*before, *script, *after, out], init=False)
+    ((status, attaches, found, said),) = cluster.run(run_command, 1, [*before, *script, *after, out], init=False)
     local_rank = ["--local_rank=1"] if "--local_rank=1" in before else []
     assert (status, attaches) == (3 if "--fail" in after else 0, True)
     assert found["name"] == "__main__"
     assert found["path"] == str(SCRIPTS)
     name = str(SCRIPTS / "show.py") if "-m" in before else script[0]
     assert found["argv"] == [name, *local_rank, *after, out]
+    attached, nothing = "attached a DeepSpeedEngine", "nothing was attached: the script made no engine"
+    assert (said.count(attached), said.count(nothing)) == (("--engine" in after), ("--engine" not in after))
+
+
+@pytest.mark.parametrize("arguments", [["nosuch.py"], ["-m", "nosuch"], ["-m", "nosuch.at.all"], ["-m", "json"], ["."]])
+def test_what_cannot_be_run_is_a_message(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["run", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("zckpt run: ")
+    assert said.count("\n") == 1
+    assert not hasattr(deepspeed.initialize, "__wrapped__")
 
 
 def launch(script: str, *arguments: object) -> None:

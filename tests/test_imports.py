@@ -34,7 +34,7 @@ ALLOWED = {
     | {"torch_dtypes", "foreign", "io", "engines", "background", "contents", "checkpoint", "progress", "validation"},
     "__init__": {"pipelines", "background", "checkpoint", "contents", "errors", "integrations", "io", "progress"}
     | {"validation", "version"},
-    "integrations": {"zckpt", "errors", "foreign"},
+    "integrations": {"zckpt", "pipelines", "io", "format", "engines", "foreign", "errors"},
     "cli": {"zckpt", "errors", "foreign"},
     "__main__": {"cli"},
 }
@@ -44,8 +44,10 @@ PUBLIC_NAMES = """
     Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup DigestError FeatureError
     Finding FormatError KeyNotFoundError LockedError MismatchError MissingFileError NoSpaceError Observation
     PendingWrite PieceInfo Progress ProgressBar RankError Removed RepairError RepairReport Report Restored
-    SizeError StateError StorageError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
-    __version__ attach attach_all detach gc open repair restore validate wait write
+    SizeError StateError StorageError TagError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
+    __version__ attach attach_all convert_zero_checkpoint_to_fp32_state_dict detach gc
+    get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint open repair restore validate wait
+    write
 """
 
 FILES = sorted(ROOT.rglob("*.py"))

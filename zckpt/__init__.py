@@ -20,12 +20,18 @@ from zckpt.errors import (
     SizeError,
     StateError,
     StorageError,
+    TagError,
     UnfinishedWriteError,
     UnsupportedError,
     VersionError,
     ZckptError,
 )
 from zckpt.integrations.deepspeed import attach, attach_all, detach
+from zckpt.integrations.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
 from zckpt.io.budget import Budget
 from zckpt.pipelines.gc import Cleanup, Removed, gc
 from zckpt.pipelines.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
@@ -67,6 +73,7 @@ __all__ = [
     "SizeError",
     "StateError",
     "StorageError",
+    "TagError",
     "TensorInfo",
     "UnfinishedWriteError",
     "UnsupportedError",
@@ -75,8 +82,11 @@ __all__ = [
     "__version__",
     "attach",
     "attach_all",
+    "convert_zero_checkpoint_to_fp32_state_dict",
     "detach",
     "gc",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
     "open",
     "repair",
     "restore",

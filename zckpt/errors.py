@@ -18,6 +18,7 @@
     ├── UnsupportedError             (NotImplementedError) an engine or mode that is not supported, by name
     ├── MismatchError                (ValueError)          engine and checkpoint do not fit; lists everything
     ├── RankError                    (RuntimeError)        another rank failed, or the ranks disagree
+    │   └── TagError                 (AssertionError)      the ranks save under different tags
     └── StorageError                 (OSError)             the operating system refused a read or a write
         └── NoSpaceError                                   no space, quota or file size limit reached
 
@@ -137,6 +138,10 @@ class MismatchError(ZckptError, ValueError):
 
 class RankError(ZckptError, RuntimeError):
     """Another rank failed, or the ranks disagree."""
+
+
+class TagError(RankError, AssertionError):
+    """The ranks save one checkpoint under different tags; an AssertionError as in DeepSpeed."""
 
 
 class StorageError(ZckptError, OSError):

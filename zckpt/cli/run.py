@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import runpy
 import sys
+from typing import Any
 
 import zckpt
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
+    parser.add_argument(
+        "--replace-deepspeed",
+        action="store_true",
+        help="a save to a tag that holds a checkpoint in DeepSpeed's own format removes that, instead of failing",
+    )
     parser.add_argument("script", help="what you would give to python, or to the launcher in place of zckpt")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    zckpt.attach_all()
     script: str = arguments.script
+    sys.path[0] = os.getcwd() if arguments.module else os.path.dirname(os.path.realpath(script))
+    problem = _no_module(script) if arguments.module else _no_script(script)
+    if problem:
+        print(f"zckpt run: {problem}", file=sys.stderr)
+        return 2
+    attached: list[str] = []
+
+    def on_attach(engine: Any) -> None:
+        attached.append(type(engine).__name__)
+        if len(attached) == 1 and engine.global_rank == 0:
+            _say(f"attached a {attached[0]}: from now on every engine's save_checkpoint and load_checkpoint use zckpt")
+
+    zckpt.attach_all(replace_deepspeed=arguments.replace_deepspeed, on_attach=on_attach)
     local_rank = [] if arguments.local_rank is None else [f"--local_rank={arguments.local_rank}"]
     sys.argv = [script, *local_rank, *arguments.arguments]
-    sys.path[0] = os.getcwd() if arguments.module else os.path.dirname(os.path.realpath(script))
     try:
         if arguments.module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -31,4 +49,32 @@ def run(arguments: argparse.Namespace) -> int:
         # Not of this command but of the script: with its traceback, as python reports it.
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
+    finally:
+        if not attached and os.environ.get("RANK", "0") == "0":
+            _say("nothing was attached: the script made no engine by deepspeed.initialize")
     return 0
+
+
+def _say(what: str) -> None:
+    print(f"zckpt run: {what}", file=sys.stderr, flush=True)
+
+
+def _no_script(path: str) -> str | None:
+    """Why Python cannot run this file or directory; None if it can."""
+    if not os.path.exists(path):
+        return f"there is no file {path}"
+    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py")):
+        return f"{path} is a directory without a __main__.py"
+    return None
+
+
+def _no_module(name: str) -> str | None:
+    """Why Python cannot run the module of this name; None if it can."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        return f"there is no module {name}: {error}"
+    return None if spec is not None else f"there is no module {name}"

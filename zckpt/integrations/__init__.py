@@ -1,1 +1,1 @@
-"""zckpt inside other programs, by its public names alone."""
+"""zckpt inside other programs."""

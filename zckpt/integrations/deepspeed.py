@@ -7,29 +7,51 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import msgpack
+
 import zckpt
+from zckpt.errors import TagError
+from zckpt.foreign import deepspeed_files
+from zckpt.format import names
+from zckpt.integrations import zero_to_fp32
+from zckpt.io.ranks import Ranks
+from zckpt.pipelines.restore import restore_engine
+from zckpt.pipelines.write import write_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 _WEIGHTS = ("master", "param", "buffer")
 _METHODS = ("save_checkpoint", "load_checkpoint")
 _MARK = "_zckpt_attaches"
 
 
-def attach(engine: Any, *, background: bool = False) -> Any:
+def attach(engine: Any, *, background: bool = False, replace_deepspeed: bool = False) -> Any:
     """Has ``save_checkpoint`` and ``load_checkpoint`` of a DeepSpeed engine use zckpt; returns the engine.
 
     Arguments, return values, tags, ``latest`` and ``<dir>/<tag>/`` mean what they mean in DeepSpeed, but that:
     ``load_checkpoint`` also works in an engine that has trained or saved, at another world size, stage and offload; the
     path it returns is the checkpoint's directory; a failure raises on every rank; and ``custom_load_fn`` is refused for
     a zckpt checkpoint. A folder in DeepSpeed's own format is loaded by DeepSpeed. Random number generators are left
-    alone. ``background``: saves go on while training does; the next save or load and the end of the process wait for
-    them and show their errors. Doing it twice changes nothing; ``detach`` undoes it.
+    alone. Rank 0 decides for all ranks what ``latest`` says and in whose format a folder is. Where DeepSpeed's
+    configuration has ``checkpoint.load_universal``, a zckpt checkpoint that ``latest`` names is loaded as it is;
+    ``latest_universal`` is read only where there is none.
+
+    Tags that differ from rank to rank: ``checkpoint.tag_validation`` in DeepSpeed's configuration decides. "Fail"
+    raises TagError, which is an AssertionError too; with "Warn" and "Ignore" the checkpoint is saved under rank 0's
+    tag, and "Warn" says so. A ``client_state`` that differs from rank to rank: each rank's own is kept, and given back
+    where the number of ranks is the same; another number of ranks gets rank 0's, with a warning. A save in the middle
+    of gradient accumulation leaves the gradients out, as DeepSpeed does, with a warning. An engine without an optimizer
+    saves its weights and buffers.
+
+    ``background``: saves go on while training does; the next save or load and the end of the process wait for them and
+    show their errors. ``replace_deepspeed``: a save to a tag that holds a checkpoint in DeepSpeed's own format removes
+    that once its own is complete; otherwise it raises CheckpointExistsError and changes nothing. Attaching twice
+    changes nothing; ``detach`` undoes it.
     """
     if "load_checkpoint" not in vars(engine):
         stock: Callable[..., Any] = engine.load_checkpoint
-        engine.save_checkpoint = functools.partial(_save_checkpoint, engine, background)
+        engine.save_checkpoint = functools.partial(_save_checkpoint, engine, background, replace_deepspeed)
         engine.load_checkpoint = functools.partial(_load_checkpoint, engine, stock)
     return engine
 
@@ -41,11 +63,13 @@ def detach(engine: Any) -> Any:
     return engine
 
 
-def attach_all() -> None:
+def attach_all(*, replace_deepspeed: bool = False, on_attach: Callable[[Any], None] = lambda engine: None) -> None:
     """Has every engine that ``deepspeed.initialize`` returns from now on attached, whoever calls it.
 
     For frameworks that make the engine themselves, such as Trainer, Accelerate and Lightning: call it before they do,
-    or start the script with ``zckpt run``. Imports DeepSpeed. Doing it twice changes nothing.
+    or start the script with ``zckpt run``. The functions of ``deepspeed.utils.zero_to_fp32`` read the folders of zckpt
+    from then on, beside DeepSpeed's own. ``replace_deepspeed``: as for ``attach``. ``on_attach`` is called with each
+    engine that was attached. Imports DeepSpeed. Calling it twice changes nothing.
     """
     import deepspeed
 
@@ -56,34 +80,73 @@ def attach_all() -> None:
     @functools.wraps(stock)
     def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         engine, *others = stock(*args, **kwargs)
-        return (attach(engine), *others)
+        attach(engine, replace_deepspeed=replace_deepspeed)
+        on_attach(engine)
+        return (engine, *others)
 
     setattr(initialize, _MARK, True)
     deepspeed.initialize = initialize
+    zero_to_fp32.teach_deepspeed()
 
 
 def _save_checkpoint(
     engine: Any,
     background: bool,
+    replace_deepspeed: bool,
     save_dir: str | os.PathLike[str],
     tag: object = None,
     client_state: Mapping[str, Any] | None = None,
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    if not save_dir:
-        raise ValueError(f"save_dir must be a non-empty path, got {save_dir!r}")
-    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    write = functools.partial(zckpt.write, background=True) if background else zckpt.write
-    write(
+    def own_tag() -> bytes:
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty path, got {save_dir!r}")
+        return (f"global_step{engine.global_steps}" if tag is None else str(tag)).encode()
+
+    ranks = Ranks()
+    tags = [one.decode() for one in ranks.share(own_tag, "save a checkpoint")]
+    _check_tags(engine, tags, ranks.rank)
+    write_engine(
         engine,
-        os.path.join(save_dir, tag),
+        os.path.join(save_dir, tags[0]),
         exclude=("param",) if exclude_frozen_parameters else (),
         client_state=client_state,
         overwrite=True,
         latest=save_latest,
+        pending_gradients="drop",
+        background=background,
+        run=save_dir,
+        each_client_state=True,
+        replace_foreign=replace_deepspeed,
     )
+    if ranks.rank == 0:
+        _warn_of_gradients(engine)
     return True
+
+
+def _check_tags(engine: Any, tags: Sequence[str], rank: int) -> None:
+    """Raises TagError, or warns, or neither, where the ranks' tags differ: as the engine's configuration says."""
+    other = next((number for number, tag in enumerate(tags) if tag != tags[0]), None)
+    if other is None or not engine.checkpoint_tag_validation_enabled():
+        return
+    differs = f"the ranks have different tags: {tags[0]!r} on rank 0, {tags[other]!r} on rank {other}"
+    if engine.checkpoint_tag_validation_fail():
+        raise TagError(
+            differs,
+            rank=other,
+            hint='pass the same tag on every rank; with checkpoint.tag_validation other than "Fail" in DeepSpeed\'s '
+            "configuration, rank 0's is taken",
+        )
+    if rank == 0:
+        warnings.warn(f"{differs}; the checkpoint is saved under rank 0's tag", stacklevel=3)
+
+
+def _warn_of_gradients(engine: Any) -> None:
+    from zckpt.engines.deepspeed.refuse import pending_gradients
+
+    for reason in pending_gradients(engine):
+        warnings.warn(f"the checkpoint does not hold {reason}", stacklevel=3)
 
 
 def _load_checkpoint(
@@ -98,28 +161,69 @@ def _load_checkpoint(
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
     zckpt.wait()  # it may be what `latest` is about to name
-    if tag is None:
-        latest = os.path.join(load_dir, "latest")
-        if not os.path.isfile(latest):
-            warnings.warn(f"there is no {latest}: pass a tag to load a checkpoint that it does not name", stacklevel=2)
-            return None, None
-        with open(latest, encoding="utf-8") as file:
-            tag = file.read().strip()
-    path = os.path.join(load_dir, str(tag))
-    if os.path.isdir(path) and not os.path.lexists(os.path.join(path, "manifest.msgpack")):
+    ranks = Ranks()
+    universal = engine.load_universal_checkpoint()
+    found = ranks.first(lambda: msgpack.packb(_find(load_dir, tag, universal)), "find the checkpoint")
+    chosen, theirs = msgpack.unpackb(found)
+    if chosen is None:
+        missing = f"there is no {os.path.join(load_dir, 'latest_universal' if universal else 'latest')}"
+        if universal:
+            raise ValueError(f"{missing}, which DeepSpeed needs with checkpoint.load_universal")
+        if ranks.rank == 0:
+            warnings.warn(f"{missing}: pass a tag to load a checkpoint that it does not name", stacklevel=2)
+        return None, None
+    if theirs:
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        return stock(load_dir, str(tag), *options, custom_load_fn)  # type: ignore[no-any-return]
-    if custom_load_fn is not None:
-        raise zckpt.UnsupportedError(
-            "custom_load_fn: the weights go straight into the engine's own memory",
-            hint="load them with zckpt.open(path).state_dict() and put them where they belong",
-        )
+        return stock(load_dir, chosen, *options, custom_load_fn)  # type: ignore[no-any-return]
+    path = os.path.join(load_dir, chosen)
     weights_only = load_module_only or not load_optimizer_states
+
+    def parts() -> list[str] | None:
+        if custom_load_fn is not None:
+            raise zckpt.UnsupportedError(
+                "custom_load_fn: the weights go straight into the engine's own memory",
+                hint="load them with zckpt.open(path).state_dict() and put them where they belong",
+            )
+        return [part for part in zckpt.open(path).parts if part in _WEIGHTS] if weights_only else None
+
     trees = [] if load_module_only else ["counters", "scaler"]
     if load_optimizer_states and not load_module_only:
         trees.append("optimizer")
     if load_lr_scheduler_states and not load_module_only and engine.lr_scheduler is not None:
         trees.append("scheduler")
-    parts = [part for part in zckpt.open(path).parts if part in _WEIGHTS] if weights_only else None
-    client_state = zckpt.restore(engine, path, parts=parts, strict=load_module_strict, state=trees)
-    return path, client_state
+    client_state = restore_engine(
+        engine,
+        path,
+        parts=ranks.together(parts, "open the checkpoint"),
+        strict=load_module_strict,
+        state=trees,
+        own_client_state=True,
+    )
+    return path, dict(client_state)
+
+
+def _find(load_dir: str | os.PathLike[str], tag: object, universal: bool) -> tuple[str | None, bool]:
+    """The tag that is to be loaded, None if no file names one, and whether its folder is in DeepSpeed's own format.
+
+    ``universal``: a checkpoint of DeepSpeed's is to be one that it has converted, which ``latest_universal`` names.
+    """
+    if tag is not None:
+        return str(tag), _is_deepspeeds(os.path.join(load_dir, str(tag)))
+    for file in ("latest", "latest_universal") if universal else ("latest",):
+        latest = os.path.join(load_dir, file)
+        if not os.path.isfile(latest):
+            continue
+        with open(latest, encoding="utf-8") as opened:
+            named = opened.read().strip()
+        path = os.path.join(load_dir, named)
+        if universal and file == "latest" and not zero_to_fp32.is_zckpts(path):
+            continue
+        theirs = _is_deepspeeds(path)
+        if not theirs:
+            names.decode_latest(named.encode(), latest)
+        return named, theirs
+    return None, False
+
+
+def _is_deepspeeds(path: str) -> bool:
+    return os.path.isdir(path) and not zero_to_fp32.is_zckpts(path) and bool(deepspeed_files(os.listdir(path)))

@@ -25,7 +25,7 @@ def unsupported(engine: Any, drop_gradients: bool = False) -> list[str]:
     """
     found = [*_kind(engine), *_precision(engine), *_offload(engine), *_parallelism(engine), *_features(engine)]
     # The wrapper's insides are only known once it is the one expected.
-    gradients = () if drop_gradients else _gradients(engine)
+    gradients = () if drop_gradients else pending_gradients(engine)
     return found or [*_parameters(engine), *gradients, *_scheduler(engine)]
 
 
@@ -110,7 +110,9 @@ def _parameters(engine: Any) -> Iterator[str]:
         yield from kind.unsupported(engine.optimizer, dict(engine.module.named_parameters()), group_of(engine))
 
 
-def _gradients(engine: Any) -> Iterator[str]:
+def pending_gradients(engine: Any) -> Iterator[str]:
+    """A line where an engine of a supported kind holds gradients that wait for an optimizer step, which no checkpoint
+    holds."""
     kind = kind_of(engine)
     pending = kind is not None and kind.has_gradients(engine.optimizer)
     steps, accumulation = engine.micro_steps, engine.gradient_accumulation_steps()
