@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import platform
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -31,6 +32,7 @@ import torch
 
 from zckpt.pipelines import write as pipeline
 from zckpt.plan import catalog
+from zckpt.plan.layout import plan_shards
 from zckpt.state.inventory import MASTER, Fragment
 
 if TYPE_CHECKING:
@@ -165,22 +167,28 @@ def cut(state: Mapping[str, torch.Tensor], world_size: int = 1) -> Ranks:
     return ranks
 
 
-def write_rank(path: str, save_id: str, ranks: Ranks, rank: int) -> bytes:
-    """The files of one rank of a write that has begun; returns its receipt."""
-    return catalog.pack(pipeline.write_rank(path, save_id, ranks[rank], rank, len(ranks)))
+def write_rank(path: str, save_id: str, ranks: Ranks, rank: int) -> tuple[bytes, bytes]:
+    """The files of one rank of a write that has begun; returns its receipt, and the digest of its digest table."""
+    plans = plan_shards(ranks[rank], save_id, rank, len(ranks), block_bytes=pipeline.BLOCK_BYTES)
+    return catalog.pack(catalog.receipt(rank, plans)), pipeline.write_rank(path, save_id, plans, rank)
 
 
-def write_checkpoint(path: Path, ranks: Ranks, write_all: Callable[[str, str], list[bytes]] | None = None) -> None:
+def write_checkpoint(
+    path: Path, ranks: Ranks, write_all: Callable[[str, str], list[tuple[bytes, bytes]]] | None = None
+) -> None:
     """``zckpt.write`` without an engine: the same functions. ``write_all`` has all ranks write, given path and save id,
-    and returns their receipts; None: one after the other, here."""
-    save_id = pipeline.begin_write(str(path), overwrite=False).decode()
+    and returns what ``write_rank`` does; None: one after the other, here."""
+    save_id = secrets.token_hex(8)
+    pipeline.begin_write(str(path), save_id)
     if write_all is None:
-        receipts = [write_rank(str(path), save_id, ranks, rank) for rank in range(len(ranks))]
+        written = [write_rank(str(path), save_id, ranks, rank) for rank in range(len(ranks))]
     else:
-        receipts = write_all(str(path), save_id)
+        written = write_all(str(path), save_id)
+    receipts, digests = zip(*written, strict=True)
     packed = pipeline._pack_tree({"engine": {}, "client_state": {}}, "", [], 0)
     about = catalog.About(step=1, block_bytes=pipeline.BLOCK_BYTES, aliases={}, state=packed, writer={})
-    pipeline.commit_write(str(path), save_id, receipts, about, latest=False)
+    manifest, index = catalog.catalog([catalog.unpack(receipt) for receipt in receipts], save_id, about)
+    pipeline.commit_write(str(path), save_id, catalog.with_digests(manifest, digests), index)
 
 
 # Files and the page cache

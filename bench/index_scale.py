@@ -77,7 +77,7 @@ def generate(path: Path, ranks: int, parameters: int, seed: int = 0) -> tuple[in
                 fragments += [Fragment(part, name, shape, "F32", start, stop) for part in PARTS]
         plans = plan_shards(fragments, save_id, rank, ranks, block_bytes=BLOCK_BYTES)
         pieces += sum(len(plan.fragments) for plan in plans)
-        receipts.append(catalog.receipt(rank, bytes(16), plans))
+        receipts.append(catalog.receipt(rank, plans))
     about = catalog.About(step=100, block_bytes=BLOCK_BYTES, aliases={}, state=b"\xc0", writer={})
     manifest, index = catalog.catalog(receipts, save_id, about)
     (path / names.data_dir(save_id)).mkdir(parents=True)

@@ -51,7 +51,7 @@ def write(path: Path, label: str, pool: Pool) -> None:
     )
 
 
-def write_own(label: str, path: str, save_id: str, rank: int) -> bytes:
+def write_own(label: str, path: str, save_id: str, rank: int) -> tuple[bytes, bytes]:
     return write_rank(path, save_id, RANKS_OF[label], rank)
 
 

@@ -91,17 +91,12 @@ def write_state(
     if swap is not None:
         for rank, own in enumerate(fragments):
             fragments[rank] = swap_out(own, swap / f"{rank}.swp")
-    save_id = pipeline.begin_write(str(path), overwrite).decode()
     state = pipeline._pack_tree({"engine": engine_state, "client_state": client_state}, "", fragments[0], 0)
-    receipts = []
     for rank, own in enumerate(fragments):
         tree = pipeline._pack_tree({"rank": rank}, "rank_state", own, rank)
         own.append(pipeline._state_fragment(f"rank/{rank}", torch.frombuffer(bytearray(tree), dtype=torch.uint8)))
-        receipts.append(
-            catalog.pack(pipeline.write_rank(str(path), save_id, own, rank, world_size, block_bytes=block_bytes))
-        )
     about = catalog.About(step, block_bytes, aliases or {}, state, {"created": "by a test"})
-    pipeline.commit_write(str(path), save_id, receipts, about, latest=latest)
+    save_id = pipeline.write_fragments(str(path), fragments, about, overwrite=overwrite, latest=latest)
     return Written(path, save_id, full, ranks)
 
 
@@ -178,6 +173,7 @@ def write_through(path: Path, value: torch.Tensor, *, step: int = 1, **options: 
     adapter = SimpleNamespace(
         step=step,
         description={},
+        parts=(MASTER,),
         refuse_unsupported=lambda **_: None,
         inventory=lambda parts: Inventory((fragment(MASTER, "w", value, 0, value.numel()),)),
         state=dict,

@@ -338,9 +338,8 @@ def test_every_fault_is_found_not_only_the_first(place: Place) -> None:
 
 
 def write_trees(path: str, root: bytes, own: torch.Tensor) -> None:
-    save_id = pipeline.begin_write(path, False).decode()
-    receipt = catalog.pack(pipeline.write_rank(path, save_id, [fragment("state", "rank/0", own, 0, own.numel())], 0, 1))
-    pipeline.commit_write(path, save_id, [receipt], catalog.About(0, 1 << 20, {}, root, {}), latest=False)
+    state = fragment("state", "rank/0", own, 0, own.numel())
+    pipeline.write_fragments(path, [[state]], catalog.About(0, 1 << 20, {}, root, {}))
 
 
 @pytest.mark.parametrize(

@@ -253,14 +253,10 @@ def test_a_state_dict_has_weights_buffers_and_every_name(tmp_path: Path) -> None
 
 
 def test_a_state_dict_takes_params_where_there_is_no_master(tmp_path: Path) -> None:
-    save_id = pipeline.begin_write(str(tmp_path / "c"), False).decode()
     values = {name: torch.randn(3) for name in ("both", "frozen")}
     fragments = [fragment("master", "both", values["both"], 0, 3)]
     fragments += [fragment("param", name, value.bfloat16(), 0, 3) for name, value in values.items()]
-    receipt = catalog.pack(pipeline.write_rank(str(tmp_path / "c"), save_id, fragments, 0, 1))
-    pipeline.commit_write(
-        str(tmp_path / "c"), save_id, [receipt], catalog.About(0, 1 << 20, {}, b"\xc0", {}), latest=False
-    )
+    pipeline.write_fragments(str(tmp_path / "c"), [fragments], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
     checkpoint = zckpt.open(tmp_path / "c")
     assert same_all(checkpoint.state_dict(), {"both": values["both"], "frozen": values["frozen"].bfloat16()})
     assert checkpoint.state is None

@@ -18,6 +18,7 @@ from models import make_engine, train
 from runs import assert_at_rest, fingerprint, settings, told
 from states import same_all, write_state
 from zckpt.pipelines import write as pipeline
+from zckpt.plan import catalog
 from zckpt.state.inventory import FileSpan, Fragment
 
 if TYPE_CHECKING:
@@ -316,7 +317,7 @@ def test_a_swap_file_that_is_too_short_is_named(tmp_path: Path) -> None:
 
 
 def write_fragment(path: Path, fragment: Fragment) -> None:
-    pipeline.write_rank(str(path), pipeline.begin_write(str(path), False).decode(), [fragment], 0, 1)
+    pipeline.write_fragments(str(path), [[fragment]], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
 
 
 def derive_from_weights(path: str, setup: dict[str, Any], swap: str) -> dict[str, str]:

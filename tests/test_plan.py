@@ -180,7 +180,7 @@ def receipts_of(all_fragments: list[list[Fragment]]) -> list[catalog.Receipt]:
     world_size = len(all_fragments)
     return [
         catalog.receipt(
-            rank, bytes([rank]) * 16, plan_shards(fragments, SAVE_ID, rank, world_size, block_bytes=BLOCK_BYTES)
+            rank, plan_shards(fragments, SAVE_ID, rank, world_size, block_bytes=BLOCK_BYTES), bytes([rank]) * 16
         )
         for rank, fragments in enumerate(all_fragments)
     ]

@@ -229,7 +229,7 @@ def test_the_manifest_comes_last(written: Written) -> None:
         file.unlink()
     with faulty() as operations:
         zckpt.repair(written.path, accept_unverified=True)
-    replaced = [file for name, file in operations.done if name == "replace"]
+    replaced = [file for name, file in operations.done if name == "commit"]
     assert replaced[-1] == str(written.path / "manifest.msgpack")
     assert len(replaced) == 1 + 1 + WORLD_SIZE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 from contextlib import suppress
@@ -21,6 +22,7 @@ from states import Written, fragment, same_all, write_state
 from zckpt.format import names
 from zckpt.pipelines import write as pipeline
 from zckpt.plan import catalog
+from zckpt.plan.layout import plan_shards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,16 +86,18 @@ class Run(RuleBasedStateMachine):
     def fail(self, tag: str, ranks: int, committed: bool) -> None:
         """A write that dies before its commit: with some ranks' files, or at the commit with one rank's too few."""
         path = str(self.path / tag)
-        save_id = pipeline.begin_write(path, overwrite=True).decode()
-        receipts = []
+        save_id = secrets.token_hex(8)
+        pipeline.begin_write(path, save_id, overwrite=True)
+        whole = torch.arange(6.0)
+        halves = [[fragment("master", "w", whole, 3 * rank, 3 * rank + 3)] for rank in range(2)]
+        plans = [plan_shards(own, save_id, rank, 2, block_bytes=4096) for rank, own in enumerate(halves)]
+        receipts = [catalog.receipt(rank, own) for rank, own in enumerate(plans)]
+        manifest, index = catalog.catalog(receipts, save_id, catalog.About(99, 4096, {}, b"\xc0", {}))
         for rank in range(ranks):
-            whole = torch.arange(6.0)
-            own = [fragment("master", "w", whole, 3 * rank, 3 * rank + 3)]
-            receipts.append(catalog.pack(pipeline.write_rank(path, save_id, own, rank, 2, block_bytes=4096)))
+            pipeline.write_rank(path, save_id, plans[rank], rank, block_bytes=4096)
         if committed and ranks == 1:
-            about = catalog.About(99, 4096, {}, b"\xc0", {})
             with pytest.raises(zckpt.ZckptError):
-                pipeline.commit_write(path, save_id, receipts, about, latest=True)
+                pipeline.commit_write(path, save_id, manifest, index, latest_in=str(self.path))
 
     @precondition(lambda self: self.stored)
     @rule(data=st.data())

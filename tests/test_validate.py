@@ -114,9 +114,7 @@ def write_parts(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         part, name = key.split("/")
         middle = value.numel() // (3 if part == "master" else 2)
         fragments += [fragment(part, name, value, a, b) for a, b in ((0, middle), (middle, value.numel()))]
-    save_id = pipeline.begin_write(str(path), False).decode()
-    receipt = catalog.pack(pipeline.write_rank(str(path), save_id, fragments, 0, 1))
-    pipeline.commit_write(str(path), save_id, [receipt], catalog.About(0, 1 << 20, {}, b"\xc0", {}), latest=False)
+    pipeline.write_fragments(str(path), [fragments], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
 
 
 def test_each_level_reads_what_it_says(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ class Engine:
         self.weight = torch.randn(nbytes // 4)
         self.step = step
         self.description = {"framework": "none"}
+        self.parts = ("master", "exp_avg")
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
         pass
@@ -238,7 +239,9 @@ def test_what_does_not_add_up_is_not_committed(tmp_path: Path) -> None:
     ("client_state", "where"),
     [
         ({"sampler": [{"fn": len}]}, "client_state.sampler[0].fn"),
-        ({"seen": {1, 2}}, "client_state.seen: set"),
+        ({"seen": {print}}, "client_state.seen[0]: builtin_function_or_method"),
+        ({"root": 1j}, "client_state.root: complex"),
+        ({"number": np.longdouble(1)}, "client_state.number: longdouble"),
         ({"sparse": torch.eye(2).to_sparse()}, "client_state.sparse: Tensor"),
         ({"words": [torch.zeros(1), "a", object()]}, "client_state.words[2]: object"),
         ({True: 1}, "client_state has the key True"),

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import traceback
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from zckpt.errors import RankError
+from zckpt.io.pipeline import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,21 +21,37 @@ _current: PendingWrite | None = None
 class PendingWrite:
     """What ``zckpt.write(..., background=True)`` returns.
 
-    Nothing has to be done with it: the next write or restore waits for it and raises its error, a process that ends
-    waits for it too and prints what nobody has seen.
+    Nothing has to be done with it: a failure is said on stderr at once, the next write or restore waits for it and
+    raises its error, a process that ends waits for it too and prints what nobody has seen.
     """
 
-    def __init__(self, path: str, finish: Callable[[Callable[[], None]], None]) -> None:
-        """``finish`` writes and commits; it is given what to call once the engine's state is not needed any more."""
+    def __init__(self, path: str, finish: Callable[[Snapshot], None], speaks: bool) -> None:
+        """``finish`` writes and commits, from ``start`` on; it is given what to tell of the engine's state.
+        ``speaks``: whether this rank says of a failure on another one that it has happened."""
         self.path = path
         """The checkpoint's absolute path."""
         self.error: BaseException | None = None
         """Why it has failed; the same kind of failure on every rank."""
-        self._taken = threading.Event()
+        self._finish = finish
+        self._speaks = speaks
+        self._snapshot = Snapshot()
+        self._started = threading.Event()
+        self._cancelled = False
         self._seen = False
         # No daemon: the interpreter waits for it before it exits
-        self._thread = threading.Thread(target=self._run, args=(finish,), name="zckpt-background", daemon=False)
+        self._thread = threading.Thread(target=self._run, name="zckpt-background", daemon=False)
         self._thread.start()
+
+    def start(self) -> None:
+        """Has it begin. The next write, the next restore and the end of the process wait for it from now on."""
+        global _current  # noqa: PLW0603  the one write under way
+        _current = self
+        self._started.set()
+
+    def cancel(self) -> None:
+        """Instead of ``start``: it ends, and has done nothing."""
+        self._cancelled = True
+        self._started.set()
 
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.done else "under way"
@@ -58,29 +79,41 @@ class PendingWrite:
         if not self._seen:
             self.wait()
 
-    def wait_until_taken(self) -> None:
-        """Until the engine's state may change again. Raises nothing."""
-        self._taken.wait()
+    def wait_until_copied(self) -> None:
+        """Until what may change at any time has been copied. Raises nothing but an interrupt, and gives up then."""
+        self._wait_for(self._snapshot.copied)
 
-    def _run(self, finish: Callable[[Callable[[], None]], None]) -> None:
+    def wait_until_taken(self) -> None:
+        """Until all of the engine's state may change. Raises nothing but an interrupt, and gives up then."""
+        self._wait_for(self._snapshot.taken)
+
+    def _wait_for(self, event: threading.Event) -> None:
         try:
-            finish(self._taken.set)
+            event.wait()
+        except BaseException:  # the state may change now
+            self._snapshot.give_up("it was interrupted before all of the state had been copied")
+            raise
+
+    def _run(self) -> None:
+        self._started.wait()
+        try:
+            if not self._cancelled:
+                self._finish(self._snapshot)
         except BaseException as error:  # raised by wait()
             traceback.clear_frames(error.__traceback__)  # what is open there goes now, whoever keeps the error
             self.error = error
+            if self._speaks or not isinstance(error, RankError):
+                why = f"{type(error).__name__}: {error}"
+                what = f"zckpt: the write of {self.path} in the background has failed: {why}\n"
+                with suppress(Exception):
+                    print(f"{what}The next write, restore or wait raises this error.", file=sys.stderr, flush=True)
         finally:
-            self._taken.set()
+            del self._finish  # and with it the state
+            self._snapshot.end()
 
     def _report(self) -> None:
         if self.error is not None and not self._seen:
             traceback.print_exception(self.error)
-
-
-def start_write(path: str, finish: Callable[[Callable[[], None]], None]) -> PendingWrite:
-    """Call ``finish_current`` first, on every rank."""
-    global _current  # noqa: PLW0603  the one write under way
-    _current = PendingWrite(path, finish)
-    return _current
 
 
 def finish_current() -> None:

@@ -38,14 +38,9 @@ def fragments(rank: int) -> list[Fragment]:
 
 def main(directory: str) -> None:
     target = os.path.join(os.path.abspath(directory), "global_step7")
-    os.makedirs(os.path.join(target, f"data-{SAVE_ID}"))
-    receipts = [
-        catalog.pack(pipeline.write_rank(target, SAVE_ID, fragments(rank), rank, WORLD_SIZE, block_bytes=4096))
-        for rank in range(WORLD_SIZE)
-    ]
     state = tree.pack(STATE_TREE, "", lambda path, leaf: (tree.TENSOR, "tree/0/0"))
     about = catalog.About(7, 4096, {"head": "w"}, state, {"created": "2026-01-01T00:00:00+00:00"})
-    pipeline.commit_write(target, SAVE_ID, receipts, about, latest=True)
+    pipeline.write_fragments(target, [fragments(rank) for rank in range(WORLD_SIZE)], about, SAVE_ID, latest=True)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,14 @@ class EngineAdapter(Protocol):
         engine keeps them; a restore drops those of the engine that it restores into.
         """
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the state that the engine has now."""
+
+    def refuse_lazy(self) -> None:
+        """Raises UnsupportedError if anything but a step of the optimizer changes what ``inventory`` gives in the parts
+        of the optimizer, masters and moments: the passes between two steps must leave them alone."""
+
     def inventory(self, parts: Collection[str] | None) -> Inventory:
         """What this rank writes: fragments with ``data``. ``parts=None``: all that a bit-exact resume needs.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 
 from zckpt.format.limits import LATEST_BYTES_MAX, NAME_BYTES_MAX
 from zckpt.format.rules import broken
@@ -69,6 +70,16 @@ def data_dir(save_id: str) -> str:
 
 def is_data_dir(name: str) -> bool:
     return name.startswith("data-") and _SAVE_ID.fullmatch(name[5:]) is not None
+
+
+def temporary(of: str, digits: str = "") -> str:
+    """The name of a file that is to take the place of ``of``; without ``digits``, eight of chance, one as no other."""
+    return f"{of}.{digits or secrets.token_hex(4)}.tmp"
+
+
+def prepared_digits(save_id: str) -> str:
+    """The digits under which a write prepares its manifest: others find it without a look at the directory."""
+    return save_id[:8]
 
 
 def is_temporary(name: str, of: str) -> bool:

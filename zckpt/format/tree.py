@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter, OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
@@ -32,18 +32,25 @@ _INTEGER = re.compile(rf"-?[1-9][0-9]{{0,{TREE_INTEGER_DIGITS_MAX - 1}}}", re.AS
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-def pack(value: object, path: str, put: Callable[[str, object], tuple[int, str] | None]) -> bytes:
+class Plain(NamedTuple):
+    """A value that is kept in the place of another one."""
+
+    value: object
+
+
+def pack(value: object, path: str, put: Callable[[str, object], tuple[int, str] | Plain | None]) -> bytes:
     """The bytes of a tree. ``path`` names it in errors.
 
     ``put(path, leaf)`` is called for what is not a plain value: it stores a tensor or array and returns its extension
-    type and name, or returns None. Raises StateError, naming the path, for what cannot be represented.
+    type and name, or returns what is to be kept instead, or None. Raises StateError, naming the path, for what cannot
+    be represented.
     """
     encoder = _Encoder(put)
     return encoder.packed(encoder.encode(value, path, 0), path)
 
 
 class _Encoder:
-    def __init__(self, put: Callable[[str, object], tuple[int, str] | None]) -> None:
+    def __init__(self, put: Callable[[str, object], tuple[int, str] | Plain | None]) -> None:
         self.put = put
         self.nbytes = self.containers = 0
 
@@ -92,14 +99,16 @@ class _Encoder:
                 return items_by_key
             self.containers += 1
             return msgpack.ExtType(DICT_TYPE, self.packed([kind.__name__, items_by_key], path))
-        reference = self.put(path, value)
-        if reference is None:
+        found = self.put(path, value)
+        if isinstance(found, Plain):
+            return self.encode(found.value, path, depth)
+        if found is None:
             raise StateError(
                 f"{path}: {kind.__name__} cannot be kept",
                 key=path,
                 hint="keep plain values (None, bool, int, float, str, bytes, list, tuple, dict), tensors and arrays",
             )
-        return msgpack.ExtType(reference[0], reference[1].encode())
+        return msgpack.ExtType(found[0], found[1].encode())
 
 
 def _below(path: str, key: object) -> str:

@@ -44,9 +44,10 @@ class Budget:
         """
         return cls(_number("ZCKPT_BUDGET_BYTES", NBYTES), _number("ZCKPT_THREADS", THREADS), flag("ZCKPT_DIRECT", True))
 
-    def run(self, tasks: Iterable[Callable[[], None]]) -> None:
+    def run(self, tasks: Iterable[Callable[[], None]], interrupted: Callable[[], None] = lambda: None) -> None:
         """Runs ``tasks`` on the workers; raises the first failure, in their order, once none is running any more. Each
-        is taken from the iterable, by one worker at a time, when a worker is free."""
+        is taken from the iterable, by one worker at a time, when a worker is free. ``interrupted`` is called where this
+        thread is interrupted while it waits for them, by Ctrl-C for instance: it has long tasks end soon."""
         numbered = enumerate(tasks)
         lock = threading.Lock()
         failures: dict[int, BaseException] = {}
@@ -74,6 +75,7 @@ class Budget:
                 worker.join()
         except BaseException as error:
             failures[-1] = error
+            interrupted()
             for worker in workers:
                 if worker.ident is not None:
                     worker.join()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import StorageError, from_os_error
-from zckpt.format.names import LOCK
+from zckpt.format.names import LOCK, temporary
 from zckpt.io.local import LocalReader, NewFile, fsync
 
 if TYPE_CHECKING:
@@ -102,17 +101,29 @@ class LocalStore:
     def sync_names(self, path: str) -> None:
         _fsync_directory(self._full(path))
 
-    def replace(self, path: str, data: bytes) -> None:
-        temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+    def prepare(self, path: str, data: bytes, digits: str = "") -> str:
+        prepared = temporary(path, digits)
         try:
-            self.put(temporary, data)
-            os.replace(self._full(temporary), self._full(path))
+            self.put(prepared, data)
+        except BaseException:
+            _quietly(os.unlink, self._full(prepared))
+            raise
+        return prepared
+
+    def commit(self, path: str, prepared: str) -> None:
+        try:
+            os.replace(self._full(prepared), self._full(path))
         except OSError as error:
-            _quietly(os.unlink, self._full(temporary))
-            if isinstance(error, StorageError):
-                raise
-            raise from_os_error(error, "rename", self._full(temporary)) from error
+            raise from_os_error(error, "rename", self._full(prepared)) from error
         _fsync_directory(os.path.dirname(self._full(path)))
+
+    def replace(self, path: str, data: bytes) -> None:
+        prepared = self.prepare(path, data)
+        try:
+            self.commit(path, prepared)
+        except BaseException:
+            self.remove(prepared)
+            raise
 
     def remove(self, path: str) -> None:
         _quietly(os.unlink, self._full(path))
@@ -122,20 +133,20 @@ class LocalStore:
         _quietly(os.rmdir, self._full(path))
 
     def claim(self, path: str, data: bytes) -> bool:
-        temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+        prepared = temporary(path)
         try:
-            self.put(temporary, data)
-            return self._put_where_none_is(path, data, self._full(temporary))
+            self.put(prepared, data)
+            return self._put_where_none_is(path, data, self._full(prepared))
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError):  # whoever holds it has cleaned up
                 return False
             raise
         finally:
-            _quietly(os.unlink, self._full(temporary))
+            _quietly(os.unlink, self._full(prepared))
 
     def withdraw(self, path: str, data: bytes) -> bool:
         # Whoever moves it away has it alone: of those who do so at the same time, all but one find nothing.
-        taken = self._full(f"{path}.{secrets.token_hex(4)}.tmp")
+        taken = self._full(temporary(path))
         try:
             os.rename(self._full(path), taken)
             found = Path(taken).read_bytes()
@@ -190,7 +201,7 @@ class LocalStore:
             raise from_os_error(error, "look at", self._full(path)) from error
 
     def now(self) -> float:
-        probe = self._full(f"{LOCK}.{secrets.token_hex(4)}.tmp")
+        probe = self._full(temporary(LOCK))
         try:
             with open(probe, "xb") as file:
                 os.utime(file.fileno())  # by the file server's clock, not by this host's

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import LockedError, MissingFileError, ZckptError
-from zckpt.format.names import LOCK
+from zckpt.format import names
 from zckpt.io.available import boot_id
 
 if TYPE_CHECKING:
@@ -67,17 +67,24 @@ class WriteLock:
         self._heart.start()
 
     def _acquire(self) -> None:
+        dead: set[str] = set()
         for _ in range(_ATTEMPTS):  # others may come and go, or take over what is dead, at the same time
             self._store.make_directories("")
             _held.add(self.save_id)
-            if self._store.claim(LOCK, self._data):
+            if self._store.claim(names.LOCK, self._data):
+                # One that was taken for dead may be just before its commit, its last look at the lock behind it.
+                for prepared in dead:
+                    if names.is_temporary(prepared, names.MANIFEST):
+                        self._store.remove(prepared)
                 return
             _held.discard(self.save_id)
             holder = read_lock(self._store)
             if holder is not None:
                 if is_alive(self._store, holder):
                     raise _locked(self._store, "another process is writing here", holder)
-                self._store.withdraw(LOCK, holder)
+                digits = names.prepared_digits(str(_parse(holder).get("save_id")))
+                dead.add(names.temporary(names.MANIFEST, digits))
+                self._store.withdraw(names.LOCK, holder)
         raise _locked(self._store, "others keep writing here", b"")
 
     def confirm(self) -> None:
@@ -93,7 +100,7 @@ class WriteLock:
             _held.discard(self.save_id)
             self._heart.join()
             with suppress(ZckptError):  # then it is taken for dead later
-                self._store.withdraw(LOCK, self._data)
+                self._store.withdraw(names.LOCK, self._data)
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -106,14 +113,14 @@ class WriteLock:
         while not self._released.wait(HEARTBEAT_SECONDS):
             with suppress(ZckptError):  # the next one may come through; whose it is, `confirm` tells
                 if read_lock(self._store) == self._data:
-                    self._store.touch(LOCK)
+                    self._store.touch(names.LOCK)
 
 
 def read_lock(store: Store) -> bytes | None:
     """What the lock of a checkpoint holds; None if there is none. Raises StorageError, FormatError (F002)."""
     with closing(store.reader()) as reader:
         try:
-            return reader.read(LOCK, 0, _LOCK_BYTES_MAX)
+            return reader.read(names.LOCK, 0, _LOCK_BYTES_MAX)
         except MissingFileError:
             return None
 
@@ -125,7 +132,7 @@ def is_alive(store: Store, holder: bytes) -> bool:
         gone = _started(known.get("pid")) != known.get("started")
         if gone or (known.get("pid") == os.getpid() and known.get("save_id") not in _held):
             return False
-    last_sign = store.changed_at(LOCK)
+    last_sign = store.changed_at(names.LOCK)
     return last_sign is not None and store.now() - last_sign < DEAD_SECONDS
 
 
@@ -142,7 +149,7 @@ def _locked(store: Store, message: str, holder: bytes) -> LockedError:
     who = f": process {known.get('pid')} on {known.get('host')}, since {known.get('since')}" if known else ""
     return LockedError(
         f"{message}{who}",
-        file=os.path.join(store.root, LOCK),
+        file=os.path.join(store.root, names.LOCK),
         hint=f"wait for it; a lock that no process holds is taken over after {DEAD_SECONDS:g} seconds",
     )
 

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from zckpt.errors import ZckptError
 from zckpt.io.life import sign_of_life
 
 if TYPE_CHECKING:
@@ -16,12 +17,38 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
+class Snapshot:
+    """What a write and the thread that has asked for it tell each other of the state that is written."""
+
+    def __init__(self) -> None:
+        self.copied = threading.Event()
+        """What may change at any time has been read."""
+        self.taken = threading.Event()
+        """All has been read: the state may change."""
+        self._reason: str | None = None
+
+    def give_up(self, reason: str) -> None:
+        """No operation begins any more, and nothing is committed."""
+        self._reason = reason
+
+    def check(self) -> None:
+        """Raises ZckptError if the write is given up."""
+        if self._reason is not None:
+            raise ZckptError(f"the write was given up: {self._reason}", hint="write again")
+
+    def end(self) -> None:
+        """Nobody has to wait for it any more."""
+        self.copied.set()
+        self.taken.set()
+
+
 class Pipeline(Generic[Item]):
     """``take`` fills a buffer from an item's source and returns what ``put``, which empties it, is to be given. Every
     thread that calls ``work`` helps. There is at least one item.
 
-    Taking comes first: as long as there is a buffer, the sources are read, and ``taken`` is called as soon as none of
-    them is needed any more. With all of ``buffers`` full, no source is read until one is put.
+    Taking comes first: as long as there is a buffer, the sources are read, those of the first ``urgent`` items before
+    all others, and the snapshot is told as soon as none of them, and none of all, is needed any more. With all of
+    ``buffers`` full, no source is read until one is put.
     """
 
     def __init__(
@@ -31,22 +58,27 @@ class Pipeline(Generic[Item]):
         put: Callable[[Item, Stage], None],
         staging: Staging,
         buffers: int,
-        taken: Callable[[], None],
+        snapshot: Snapshot,
+        urgent: int,
     ) -> None:
-        self._take, self._put, self._on_taken = take, put, taken
+        self._take, self._put = take, put
         self._staging = staging
-        self._waiting = deque(items)
+        self._snapshot = snapshot
+        self._urgent = urgent
+        self._waiting = deque(enumerate(items))
         self._full: deque[tuple[Item, Stage]] = deque()
-        self._left = len(items)
-        """Items whose source is still needed."""
+        self._left = [urgent, len(items) - urgent]
+        """Items whose source is still needed: the urgent ones, and the others."""
         self._free = buffers
         self._failed = False
         self._changed = threading.Condition()
 
     def work(self) -> None:
-        """Returns when nothing is left to do, or another thread has failed. Raises what ``take`` and ``put`` raise."""
+        """Returns when nothing is left to do, or another thread has failed. Raises what ``take`` and ``put`` raise, and
+        ZckptError once the snapshot is given up."""
         try:
             while (step := self._next()) is not None:
+                self._snapshot.check()
                 step()
                 sign_of_life()
         except BaseException:
@@ -60,26 +92,28 @@ class Pipeline(Generic[Item]):
             while not self._failed:
                 if self._waiting and self._free:
                     self._free -= 1
-                    item = self._waiting.popleft()
-                    return lambda: self._take_one(item)
+                    number, item = self._waiting.popleft()
+                    return lambda: self._take_one(number, item)
                 if self._full:
                     one = self._full.popleft()
                     return lambda: self._put_one(*one)
-                if not self._left:
+                if not any(self._left):
                     return None
                 self._changed.wait()
         return None
 
-    def _take_one(self, item: Item) -> None:
+    def _take_one(self, number: int, item: Item) -> None:
         stage = self._staging.acquire()
         taken = self._take(item, stage)
         with self._changed:
             self._full.append((taken, stage))
-            self._left -= 1
-            last = not self._left
+            self._left[number >= self._urgent] -= 1
+            copied, last = not self._left[0], not any(self._left)
             self._changed.notify_all() if last else self._changed.notify()
+        if copied:
+            self._snapshot.copied.set()
         if last:
-            self._on_taken()
+            self._snapshot.taken.set()
 
     def _put_one(self, item: Item, stage: Stage) -> None:
         self._put(item, stage)

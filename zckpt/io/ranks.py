@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from zckpt.errors import RankError
+from zckpt.io.interrupts import Interrupts
 from zckpt.io.life import Lives, timeout_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
 T = TypeVar("T")
 
@@ -70,7 +72,13 @@ class Ranks:
         self.rank = 0 if alone else dist.get_rank()
         self.size = 1 if alone else dist.get_world_size()
         self._background = background
+        self._interrupts = Interrupts()
         self._group = None if self.size == 1 else _group(background)
+
+    def undivided(self) -> AbstractContextManager[None]:
+        """Inside of it, Ctrl-C is raised by the actions of ``share`` and ``together`` alone, or at its end: while this
+        rank waits for others, it would leave them alone with the rest. Once for each object."""
+        return self._interrupts.held()
 
     def gather(self, data: bytes, doing: str = "go on") -> list[bytes]:
         """``data`` of every rank, on every rank. Raises RankError, which names the rank, if one is gone or hangs."""
@@ -127,7 +135,8 @@ class Ranks:
         A chain of these, with all that can fail inside of the actions, is one that all ranks leave together.
         """
         if self._group is None:
-            return [action()]
+            with self._interrupts.allowed():
+                return [action()]
         with self._group.lives.shown(doing):
             return self._share(action, doing)
 
@@ -135,7 +144,8 @@ class Ranks:
         error: BaseException | None = None
         result = b""
         try:
-            result = action()
+            with self._interrupts.allowed():
+                result = action()
         except BaseException as caught:  # raised again below, once the others know
             error = caught
         message = "" if error is None else f"{type(error).__name__}: {error}"
@@ -158,10 +168,14 @@ class Ranks:
 
     def agree(self, value: str, what: str) -> str:
         """``value``, if it is the same on every rank; otherwise RankError on all."""
-        values = [one.decode() for one in self.gather(value.encode())]
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise RankError(
-                    f"the ranks have different {what}: {values[0]!r} on rank 0, {other!r} on rank {rank}", rank=rank
-                )
+        check_equal([one.decode() for one in self.gather(value.encode())], what)
         return value
+
+
+def check_equal(values: Sequence[str], what: str) -> None:
+    """Raises RankError unless the values of all ranks are the same."""
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise RankError(
+                f"the ranks have different {what}: {values[0]!r} on rank 0, {other!r} on rank {rank}", rank=rank
+            )

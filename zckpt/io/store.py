@@ -1,6 +1,6 @@
 """The place where checkpoints live: all that reading, writing, committing and cleaning up do to it goes through here.
 
-A store without rename, such as an object store, can be one too: what has to be atomic is ``replace`` alone, and
+A store without rename, such as an object store, can be one too: what has to be atomic is ``commit`` alone, and
 directories and the durability of names may be nothing there.
 """
 
@@ -109,8 +109,16 @@ class Store(Protocol):
     def sync_names(self, path: str) -> None:
         """Makes the names in a directory durable."""
 
+    def prepare(self, path: str, data: bytes, digits: str = "") -> str:
+        """A new file with these bytes, durable but for its name, that is to take the place of ``path``; returns its
+        name: ``names.temporary(path, digits)``, with digits of chance where none are given."""
+
+    def commit(self, path: str, prepared: str) -> None:
+        """Puts what was prepared in the place of ``path``: that always holds all of it or what it held before; durable
+        on return. The commit. It fails, and changes nothing, if somebody has removed ``prepared``."""
+
     def replace(self, path: str, data: bytes) -> None:
-        """``path`` always holds all of ``data`` or what it held before; durable on return. The commit."""
+        """Both in one: on failure nothing is left of it."""
 
     def remove(self, path: str) -> None:
         """Removes a file, or a directory with all in it. Raises nothing: what cannot be removed stays."""

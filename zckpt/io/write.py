@@ -23,10 +23,11 @@ from zckpt.plan.layout import FILLER, HEADER, plan_writes
 from zckpt.state.inventory import FileSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from zckpt.io.budget import Budget
     from zckpt.io.memory import Stage
+    from zckpt.io.pipeline import Snapshot
     from zckpt.io.store import Store, Writer
     from zckpt.plan.layout import ShardPlan, WriteOp
     from zckpt.state.inventory import Fragment
@@ -83,15 +84,17 @@ def write_shards(
     budget: Budget,
     block_bytes: int,
     *,
-    snapshot_bytes: int,
-    taken: Callable[[], None],
+    snapshot: Snapshot,
+    snapshot_bytes: int = 0,
+    later: Collection[str] = (),
     advance: Callable[[int], None],
 ) -> bytes:
     """Writes the files of one rank to ``store``, where their directories exist, and makes their data durable.
 
-    ``taken`` is called once all of the state has been copied from where it is: from then on it may change. Up to
-    ``snapshot_bytes`` of it, or what the budget has for buffers if that is more, are then still to be written.
-    ``advance`` is told the bytes of tensors that have been. Returns the digest table. Raises StorageError.
+    ``snapshot`` is told once all of the state has been copied from where it is, and before that, once all but the parts
+    that can be copied ``later`` has. Up to ``snapshot_bytes`` of it, or what the budget has for buffers if that is
+    more, are then still to be written. ``advance`` is told the bytes of tensors that have been. Returns the digest
+    table. Raises StorageError, and ZckptError where ``snapshot`` is given up.
     """
     table = bytearray(sum(plan.blocks for plan in plans) * DIGEST_BYTES)
     batch_bytes = budget.batch_bytes(block_bytes)
@@ -106,6 +109,7 @@ def write_shards(
             files.append(store.create(plan.shard.path, reserved_bytes, direct=budget.direct))
             ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=block_bytes)
             jobs += [_Job(files[-1], plan, op) for op in ops]
+        jobs.sort(key=lambda job: job.plan.shard.part in later)
 
         def put(job: _Job, stage: Stage) -> None:
             _put(table, block_bytes, job, stage)
@@ -113,9 +117,10 @@ def write_shards(
 
         pipeline = Pipeline(
             jobs, _take, put, staging,
-            max(snapshot_bytes // staging.nbytes, budget.threads), taken,
+            max(snapshot_bytes // staging.nbytes, budget.threads), snapshot,
+            sum(job.plan.shard.part not in later for job in jobs),
         )  # fmt: skip
-        budget.run([pipeline.work] * budget.threads)
+        budget.run([pipeline.work] * budget.threads, lambda: snapshot.give_up("it was interrupted"))
         budget.run(file.sync for file in files)
     finally:
         staging.rest()

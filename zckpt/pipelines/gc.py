@@ -98,10 +98,23 @@ def run_leftovers(path: str) -> list[str]:
 
 
 def remove_leftovers(path: str) -> None:
-    """Of a checkpoint, whose lock the caller holds, and of its run. What cannot be removed stays."""
-    for where, found in ((path, leftovers(path)), (os.path.dirname(path), run_leftovers(os.path.dirname(path)))):
-        for name in found:
-            open_store(where).remove(name)
+    """Of a checkpoint, whose lock the caller holds. What cannot be removed stays."""
+    store = open_store(path)
+    for found in (prepared_manifests, leftovers):
+        for name in found(path):
+            store.remove(name)
+
+
+def remove_run_leftovers(path: str) -> None:
+    """Of a run. What cannot be removed stays."""
+    for name in run_leftovers(path):
+        open_store(path).remove(name)
+
+
+def prepared_manifests(path: str) -> list[str]:
+    """Of writers that died, or were taken for dead. Once these are gone, none of them can commit any more, so that what
+    ``leftovers`` finds then is not named by a manifest that comes later."""
+    return [name for name in _entries(open_store(path)) if names.is_temporary(name, names.MANIFEST)]
 
 
 def _entries(store: Store) -> list[str]:
@@ -172,7 +185,9 @@ class _Work:
             store.remove_if_empty("")
 
     def _clean(self, store: Store, unwanted_in: str | None) -> None:
-        self.remove(store, leftovers(store.root), "leftover")
+        prepared = prepared_manifests(store.root)
+        self.remove(store, prepared, "leftover")
+        self.remove(store, [name for name in leftovers(store.root) if name not in prepared], "leftover")
         if unwanted_in is not None and _latest(unwanted_in) != os.path.basename(store.root):
             kept = [name for name in sorted(store.entries() or ()) if names.is_data_dir(name) or names.is_old(name)]
             self.remove(store, [names.MANIFEST, *kept], "retention")

@@ -118,10 +118,9 @@ def repair(
         store = open_store(target)
         if output is not None:
             _copy(open_store(source).reader(), store, found, budget)
-        changed, kept = _put(store, rebuilt.files)
+        changed, kept = _put(store, rebuilt.files, lock.confirm)
         if old is None or output is not None or _differs(rebuilt.manifest, old):
-            lock.confirm()
-            more = _put(store, {names.MANIFEST: rebuilt.manifest})
+            more = _put(store, {names.MANIFEST: rebuilt.manifest}, lock.confirm)
             changed, kept = changed + more[0], kept + more[1]
     return RepairReport(target, changed, kept, LOST if old is None else (), rebuilt.unverified)
 
@@ -395,8 +394,11 @@ def _read(reader: Reader, path: str) -> bytes | None:
         return None
 
 
-def _put(store: Store, files: Mapping[str, bytes]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Each in its place, durable, what was there under another name: the names of both."""
+def _put(
+    store: Store, files: Mapping[str, bytes], confirm: Callable[[], None]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Each in its place, durable, what was there under another name: the names of both. ``confirm`` raises where this
+    process has no right to do so any more."""
     reader = store.reader()
     changed, kept = [], []
     for path, data in files.items():
@@ -406,7 +408,13 @@ def _put(store: Store, files: Mapping[str, bytes]) -> tuple[tuple[str, ...], tup
         if present is not None:
             kept.append(f"{path}.{secrets.token_hex(4)}.old")
             store.put(kept[-1], present)
-        store.replace(path, data)
+        prepared = store.prepare(path, data)
+        try:
+            confirm()
+            store.commit(path, prepared)
+        except BaseException:
+            store.remove(prepared)
+            raise
         changed.append(path)
     return tuple(changed), tuple(kept)
 

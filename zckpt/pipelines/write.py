@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 import platform
 import secrets
+import warnings
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import msgpack
 import numpy as np
 import torch
 
-from zckpt.background import PendingWrite, finish_current, start_write
+from zckpt.background import PendingWrite, finish_current
 from zckpt.engines import adapt
 from zckpt.errors import (
     CheckpointExistsError,
     RankError,
     StateError,
 )
+from zckpt.foreign import deepspeed_files
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
@@ -30,25 +31,29 @@ from zckpt.io.available import available_bytes, boot_id
 from zckpt.io.budget import Budget
 from zckpt.io.lock import WriteLock
 from zckpt.io.memory import host_bytes, wait_for_caller
-from zckpt.io.ranks import Ranks
+from zckpt.io.pipeline import Snapshot
+from zckpt.io.ranks import Ranks, check_equal
 from zckpt.io.store import open_store
 from zckpt.io.write import cuda_device_of, write_shards
-from zckpt.pipelines.gc import leftovers, remove_leftovers
+from zckpt.pipelines.gc import leftovers, remove_leftovers, remove_run_leftovers
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.progress import Progress, reported
-from zckpt.state.inventory import BUFFER, STATE, Fragment
+from zckpt.state.inventory import BUFFER, PARAM, STATE, Fragment
+from zckpt.state.plain import plain
 from zckpt.torch_dtypes import DTYPE_NAMES
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from zckpt.engines.base import EngineAdapter
     from zckpt.pipelines.open import StrPath
+    from zckpt.plan.layout import ShardPlan
 
 
 BLOCK_BYTES = 1 << 20
+_ANY_TIME = frozenset({PARAM, BUFFER, STATE})
+"""The parts that may change without a step of the optimizer: a model's own forward updates what it does not train."""
 _NUMPY_DTYPES = frozenset(map(np.dtype, ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"]))
 
 
@@ -170,47 +175,28 @@ def write_engine(
     so. ``replace_foreign``: remove the files of DeepSpeed's own checkpoint in the target after the commit; otherwise
     they are a CheckpointExistsError before a byte is written.
     """
-    if snapshot not in ("copy", "lazy"):
-        raise ValueError(f"snapshot must be 'copy' or 'lazy', got {snapshot!r}")
-    if pending_gradients not in ("refuse", "drop"):
-        raise ValueError(f"pending_gradients must be 'refuse' or 'drop', got {pending_gradients!r}")
-    wait()
+    # Every step of a chain of `share` runs on all ranks, with nothing that can fail between two of them.
     ranks = Ranks()
     others = Ranks(background=True) if background else ranks
-    adapter, fragments, about, optimizer = ranks.together(
-        lambda: _take(engine, ranks, parts, exclude, client_state), "prepare the write"
-    )
-    _refuse_differing(optimizer, ranks)
-    fragments = _without_equal_copies(fragments, ranks)
-    target = os.path.abspath(path if path is not None else os.path.join("checkpoints", f"global_step{adapter.step}"))
-    ranks.agree(target, "paths")
-    latest_in = os.path.dirname(target) if run is None else os.path.abspath(run)
-    if latest:
-        names.encode_latest(os.path.relpath(target, latest_in))  # refused now, not after the commit
-    if background and snapshot_bytes is None:
-        here = boot_id().encode()
-        snapshot_bytes = available_bytes() // 2 // ranks.gather(here).count(here)
-    if background and snapshot == "lazy":
-        fragments = [_detached(fragment) for fragment in fragments]
-    wait_for_caller(cuda_device_of(fragments))
-    lock = WriteLock(open_store(target))
-    try:
-        save_id = ranks.first(lambda: _begin_locked(lock, target, overwrite), "begin the write").decode()
-    except BaseException:
-        lock.release()
-        raise
-    write_own = partial(write_rank, target, save_id, fragments, ranks.rank, ranks.size, budget, progress)
-    finish = partial(_finish_write, target, save_id, about, latest, latest_in, lock)
-    if not background:
-        finish(ranks, write_own)
-        return target
-    write_own = partial(write_own, snapshot_bytes=snapshot_bytes)
-    pending = start_write(target, lambda taken: finish(others, partial(write_own, taken=taken)))
-    if snapshot == "lazy":
-        adapter.before_change(pending.wait_until_taken)
-    else:
-        pending.wait_until_taken()
-    return pending
+    options = _Options(
+        parts, exclude, client_state, overwrite, latest, budget, progress, pending_gradients, background, snapshot,
+        snapshot_bytes, run, each_client_state, replace_foreign,
+    )  # fmt: skip
+    write = _Write(engine, path, options, ranks.rank, ranks.size)
+    with ranks.undivided():
+        ranks.together(finish_current, "finish a write in the background")
+        facts = ranks.share(write.prepare, "prepare the write")
+        plans = ranks.share(lambda: write.plan(facts), "plan the write")
+        try:
+            ranks.share(lambda: write.begin(plans), "begin the write")
+            if not background:
+                write.finish(ranks, Snapshot())
+                return write.target
+            ranks.together(lambda: write.stand_by(others), "begin the write")
+        except BaseException:
+            write.give_up()
+            raise
+    return write.go_on()
 
 
 def wait() -> None:
@@ -219,84 +205,224 @@ def wait() -> None:
     Ranks().together(finish_current, "finish a write in the background")
 
 
-def _detached(fragment: Fragment) -> Fragment:
-    """With data of its own where something else than the optimizer's step may change it."""
-    if fragment.part in (BUFFER, STATE) and isinstance(fragment.data, torch.Tensor):
-        return replace(fragment, data=fragment.data.clone())
-    return fragment
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The arguments of ``write_engine``."""
+
+    parts: Collection[str] | None
+    exclude: Collection[str]
+    client_state: Mapping[str, Any] | None
+    overwrite: bool
+    latest: bool
+    budget: Budget | None
+    progress: Progress | None
+    pending_gradients: str
+    background: bool
+    snapshot: str
+    snapshot_bytes: int | None
+    run: StrPath | None
+    each_client_state: bool
+    replace_foreign: bool
+
+    @property
+    def lazy(self) -> bool:
+        return self.background and self.snapshot == "lazy"
 
 
-def _finish_write(
-    target: str,
-    save_id: str,
-    about: catalog.About,
-    latest: bool,
-    latest_in: str,
-    lock: WriteLock,
-    ranks: Ranks,
-    write_own: Callable[[], catalog.Receipt],
-) -> None:
-    """Every rank's files, then the commit; or, after a failure on any of them, none of it. Collective."""
-    committed = False
-    try:
-        receipts = ranks.gather(catalog.pack(ranks.together(write_own, "write")))
-        commit = partial(
-            commit_write, target, save_id, receipts, about, latest=latest, latest_in=latest_in, confirm=lock.confirm
-        )
-        ranks.first(commit, "commit")
-        committed = True
-    finally:
-        if not committed and ranks.rank == 0 and names.data_dir(save_id) in leftovers(target):
-            open_store(target).remove(names.data_dir(save_id))
-        lock.release()
-        if not committed and ranks.rank == 0:
-            open_store(target).remove_if_empty("")
+class _Write:
+    """One rank's part in a write, step by step: ``prepare``, ``plan``, ``begin``, then ``finish``, which has steps of
+    its own, here or in the background. A step gives all ranks some bytes, and the next one is given those of all."""
+
+    def __init__(self, engine: object, path: StrPath | None, options: _Options, rank: int, size: int) -> None:
+        self._engine, self._path, self._options = engine, path, options
+        self._rank, self._size = rank, size
+        self._pending: PendingWrite | None = None
+        self._begun = False
+
+    def prepare(self) -> bytes:
+        """All that this rank has to write, and what the ranks have to agree about."""
+        options = self._options
+        if options.snapshot not in ("copy", "lazy"):
+            raise ValueError(f"snapshot must be 'copy' or 'lazy', got {options.snapshot!r}")
+        if options.pending_gradients not in ("refuse", "drop"):
+            raise ValueError(f"pending_gradients must be 'refuse' or 'drop', got {options.pending_gradients!r}")
+        self._adapter = adapter = adapt(self._engine)
+        adapter.refuse_unsupported(drop_gradients=options.pending_gradients == "drop")
+        if options.lazy:
+            adapter.refuse_lazy()
+        step = f"global_step{adapter.step}"
+        self.target = os.path.abspath(self._path if self._path is not None else os.path.join("checkpoints", step))
+        self._latest_in = None
+        if options.latest:
+            self._latest_in = os.path.dirname(self.target) if options.run is None else os.path.abspath(options.run)
+            names.encode_latest(os.path.relpath(self.target, self._latest_in))
+        self._budget = options.budget or Budget.from_environment()
+        unknown = sorted(set(options.exclude) - set(adapter.parts))
+        if unknown:
+            raise ValueError(f"exclude: the engine has no part {', '.join(unknown)}; it has {', '.join(adapter.parts)}")
+        inventory = adapter.inventory(options.parts)
+        self._fragments = [fragment for fragment in inventory.fragments if fragment.part not in options.exclude]
+        for fragment in self._fragments:  # a part's name is a file's name
+            names.check_part_name(fragment.part)
+            names.check_tensor_name(fragment.name)
+        wait_for_caller(cuda_device_of(self._fragments))
+        state = adapter.state()
+        self._rank_state = adapter.rank_state()
+        self._scalars: bytes = msgpack.packb(dict(_leaves(state.get("optimizer"), "optimizer")))
+        self._buffers = _digests(self._fragments)
+        first = self._rank == 0
+        packed = b""
+        if first:
+            client_state = dict(options.client_state or {})
+            packed = _pack_tree({"engine": state, "client_state": client_state}, "", self._fragments, 0)
+            self._lock = WriteLock(open_store(self.target))
+        writer = {
+            "zckpt": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **adapter.description,
+        }
+        self._about = catalog.About(adapter.step, BLOCK_BYTES, inventory.aliases, packed, writer)
+        facts = _Facts(
+            self.target, digest(self._scalars), self._client_digest(), boot_id(), self._buffers if first else {},
+            self._lock.save_id if first else "",
+        )  # fmt: skip
+        packed_facts: bytes = msgpack.packb(facts)
+        return packed_facts
+
+    def _client_digest(self) -> bytes | None:
+        """Of this rank's own client_state; None if it has none."""
+        value = self._options.client_state
+        if value is None:
+            return None
+        try:
+            packed = tree.pack(dict(value), "client_state", _fingerprint)
+        except StateError:
+            if self._rank and not self._options.each_client_state:
+                return b""  # it is not written, and differs from rank 0's, which is
+            raise
+        return digest(packed)
+
+    def plan(self, packed: Sequence[bytes]) -> bytes:
+        """The files of this rank, once the ranks agree; or what of the optimizer they do not agree about."""
+        options, rank = self._options, self._rank
+        facts = [_Facts(*msgpack.unpackb(one)) for one in packed]
+        check_equal([one.target for one in facts], "paths")
+        if any(one.scalars != facts[0].scalars for one in facts):
+            return b"\1" + self._scalars
+        rank_state = self._rank_state
+        if any(one.client_state not in (None, facts[0].client_state) for one in facts):
+            if options.each_client_state and options.client_state is not None:
+                rank_state = {**rank_state, "client_state": dict(options.client_state)}
+            elif not options.each_client_state and rank == 0:
+                warnings.warn(
+                    "the ranks have different client_state: that of rank 0 is written, and all others are not",
+                    stacklevel=2,
+                )
+        packed_tree = _pack_tree(rank_state, f"rank_state[{rank}]", self._fragments, rank)
+        tensor = torch.frombuffer(bytearray(packed_tree), dtype=torch.uint8)
+        self._fragments.append(_state_fragment(f"rank/{rank}", tensor))
+        first = facts[0].buffers  # a replicated buffer is stored once
+        fragments = [f for f in self._fragments if f.copy == 0 or self._buffers[f.key] != first.get(f.key)]
+        self._save_id = facts[0].save_id
+        self._plans = plan_shards(fragments, self._save_id, rank, self._size, block_bytes=BLOCK_BYTES)
+        machines = [one.machine for one in facts]
+        self._snapshot_bytes = options.snapshot_bytes or 0
+        if options.background and options.snapshot_bytes is None:
+            self._snapshot_bytes = available_bytes() // 2 // machines.count(machines[rank])
+        return b"\0" + catalog.pack(catalog.receipt(rank, self._plans))
+
+    def begin(self, packed: Sequence[bytes]) -> bytes:
+        """On rank 0, the manifest and the index, checked; then the lock and the place for the data."""
+        if packed[0].startswith(b"\1"):
+            raise _differing([one[1:] for one in packed])
+        if self._rank == 0:
+            receipts = [catalog.unpack(one[1:]) for one in packed]
+            self._manifest, self._index = catalog.catalog(receipts, self._save_id, self._about)
+            self._lock.acquire()
+            self._begun = True
+            self._replaced = begin_write(
+                self.target, self._save_id, overwrite=self._options.overwrite,
+                replace_foreign=self._options.replace_foreign,
+            )  # fmt: skip
+        return b""
+
+    def finish(self, ranks: Ranks, snapshot: Snapshot) -> None:
+        """Every rank's files, then the commit; or, after a failure on any of them, none of it. Collective."""
+        try:
+            digests = ranks.share(lambda: self._write(snapshot), "write")
+            ranks.together(snapshot.check, "write")  # what has come to a rank while it waited for the others
+            ranks.first(lambda: self._commit(digests), "commit")
+        except BaseException:
+            self.give_up()
+            raise
+        if self._rank == 0:
+            self._lock.release()
+
+    def _write(self, snapshot: Snapshot) -> bytes:
+        later = {plan.shard.part for plan in self._plans} - _ANY_TIME if self._options.lazy else ()
+        return write_rank(
+            self.target, self._save_id, self._plans, self._rank, self._budget, self._options.progress,
+            snapshot=snapshot, snapshot_bytes=self._snapshot_bytes, later=later,
+        )  # fmt: skip
+
+    def _commit(self, digests: Sequence[bytes]) -> bytes:
+        commit_write(
+            self.target, self._save_id, catalog.with_digests(self._manifest, digests), self._index,
+            replaced=self._replaced, latest_in=self._latest_in, confirm=self._lock.confirm,
+        )  # fmt: skip
+        return b""
+
+    def stand_by(self, ranks: Ranks) -> None:
+        """Has a thread ready that finishes the write, and the engine wait for it where it has to."""
+        self._pending = PendingWrite(self.target, lambda snapshot: self.finish(ranks, snapshot), self._rank == 0)
+        if self._options.lazy:
+            self._adapter.before_change(self._pending.wait_until_taken)
+
+    def go_on(self) -> PendingWrite:
+        """The thread begins; returns once training may go on."""
+        pending, self._pending = self._pending, None
+        assert pending is not None, "stand_by comes first"
+        pending.start()
+        pending.wait_until_copied()
+        return pending
+
+    def give_up(self) -> None:
+        """Removes what this write has made, unless it is committed. As often as one likes; raises nothing."""
+        if self._pending is not None:
+            self._pending.cancel()
+        if self._begun:
+            self._begun = False
+            store = open_store(self.target)
+            if names.data_dir(self._save_id) in leftovers(self.target):
+                store.remove(names.data_dir(self._save_id))
+            self._lock.release()
+            store.remove_if_empty("")
 
 
-def _take(
-    engine: object,
-    ranks: Ranks,
-    parts: Collection[str] | None,
-    exclude: Collection[str],
-    client_state: Mapping[str, Any] | None,
-) -> tuple[EngineAdapter, list[Fragment], catalog.About, object]:
-    """What this rank writes, what rank 0 writes about it, and of that what the optimizer says."""
-    adapter = adapt(engine)
-    adapter.refuse_unsupported()
-    inventory = adapter.inventory(parts)
-    fragments = [fragment for fragment in inventory.fragments if fragment.part not in exclude]
-    for fragment in fragments:  # a part's name is a file's name
-        names.check_part_name(fragment.part)
-        names.check_tensor_name(fragment.name)
-    packed = b""
-    state = adapter.state()
-    if ranks.rank == 0:
-        packed = _pack_tree({"engine": state, "client_state": dict(client_state or {})}, "", fragments, 0)
-    rank_tree = _pack_tree(adapter.rank_state(), f"rank_state[{ranks.rank}]", fragments, ranks.rank)
-    fragments.append(_state_fragment(f"rank/{ranks.rank}", torch.frombuffer(bytearray(rank_tree), dtype=torch.uint8)))
-    writer = {
-        "zckpt": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **adapter.description,
-    }
-    about = catalog.About(adapter.step, BLOCK_BYTES, inventory.aliases, packed, writer)
-    return adapter, fragments, about, state.get("optimizer")
+class _Facts(NamedTuple):
+    """What a rank tells the others before they plan."""
+
+    target: str
+    scalars: bytes
+    """The digest of what the optimizer keeps once for all ranks."""
+    client_state: bytes | None
+    machine: str
+    buffers: Mapping[str, bytes]
+    """Of rank 0: the digests of its buffers."""
+    save_id: str
+    """Of rank 0."""
 
 
-def _refuse_differing(optimizer: object, ranks: Ranks) -> None:
-    """Raises StateError, on every rank, if an optimizer's scalars, which are kept once, differ from rank to rank, as do
-    those that are computed from a rank's own part of the weights. Collective."""
-    mine = dict(_leaves(optimizer, "optimizer"))
-    digests = ranks.gather(digest(msgpack.packb(mine)))
-    differs = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
-    if differs is None:
-        return
-    all_leaves = [msgpack.unpackb(one) for one in ranks.gather(msgpack.packb(mine))]
-    first, other = all_leaves[0], all_leaves[differs]
+def _differing(scalars: Sequence[bytes]) -> StateError:
+    """An optimizer's scalars, which are kept once, differ from rank to rank, as do those that are computed from a
+    rank's own part of the weights."""
+    everybody_s = [msgpack.unpackb(one) for one in scalars]
+    first = everybody_s[0]
+    differs, other = next((rank, one) for rank, one in enumerate(everybody_s) if one != first)
     path = next(path for path in {**first, **other} if first.get(path) != other.get(path))
-    raise StateError(
+    return StateError(
         f"{path} is {first.get(path)} on rank 0, {other.get(path)} on rank {differs}", key=path,
         hint="zckpt keeps one value for all ranks: have the optimizer compute it over all of them",
     )  # fmt: skip
@@ -320,7 +446,7 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
 def _pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -> bytes:
     """The packed tree; what it holds of tensors and arrays is added to ``fragments``."""
 
-    def put(where: str, leaf: object) -> tuple[int, str] | None:
+    def put(where: str, leaf: object) -> tuple[int, str] | tree.Plain | None:
         name = f"tree/{rank}/{len(fragments)}"
         # By exact type: a subclass, such as a masked array, holds more than its elements
         if type(leaf) is np.ndarray and leaf.dtype in _NUMPY_DTYPES:
@@ -329,9 +455,22 @@ def _pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -
         if isinstance(leaf, torch.Tensor) and _is_plain(leaf):
             fragments.append(_state_fragment(name, leaf.detach().resolve_conj().resolve_neg().contiguous()))
             return tree.TENSOR, name
-        return None
+        return plain(leaf)
 
     return tree.pack(value, path, put)
+
+
+def _fingerprint(path: str, leaf: object) -> tuple[int, str] | tree.Plain | None:
+    """As ``put`` in ``_pack_tree``, with a digest in the place of the name of what is stored."""
+    stored: list[Fragment] = []
+    if not isinstance(leaf, (np.ndarray, torch.Tensor)):
+        return plain(leaf)
+    _pack_tree(leaf, path, stored, 0)
+    if not stored:
+        return None
+    (one,) = stored
+    assert isinstance(one.data, torch.Tensor)
+    return tree.TENSOR, f"{type(leaf).__name__} {one.dtype} {one.shape} {digest(host_bytes(one.data.cpu())).hex()}"
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -345,55 +484,79 @@ def _state_fragment(name: str, tensor: torch.Tensor) -> Fragment:
     return Fragment(STATE, name, shape, DTYPE_NAMES[tensor.dtype], 0, tensor.numel(), "host", 0, tensor.reshape(-1))
 
 
-def _without_equal_copies(fragments: list[Fragment], ranks: Ranks) -> list[Fragment]:
-    """Leaves out the rank-local values that equal rank 0's: a replicated buffer is stored once. Collective."""
+def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:
+    """Of the buffers, by key."""
     buffers = [(f.key, f.data) for f in fragments if f.part == BUFFER]
-    mine = {key: digest(host_bytes(data.cpu())) for key, data in buffers if isinstance(data, torch.Tensor)}
-    first = msgpack.unpackb(ranks.first(lambda: msgpack.packb(mine), "compare buffers"))
-    return [f for f in fragments if f.copy == 0 or mine[f.key] != first.get(f.key)]
+    return {key: digest(host_bytes(data.cpu())) for key, data in buffers if isinstance(data, torch.Tensor)}
 
 
-def _begin_locked(lock: WriteLock, target: str, overwrite: bool) -> bytes:
-    lock.acquire()
-    try:
-        return begin_write(target, overwrite, lock.save_id)
-    except BaseException:
-        lock.release()
-        open_store(target).remove_if_empty("")
-        raise
+def write_fragments(
+    target: str,
+    ranks: Sequence[Sequence[Fragment]],
+    about: catalog.About,
+    save_id: str | None = None,
+    *,
+    overwrite: bool = False,
+    latest: bool = False,
+) -> str:
+    """A checkpoint of what all ranks hold, written by this process alone and without a lock; returns its save id. For
+    examples and tests."""
+    save_id = save_id or secrets.token_hex(8)
+    size, block_bytes = len(ranks), about.block_bytes
+    plans = [plan_shards(own, save_id, rank, size, block_bytes=block_bytes) for rank, own in enumerate(ranks)]
+    manifest, index = catalog.catalog([catalog.receipt(rank, own) for rank, own in enumerate(plans)], save_id, about)
+    replaced = begin_write(target, save_id, overwrite=overwrite)
+    digests = [write_rank(target, save_id, own, rank, block_bytes=block_bytes) for rank, own in enumerate(plans)]
+    manifest = catalog.with_digests(manifest, digests)
+    latest_in = os.path.dirname(target) if latest else None
+    commit_write(target, save_id, manifest, index, replaced=replaced, latest_in=latest_in)
+    return save_id
 
 
-def begin_write(target: str, overwrite: bool, save_id: str | None = None) -> bytes:
-    """Makes the directory that the new data goes to, beside that of an older checkpoint, and returns the save id. What
-    writers that died have left there goes first, for the space that it takes. The caller holds the checkpoint's lock.
+def begin_write(target: str, save_id: str, *, overwrite: bool = False, replace_foreign: bool = False) -> list[str]:
+    """Makes the directory that the new data goes to, beside that of an older checkpoint. What writers that died have
+    left there goes first, for the space that it takes. The caller holds the checkpoint's lock.
+
+    Returns the names of what is there now and is to go after the commit: that of the older checkpoint, and files of
+    DeepSpeed's own. Raises CheckpointExistsError for what may not be replaced.
     """
     store = open_store(target)
+    foreign = deepspeed_files(store.entries() or ())
+    if foreign and not replace_foreign:
+        shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise CheckpointExistsError(
+            f"there is a checkpoint in DeepSpeed's own format here ({shown}): DeepSpeed would go on loading that one",
+            file=target,
+            hint="write elsewhere, remove these files, or have them replaced: write(..., overwrite=True), "
+            "attach(engine, replace_deepspeed=True)",
+        )
     if store.exists(names.MANIFEST) and not overwrite:
         raise CheckpointExistsError(
             "there is already a checkpoint here", file=target, hint="write elsewhere, or pass overwrite=True"
         )
     remove_leftovers(target)
-    save_id = save_id or secrets.token_hex(8)
+    remove_run_leftovers(os.path.dirname(target))
+    replaced = [name for name in store.entries() or () if names.is_data_dir(name)]
     store.make_directories(names.data_dir(save_id))
-    return save_id.encode()
+    return [*replaced, *foreign]
 
 
 def write_rank(
     target: str,
     save_id: str,
-    fragments: Sequence[Fragment],
+    plans: Sequence[ShardPlan],
     rank: int,
-    world_size: int,
     budget: Budget | None = None,
     progress: Progress | None = None,
     *,
     block_bytes: int = BLOCK_BYTES,
+    snapshot: Snapshot | None = None,
     snapshot_bytes: int = 0,
-    taken: Callable[[], None] = lambda: None,
-) -> catalog.Receipt:
-    """One rank's files of a write that rank 0 has begun, durable. ``taken`` is called once the state may change.
-
-    Raises StorageError, RankError.
+    later: Collection[str] = (),
+) -> bytes:
+    """One rank's files of a write that rank 0 has begun, durable; ``snapshot``, ``snapshot_bytes`` and ``later`` as for
+    ``write_shards``. Returns the digest of the rank's digest table. Raises StorageError, RankError, and ZckptError
+    where the write is given up.
     """
     store = open_store(target)
     if not store.exists(names.data_dir(save_id)):
@@ -403,32 +566,33 @@ def write_rank(
             hint="write to a file system that all ranks share",
         )  # fmt: skip
     store.make_directories(names.rank_dir(save_id, rank))
-    plans = plan_shards(fragments, save_id, rank, world_size, block_bytes=block_bytes)
     nbytes = sum(int(plan.pieces.nbytes.sum()) for plan in plans)
     with reported(progress, "write", nbytes) as advance:
         table = write_shards(
             store, plans, budget or Budget.from_environment(), block_bytes,
-            snapshot_bytes=snapshot_bytes, taken=taken, advance=advance,
+            snapshot=snapshot or Snapshot(), snapshot_bytes=snapshot_bytes, later=later, advance=advance,
         )  # fmt: skip
     store.put(names.digests_path(save_id, rank), table)
     store.sync_names(names.rank_dir(save_id, rank))
-    return catalog.receipt(rank, digest(table), plans)
+    return digest(table)
 
 
 def commit_write(
     target: str,
     save_id: str,
-    receipts: Sequence[bytes],
-    about: catalog.About,
+    manifest: bytes,
+    index: bytes,
     *,
-    latest: bool,
+    replaced: Iterable[str] = (),
     latest_in: str | None = None,
     confirm: Callable[[], None] = lambda: None,
-) -> bytes:
-    """On rank 0, when every rank's files are durable: the index, then the manifest, then the file ``latest`` in
-    the directory ``latest_in``, or beside the checkpoint. ``confirm`` raises if this write has lost the right to do so.
+) -> None:
+    """On rank 0, when every rank's files are durable: the index, then the manifest, then the file ``latest`` in the
+    directory ``latest_in``, if one is given. At last ``replaced`` is removed, what was there when the write began.
+
+    ``confirm`` raises if this write has lost the right to do so. Whoever has taken it over has removed what was
+    prepared for the commit, or reads what was committed before it removes anything.
     """
-    manifest, index = catalog.catalog([catalog.unpack(receipt) for receipt in receipts], save_id, about)
     store = open_store(target)
     written = manifest_format.decode(manifest)
     with closing(store.reader()) as reader:
@@ -439,10 +603,16 @@ def commit_write(
                 raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=path)
     store.put(names.index_path(save_id), index)
     store.sync_names(names.data_dir(save_id))
-    confirm()
-    store.replace(names.MANIFEST, manifest)
-    if latest:
-        latest_in = latest_in or os.path.dirname(target)
+    prepared = store.prepare(names.MANIFEST, manifest, names.prepared_digits(save_id))
+    try:
+        confirm()
+        store.commit(names.MANIFEST, prepared)
+    except BaseException:
+        store.remove(prepared)
+        confirm()  # the reason why it is gone
+        raise
+    confirm()  # whoever has taken over since may need what this write would remove
+    if latest_in is not None:
         open_store(latest_in).replace(names.LATEST, names.encode_latest(os.path.relpath(target, latest_in)))
-    remove_leftovers(target)
-    return b""
+    for name in replaced:
+        store.remove(name)

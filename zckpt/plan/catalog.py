@@ -1,19 +1,21 @@
-"""From what every rank has written to the manifest and the index of the whole checkpoint."""
+"""From what every rank is to write to the manifest and the index of the whole checkpoint, before a byte is written."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgpack
 import numpy as np
 import zstandard
 
-from zckpt.errors import RankError
+from zckpt.errors import RankError, UnsupportedError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
+from zckpt.format.digest import DIGEST_BYTES
 from zckpt.format.index import Layout
+from zckpt.format.limits import INDEX_PIECES_MAX
 from zckpt.format.manifest import TIERS, File, Files, Manifest, Part
 from zckpt.format.rules import broken
 
@@ -45,7 +47,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class ShardReceipt:
-    """One file that was written."""
+    """One file."""
 
     part: str
     tier: str
@@ -57,7 +59,7 @@ class ShardReceipt:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What one rank has written, and the digest of its digest table."""
+    """What one rank's files hold, and the digest of its digest table, zeros as long as it is not known."""
 
     rank: int
     digest: bytes
@@ -66,8 +68,8 @@ class Receipt:
     shards: tuple[ShardReceipt, ...]
 
 
-def receipt(rank: int, digest: bytes, plans: Iterable[ShardPlan]) -> Receipt:
-    """The receipt for ``plans``, once their files are durable."""
+def receipt(rank: int, plans: Iterable[ShardPlan], digest: bytes = bytes(DIGEST_BYTES)) -> Receipt:
+    """The receipt for ``plans``."""
     tensors: dict[Tensor, int] = {}
     geometries: dict[bytes, tuple[int, Geometry]] = {}
     shards: list[ShardReceipt] = []
@@ -182,9 +184,11 @@ class About:
 def catalog(receipts: Sequence[Receipt], save_id: str, about: About) -> tuple[bytes, bytes]:
     """``(manifest, index)``, the bytes of both files, checked by the reader's own rules. One receipt for every rank.
 
-    Raises RankError if ranks disagree about a tensor, FormatError if the pieces of all ranks do not make up whole
-    tensors.
+    An alias whose tensor no part holds is left out. Raises RankError if ranks disagree about a tensor, UnsupportedError
+    if there are more pieces than a checkpoint can have, FormatError if the pieces of all ranks do not make up whole
+    tensors, or for anything else that a reader would refuse.
     """
+    _check_pieces(receipts)
     known = _Tensors()
     parts: dict[str, list[tuple[Ints, ...]]] = {}
     part_ids: dict[str, int] = {}
@@ -229,13 +233,31 @@ def catalog(receipts: Sequence[Receipt], save_id: str, about: About) -> tuple[by
         digests=tuple(digests[rank] for rank in range(len(receipts))),
         chunks=chunks,
         index_bytes=len(index),
-        aliases=about.aliases,
+        aliases={alias: name for alias, name in about.aliases.items() if name in known.name_ids},
         state=about.state,
         writer=about.writer,
     )
     raw = manifest_format.encode(manifest)
     _check(raw, index)
     return raw, index
+
+
+def with_digests(manifest: bytes, digests: Sequence[bytes]) -> bytes:
+    """The same manifest, with the digests of all ranks' digest tables."""
+    return manifest_format.encode(replace(manifest_format.decode(manifest), digests=tuple(digests)))
+
+
+def _check_pieces(receipts: Sequence[Receipt]) -> None:
+    """Before tables of them are made, which would take much memory."""
+    pieces = sum(len(one.geometries[shard.geometry].tensor) for one in receipts for shard in one.shards)
+    if pieces > INDEX_PIECES_MAX:
+        parts = {shard.part for one in receipts for shard in one.shards}
+        raise UnsupportedError(
+            f"the checkpoint would have {pieces:,} pieces of tensors ({len(receipts):,} ranks, {len(parts)} parts); "
+            f"the format can hold {INDEX_PIECES_MAX:,}",
+            rule="M013",
+            hint="leave parts out with `exclude`, and write them as a checkpoint of their own with `parts`",
+        )
 
 
 def _check(raw: bytes, index: bytes) -> None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.format.digest import block_count
+from zckpt.errors import UnsupportedError
+from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.index import ragged, runs
-from zckpt.format.limits import DATA_ALIGNMENT_BYTES
+from zckpt.format.limits import DATA_ALIGNMENT_BYTES, DIGEST_TABLE_BYTES_MAX
 from zckpt.format.names import FILLER_PREFIX, piece_name
 from zckpt.format.shard import ShardId, encode_header
 from zckpt.state.inventory import TIERS, FileSpan, Fragment
@@ -72,6 +73,8 @@ def plan_shards(
 
     Pieces keep the order of ``fragments``, so that what is adjacent in memory is adjacent in the file; only where one
     file holds elements of several sizes do the larger come first, which keeps every piece aligned to its elements.
+
+    Raises UnsupportedError, or FormatError (S001), for more than the format can hold.
     """
     parts = list(dict.fromkeys(fragment.part for fragment in fragments))
     place = {(part, tier): (i, t) for i, part in enumerate(parts) for t, tier in enumerate(TIERS)}
@@ -82,6 +85,12 @@ def plan_shards(
         plan = _plan_shard(ShardId(save_id, rank, world_size, part, tier), list(group), first_block, block_bytes)
         plans.append(plan)
         first_block += plan.blocks
+    if first_block * DIGEST_BYTES > DIGEST_TABLE_BYTES_MAX:
+        raise UnsupportedError(
+            f"rank {rank} would have {first_block:,} blocks of {block_bytes:,} bytes; the format can hold "
+            f"{DIGEST_TABLE_BYTES_MAX // DIGEST_BYTES:,} of each rank",
+            hint="leave parts out with `exclude`, and write them as a checkpoint of their own with `parts`",
+        )
     return tuple(plans)
 
 

@@ -66,8 +66,20 @@ class DeepSpeedAdapter:
                 f"zckpt does not support this DeepSpeed engine: {'; '.join(found)}", hint=refuse.SUPPORTED
             )
 
+    def refuse_lazy(self) -> None:
+        version = tuple(int(number) for number in sys.modules["deepspeed"].__version__.split(".")[:2])
+        if version < (0, 19) and type(self._zero.optimizer).__name__.startswith("Muon"):
+            raise UnsupportedError(
+                "snapshot='lazy': before DeepSpeed 0.19, Muon updates its momentum while the gradients are reduced",
+                hint="write with snapshot='copy', or upgrade DeepSpeed",
+            )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (MASTER, *self._live_moments, PARAM, BUFFER)
+
     def inventory(self, parts: Collection[str] | None) -> Inventory:
-        available = [MASTER, *self._live_moments, PARAM, BUFFER]
+        available = self.parts
         unknown = sorted(set(parts or ()) - set(available))
         if unknown:
             raise ValueError(f"the engine has no part {', '.join(unknown)}; it has {', '.join(available)}")
