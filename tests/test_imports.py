@@ -25,7 +25,7 @@ ALLOWED = {
     "plan": {"errors", "format", "state"},
     "io": BELOW_IO | {"torch_dtypes"},
     "engines": {"errors", "state", "torch_dtypes"},
-    "background": set(),
+    "background": {"errors", "io"},
     "progress": set(),
     "contents": BELOW_IO | {"torch_dtypes", "io"},
     "checkpoint": BELOW_IO | {"torch_dtypes", "contents", "io", "progress"},

@@ -36,11 +36,11 @@ from zckpt.io.ranks import Ranks, check_equal
 from zckpt.io.store import open_store
 from zckpt.io.write import cuda_device_of, write_shards
 from zckpt.pipelines.gc import leftovers, remove_leftovers, remove_run_leftovers
+from zckpt.pipelines.plain import plain
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, PARAM, STATE, Fragment
-from zckpt.state.plain import plain
 from zckpt.torch_dtypes import DTYPE_NAMES
 from zckpt.version import __version__
 
@@ -444,7 +444,9 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -> bytes:
-    """The packed tree; what it holds of tensors and arrays is added to ``fragments``."""
+    """The packed tree; what it holds of tensors and arrays is added to ``fragments``. In the caller's client_state,
+    some values are kept as ``plain`` ones; what an engine keeps has to come back as it is."""
+    client_state = f"{path}.client_state" if path else "client_state"
 
     def put(where: str, leaf: object) -> tuple[int, str] | tree.Plain | None:
         name = f"tree/{rank}/{len(fragments)}"
@@ -455,16 +457,21 @@ def _pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -
         if isinstance(leaf, torch.Tensor) and _is_plain(leaf):
             fragments.append(_state_fragment(name, leaf.detach().resolve_conj().resolve_neg().contiguous()))
             return tree.TENSOR, name
-        return plain(leaf)
+        return _plain(leaf) if where.startswith(client_state) else None
 
     return tree.pack(value, path, put)
+
+
+def _plain(leaf: object) -> tree.Plain | None:
+    value = plain(leaf)
+    return None if value is None else tree.Plain(value)
 
 
 def _fingerprint(path: str, leaf: object) -> tuple[int, str] | tree.Plain | None:
     """As ``put`` in ``_pack_tree``, with a digest in the place of the name of what is stored."""
     stored: list[Fragment] = []
     if not isinstance(leaf, (np.ndarray, torch.Tensor)):
-        return plain(leaf)
+        return _plain(leaf)
     _pack_tree(leaf, path, stored, 0)
     if not stored:
         return None

@@ -9,28 +9,26 @@ from pathlib import PurePath
 import numpy as np
 import torch
 
-from zckpt.format.tree import Plain
 
-
-def plain(value: object) -> Plain | None:
-    """What is kept of ``value`` instead of it; None if it is to be kept as it is, or cannot be kept.
+def plain(value: object) -> object | None:
+    """What is kept in the place of ``value``; None if it is to be kept as it is, or cannot be kept.
 
     A numpy scalar becomes Python's number, string or bytes; ``torch.Size`` a tuple; a path a string; a date or time a
     string in ISO 8601; a set a sorted list; a ``defaultdict`` a dict.
     """
     if isinstance(value, np.generic):
         found = value.item()  # a long double, a date or a record comes back as something else
-        return Plain(found) if type(found) in (bool, int, float, str, bytes) else None
+        return found if type(found) in (bool, int, float, str, bytes) else None
     if isinstance(value, torch.Size):
-        return Plain(tuple(value))
+        return tuple(value)
     if isinstance(value, PurePath):
-        return Plain(str(value))
+        return str(value)
     if isinstance(value, (datetime, date, time)):
-        return Plain(value.isoformat())
+        return value.isoformat()
     if type(value) in (set, frozenset):
-        return Plain(_sorted(value))  # type: ignore[arg-type]
+        return _sorted(value)  # type: ignore[arg-type]
     if type(value) is defaultdict:
-        return Plain(dict(value))
+        return dict(value)
     return None
 
 
