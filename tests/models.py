@@ -56,6 +56,7 @@ OPTIMIZERS: dict[str, Any] = {
     "muon": {"type": "Muon", "params": {**ADAMW, "momentum": 0.9, "ns_method": "standard"}},
     "factored": Factored,
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    "none": None,  # for an engine that only evaluates
 }
 """DeepSpeed's configuration of it, or what makes one of parameters."""
 
@@ -140,13 +141,15 @@ def make_engine(
     scheduler: bool = False,
     config: Mapping[str, Any] | None = None,
     swap: str = "",
+    mpu: Any = None,
     **zero: Any,
 ) -> deepspeed.DeepSpeedEngine:
     """An engine over a new model; ``seed`` decides its weights.
 
     ``groups``: weights and one-dimensional parameters in two groups with other settings. ``frozen``: the first quarter
     of the parameters is frozen. ``config`` and ``zero`` go over the DeepSpeed configuration and its zero_optimization.
-    ``optimizer``: one of OPTIMIZERS. ``swap``: the folder for what is offloaded to NVMe.
+    ``optimizer``: one of OPTIMIZERS. ``swap``: the folder for what is offloaded to NVMe. ``mpu``: names
+    the engine's ranks, where it has not all of them.
     """
     torch.manual_seed(seed)
     module = make_model(model)
@@ -185,6 +188,7 @@ def make_engine(
         model_parameters=split if groups else trained,
         optimizer=None if isinstance(chosen, dict) else chosen,
         config=settings,
+        mpu=mpu,
     )
     torch.manual_seed(1000 * seed + engine.global_rank)
     return engine

@@ -178,6 +178,7 @@ def write_through(path: Path, value: torch.Tensor, *, step: int = 1, **options: 
         inventory=lambda parts: Inventory((fragment(MASTER, "w", value, 0, value.numel()),)),
         state=dict,
         rank_state=dict,
+        after_write=lambda: None,
     )
     with mock.patch("zckpt.pipelines.write.adapt", return_value=adapter):
         return zckpt.write(object(), path, **options)

@@ -63,6 +63,9 @@ class Engine:
     def rank_state(self) -> dict[str, object]:
         return {}
 
+    def after_write(self) -> None:
+        pass
+
 
 @pytest.fixture(autouse=True)
 def engines_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

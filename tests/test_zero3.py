@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zckpt
+from models import make_engine, train
 from runs import BEFORE, assert_goes_on_alike, restore_and_go_on, write_and_go_on
 
 if TYPE_CHECKING:
@@ -41,6 +42,34 @@ def run(request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pyte
     path = tmp_path_factory.mktemp("run") / "global_step3"
     setup = CASES[request.param]
     return Run(setup, path, cluster.run(write_and_go_on, 2, str(path), setup))
+
+
+def gathered_after(path: str) -> list[dict[str, bool]]:
+    """Which parameters are gathered at first, after DeepSpeed's own save, after zckpt's, and after its restore."""
+    found = []
+    for action in (
+        lambda engine: None,
+        lambda engine: engine.save_checkpoint(f"{path}-stock"),
+        lambda engine: zckpt.write(engine, path),
+        lambda engine: zckpt.write(engine, f"{path}-lazy", background=True, snapshot="lazy"),
+        lambda engine: zckpt.restore(engine, path),
+    ):
+        engine = make_engine()
+        with torch.no_grad():
+            engine.eval()
+            engine(torch.ones(4, 64, dtype=torch.bfloat16))  # leaves some of the others gathered
+        engine.optimizer.persistent_parameters[0].partition(engine.optimizer.persistent_parameters)
+        action(engine)
+        found.append({name: p.ds_status.name == "AVAILABLE" for name, p in engine.module.named_parameters()})
+        train(engine, 1)
+    return found
+
+
+def test_parameters_are_gathered_as_by_deepspeed_s_own_save(cluster: Cluster, tmp_path: Path) -> None:
+    for before, stock, *ours in cluster.run(gathered_after, 2, str(tmp_path / "c")):
+        assert before != stock
+        assert {name for name, gathered in stock.items() if gathered} == {"layers.0.bias", "layers.2.bias"}
+        assert ours == [stock] * 3
 
 
 @pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])

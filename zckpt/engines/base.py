@@ -15,11 +15,19 @@ if TYPE_CHECKING:
 class EngineAdapter(Protocol):
     """One live engine on one rank, which has its number within the engine's own group of ranks (``group_of``).
 
-    The order of calls is ``refuse_unsupported``, then either ``inventory``, ``state``, ``rank_state`` and maybe
-    ``before_change`` to write, or ``wanted``, ``check_state``, ``fill``, ``set_state`` and ``finish_restore`` to read.
-    Only the last three change the engine. Only the very last is collective: the ranks agree before it that each of them
-    has done all the rest, so a rank that fails earlier leaves no other one waiting.
+    The order of calls is ``refuse_unsupported``, then either ``inventory``, ``state``, ``rank_state``, maybe
+    ``before_change``, and ``after_write`` to write, or ``wanted``, ``check_state``, ``fill``, ``set_state`` and
+    ``finish_restore`` to read. Only the last three change what the engine holds. Of all of these, only ``after_write``
+    and ``finish_restore`` are collective: the ranks agree before that each of them has done all the rest, so a rank
+    that fails earlier leaves no other one waiting.
+
+    An engine without an optimizer, made to evaluate, holds weights and buffers. It wants the weights as the part
+    ``param``; the masters of a checkpoint stand in for them, and what an optimizer would keep is not missed.
     """
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer."""
 
     @property
     def trees(self) -> tuple[str, ...]:
@@ -65,6 +73,10 @@ class EngineAdapter(Protocol):
 
         May share memory with the engine, as ``state`` may.
         """
+
+    def after_write(self) -> None:
+        """Leaves the engine as the framework's own save leaves it, once no more of its memory is read, or only what is
+        told of by ``before_change``. Collective; changes nothing that ``inventory`` has returned."""
 
     def before_change(self, action: Callable[[], None]) -> None:
         """Has ``action`` called once, by the training's thread, before the engine next changes or moves the memory of

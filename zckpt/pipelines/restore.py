@@ -172,13 +172,13 @@ def _plan_restore(
     if parts is not None:
         stored = {part: stored[part] for part in parts}
     wanted = adapter.wanted(stored)
-    sources, differences = _sources(checkpoint, wanted, stored if parts is not None else None)
+    sources, differences = _sources(checkpoint, wanted, stored if parts is not None else None, adapter.trains)
     problems: list[str] = []
     hint = None
     if strict:
         filled = sources.keys() | differences.keys()
         problems += differences.values()
-        if MASTER in stored:  # else it is weights that are asked for, whoever trained them
+        if MASTER in stored and adapter.trains:  # else it is weights that are asked for, whoever trained them
             problems += _changed_roles(wanted, sources)
         used = {info.key for info in sources.values()}
         unexpected = (key for key in adapter.unexpected(stored) if key not in used)
@@ -243,17 +243,20 @@ def _own_client_state(checkpoint: Checkpoint, ranks: Ranks, common: dict[str, An
 
 
 def _sources(
-    checkpoint: Checkpoint, wanted: Sequence[Fragment], parts: Collection[str] | None
+    checkpoint: Checkpoint, wanted: Sequence[Fragment], parts: Collection[str] | None, trains: bool
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """The stored tensor for each wanted key, and a line for each that has none: missing, or of another shape or dtype.
     Only ``parts`` are read; what is wanted of others and has no stand-in among these is in neither.
 
-    Weights and buffers in the dtype that a model computes with may be converted; what the optimizer updates may not.
+    Weights and buffers in the dtype that a model computes with may be converted; what the optimizer updates may not. An
+    engine that trains nothing takes every weight from its master, where there is one.
     """
     sources, differences = {}, {}
     for key, fragment in {fragment.key: fragment for fragment in wanted}.items():
         readable = [fragment.part, _STAND_INS.get(fragment.part, fragment.part)]
         readable = [part for part in readable if parts is None or part in parts]
+        if not trains:
+            readable.sort(key=lambda part: part != MASTER)
         found = [f"{part}/{fragment.name}" for part in readable if f"{part}/{fragment.name}" in checkpoint]
         if not found:
             if fragment.part in readable:

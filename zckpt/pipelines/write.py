@@ -189,10 +189,10 @@ def write_engine(
         plans = ranks.share(lambda: write.plan(facts), "plan the write")
         try:
             ranks.share(lambda: write.begin(plans), "begin the write")
-            if not background:
+            if background:
+                ranks.together(lambda: write.stand_by(others), "begin the write")
+            else:
                 write.finish(ranks, Snapshot())
-                return write.target
-            ranks.together(lambda: write.stand_by(others), "begin the write")
         except BaseException:
             write.give_up()
             raise
@@ -380,13 +380,14 @@ class _Write:
         if self._options.lazy:
             self._adapter.before_change(self._pending.wait_until_taken)
 
-    def go_on(self) -> PendingWrite:
-        """The thread begins; returns once training may go on."""
+    def go_on(self) -> str | PendingWrite:
+        """What the caller gets, once training may go on; in the background, the thread begins. Collective."""
         pending, self._pending = self._pending, None
-        assert pending is not None, "stand_by comes first"
-        pending.start()
-        pending.wait_until_copied()
-        return pending
+        if pending is not None:
+            pending.start()
+            pending.wait_until_copied()
+        self._adapter.after_write()
+        return self.target if pending is None else pending
 
     def give_up(self) -> None:
         """Removes what this write has made, unless it is committed. As often as one likes; raises nothing."""

@@ -44,7 +44,13 @@ class DeepSpeedAdapter:
         self._unknown: frozenset[str] = frozenset()
         """The trained parameters of which the checkpoint has no master, and so perhaps no param group."""
 
-    trees = ("counters", "optimizer", "scaler", "scheduler")
+    @property
+    def trains(self) -> bool:
+        return self._zero.optimizer is not None
+
+    @property
+    def trees(self) -> tuple[str, ...]:
+        return ("counters", *(("optimizer", "scaler", "scheduler") if self.trains else ()))
 
     @property
     def step(self) -> int:
@@ -56,7 +62,7 @@ class DeepSpeedAdapter:
             "framework": f"DeepSpeed {sys.modules['deepspeed'].__version__}",
             "torch": str(torch.__version__),
             "mode": f"ZeRO stage {int(self._engine.zero_optimization_stage())}",
-            "optimizer": type(self._zero.optimizer).__name__,
+            "optimizer": type(self._zero.optimizer).__name__ if self.trains else "none",
         }
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
@@ -67,8 +73,7 @@ class DeepSpeedAdapter:
             )
 
     def refuse_lazy(self) -> None:
-        version = tuple(int(number) for number in sys.modules["deepspeed"].__version__.split(".")[:2])
-        if version < (0, 19) and type(self._zero.optimizer).__name__.startswith("Muon"):
+        if not self._kind.changes_only_in_step(self._engine.optimizer):
             raise UnsupportedError(
                 "snapshot='lazy': before DeepSpeed 0.19, Muon updates its momentum while the gradients are reduced",
                 hint="write with snapshot='copy', or upgrade DeepSpeed",
@@ -76,7 +81,7 @@ class DeepSpeedAdapter:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return (MASTER, *self._live_moments, PARAM, BUFFER)
+        return (*((MASTER,) if self.trains else ()), *self._live_moments, PARAM, BUFFER)
 
     def inventory(self, parts: Collection[str] | None) -> Inventory:
         available = self.parts
@@ -97,9 +102,11 @@ class DeepSpeedAdapter:
         return Inventory(tuple(fragments), {**self._parameters[1], **self._buffers[1]})
 
     def state(self) -> dict[str, Any]:
+        counters: dict[str, Any] = {"counters": {name: int(getattr(self._engine, name)) for name in COUNTERS}}
+        if not self.trains:
+            return counters
         scheduler = self._engine.lr_scheduler
-        return {
-            "counters": {name: int(getattr(self._engine, name)) for name in COUNTERS},
+        return counters | {
             "optimizer": optimizer.capture(self._zero.optimizer, self._zero.flats),
             "scaler": scaler.capture(self._engine.optimizer),
             "scheduler": None
@@ -115,14 +122,15 @@ class DeepSpeedAdapter:
             "optimizer": optimizer.capture_bound(self._zero.optimizer, self._zero.flats),
         }
 
+    def after_write(self) -> None:
+        self._zero.after_write()
+
     def before_change(self, action: Callable[[], None]) -> None:
-        call_before(
-            action,
-            [(self._engine.optimizer, "step"), (self._engine, "offload_states"), (self._engine, "reload_states")],
-        )
+        steps = [(self._engine.optimizer, "step")] if self.trains else []
+        call_before(action, [*steps, (self._engine, "offload_states"), (self._engine, "reload_states")])
 
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
-        return "optimizer" in state and optimizer.Saved.has_bound(_tree(state, "optimizer"))
+        return state.get("optimizer") is not None and optimizer.Saved.has_bound(_tree(state, "optimizer"))
 
     def wanted(self, stored: Mapping[str, Mapping[str, torch.dtype]]) -> tuple[Fragment, ...]:
         trained = {name for flat in self._zero.flats for name in flat.names}
@@ -145,8 +153,9 @@ class DeepSpeedAdapter:
         return tuple(fragments)
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
-        optimized = {name for flat in self._zero.flats for name in flat.names}
-        places = {PARAM: self._parameters[0].keys(), BUFFER: self._buffers[0].keys()}
+        parameters = self._parameters[0].keys()
+        optimized = {name for flat in self._zero.flats for name in flat.names} if self.trains else parameters
+        places = {PARAM: parameters, BUFFER: self._buffers[0].keys()}
         return [
             f"{part}/{name}"
             for part, names in stored.items()
@@ -163,7 +172,12 @@ class DeepSpeedAdapter:
             _counters(state)
         if "scaler" in state:
             scaler.check(state["scaler"])
-        if "optimizer" in state:
+        if "optimizer" in state and state["optimizer"] is None:
+            here = type(self._zero.optimizer).__name__
+            found.append(
+                f'optimizer: none in the checkpoint, {here} in the engine: pass parts=["param"] for the weights'
+            )
+        elif "optimizer" in state:
             saved = optimizer.Saved(_tree(state, "optimizer"), (rank_state or {}).get("optimizer"))
             found += optimizer.problems(saved, self._zero.optimizer, self._zero.flats, restored, self._unknown)
         else:
@@ -248,11 +262,15 @@ class DeepSpeedAdapter:
     def finish_restore(self) -> None:
         self._zero.after_restore()
 
-    @cached_property
-    def _zero(self) -> Wrapper:
+    @property
+    def _kind(self) -> type[Wrapper]:
         kind = kind_of(self._engine)
         assert kind is not None, "refuse_unsupported comes first"
-        return kind(self._engine.optimizer, self._parameters[0], self._group)
+        return kind
+
+    @cached_property
+    def _zero(self) -> Wrapper:
+        return self._kind(self._engine.optimizer, self._parameters[0], self._group)
 
     @cached_property
     def _group(self) -> RankGroup:

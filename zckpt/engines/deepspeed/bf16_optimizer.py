@@ -17,7 +17,11 @@ class Bf16Optimizer(Zero12):
     """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
 
     @staticmethod
-    def has_gradients(wrapper: Any) -> bool:
+    def changes_only_in_step(wrapper: Any) -> bool:
+        return True
+
+    @classmethod
+    def has_gradients(cls, wrapper: Any) -> bool:
         return any(used for group in wrapper.fp32_groups_has_gradients for used in group)
 
     def _drop_gradients(self) -> None:

@@ -54,6 +54,8 @@ def capture(optimizer: Any, flats: Sequence[Flat]) -> dict[str, Any]:
         for group in optimizer.param_groups
     ]
     states: list[dict[str, Any]] = []
+    alike: dict[str, list[dict[str, Any]]] = {}
+    """Those of ``states`` that any number of parameters may be in; what is equal has the same key."""
     for flat in flats:
         groups[flat.group]["params"].extend(flat.names)
         state = optimizer.state.get(flat.master, {})
@@ -63,14 +65,17 @@ def capture(optimizer: Any, flats: Sequence[Flat]) -> dict[str, Any]:
         tied = bound(flat, state)
         if tied and flat.whole:
             own["values"] |= tied
-        elif tied:
+            states.append({"params": list(flat.names), **own})  # which no other flat's can equal
+            continue
+        if tied:
             own["bound"] = sorted(map(str, tied))
-        equal = (entry for entry in states if not (tied and flat.whole) and _same_state(entry, own))
-        entry = next(equal, None)
+        candidates = alike.setdefault(_key(own), [])
+        entry = next((entry for entry in candidates if _same_state(entry, own)), None)
         if entry is None:
-            states.append({"params": list(flat.names), **own})
-        else:
-            entry["params"].extend(flat.names)
+            entry = {"params": [], **own}
+            states.append(entry)
+            candidates.append(entry)
+        entry["params"].extend(flat.names)
     aux = {} if inner(optimizer) is None else {"inner_class": type(inner(optimizer)).__name__}
     return {"class": type(optimizer).__name__, **aux, "param_groups": groups, "states": states}
 
@@ -93,6 +98,15 @@ class State(NamedTuple):
 
 
 NOTHING = State({}, ())
+
+
+class Together(NamedTuple):
+    """What was saved for parameters whose steps are counted together."""
+
+    alike: bool
+    """Whether they, and no others, were counted together then."""
+    entries: Sequence[Mapping[str, Any]]
+    """What was saved for any of them."""
 
 
 class Saved:
@@ -150,16 +164,22 @@ class Saved:
             return {}, [f"{_some(names)}: one param group here, several with other {', '.join(differing)} when saved"]
         return merged[0], []
 
-    def state(self, flat: Flat, together: Sequence[str]) -> tuple[State, list[str]]:
+    def together(self, names: Sequence[str]) -> Together:
+        """Of parameters that are counted together: whether they were when they were saved, and what all of them had."""
+        there = self._group_of.get(names[0])
+        return Together(there is not None and there["params"] == names, self._entries(names, self._counted))
+
+    def state(self, flat: Flat, together: Together | None) -> tuple[State, list[str]]:
         """What was saved for a flat, and what stands against it.
 
-        ``together``: the names of all parameters that are counted together with the flat's; empty if it counts alone.
-        Parameters that had no state when they were saved take the others' scalars.
+        ``together``: of all parameters that are counted together with the flat's; None if it counts alone. Parameters
+        that had no state when they were saved take the others' scalars.
         """
-        here, there = list(together), self._group_of.get(flat.names[0])
-        state_of = self._state_of if here and there and there["params"] == here else self._counted
-        names = here if here and there is None else flat.names
-        entries = [entry for entry in _distinct(state_of.get(name) for name in names) if entry]
+        if together is not None and flat.names[0] not in self._group_of:
+            entries = together.entries
+        else:
+            alike = together is not None and together.alike
+            entries = self._entries(flat.names, self._state_of if alike else self._counted)
         if not entries:
             return NOTHING, []
         own = self._bound.get(flat.names, {})
@@ -170,9 +190,13 @@ class Saved:
                 return NOTHING, [_misfit(tied, flat, self.optimizer_class)]
         first, *others = entries
         if not all(_same_state(entry, first) for entry in others):
-            against = f"{_some(names)}: one sub-group here, but other optimizer scalars for each when saved"
+            against = f"{_some(flat.names)}: one sub-group here, but other optimizer scalars for each when saved"
             return NOTHING, [against]
         return State({**first["values"], **own.get("values", {})}, first["moments"]), []
+
+    @staticmethod
+    def _entries(names: Iterable[str], state_of: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        return [entry for entry in _distinct(state_of.get(name) for name in names) if entry]
 
     def _counted_in(self, group: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """What each parameter of a group would have if every state had the ``step`` that was counted in one."""
@@ -197,8 +221,9 @@ def problems(
     for there, here in ((saved.optimizer_class, type(optimizer).__name__), (saved.inner_class, aux)):
         if there != here and not {there, here} <= INTERCHANGEABLE:
             found.append(f"optimizer: {there} in the checkpoint, {here} in the engine")
+    names = _by_group(flats)
     for index in range(len(optimizer.param_groups)):
-        found += _settings(saved, index, flats, unknown)[1]
+        found += _settings(saved, index, names, unknown)[1]
     for flat, state, against in _states(saved, optimizer, flats):
         found += against
         stale = bound(flat, optimizer.state.get(flat.master, {})).keys() - state.values.keys()
@@ -217,8 +242,9 @@ def problems(
 
 def restore(saved: Saved, optimizer: Any, flats: Sequence[Flat], unknown: Collection[str]) -> None:
     """Sets the param groups and the scalars of every flat; call it only where ``problems`` found none."""
+    names = _by_group(flats)
     for index, group in enumerate(optimizer.param_groups):
-        for key, value in _settings(saved, index, flats, unknown)[0].items():
+        for key, value in _settings(saved, index, names, unknown)[0].items():
             group[key] = _placed(value, group.get(key), torch.device("cpu"))
     for flat, saved_state, _ in _states(saved, optimizer, flats):
         if not saved_state.values and not saved_state.moments:
@@ -237,24 +263,29 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[Flat], unknown: Collec
                 state[part] = torch.zeros_like(flat.master, requires_grad=False)
 
 
+def _by_group(flats: Sequence[Flat]) -> dict[int, list[str]]:
+    """The names of the parameters by the index of their param group."""
+    names: dict[int, list[str]] = {}
+    for flat in flats:
+        names.setdefault(flat.group, []).extend(flat.names)
+    return names
+
+
 def _settings(
-    saved: Saved, index: int, flats: Sequence[Flat], unknown: Collection[str]
+    saved: Saved, index: int, names: Mapping[int, Sequence[str]], unknown: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    names = [name for flat in flats if flat.group == index for name in flat.names]
-    if names:
-        return saved.settings(names, unknown)
+    if index in names:
+        return saved.settings(names[index], unknown)
     # All frozen: nothing to go by but its place.
     group = saved.groups[index] if index < len(saved.groups) else {"params": ["?"]}
     return ({} if group["params"] else {key: value for key, value in group.items() if key != "params"}), []
 
 
 def _states(saved: Saved, optimizer: Any, flats: Sequence[Flat]) -> Iterator[tuple[Flat, State, list[str]]]:
-    together: dict[int, list[str]] = {}
+    groups = _by_group(flats).items()
+    together = {group: saved.together(names) for group, names in groups if counts_together(optimizer, group)}
     for flat in flats:
-        if counts_together(optimizer, flat.group):
-            together.setdefault(flat.group, []).extend(flat.names)
-    for flat in flats:
-        yield flat, *saved.state(flat, together.get(flat.group, ()))
+        yield flat, *saved.state(flat, together.get(flat.group))
 
 
 def _misfit(keys: Sequence[str], flat: Flat, optimizer_class: str) -> str:
@@ -301,6 +332,11 @@ def _equal(a: Any, b: Any) -> bool:
 def _same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     alike = a["moments"] == b["moments"] and a.get("bound") == b.get("bound")
     return alike and _equal(a["values"], b["values"])
+
+
+def _key(state: Mapping[str, Any]) -> str:
+    values = {str(key): v.tolist() if isinstance(v, torch.Tensor) else v for key, v in state["values"].items()}
+    return repr((state["moments"], state.get("bound"), sorted(values.items())))
 
 
 def _distinct(items: Iterable[Mapping[str, Any] | None]) -> list[Mapping[str, Any] | None]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.deepspeed.group import group_of
+from zckpt.engines.deepspeed.group import group_of, ranks_of
 from zckpt.engines.deepspeed.wrapper import kind_of
 from zckpt.engines.tensors import modules_with_extra_state
 
@@ -14,19 +14,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SUPPORTED = (
-    "supported: ZeRO stages 0, 1, 2 and 3 (zero_optimization.stage) in bf16, fp16 or fp32, with any offload device"
+    "supported: ZeRO stages 0, 1, 2 and 3 (zero_optimization.stage) in bf16, fp16 or fp32, with any offload device; "
+    "without an optimizer, stages 0 and 3"
 )
 
 
 def unsupported(engine: Any, drop_gradients: bool = False) -> list[str]:
     """All of it, most telling first; empty for an engine that can be read and restored. Changes nothing.
 
-    ``drop_gradients``: gradients that no optimizer step has used yet are left out of it.
+    ``drop_gradients``: gradients that no optimizer step has used yet are left out of it, if the optimizer's state does
+    not hold some of them already.
     """
     found = [*_kind(engine), *_precision(engine), *_offload(engine), *_parallelism(engine), *_features(engine)]
-    # The wrapper's insides are only known once it is the one expected.
-    gradients = () if drop_gradients else pending_gradients(engine)
-    return found or [*_parameters(engine), *gradients, *_scheduler(engine)]
+    kind = kind_of(engine)
+    if found or kind is None:  # the wrapper's insides are only known once it is the one expected
+        return found
+    untouched = drop_gradients and kind.changes_only_in_step(engine.optimizer)
+    gradients = () if untouched else pending_gradients(engine)
+    return [*_parameters(engine), *gradients, *_scheduler(engine)]
 
 
 def _kind(engine: Any) -> Iterator[str]:
@@ -36,9 +41,7 @@ def _kind(engine: Any) -> Iterator[str]:
     if _is_a(engine, "DeepSpeedHybridEngine"):
         return
     optimizer, inner = engine.optimizer, getattr(engine.optimizer, "optimizer", None)
-    if optimizer is None or _is_a(optimizer, "DeepSpeedZeRoOffload") or _is_a(inner, "DummyOptim"):
-        yield "no optimizer"
-    elif kind_of(engine) is None:
+    if kind_of(engine) is None:
         yield f"zero_optimization.stage = {int(engine.zero_optimization_stage())} with {type(optimizer).__name__}"
     for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"):
         if _is_a(inner, name) or _is_a(optimizer, name):
@@ -54,11 +57,15 @@ def _precision(engine: Any) -> Iterator[str]:
         yield "bf16.bf16_master_weights_and_grads"
     if _setting(engine, "bf16_optimizer_states"):
         yield "bf16.bf16_optimizer_states"
+    if _setting(engine, "amp_enabled"):
+        yield "amp (NVIDIA Apex)"
     if _setting(engine, "torch_autocast_enabled") and engine.torch_autocast_dtype() == torch.float16:
         yield "torch_autocast.dtype = float16"
     for setting in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if _setting(engine, setting):
             yield f"zero_optimization.{setting}"
+    if _setting(engine, "zeropp_loco_param"):
+        yield "zero_optimization.zeropp_loco_param"
 
 
 def _offload(engine: Any) -> Iterator[str]:
@@ -82,6 +89,13 @@ def _parallelism(engine: Any) -> Iterator[str]:
         yield f"tensor_parallel.autotp_size = {engine.autotp_size()}"
     elif engine.mp_world_size > 1 and not _is_a(engine, "PipelineEngine"):  # whose stages count as model parallel too
         yield f"tensor parallelism (mpu, {engine.mp_world_size} ranks)"
+    for method in ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"):
+        stages = getattr(engine.mpu, method, lambda: 1)()
+        if stages > 1 and not _is_a(engine, "PipelineEngine"):
+            yield f"pipeline parallelism (mpu, {stages} stages)"
+    sequence = getattr(engine, "seq_parallel_group", None)
+    if sequence is not None and not {*ranks_of(sequence)} <= {*group_of(engine).ranks}:
+        yield f"sequence parallelism over ranks {list(ranks_of(sequence))}, which ZeRO does not partition over"
     if getattr(getattr(engine._config, "expert_parallel_config", None), "enabled", False):
         yield "expert_parallel (AutoEP)"
     elif engine.has_moe_layers:
@@ -89,6 +103,13 @@ def _parallelism(engine: Any) -> Iterator[str]:
 
 
 def _features(engine: Any) -> Iterator[str]:
+    if getattr(engine, "progressive_layer_drop", None) is not None:
+        yield "progressive_layer_drop"
+    if getattr(engine, "quantizer", None) is not None:
+        yield "quantize_training (MoQ)"
+    for name, method in getattr(engine._config, "compression_config", {}).items():
+        if method.get("shared_parameters", {}).get("enabled"):
+            yield f"compression_training.{name}"
     if getattr(getattr(engine._config, "compile_config", None), "deepcompile", False):
         yield "compile.deepcompile"
     if _setting(engine, "random_ltd_enabled"):

@@ -25,7 +25,10 @@ GATHER_BYTES = 32 << 20
 
 
 class Replicated:
-    """What such wrappers have in common; ``wrapper.Wrapper`` says what each member is for."""
+    """What such wrappers have in common, and all that there is without an optimizer; ``wrapper.Wrapper`` says what each
+    member is for."""
+
+    flats: tuple[Flat, ...] = ()
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         self._wrapper = wrapper
@@ -33,6 +36,22 @@ class Replicated:
         self._parameters = parameters
         self._gather: Callable[[], None] = lambda: None
         """Makes the replicas whole; made by ``after_fill``, for ``after_restore``."""
+
+    @classmethod
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
+        yield from unsupported(parameters)
+
+    @classmethod
+    def has_gradients(cls, wrapper: Any) -> bool:
+        return False
+
+    @staticmethod
+    def changes_only_in_step(wrapper: Any) -> bool:
+        return True
+
+    @property
+    def optimizer(self) -> Any:
+        return None
 
     def tier(self, part: str) -> str:
         return "device"
@@ -45,6 +64,9 @@ class Replicated:
     def settle(self) -> None:
         pass
 
+    def after_write(self) -> None:
+        pass
+
     def before_restore(self) -> None:
         pass
 
@@ -53,6 +75,12 @@ class Replicated:
 
     def weight_in_memory(self, name: str) -> AbstractContextManager[torch.Tensor]:
         return nullcontext(self.weight(name)[1])
+
+    def after_fill(self, weights: Collection[str]) -> None:
+        self._gather = gathering(self._weights(weights), self._group)
+
+    def after_restore(self) -> None:
+        self._gather()
 
     def _weights(self, names: Collection[str]) -> list[torch.Tensor]:
         return [parameter for name, parameter in self._parameters.items() if name in names]

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from zckpt.engines.deepspeed import replicas
 from zckpt.engines.deepspeed.bf16_optimizer import Bf16Optimizer
 from zckpt.engines.deepspeed.stage0 import Flattened, PerParameter, Unwrapped
-from zckpt.engines.deepspeed.zero3 import Zero3
+from zckpt.engines.deepspeed.zero3 import Partitioned, Zero3
 from zckpt.engines.deepspeed.zero12 import Zero12
 
 if TYPE_CHECKING:
@@ -42,13 +43,18 @@ class Wrapper(Protocol):
     def has_gradients(wrapper: Any) -> bool:
         """Whether there are gradients that no optimizer step has used yet."""
 
+    @staticmethod
+    def changes_only_in_step(wrapper: Any) -> bool:
+        """Whether backward passes leave masters and moments alone."""
+
     @property
     def flats(self) -> tuple[Flat, ...]:
         """All flats, in the same order on every rank."""
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer inside the wrapper; its state is keyed by the flats' masters."""
+        """The optimizer inside the wrapper; its state is keyed by the flats' masters. None if there is none: there are
+        no flats then."""
 
     def tier(self, part: str) -> str:
         """Where ``part`` lives, if not in files."""
@@ -60,6 +66,9 @@ class Wrapper(Protocol):
 
     def settle(self) -> None:
         """Has all that is under way to or from files done."""
+
+    def after_write(self) -> None:
+        """Leaves the weights gathered or not as DeepSpeed's own save does. Collective."""
 
     def before_restore(self) -> None:
         """Brings back what offload_states() has moved, and gives up what would go stale. Not collective."""
@@ -87,6 +96,7 @@ class Wrapper(Protocol):
 
 
 KINDS: dict[str, type[Wrapper]] = {
+    "DeepSpeedZeRoOffload": Partitioned,
     "DeepSpeedZeroOptimizer_Stage3": Zero3,
     "DeepSpeedZeroOptimizer": Zero12,
     "BF16_Optimizer": Bf16Optimizer,
@@ -98,6 +108,8 @@ KINDS: dict[str, type[Wrapper]] = {
 def kind_of(engine: Any) -> type[Wrapper] | None:
     """The kind of the engine's wrapper; None for one that is not known."""
     kind = type(engine.optimizer)
+    if engine.optimizer is None or type(getattr(engine.optimizer, "optimizer", None)).__name__ == "DummyOptim":
+        return replicas.Replicated
     # By the exact class: whoever derives from one of these keeps state elsewhere too.
     if kind.__module__.startswith("deepspeed.runtime.") and kind.__name__ in KINDS:
         return KINDS[kind.__name__]

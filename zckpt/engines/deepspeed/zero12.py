@@ -57,7 +57,12 @@ class Zero12(replicas.Replicated):
         yield from foreign(parameters, (p for group in cls._groups(wrapper) for p in group.parameters))
 
     @staticmethod
-    def has_gradients(wrapper: Any) -> bool:
+    def changes_only_in_step(wrapper: Any) -> bool:
+        # Before DeepSpeed 0.19, Muon's momentum moves on while a backward pass fills the partition.
+        return hasattr(wrapper, "_commit_muon_momentum") or not uses_muon(wrapper.optimizer)
+
+    @classmethod
+    def has_gradients(cls, wrapper: Any) -> bool:
         # The number of the micro step is put back to -1 by every step, and only counts what is not in one yet.
         pending = any(gradients is not None for gradients in wrapper.averaged_gradients.values())
         return pending or int(wrapper.micro_step_id) >= 0
@@ -81,7 +86,7 @@ class Zero12(replicas.Replicated):
 
     def after_fill(self, weights: Collection[str]) -> None:
         wrapper = self._wrapper
-        self._gather = replicas.gathering(self._weights(weights), self._group)
+        super().after_fill(weights)
         wrapper._link_all_hp_params()
         wrapper._hp_optimizer_states_linked = False
         if all(self.optimizer.state.get(flat.master) for flat in self.flats):
@@ -91,7 +96,7 @@ class Zero12(replicas.Replicated):
 
     def after_restore(self) -> None:
         wrapper = self._wrapper
-        self._gather()
+        super().after_restore()
         wrapper.update_lp_params()
         if self._moved:
             wrapper.offload_states(include=self._moved, pin_memory=self._pinned)
@@ -106,7 +111,7 @@ class Zero12(replicas.Replicated):
         wrapper.zero_grad()
         wrapper.micro_step_id = -1
         wrapper.averaged_gradients.clear()  # in place: the parameters' _hp_mapping holds it too
-        wrapper.all_grad_tensors.clear()
+        getattr(wrapper, "all_grad_tensors", {}).clear()  # since DeepSpeed 0.17
         wrapper._offload_accumulated_param_ids = set()
         for flat in self.flats:
             if flat.master.grad is not None:  # with offload, the buffer for the next step's
@@ -149,6 +154,11 @@ class Zero12(replicas.Replicated):
                 offsets = consecutive(shapes)
             by_muon = wrapper.optimizer.param_groups[index].get("use_muon") and not wrapper.cpu_offload
             yield Group(parameters, shapes, offsets, master, wrapper.params_in_partition[index] if by_muon else ())
+
+
+def uses_muon(optimizer: Any) -> bool:
+    """Whether Muon moves any of the optimizer's param groups."""
+    return any(group.get("use_muon") for group in optimizer.param_groups)
 
 
 def consecutive(shapes: Sequence[torch.Size]) -> list[int]:

@@ -1,4 +1,5 @@
-"""ZeRO stage 3: every private attribute of ``DeepSpeedZeroOptimizer_Stage3`` that is read or written, and nothing else.
+"""ZeRO stage 3: every private attribute of ``DeepSpeedZeroOptimizer_Stage3`` that is read or written, and of
+``DeepSpeedZeRoOffload``, which takes its place where there is no optimizer; and nothing else.
 
 P = ranks, N = elements of a parameter. Each parameter is cut on its own into P partitions of ceil(N / P) elements; what
 lies behind N in the last ones is padding, never initialised. Master weights and moments of a *sub-group* of parameters
@@ -7,36 +8,39 @@ are one flat; the weights in the compute dtype are ``ds_tensor`` of each paramet
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from zckpt.engines.deepspeed.flats import Flat, Slot, foreign, part_of
 from zckpt.engines.deepspeed.group import ranks_of
 from zckpt.engines.deepspeed.nvme import OptimizerFiles, ParameterFiles
+from zckpt.engines.deepspeed.zero12 import uses_muon
 from zckpt.state.inventory import MASTER, PARAM, FileSpan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
 
     from zckpt.engines.deepspeed.group import RankGroup
 
 
-class Zero3:
-    """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
+class Partitioned:
+    """Weights alone, without an optimizer; ``wrapper.Wrapper`` says what each member is for."""
+
+    flats: tuple[Flat, ...] = ()
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         self._wrapper = wrapper
         self._rank = group.rank
         self._parameters: Mapping[str, Any] = parameters
-        self._files = OptimizerFiles(wrapper)
-        self._moved: frozenset[Any] = frozenset()
-        self.flats = self._flats()
 
-    @staticmethod
-    def unsupported(wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
+    @classmethod
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
         groups: dict[int, tuple[Any, str]] = {}
         for name, parameter in parameters.items():
             if getattr(parameter, "ds_tensor", None) is None:
@@ -48,13 +52,94 @@ class Zero3:
             if ranks != group.ranks:
                 yield f"a partition group other than the engine's ranks in order: {name} lies on ranks {list(ranks)}"
                 return
-        yield from foreign(parameters, (parameter for group in wrapper.fp16_groups for parameter in group))
+
+    @classmethod
+    def has_gradients(cls, wrapper: Any) -> bool:
+        return False
 
     @staticmethod
-    def has_gradients(wrapper: Any) -> bool:
+    def changes_only_in_step(wrapper: Any) -> bool:
+        return True
+
+    @property
+    def optimizer(self) -> Any:
+        return None
+
+    def tier(self, part: str) -> str:
+        return "device" if self._wrapper.offload_device is None else "host"
+
+    def weight(self, name: str) -> tuple[Slot, torch.Tensor | FileSpan]:
+        parameter = self._parameters[name]
+        slot = self._slot(name, 0)
+        data: torch.Tensor | FileSpan | None = ParameterFiles.of(parameter)
+        if data is None:
+            data = self._in_memory(name)
+        return slot, part_of(data, 0, slot.stop - slot.start, parameter.dtype)
+
+    def settle(self) -> None:
+        for parameter in self._parameters.values():
+            ParameterFiles.settle(parameter)
+
+    def after_write(self) -> None:
+        pass
+
+    def before_restore(self) -> None:
+        # Gives up every gathered parameter, so that only partitions hold weights.
+        self._wrapper.empty_partition_cache()
+        self.settle()
+
+    def flat_in_memory(self, flat: Flat) -> AbstractContextManager[Flat]:
+        return nullcontext(flat)
+
+    @contextmanager
+    def weight_in_memory(self, name: str) -> Iterator[torch.Tensor]:
+        slot = self._slot(name, 0)
+        with ParameterFiles.rewrite(self._parameters[name]) as data:
+            yield data.narrow(0, 0, slot.stop - slot.start)
+
+    def after_fill(self, weights: Collection[str]) -> None:
+        pass
+
+    def after_restore(self) -> None:
+        pass  # the next forward pass gathers what was restored
+
+    def _in_memory(self, name: str) -> torch.Tensor:
+        """This rank's partition of a weight that lies in no file, padding and all."""
+        partition: torch.Tensor = self._parameters[name].ds_tensor
+        return partition.detach()
+
+    def _slot(self, name: str, offset: int) -> Slot:
+        parameter = self._parameters[name]
+        length = parameter.partition_numel()
+        start = min(self._rank * length, parameter.ds_numel)
+        stop = min(start + length, parameter.ds_numel)
+        return Slot(name, tuple(parameter.ds_shape), start, stop, offset)
+
+
+class Zero3(Partitioned):
+    """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
+
+    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
+        super().__init__(wrapper, parameters, group)
+        self._files = OptimizerFiles(wrapper)
+        self._moved: frozenset[Any] = frozenset()
+        self.flats = self._flats()
+
+    @classmethod
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
+        yield from super().unsupported(wrapper, parameters, group)
+        yield from foreign(parameters, (parameter for group in wrapper.fp16_groups for parameter in group))
+
+    @classmethod
+    def has_gradients(cls, wrapper: Any) -> bool:
         pending = any(gradients is not None for gradients in wrapper.averaged_gradients.values())
         # Where the optimizer is offloaded, gradients lie elsewhere; these say that there has been a backward.
         return pending or wrapper.micro_step_id > 0 or getattr(wrapper, "_epilogue_ran_this_backward", False)
+
+    @staticmethod
+    def changes_only_in_step(wrapper: Any) -> bool:
+        # Before DeepSpeed 0.19, Muon's momentum moves on while a backward pass reduces the gradients.
+        return hasattr(wrapper, "_apply_muon_to_accumulated_grads") or not uses_muon(wrapper.optimizer)
 
     @property
     def optimizer(self) -> Any:
@@ -67,40 +152,26 @@ class Zero3:
         state = "hp_params" if part == MASTER else "optim_states"
         return "host" if wrapper.offload_optimizer or state in moved else "device"
 
-    def weight(self, name: str) -> tuple[Slot, torch.Tensor | FileSpan]:
-        parameter = self._parameters[name]
-        slot = self._slot(name, 0)
-        data: torch.Tensor | FileSpan | None = ParameterFiles.of(parameter)
-        if data is None:
-            data = self._moved_weight(name)
-        if data is None:
-            data = parameter.ds_tensor.detach()
-        return slot, part_of(data, 0, slot.stop - slot.start, parameter.dtype)
-
     def settle(self) -> None:
         self._files.settle()
-        for parameter in self._parameters.values():
-            ParameterFiles.settle(parameter)
+        super().settle()
+
+    def after_write(self) -> None:
+        if not self._weights_moved:  # else there is nothing to gather them from
+            self._wrapper.checkpoint_event_prologue()
+            self._wrapper.checkpoint_event_epilogue()  # gathers the persistent parameters
 
     def before_restore(self) -> None:
-        # Gives up every gathered parameter, so that only partitions hold weights.
         self._moved = self._offloaded_states
         if self._moved:
             self._wrapper.reload_states()
-        self._wrapper.checkpoint_event_prologue()
-        self.settle()
+        super().before_restore()
 
     @contextmanager
     def flat_in_memory(self, flat: Flat) -> Iterator[Flat]:
-        with self._files.in_memory(self.flats.index(flat)):
+        with self._files.in_memory(self._numbers[flat]):
             yield replace(flat, files={})
             self._derive_weights(flat)
-
-    @contextmanager
-    def weight_in_memory(self, name: str) -> Iterator[torch.Tensor]:
-        slot = self._slot(name, 0)
-        with ParameterFiles.rewrite(self._parameters[name]) as data:
-            yield data.narrow(0, 0, slot.stop - slot.start)
 
     def after_fill(self, weights: Collection[str]) -> None:
         wrapper = self._wrapper
@@ -132,23 +203,32 @@ class Zero3:
         """What offload_states() has moved, as members of DeepSpeed's OffloadStateTypeEnum."""
         return frozenset(getattr(self._wrapper, "offloaded_states", ()))
 
-    def _derive_weights(self, flat: Flat) -> None:
-        self._wrapper._reassign_or_swap_out_partitioned_parameters(self.flats.index(flat))
+    @property
+    def _weights_moved(self) -> bool:
+        return any(state.name == "lp_params" for state in self._offloaded_states)
 
-    def _moved_weight(self, name: str) -> torch.Tensor | None:
-        """The partition of an optimized parameter while offload_states() has its weight: in between, ``ds_tensor``
-        belongs to another parameter wherever the optimizer's order is not the module's."""
-        if not any(state.name == "lp_params" for state in self._offloaded_states):
-            return None
-        offset = 0
-        for flat in self.flats:
-            for slot in flat.slots:
-                length = self._parameters[slot.name].partition_numel()
-                if slot.name == name:
-                    buffer: torch.Tensor = self._wrapper.lp_param_buffer
-                    return buffer.detach().narrow(0, offset, length)
-                offset += length
-        return None
+    @cached_property
+    def _numbers(self) -> dict[Flat, int]:
+        """The number of the sub-group that each flat is."""
+        return {flat: number for number, flat in enumerate(self.flats)}
+
+    def _derive_weights(self, flat: Flat) -> None:
+        self._wrapper._reassign_or_swap_out_partitioned_parameters(self._numbers[flat])
+
+    def _in_memory(self, name: str) -> torch.Tensor:
+        # While offload_states() has the weights, ``ds_tensor`` of an optimized parameter belongs to another one
+        # wherever the optimizer's order is not the module's.
+        if not self._weights_moved or name not in self._offsets:
+            return super()._in_memory(name)
+        buffer: torch.Tensor = self._wrapper.lp_param_buffer
+        return buffer.detach().narrow(0, self._offsets[name], self._parameters[name].partition_numel())
+
+    @cached_property
+    def _offsets(self) -> dict[str, int]:
+        """Where the partition of each optimized parameter begins in the buffer of all weights."""
+        names = [slot.name for flat in self.flats for slot in flat.slots]
+        lengths = (self._parameters[name].partition_numel() for name in names)
+        return dict(zip(names, accumulate(lengths, initial=0), strict=False))
 
     def _flats(self) -> tuple[Flat, ...]:
         wrapper = self._wrapper
@@ -162,10 +242,3 @@ class Zero3:
             group = wrapper.sub_group_to_group_id[index]
             flats.append(Flat(group, tuple(slots), master, self._files.of(index)))
         return tuple(flats)
-
-    def _slot(self, name: str, offset: int) -> Slot:
-        parameter = self._parameters[name]
-        length = parameter.partition_numel()
-        start = min(self._rank * length, parameter.ds_numel)
-        stop = min(start + length, parameter.ds_numel)
-        return Slot(name, tuple(parameter.ds_shape), start, stop, offset)

@@ -1,0 +1,85 @@
+"""What the state of an optimizer costs grows with the number of parameters, and no faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zckpt.engines.deepspeed import optimizer
+from zckpt.engines.deepspeed.group import RankGroup
+from zckpt.engines.deepspeed.stage0 import Unwrapped
+
+
+class Name(str):
+    """A parameter's name that counts how often names are looked up and compared, and numbers too."""
+
+    used = 0
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        Name.used += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        Name.used += 1
+        return super().__eq__(other)
+
+
+class Number(float):
+    """Counts its comparisons in the same way."""
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        Name.used += 1
+        return super().__eq__(other)
+
+
+class FusedAdam(torch.optim.SGD):
+    """Has the name of the optimizer that counts the steps of a param group in the state of one tensor alone."""
+
+
+class PerParameter(torch.optim.SGD):
+    """Keeps another number for every parameter."""
+
+
+def uses(kind: type[torch.optim.SGD], count: int, *, known: bool) -> int:
+    """Operations on names and numbers: writing and restoring the tree of an optimizer over ``count`` parameters.
+    Without ``known``, they were called otherwise when they were written."""
+
+    def live(prefix: str) -> tuple[Any, Unwrapped]:
+        parameters = {Name(f"{prefix}{n}"): torch.nn.Parameter(torch.zeros(1)) for n in range(count)}
+        made = kind(list(parameters.values()), lr=0.1)
+        for n, parameter in enumerate(parameters.values()):
+            last = {"step": 3} if n == count - 1 else {}
+            own = last if kind is FusedAdam else {"scale": Number(n)}
+            made.state[parameter] = {"exp_avg": torch.zeros(1), **own}
+        return made, Unwrapped(made, parameters, RankGroup(None, 0, (0,)))
+
+    Name.used = 0
+    made, wrapper = live("p")
+    tree = optimizer.capture(made, wrapper.flats)
+    for key in ("param_groups", "states"):  # as they are once they have been read
+        for entry in tree[key]:
+            entry["params"] = [Name(str(name)) for name in entry["params"]]
+    other, wrapper = live("p" if known else "q")
+    names = {name for flat in wrapper.flats for name in flat.names}
+    unknown = set() if known else names
+    saved = optimizer.Saved(tree)
+    assert not optimizer.problems(saved, other, wrapper.flats, {("exp_avg", name) for name in names}, unknown)
+    optimizer.restore(saved, other, wrapper.flats, unknown)
+    if known:
+        assert len(optimizer.capture(other, wrapper.flats)["states"]) == len(tree["states"])
+    return Name.used
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize("kind", [FusedAdam, PerParameter])
+def test_the_cost_grows_with_the_number_of_parameters(kind: type[torch.optim.SGD], known: bool, count: int) -> None:
+    half, whole = uses(kind, count // 2, known=known), uses(kind, count, known=known)
+    assert count < whole < 2.1 * half
+    assert whole < 100 * count
