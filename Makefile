@@ -6,7 +6,7 @@
 # make bench     every comparison with the limit of the machine and with others; results in bench/results
 # make bench-gpu  loading to a GPU, with the loaders that are made for it
 # make fuzz      random input to every parser and to whole checkpoints, FUZZ_SECONDS (60) for each
-# make setup     what all of them need
+# make setup     what the tests need; every target sets up for itself what it needs
 # make bench-index  size and speed of the index at 1024 ranks
 # make bench-coverage  what DeepSpeed's own checkpoints and zckpt do in the same situations; writes bench/results/
 #

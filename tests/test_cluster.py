@@ -1,4 +1,4 @@
-"""The ranks that all other tests stand on: values, and every way in which a rank can fail."""
+"""What all other tests stand on: ranks, every way in which one can fail, and the table of what was skipped."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import conftest
 from cluster import Cluster, ClusterError
 
 
@@ -89,3 +91,14 @@ def test_nothing_is_left_in_shared_memory(cluster: Cluster) -> None:
     for port, buffers in cluster.run(make_shared_memory, 2, init=False):
         assert buffers
         assert not list(Path("/dev/shm").glob(f"*_{port}_*"))
+
+
+def test_a_table_says_what_was_skipped_and_why() -> None:
+    skipped = [("test_a.py", "Skipped: no GPU"), ("test_a.py", "Skipped: no disk"), ("test_b.py", "Skipped: no disk")]
+    reports = [SimpleNamespace(nodeid=f"{file}::test", longrepr=("conftest.py", 1, why)) for file, why in skipped]
+    lines: list[str] = []
+    reporter = SimpleNamespace(
+        stats={"skipped": reports}, write_sep=lambda mark, title: lines.append(title), write_line=lines.append
+    )
+    conftest.pytest_terminal_summary(reporter)
+    assert lines == ["3 tests were skipped", "    2  test_a.py, test_b.py: no disk", "    1  test_a.py: no GPU"]
