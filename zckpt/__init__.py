@@ -1,6 +1,6 @@
 """zckpt: sharded, verified checkpoints of ZeRO training states. See README.md; the format is in ``spec/``."""
 
-from zckpt.background import PendingWrite
+from zckpt.background import PendingWrite, wait
 from zckpt.checkpoint import Checkpoint
 from zckpt.contents import PieceInfo, TensorInfo
 from zckpt.errors import (
@@ -38,7 +38,7 @@ from zckpt.pipelines.open import open  # noqa: A004  zckpt.open reads like the b
 from zckpt.pipelines.repair import RepairReport, repair
 from zckpt.pipelines.restore import Restored, restore
 from zckpt.pipelines.validate import validate
-from zckpt.pipelines.write import wait, write
+from zckpt.pipelines.write import write
 from zckpt.progress import Progress, ProgressBar
 from zckpt.validation.report import Finding, Observation, Report
 from zckpt.version import __version__

@@ -15,6 +15,8 @@ from zckpt.io.pipeline import Snapshot
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from zckpt.io.ranks import Ranks
+
 _current: PendingWrite | None = None
 
 
@@ -25,15 +27,15 @@ class PendingWrite:
     raises its error, a process that ends waits for it too and prints what nobody has seen.
     """
 
-    def __init__(self, path: str, finish: Callable[[Snapshot], None], speaks: bool) -> None:
+    def __init__(self, path: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
         """``finish`` writes and commits, from ``start`` on; it is given what to tell of the engine's state.
-        ``speaks``: whether this rank says of a failure on another one that it has happened."""
+        ``ranks``: those that write together, as the background knows them."""
         self.path = path
         """The checkpoint's absolute path."""
         self.error: BaseException | None = None
         """Why it has failed; the same kind of failure on every rank."""
         self._finish = finish
-        self._speaks = speaks
+        self._ranks = ranks
         self._snapshot = Snapshot()
         self._started = threading.Event()
         self._cancelled = False
@@ -102,7 +104,7 @@ class PendingWrite:
         except BaseException as error:  # raised by wait()
             traceback.clear_frames(error.__traceback__)  # what is open there goes now, whoever keeps the error
             self.error = error
-            if self._speaks or not isinstance(error, RankError):
+            if self._ranks.rank == 0 or not isinstance(error, RankError):
                 why = f"{type(error).__name__}: {error}"
                 what = f"zckpt: the write of {self.path} in the background has failed: {why}\n"
                 with suppress(Exception):
@@ -116,12 +118,15 @@ class PendingWrite:
             traceback.print_exception(self.error)
 
 
-def finish_current() -> None:
-    """Until this rank has no write under way. Raises its error, unless ``PendingWrite.wait`` has."""
+def wait() -> None:
+    """Until this rank has no write under way in the background. Every rank that takes part in that write calls it.
+    Raises its error on every one of them, unless ``PendingWrite.wait`` has done so on all of them."""
     global _current
     pending, _current = _current, None
     if pending is not None:
-        pending.finish()
+        ranks = pending._ranks.foreground("zckpt.wait")
+        with ranks.undivided():
+            ranks.together(pending.finish, "finish a write in the background")
 
 
 @atexit.register

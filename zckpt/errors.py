@@ -152,6 +152,12 @@ class NoSpaceError(StorageError):
     """No space left, quota exceeded, or a file size limit reached."""
 
 
+OPEN_FILES_HINT = (
+    "this process has as many files and connections open as it may: raise its limit (`ulimit -n 65536`, or nofile in "
+    "/etc/security/limits.conf) before the job starts; a rank needs one for every other rank"
+)
+
+_TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -168,4 +174,5 @@ def from_os_error(
             stop=stop,
             hint="free space or write elsewhere; no checkpoint was changed",
         )
-    return StorageError(f"cannot {doing}: {reason}", file=file, start=start, stop=stop)
+    hint = OPEN_FILES_HINT if error.errno in _TOO_MANY_FILES else None
+    return StorageError(f"cannot {doing}: {reason}", file=file, start=start, stop=stop, hint=hint)

@@ -1,24 +1,26 @@
 """Signs of life: which rank gets on, and which has died or hangs.
 
 Every rank that is about something of zckpt's has an entry in the store through which the job's ranks have found each
-other: that it is there, and how many steps it has taken. Rank 0 watches all others while it waits for them, and they
-watch rank 0: so one of them is sure to see who takes no more steps. It tells the others.
+other: that it is there, and how many steps it has taken. The first rank watches all others while it waits for them, and
+they watch it: so one of them is sure to see who takes no more steps. It tells the others.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import secrets
+import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
 
@@ -27,6 +29,15 @@ TIMEOUT_SECONDS = 1800
 
 PERIOD_SECONDS = 1.0
 """Between two looks, at most."""
+
+WAITING_SECONDS = 60
+"""For a rank that does not come or does nothing, after which somebody says so."""
+
+FIRST_FEW = 8
+"""Ranks that are named in one message, and that may be the ones to say it."""
+
+GRACE_SECONDS = 5
+"""Longer than the first rank, the others wait for it to tell them who has not come."""
 
 _steps = 0
 
@@ -55,18 +66,98 @@ def _using_the_store() -> Iterator[None]:
         raise RankError("rank 0 has died, or who else holds the store of the job's ranks", rank=0) from error
 
 
-class Lives:
-    """Of the ranks of one group, whose name nobody has used before. Collective."""
+def meet(store: Store, about: str, rank: int, members: Sequence[int], call: str) -> str:
+    """A name that no group has had before, the same on all ranks of a group, once all of them have come. Collective.
 
-    def __init__(self, store: Store, group: str, rank: int, size: int) -> None:
-        self._store, self._rank = store, rank
+    ``about``: says which group it is, and for what. ``members``: its ranks' numbers in the job. ``call``: what all of
+    them have to call. Every rank leaves a word that is new; the first one takes them away and answers each of them. So
+    it does not matter what a rank has left here that gave up, or how often each has been here.
+    """
+    timeout, word, name = timeout_seconds(), secrets.token_hex(8), secrets.token_hex(8)
+    words = [f"zckpt/{about}/word/{other}" for other in members]
+    answers = f"zckpt/{about}/answer"
+
+    def late() -> None:
+        missing = [other for other, key in zip(members, words, strict=True) if not store.check([key])]
+        if missing and _is_to_say(rank, lambda other: store.check([words[other]])):
+            _say_late(members[rank], missing, call, "begin", timeout)
+
+    with _using_the_store():
+        store.set(words[rank], word)
+        if rank:
+            if _await(store, [f"{answers}/{word}"], timeout + GRACE_SECONDS, late):
+                ok, _, said = store.get(f"{answers}/{word}").decode().partition(" ")
+                store.delete_key(f"{answers}/{word}")
+                if ok == "name":
+                    return said
+                missing = int(said)
+            else:
+                missing = next((m for m, key in zip(members, words, strict=True) if not store.check([key])), members[0])
+                store.delete_key(words[rank])
+        else:
+            here = [True] * len(members)
+            if not _await(store, words, timeout, late):
+                here = [store.check([key]) for key in words]
+            missing = next((m for m, came in zip(members, here, strict=True) if not came), -1)
+            answer = f"name {name}" if missing < 0 else f"missing {missing}"
+            for key, came in zip(words, here, strict=True):
+                if came:
+                    if key != words[rank]:
+                        store.set(f"{answers}/{store.get(key).decode()}", answer)
+                    store.delete_key(key)
+            if missing < 0:
+                return name
+    raise RankError(f"rank {missing} has not come for {timeout} s: every rank must call {call}", rank=missing)
+
+
+def _await(store: Store, keys: list[str], seconds: float, late: Callable[[], None]) -> bool:
+    """Whether all these keys are there in time. ``late`` is called once, before the end, if it takes long."""
+    soon = min(WAITING_SECONDS, seconds)
+    for part in (soon, seconds - soon):
+        try:
+            store.wait(keys, timedelta(seconds=part))
+        except RuntimeError:
+            if part < seconds and part == soon:
+                late()
+        else:
+            return True
+    return False
+
+
+def _is_to_say(rank: int, is_here: Callable[[int], bool]) -> bool:
+    """Whether it is up to this rank to say for whom all wait: it is the first that is here, of the first few."""
+    return rank < FIRST_FEW and not any(is_here(other) for other in range(rank))
+
+
+def _say_late(waiting: int, missing: Sequence[int], call: str, doing: str, timeout: int) -> None:
+    few = ", ".join(map(str, missing[:FIRST_FEW])) + (", ..." if len(missing) > FIRST_FEW else "")
+    ranks = f"rank {few}" if len(missing) == 1 else f"{len(missing)} ranks ({few})"
+    print(
+        f"zckpt: rank {waiting} has waited for {ranks} for {WAITING_SECONDS} s, in {call} (to {doing}). "
+        f"Every rank must call {call}; one that has called it may be held up, by its disk for instance. "
+        f"A rank without a sign of life is given up after {timeout} s (ZCKPT_RANK_TIMEOUT).",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+class Lives:
+    """Of the ranks of one group, under a ``name`` that nobody has used before. Collective. ``rank`` is this one's
+    number in the group, ``members`` has all ranks' numbers in the job."""
+
+    def __init__(self, store: Store, name: str, rank: int, members: Sequence[int]) -> None:
+        self._store, self._rank, self._members = store, rank, members
         self._timeout = timeout_seconds()
         self.period = min(PERIOD_SECONDS, self._timeout / 4)
-        self._keys = [f"zckpt/{group}/{other}" for other in range(size)]
-        self._verdict_key = f"zckpt/{group}/gone"
-        self._watched = [0] if rank else range(1, size)
+        self._keys = [f"zckpt/{name}/{other}" for other in range(len(members))]
+        self._verdict_key = f"zckpt/{name}/gone"
+        self._watched = [0] if rank else range(1, len(members))
         self._beats = 0
         self._waits = False
+        self._said = False
+        """Whether it has been said for whom this rank waits."""
+        self._waits_since = 0.0
+        self._call = ""
         self._heard: dict[int, tuple[str, float]] = {}
         """The last entry of each rank that is watched, and when it came."""
         self._verdict: tuple[int, str] | None = None
@@ -87,14 +178,15 @@ class Lives:
         try:
             self._store.wait(self._keys, timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            for rank, key in enumerate(self._keys):
+            for rank, key in zip(self._members, self._keys, strict=True):
                 if not self._store.check([key]):
                     raise RankError(f"rank {rank} has not come for {self._timeout} s", rank=rank) from error
             raise
 
     @contextmanager
-    def shown(self, doing: str) -> Iterator[None]:
-        """This rank is about something: it has died or hangs if it shows no sign of life meanwhile."""
+    def shown(self, doing: str, call: str) -> Iterator[None]:
+        """This rank is about something: it has died or hangs if it shows no sign of life meanwhile. ``call``: what all
+        ranks have to call for it."""
         if self._doing is not None:
             yield
             return
@@ -103,7 +195,7 @@ class Lives:
             if not self._here:  # at once, and not when the thread comes to it: it may be dead by then
                 self._here = True
                 self._show()
-            self._doing = doing
+            self._doing, self._call = doing, call
         try:
             yield
         finally:
@@ -112,6 +204,7 @@ class Lives:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """To wait for others is to live."""
+        self._waits_since, self._said = time.monotonic(), False
         self._waits = True
         try:
             yield
@@ -131,6 +224,8 @@ class Lives:
                         self._show()
                 if self._here:
                     self._look()
+                    if self._waits and not self._said:
+                        self._say_who_is_late()
         except RuntimeError:
             return  # the store is gone, and whoever holds it: the ranks that are watched are silent from now on
 
@@ -156,6 +251,15 @@ class Lives:
             gone, _, why = self._store.get(self._verdict_key).decode().partition(" ")
             self._verdict = int(gone), why
 
+    def _say_who_is_late(self) -> None:
+        since = time.monotonic() - WAITING_SECONDS
+        late = [rank for rank, (_, heard) in self._heard.items() if heard < since]
+        if late and self._waits_since < since:
+            self._said = True
+            if _is_to_say(self._rank, lambda other: self._entry(other)[0] == "1"):
+                names = [self._members[rank] for rank in late]
+                _say_late(self._members[self._rank], names, self._call, self._doing or "go on", self._timeout)
+
     def check(self) -> None:
         """Raises RankError if a rank that is watched has shown no sign of life for too long, or another one says so."""
         if self._verdict is None:
@@ -165,7 +269,7 @@ class Lives:
                 why = f"has shown no sign of life for {self._timeout} s (ZCKPT_RANK_TIMEOUT)"
                 self._give_up(silent[0], why, tell=silent[0] != 0)  # which may hold the store; and all watch it
         if self._verdict is not None:
-            rank, why = self._verdict
+            rank, why = self._members[self._verdict[0]], self._verdict[1]
             raise RankError(f"rank {rank} {why}; the ranks were to {self._doing or 'begin'}", rank=rank)
 
     def lost(self, error: Exception) -> RankError:
@@ -184,6 +288,11 @@ class Lives:
         except RankError as found:
             return found
         return RankError(f"lost the connection to another rank: {error}")
+
+    def give_up_self(self, why: str) -> None:
+        """Tells the others that this rank cannot go on."""
+        with suppress(RankError), _using_the_store():
+            self._give_up(self._rank, why, tell=True)
 
     def _give_up(self, rank: int, why: str, *, tell: bool) -> None:
         self._verdict = rank, why

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
+import resource
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -12,68 +13,140 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from zckpt.errors import RankError
+from zckpt.errors import OPEN_FILES_HINT, RankError
 from zckpt.io.interrupts import Interrupts
-from zckpt.io.life import Lives, timeout_seconds
+from zckpt.io.life import Lives, meet, timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
+
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
 _FOREVER = timedelta(days=365)
 """For gloo, once all have connected: it cannot tell a slow rank from one that hangs. That is up to signs of life."""
 
-_groups: dict[bool, tuple[object, _Group]] = {}
-"""The world's default group and what was made beside it, for the background and for the rest."""
-_made = itertools.count()
+_INTERFACE = (
+    "set GLOO_SOCKET_IFNAME, on every machine, to the network interface (`ip addr`) by which the machines reach each "
+    "other"
+)
+_LIMITS = {
+    "too many open files": OPEN_FILES_HINT,
+    "unable to find": _INTERFACE,
+    "no such device": _INTERFACE,
+    "connection refused": _INTERFACE,
+    "no route to host": _INTERFACE,
+    "network is unreachable": _INTERFACE,
+}
+"""What the system says where ranks cannot connect, and what to do about it."""
+
+_groups: dict[tuple[tuple[int, ...], bool], tuple[object, _Group]] = {}
+"""For ranks, for the background or not: the job's default group and what was made for them beside it."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A gloo group of all ranks: the default group may be NCCL's, which cannot carry host memory."""
+    """A gloo group: the engine's own may be NCCL's, which cannot carry host memory. torch.distributed does not know of
+    it: the names that it gives to groups need the same number of groups on every rank."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroupGloo
     lives: Lives
 
 
-def _group(background: bool) -> _Group:
-    """Made once per process and world, for it is itself a collective; made anew after a rank was lost."""
+def _group(members: tuple[int, ...], rank: int, background: bool, call: str) -> _Group:
+    """Made once per process and world, for that is itself collective; made anew after a rank was lost."""
     world = dist.group.WORLD
-    made_for, group = _groups.get(background, (None, None))
-    if group is None or made_for is not world:
-        if group is not None:
-            group.lives.close()
+    for stale in [key for key, (made_for, _) in list(_groups.items()) if made_for is not world]:
+        if stale[1] == background:  # a write in the background may go on in a world that is gone
+            _groups.pop(stale)[1].lives.close()
+    found = _groups.get((members, background))
+    if found is None:
         store = dist.distributed_c10d._get_default_store()
-        lives = Lives(store, str(next(_made)), dist.get_rank(), dist.get_world_size())
+        name = meet(store, f"{members}{background}", rank, members, call)
+        lives = Lives(store, name, rank, members)
         try:
-            with lives.shown("connect"), lives.waiting():
-                made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds()))
-            dist.distributed_c10d._set_pg_timeout(_FOREVER, made)
-        except RuntimeError as error:
-            lost = lives.lost(error)
+            with lives.shown("connect", call), lives.waiting():
+                group = _connected(store, name, rank, members, lives)
+        except RankError:
             lives.close()
-            raise lost from error
-        group = _Group(made, lives)
-        _groups[background] = (world, group)
-    return group
+            raise
+        found = _groups[members, background] = world, _Group(group, lives)
+    return found[1]
+
+
+def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], lives: Lives) -> dist.ProcessGroupGloo:
+    """The gloo group. A thread makes it, so that a rank that cannot connect need not be waited for."""
+    made: list[dist.ProcessGroupGloo] = []
+    errors: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            own = store.clone() if hasattr(store, "clone") else store  # to wait on a store keeps others from using it
+            prefix = dist.distributed_c10d.PrefixStore(f"zckpt/{name}/gloo", own)
+            group = dist.ProcessGroupGloo(prefix, rank, len(members), timedelta(seconds=timeout_seconds()))
+            group._set_default_timeout(_FOREVER)
+            made.append(group)
+        except Exception as error:  # raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=connect, name="zckpt-connect", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(lives.period)
+        lives.check()
+    if not errors:
+        return made[0]
+    (error,) = errors
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    hint = next((hint for said, hint in _LIMITS.items() if said in str(error).lower()), None)
+    if hint is None or "refused" in str(error).lower():  # the other side may have died
+        lost = lives.lost(error)
+        lost.hint = hint if lost.rank is None else None
+        raise lost from error
+    if hint is OPEN_FILES_HINT:
+        hint = f"{hint}; it is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} here"
+    lives.give_up_self(f"cannot connect to the other ranks: {reason}; {hint}")
+    raise RankError(f"cannot connect to the other ranks: {reason}", rank=members[rank], hint=hint) from error
 
 
 class Ranks:
-    """All ranks of the default process group, or this process alone where there is none.
+    """The ranks of ``group``, numbered from 0 on in its order; without it all ranks of the job, or this process alone
+    where there is no job.
 
     Every method is collective: all ranks call it, in the same order. Those of ``background`` ranks may be called by
-    another thread at the same time, and go on when the training has given up its process groups.
+    another thread at the same time, and go on when the training has given up its process groups. ``call``: the function
+    that all of them have to call, for whoever waits for one that has not. Errors of a rank that
+    fails or is gone name it by its number in the job.
     """
 
-    def __init__(self, *, background: bool = False) -> None:
-        alone = not (dist.is_available() and dist.is_initialized())
-        self.rank = 0 if alone else dist.get_rank()
-        self.size = 1 if alone else dist.get_world_size()
-        self._background = background
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, background: bool = False, call: str = "the same function"
+    ) -> None:
+        members: tuple[int, ...] = (0,)
+        number = 0
+        if dist.is_available() and dist.is_initialized():
+            members = tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
+            number = dist.get_rank()
+        self._connect(members, number, background, call)
+
+    def _connect(self, members: tuple[int, ...], number: int, background: bool, call: str) -> None:
+        self._members, self._background, self._call = members, background, call
+        self.rank = members.index(number)
+        self.size = len(members)
         self._interrupts = Interrupts()
-        self._group = None if self.size == 1 else _group(background)
+        self._world = dist.group.WORLD if dist.is_available() else None
+        self._group = None if self.size == 1 else _group(members, self.rank, background, call)
+
+    def foreground(self, call: str) -> Ranks:
+        """The same ranks, to be used while the background uses its own; this process alone if the training has given up
+        its process groups since."""
+        ranks = object.__new__(Ranks)
+        number = self._members[self.rank]
+        same = self._world is not None and self._world is dist.group.WORLD
+        ranks._connect(self._members if same else (number,), number, False, call)
+        return ranks
 
     def undivided(self) -> AbstractContextManager[None]:
         """Inside of it, Ctrl-C is raised by the actions of ``share`` and ``together`` alone, or at its end: while this
@@ -85,20 +158,20 @@ class Ranks:
         if self._group is None:
             return [data]
         try:
-            with self._group.lives.shown(doing), self._group.lives.waiting():
+            with self._group.lives.shown(doing, self._call), self._group.lives.waiting():
                 return self._gather(self._group, data)
         except RankError:
             # A thread of gloo's may wait for that rank until this process ends. To destroy the group would wait too.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group.group))
             self._group.lives.close()
-            _groups.pop(self._background, None)
+            _groups.pop((self._members, self._background), None)
             raise
 
     def _gather(self, group: _Group, data: bytes) -> list[bytes]:
         def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
             # The group's own method: torch.distributed's refuses a group that was destroyed by its users
             found = [torch.zeros_like(mine) for _ in range(self.size)]
-            work = group.group.allgather([found], [mine])
+            work = group.group.allgather([found], [mine])  # type: ignore[attr-defined]
             while True:
                 try:
                     work.wait(timedelta(seconds=group.lives.period))
@@ -137,7 +210,7 @@ class Ranks:
         if self._group is None:
             with self._interrupts.allowed():
                 return [action()]
-        with self._group.lives.shown(doing):
+        with self._group.lives.shown(doing, self._call):
             return self._share(action, doing)
 
     def _share(self, action: Callable[[], bytes], doing: str) -> list[bytes]:
@@ -159,7 +232,8 @@ class Ranks:
         failed = [rank for rank, (bad, *_) in enumerate(reports) if bad]
         if failed:
             others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-            raise RankError(f"rank {failed[0]}{others} failed to {doing}: {reports[failed[0]][1]}", rank=failed[0])
+            rank = self._members[failed[0]]
+            raise RankError(f"rank {rank}{others} failed to {doing}: {reports[failed[0]][1]}", rank=rank)
         return [data for *_, data in reports]
 
     def first(self, action: Callable[[], bytes], doing: str) -> bytes:

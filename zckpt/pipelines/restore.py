@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zckpt.background import wait
 from zckpt.checkpoint import Checkpoint, Want
-from zckpt.engines import adapt
+from zckpt.engines import adapt, group_of
 from zckpt.errors import (
     FormatError,
     MismatchError,
@@ -20,7 +21,6 @@ from zckpt.errors import (
 from zckpt.format.rules import broken
 from zckpt.io.ranks import Ranks
 from zckpt.pipelines.open import StrPath, find, open_checkpoint
-from zckpt.pipelines.write import wait
 from zckpt.plan.reshard import Span
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment
@@ -117,7 +117,7 @@ def restore_engine(
     """``restore``, for integrations. ``own_client_state``: where the ranks of the writer each had a ``client_state`` of
     their own, a rank gets its own again; with another number of ranks all get rank 0's, and a warning says so."""
     wait()
-    ranks = Ranks()
+    ranks = Ranks(group_of(engine), call="zckpt.restore")
     ranks.agree(os.path.abspath(path), "paths")
     plan = ranks.together(
         lambda: _plan_restore(engine, path, ranks, parts, strict, state, rng, budget, own_client_state),

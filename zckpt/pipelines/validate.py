@@ -39,7 +39,7 @@ def validate(
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
-    ranks = Ranks()
+    ranks = Ranks(call="zckpt.validate")
     given = ranks.agree(os.fspath(path), "paths")
     share = Share(ranks.rank, ranks.size)
     place = ranks.first(lambda: _find(given), "find the checkpoint")

@@ -16,8 +16,8 @@ import msgpack
 import numpy as np
 import torch
 
-from zckpt.background import PendingWrite, finish_current
-from zckpt.engines import adapt
+from zckpt.background import PendingWrite, wait
+from zckpt.engines import adapt, group_of
 from zckpt.errors import (
     CheckpointExistsError,
     RankError,
@@ -176,15 +176,16 @@ def write_engine(
     they are a CheckpointExistsError before a byte is written.
     """
     # Every step of a chain of `share` runs on all ranks, with nothing that can fail between two of them.
-    ranks = Ranks()
-    others = Ranks(background=True) if background else ranks
+    wait()
+    group = group_of(engine)
+    ranks = Ranks(group, call="zckpt.write")
+    others = Ranks(group, background=True, call="zckpt.write") if background else ranks
     options = _Options(
         parts, exclude, client_state, overwrite, latest, budget, progress, pending_gradients, background, snapshot,
         snapshot_bytes, run, each_client_state, replace_foreign,
     )  # fmt: skip
     write = _Write(engine, path, options, ranks.rank, ranks.size)
     with ranks.undivided():
-        ranks.together(finish_current, "finish a write in the background")
         facts = ranks.share(write.prepare, "prepare the write")
         plans = ranks.share(lambda: write.plan(facts), "plan the write")
         try:
@@ -197,12 +198,6 @@ def write_engine(
             write.give_up()
             raise
     return write.go_on()
-
-
-def wait() -> None:
-    """Until no write is under way in the background. Every rank calls it. Raises its error on every rank, unless
-    ``PendingWrite.wait`` has done so on all of them."""
-    Ranks().together(finish_current, "finish a write in the background")
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +371,7 @@ class _Write:
 
     def stand_by(self, ranks: Ranks) -> None:
         """Has a thread ready that finishes the write, and the engine wait for it where it has to."""
-        self._pending = PendingWrite(self.target, lambda snapshot: self.finish(ranks, snapshot), self._rank == 0)
+        self._pending = PendingWrite(self.target, lambda snapshot: self.finish(ranks, snapshot), ranks)
         if self._options.lazy:
             self._adapter.before_change(self._pending.wait_until_taken)
 
