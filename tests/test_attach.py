@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.config import ValidationMode
 
 import zckpt
-from models import make_engine, train
+from models import batch, make_engine, train
 from runs import AFTER, BEFORE, assert_same, held, logical, settings, weights
 
 if TYPE_CHECKING:
@@ -159,6 +159,10 @@ def save_as_deepspeed_would(directory: str) -> None:
     with pytest.raises(zckpt.RankError if rank == 0 else ValueError):
         engine.save_checkpoint("" if rank == 1 else directory)
 
+    engine.backward(engine(**batch(engine, 2)))
+    with said_on_rank_0(engine, "does not hold gradients that no optimizer step has used"):
+        engine.save_checkpoint(directory, tag="between", save_latest=False)
+
 
 def load_as_deepspeed_would(directory: str) -> None:
     """Rank 1 sees neither ``latest`` nor manifests, as where a network file system shows it an older state."""
@@ -169,7 +173,7 @@ def load_as_deepspeed_would(directory: str) -> None:
     path, client_state = engine.load_checkpoint(directory)
     os.path.isfile, os.path.lexists = isfile, lexists
     assert path == os.path.join(directory, "epoch0/step1")
-    assert client_state == {"sampler": 0, "epoch": 0}
+    assert client_state == {"sampler": rank, "epoch": 0}
     assert type(client_state) is dict
 
     engine._config.load_universal_checkpoint = True
@@ -180,9 +184,52 @@ def load_as_deepspeed_would(directory: str) -> None:
         engine.load_checkpoint(directory + "/epoch0")
 
 
+def load_on_fewer_ranks(directory: str) -> None:
+    engine = zckpt.attach(make_engine(seed=1))
+    with pytest.warns(UserWarning, match="a client_state of its own"):
+        assert engine.load_checkpoint(directory)[1] == {"sampler": 0, "epoch": 0}
+    engine.load_checkpoint(directory, "between")
+    os.remove(os.path.join(directory, "latest"))
+    engine._config.load_universal_checkpoint = True
+    assert engine.load_checkpoint(directory)[0] == os.path.join(directory, "of-0")
+
+
 def test_what_differs_by_rank_and_rank_0_decides(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(save_as_deepspeed_would, 2, str(tmp_path))
     cluster.run(load_as_deepspeed_would, 2, str(tmp_path))
+    cluster.run(load_on_fewer_ranks, 1, str(tmp_path))
+
+
+def save_over_deepspeeds_and_without_an_optimizer(directory: str) -> None:
+    tag = Path(directory) / "best"
+    engine = make_engine()
+    engine.save_checkpoint(directory, tag="best")
+    theirs = sorted(os.listdir(tag))
+    zckpt.attach(engine)
+    with pytest.raises(zckpt.CheckpointExistsError, match="DeepSpeed"):
+        engine.save_checkpoint(directory, tag="best")
+    assert sorted(os.listdir(tag)) == theirs
+    zckpt.attach(zckpt.detach(engine), replace_deepspeed=True)
+    engine.save_checkpoint(directory, tag="best")
+    assert not set(theirs) & set(os.listdir(tag))
+
+    train(engine, 1)
+    engine.save_checkpoint(directory)
+    evaluating = zckpt.attach(make_engine(optimizer="none", stage=0, seed=1))
+    evaluating.load_checkpoint(directory)
+    assert evaluating.global_steps == 1
+    assert_same(weights(engine), weights(evaluating))
+    evaluating.save_checkpoint(directory, "weights")
+    other = zckpt.attach(make_engine(seed=2))
+    for options in ({"load_module_only": True}, {"load_optimizer_states": False}):
+        other.load_checkpoint(directory, "weights", **options)
+        assert_same(weights(engine), weights(other))
+
+
+def test_deepspeeds_files_are_replaced_where_asked_for_and_weights_alone_are_a_state(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.run(save_over_deepspeeds_and_without_an_optimizer, 1, str(tmp_path))
 
 
 def save_without_frozen(directory: str) -> dict[str, torch.Tensor]:

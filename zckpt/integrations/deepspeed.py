@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 import zckpt
+from zckpt.engines import adapt, group_of
 from zckpt.errors import TagError
 from zckpt.foreign import deepspeed_files
 from zckpt.format import names
@@ -104,7 +105,7 @@ def _save_checkpoint(
             raise ValueError(f"save_dir must be a non-empty path, got {save_dir!r}")
         return (f"global_step{engine.global_steps}" if tag is None else str(tag)).encode()
 
-    ranks = Ranks()
+    ranks = Ranks(group_of(engine), call="engine.save_checkpoint")
     tags = [one.decode() for one in ranks.share(own_tag, "save a checkpoint")]
     _check_tags(engine, tags, ranks.rank)
     write_engine(
@@ -161,7 +162,7 @@ def _load_checkpoint(
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
     zckpt.wait()  # it may be what `latest` is about to name
-    ranks = Ranks()
+    ranks = Ranks(group_of(engine), call="engine.load_checkpoint")
     universal = engine.load_universal_checkpoint()
     found = ranks.first(lambda: msgpack.packb(_find(load_dir, tag, universal)), "find the checkpoint")
     chosen, theirs = msgpack.unpackb(found)
@@ -178,23 +179,28 @@ def _load_checkpoint(
     path = os.path.join(load_dir, chosen)
     weights_only = load_module_only or not load_optimizer_states
 
-    def parts() -> list[str] | None:
+    def what() -> tuple[list[str] | None, list[str]]:
+        """The parts and the trees of state that are to be restored."""
         if custom_load_fn is not None:
             raise zckpt.UnsupportedError(
                 "custom_load_fn: the weights go straight into the engine's own memory",
                 hint="load them with zckpt.open(path).state_dict() and put them where they belong",
             )
-        return [part for part in zckpt.open(path).parts if part in _WEIGHTS] if weights_only else None
+        adapter = adapt(engine)
+        adapter.refuse_unsupported(drop_gradients=True)
+        left_out = set(adapter.trees if load_module_only else ())
+        if weights_only:
+            left_out.add("optimizer")
+        if not load_lr_scheduler_states or engine.lr_scheduler is None:
+            left_out.add("scheduler")
+        parts = [part for part in zckpt.open(path).parts if part in _WEIGHTS] if weights_only else None
+        return parts, [tree for tree in adapter.trees if tree not in left_out]
 
-    trees = [] if load_module_only else ["counters", "scaler"]
-    if load_optimizer_states and not load_module_only:
-        trees.append("optimizer")
-    if load_lr_scheduler_states and not load_module_only and engine.lr_scheduler is not None:
-        trees.append("scheduler")
+    parts, trees = ranks.together(what, "open the checkpoint")
     client_state = restore_engine(
         engine,
         path,
-        parts=ranks.together(parts, "open the checkpoint"),
+        parts=parts,
         strict=load_module_strict,
         state=trees,
         own_client_state=True,
