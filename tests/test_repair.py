@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -13,10 +13,19 @@ import torch
 
 import zckpt
 from apart import Apart
-from faults import faulty
+from faults import BROKEN as REFUSED
+from faults import Fault, faulty
 from states import same_all, write_state
 from zckpt.cli import main
-from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, LockedError, RepairError, VersionError
+from zckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+    LockedError,
+    RepairError,
+    StorageError,
+    VersionError,
+)
 from zckpt.format.names import is_old
 from zckpt.io.local_store import LocalStore
 from zckpt.io.lock import WriteLock
@@ -222,6 +231,61 @@ def test_another_directory(written: Written, tmp_path: Path) -> None:
         zckpt.repair(written.path, output=tmp_path / "new")
     report = zckpt.repair(tmp_path / "new", output=tmp_path / "third")  # a sound one is copied
     assert_same_tensors(written, tmp_path / "third")
+
+
+def lost(operation: Any, file: str) -> None:
+    """A disk that loses what it was given, and says nothing."""
+
+
+def misplaced(operation: Any, file: str) -> None:
+    """A disk that writes something else."""
+    operation()
+    flip(Path(file), -1)
+
+
+def too_short(operation: Any, file: str) -> int:
+    return int(operation()) - 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(too_short, names=("read_into",), path="rank-00001"),
+        Fault(lost, names=("write",), path="new", at=2),
+        Fault(misplaced, names=("write",), path="new", at=2),
+        Fault(lost, names=("write",), path="new", lasting=True),
+        Fault(REFUSED, names=("replace",), path=os.path.join("new", "manifest.msgpack")),
+    ],
+    ids=["a short read", "lost", "misplaced", "all lost", "the manifest"],
+)
+def test_a_copy_that_differs_is_no_checkpoint(written: Written, tmp_path: Path, fault: Fault) -> None:
+    with faulty(fault), pytest.raises((StorageError, FormatError)):
+        zckpt.repair(written.path, output=tmp_path / "new")
+    assert not (tmp_path / "new").exists(), "nothing is left that could be taken for a checkpoint"
+    assert zckpt.validate(written.path).ok
+    zckpt.repair(written.path, output=tmp_path / "new")
+    assert_same_tensors(written, tmp_path / "new")
+
+
+def test_the_output_is_not_the_checkpoint_itself(written: Written) -> None:
+    (written.path / "manifest.msgpack").unlink()
+    for output in (written.path, f"{written.path}/../{written.path.name}"):
+        with pytest.raises(CheckpointExistsError, match="data of this save are here"):
+            zckpt.repair(written.path, output=output)
+    assert zckpt.repair(written.path).rebuilt
+
+
+def test_a_world_size_that_cannot_be_is_none(written: Written) -> None:
+    """It comes from the headers alone, where the manifest is lost."""
+    (written.path / "manifest.msgpack").unlink()
+    for file in data(written).rglob("*.safetensors"):
+        raw = file.read_bytes()
+        assert raw.count(b'"zckpt.world_size":"3"') == 1
+        file.write_bytes(
+            raw[:4096].replace(b'size":"3"', b'size":"' + b"9" * 99 + b'"').rstrip().ljust(4096) + raw[4096:]
+        )
+    with pytest.raises(RepairError, match="of several saves, or of none"):
+        zckpt.repair(written.path, accept_unverified=True)
 
 
 def test_the_manifest_comes_last(written: Written) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Buffer, Callable, Iterator
 
 DIGEST_BYTES = 16
+BLOCK_BYTES = 1 << 20
+"""Of a full block, in all that this library writes."""
 
 Count = TypeVar("Count", int, NDArray[np.int64])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -18,26 +18,27 @@ from zckpt.errors import (
     CheckpointNotFoundError,
     FeatureError,
     FormatError,
-    MissingFileError,
     RankError,
     RepairError,
+    StorageError,
     VersionError,
 )
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format import shard as shard_format
 from zckpt.format.digest import DIGEST_BYTES, block_count, blocks, digest
+from zckpt.format.rules import broken
 from zckpt.io.budget import Budget
 from zckpt.io.lock import WriteLock
 from zckpt.io.memory import PAGE_BYTES, staging_for
 from zckpt.io.read import ReadFile, read_op
 from zckpt.io.store import open_store
+from zckpt.pipelines.gc import leftovers
 from zckpt.pipelines.open import StrPath, open_checkpoint
 from zckpt.pipelines.runs import not_a_checkpoint
-from zckpt.pipelines.write import BLOCK_BYTES
+from zckpt.pipelines.salvage import FoundSave, find_save, fit_tables, read_header, read_if_there, read_tables
 from zckpt.plan import catalog, rebuild
 from zckpt.plan.coalesce import plan_reads
-from zckpt.plan.rebuild import FoundFile
 from zckpt.plan.reshard import file_extents
 from zckpt.validation.check import Share, check_checkpoint
 from zckpt.version import __version__
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from zckpt.io.memory import Bytes
     from zckpt.io.store import Reader, Store
     from zckpt.plan.coalesce import ReadOp
+    from zckpt.plan.rebuild import FoundFile
     from zckpt.validation.report import Finding
 
 LOST = ("step", "aliases of tied weights", "the tree of state: counters, param groups, scheduler, client_state")
@@ -86,15 +88,17 @@ def repair(
     are lost or damaged. All data is read, and compared with the digests that are left.
 
     ``path``: the directory of the checkpoint. ``output``: another directory, where a whole checkpoint is made, data and
-    all; None: in place, where the damaged files stay under other names. ``accept_unverified``: go on although some data
+    all; the copy is read back and compared before it becomes a checkpoint. None: in place, where the damaged files stay
+    under other names. ``accept_unverified``: go on although some data
     cannot be verified, or is damaged; what has a digest that it differs from stays so. ``budget``: memory, threads and
     kind of I/O. Call it on one rank.
 
     Without the manifest, step, aliases and the tree of non-tensor state are lost: tensors can be loaded, an engine
     cannot be restored. Damaged data cannot be repaired at all.
 
-    Raises RepairError, which lists everything, if files are missing, damaged or of several saves; LockedError,
-    CheckpointNotFoundError, CheckpointExistsError (``output``), VersionError, FeatureError, StorageError.
+    Raises RepairError, which lists everything, if files are missing, damaged or of several saves; LockedError;
+    CheckpointNotFoundError, which says what is there instead; CheckpointExistsError (``output``); VersionError;
+    FeatureError; StorageError, also for a copy that differs, of which nothing is left then.
     """
     source = os.fspath(path)
     target = source if output is None else os.fspath(output)
@@ -104,9 +108,17 @@ def repair(
     if output is not None and open_store(target).exists(names.MANIFEST):
         raise CheckpointExistsError("there is already a checkpoint here", file=target, hint="choose another output")
     budget = budget or Budget.from_environment()
+    try:
+        return _repair(source, target, output is not None, accept_unverified, budget)
+    except BaseException:
+        open_store(target).remove_if_empty("")
+        raise
+
+
+def _repair(source: str, target: str, elsewhere: bool, accept_unverified: bool, budget: Budget) -> RepairReport:
     with WriteLock(open_store(target)) as lock:
         old, finding = _manifest(source)
-        if old is not None and output is None and not _findings(open_checkpoint(source, budget)):
+        if old is not None and not elsewhere and not _findings(open_checkpoint(source, budget)):
             return RepairReport(target, ())
         found = _collect(source, old, finding)
         rebuilt = _rebuild(source, found, old, budget)
@@ -115,24 +127,24 @@ def repair(
                 source, rebuilt.unverified, "to go on all the same, pass accept_unverified (--accept-unverified)"
             )
         _check_rebuilt(source, rebuilt, budget)
-        store = open_store(target)
-        if output is not None:
-            _copy(open_store(source).reader(), store, found, budget)
-        changed, kept = _put(store, rebuilt.files, lock.confirm)
-        if old is None or output is not None or _differs(rebuilt.manifest, old):
-            more = _put(store, {names.MANIFEST: rebuilt.manifest}, lock.confirm)
-            changed, kept = changed + more[0], kept + more[1]
+        store, data_dir = open_store(target), names.data_dir(found.save_id)
+        if elsewhere and store.exists(data_dir):
+            there = os.path.join(target, data_dir)
+            raise CheckpointExistsError("the data of this save are here", file=there, hint="choose another output")
+        try:
+            if elsewhere:
+                with closing(open_store(source).reader()) as reader:
+                    _copy(reader, store, found, budget)
+                _check_copy(store, found, rebuilt, budget)
+            changed, kept = _put(store, rebuilt.files, lock.confirm)
+            if old is None or elsewhere or _differs(rebuilt.manifest, old):
+                more = _put(store, {names.MANIFEST: rebuilt.manifest}, lock.confirm)
+                changed, kept = changed + more[0], kept + more[1]
+        except BaseException:
+            if elsewhere and data_dir in leftovers(target):
+                store.remove(data_dir)
+            raise
     return RepairReport(target, changed, kept, LOST if old is None else (), rebuilt.unverified)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """All data files of one save."""
-
-    save_id: str
-    world_size: int
-    files: dict[int, list[FoundFile]]
-    """By rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +153,11 @@ class _Rebuilt:
     files: dict[str, bytes]
     """Digest tables and index, by path."""
     unverified: tuple[str, ...]
+    block_bytes: int
+    first_blocks: dict[int, list[int]]
+    """By rank: the number of each file's first digest."""
+    computed: dict[int, bytes]
+    """The digest tables of the data as they are, damaged blocks and all."""
 
 
 def _refused(path: str, problems: Sequence[str], hint: str) -> RepairError:
@@ -195,7 +212,7 @@ def _check_rebuilt(path: str, rebuilt: _Rebuilt, budget: Budget) -> None:
         raise _refused(path, sorted(map(str, findings)), hint)
 
 
-def _collect(path: str, old: Manifest | None, finding: str) -> _Found:
+def _collect(path: str, old: Manifest | None, finding: str) -> FoundSave:
     """Raises RepairError, which lists all that is missing or damaged."""
     store = open_store(path)
     saves = [name for name in store.directories() if names.is_data_dir(name)]
@@ -204,73 +221,22 @@ def _collect(path: str, old: Manifest | None, finding: str) -> _Found:
     if len(saves) != 1:
         what = f"{finding}, and there are the data of {len(saves)} saves" if old is None else "its data are gone"
         raise _refused(path, [what, *saves], "leave the data directory of one save here, and take the others away")
-    save_id = saves[0].removeprefix("data-")
-    reader = store.reader()
-    problems: list[str] = []
-    raws: dict[tuple[int, str, str], tuple[bytes, int]] = {}
-    ranks = set()
-    for directory in open_store(os.path.join(path, saves[0])).directories():
-        rank = names.split_rank_dir(directory)
-        if rank is None or directory != os.path.basename(names.rank_dir(save_id, rank)):
-            continue
-        ranks.add(rank)
-        for name in sorted(open_store(os.path.join(path, saves[0], directory)).entries() or ()):
-            shard_name = names.split_shard_name(name)
-            if shard_name is not None:
-                with _listed(problems):
-                    raws[(rank, *shard_name)] = _read_header(reader, f"{saves[0]}/{directory}/{name}")
-    world_sizes: dict[str, list[str]] = {}
-    for (rank, part, tier), (raw, _) in raws.items():
-        with _listed(problems):
-            shard_path = names.shard_path(save_id, rank, part, tier)
-            world_sizes.setdefault(shard_format.world_size_of(raw, shard_path), []).append(shard_path)
-    if old is not None:
-        world_size = old.world_size
-    elif len(world_sizes) == 1 and next(iter(world_sizes)).isdecimal():
-        world_size = int(next(iter(world_sizes)))
-    else:
-        told = [f"world size {size}: {', '.join(paths[:3])}, ..." for size, paths in sorted(world_sizes.items())]
-        raise _refused(path, [*problems, "the files are of several saves, or of none", *told], "restore the right ones")
-    files: dict[int, list[FoundFile]] = {rank: [] for rank in range(world_size)}
-    for (rank, part, tier), (raw, nbytes) in raws.items():
-        with _listed(problems):
-            shard = shard_format.ShardId(save_id, rank, world_size, part, tier)
-            header = shard_format.decode_header(raw, nbytes, shard)
-            files.setdefault(rank, []).append(FoundFile(header, raw, nbytes))
-    problems += [f"rank {rank} of {world_size} is missing" for rank in range(world_size) if rank not in ranks]
-    if old is not None:
-        there = {names.shard_path(save_id, *place) for place in raws}
-        problems += [f"{name} is missing" for name in map(old.path, old.files) if name not in there]
-        listed = set(map(old.path, old.files))
-        files = {rank: [file for file in own if file.header.shard.path in listed] for rank, own in files.items()}
-    if problems:
+    found, problems = find_save(path, saves[0].removeprefix("data-"), old)
+    if found is None or problems:
         raise _refused(path, problems, "restore these files from a copy; they cannot be rebuilt")
-    return _Found(save_id, world_size, files)
+    return found
 
 
-@contextmanager
-def _listed(problems: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except FormatError as error:
-        problems.append(str(error).splitlines()[0])
-
-
-def _read_header(reader: Reader, path: str) -> tuple[bytes, int]:
-    """Its bytes, and those of the file."""
-    data_start = shard_format.header_bytes(reader.read(path, 0, shard_format.LENGTH_BYTES), path)
-    return reader.read(path, 0, data_start), reader.size(path)
-
-
-def _rebuild(path: str, found: _Found, old: Manifest | None, budget: Budget) -> _Rebuilt:
+def _rebuild(path: str, found: FoundSave, old: Manifest | None, budget: Budget) -> _Rebuilt:
     """Reads and compares all data. Raises RepairError if the pieces do not make up whole tensors."""
     reader = open_store(path).reader()
-    given = {rank: _read(reader, names.digests_path(found.save_id, rank)) for rank in found.files}
+    given = read_tables(reader, found)
     block_bytes, placed = _places(found, given, old)
     first_blocks = {rank: placed[rank] or rebuild.in_a_row(own, block_bytes) for rank, own in found.files.items()}
-    tables = compute_tables(reader, found.files, first_blocks, block_bytes, budget)
+    all_computed = compute_tables(reader, found.files, first_blocks, block_bytes, budget)
+    tables = dict(all_computed)
     unverified: list[str] = []
-    for rank, computed in tables.items():
+    for rank, computed in all_computed.items():
         table = given[rank]
         if old is not None and digest(computed) == old.digests[rank]:
             continue
@@ -292,29 +258,18 @@ def _rebuild(path: str, found: _Found, old: Manifest | None, budget: Budget) -> 
     except (FormatError, RankError) as error:
         raise _refused(path, [str(error)], "a file is missing or not the one that was written: restore it") from error
     files = {names.digests_path(found.save_id, rank): table for rank, table in tables.items()}
-    return _Rebuilt(manifest, {**files, names.index_path(found.save_id): index}, tuple(unverified))
+    files[names.index_path(found.save_id)] = index
+    return _Rebuilt(manifest, files, tuple(unverified), block_bytes, first_blocks, all_computed)
 
 
 def _places(
-    found: _Found, tables: Mapping[int, bytes | None], old: Manifest | None
+    found: FoundSave, tables: Mapping[int, bytes | None], old: Manifest | None
 ) -> tuple[int, dict[int, list[int] | None]]:
     """The size of blocks, and for each rank the number of each file's first digest; None if that is not known."""
-    if old is not None:
-        first = {old.path(file): file.first_block for file in old.files}
-        return old.block_bytes, {
-            rank: [first[file.header.shard.path] for file in own] for rank, own in found.files.items()
-        }
-    best: tuple[int, dict[int, list[int] | None]] | None = None
-    for block_bytes in rebuild.block_sizes(BLOCK_BYTES):
-        placed = {
-            rank: None if table is None else rebuild.fit_table(found.files[rank], table, block_bytes)
-            for rank, table in tables.items()
-        }
-        fitting = sum(one is not None for one in placed.values())
-        if best is None or fitting > sum(one is not None for one in best[1].values()):
-            best = block_bytes, placed
-    assert best is not None
-    return best
+    if old is None:
+        return fit_tables(found, tables)
+    first = {old.path(file): file.first_block for file in old.files}
+    return old.block_bytes, {rank: [first[file.header.shard.path] for file in own] for rank, own in found.files.items()}
 
 
 def compute_tables(
@@ -387,13 +342,6 @@ def _differs(raw: bytes, old: Manifest) -> bool:
     return replace(manifest_format.decode(raw), writer=old.writer) != old
 
 
-def _read(reader: Reader, path: str) -> bytes | None:
-    try:
-        return reader.read(path, 0, reader.size(path))
-    except MissingFileError:
-        return None
-
-
 def _put(
     store: Store, files: Mapping[str, bytes], confirm: Callable[[], None]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -402,7 +350,7 @@ def _put(
     reader = store.reader()
     changed, kept = [], []
     for path, data in files.items():
-        present = _read(reader, path)
+        present = read_if_there(reader, path)
         if present == data:
             continue
         if present is not None:
@@ -419,7 +367,7 @@ def _put(
     return tuple(changed), tuple(kept)
 
 
-def _copy(reader: Reader, store: Store, found: _Found, budget: Budget) -> None:
+def _copy(reader: Reader, store: Store, found: FoundSave, budget: Budget) -> None:
     """All data files, durable."""
     batch_bytes = budget.batch_bytes(PAGE_BYTES)
     staging = staging_for(batch_bytes, None)
@@ -431,7 +379,9 @@ def _copy(reader: Reader, store: Store, found: _Found, budget: Budget) -> None:
             with staging.lend() as stage:
                 for offset in range(0, file.nbytes, batch_bytes):
                     nbytes = min(batch_bytes, file.nbytes - offset)
-                    reader.read_into(path, [stage.bytes[:nbytes]], offset)
+                    got = reader.read_into(path, [stage.bytes[:nbytes]], offset)
+                    if got < nbytes:
+                        raise broken("F003", f"the file ends at byte {offset + got}, expected {file.nbytes}", file=path)
                     writer.write(stage.bytes, offset, nbytes)
             writer.sync()
         finally:
@@ -445,3 +395,27 @@ def _copy(reader: Reader, store: Store, found: _Found, budget: Budget) -> None:
         staging.rest()
     for rank in found.files:
         store.sync_names(names.rank_dir(found.save_id, rank))
+
+
+def _check_copy(store: Store, found: FoundSave, rebuilt: _Rebuilt, budget: Budget) -> None:
+    """Reads the copy of all data files, and compares it with what was read of the original. Raises StorageError."""
+    try:
+        with closing(store.reader()) as reader:
+            files = [file for own in found.files.values() for file in own]
+            differing = [
+                f"{file.header.shard.path}: its header or its length"
+                for file in files
+                if read_header(reader, file.header.shard.path) != (file.raw, file.nbytes)
+            ]
+            tables = compute_tables(reader, found.files, rebuilt.first_blocks, rebuilt.block_bytes, budget)
+    except FormatError as error:
+        differing, tables = [str(error)], rebuilt.computed
+    for rank, own in found.files.items():
+        tables_of_both = rebuilt.computed[rank], tables[rank]
+        differing += _differences(own, rebuilt.first_blocks[rank], rebuilt.block_bytes, *tables_of_both)
+    if differing:
+        raise StorageError(
+            f"the copy differs from what was read: {differing[0]}{', and more' if differing[1:] else ''}",
+            file=store.root,
+            hint="the copy was removed; choose an output on another disk",
+        )

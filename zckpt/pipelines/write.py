@@ -26,7 +26,7 @@ from zckpt.errors import (
 from zckpt.foreign import deepspeed_files
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names, tree
-from zckpt.format.digest import digest
+from zckpt.format.digest import BLOCK_BYTES, digest
 from zckpt.io.available import available_bytes, boot_id
 from zckpt.io.budget import Budget
 from zckpt.io.lock import WriteLock
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from zckpt.pipelines.open import StrPath
     from zckpt.plan.layout import ShardPlan
 
-
-BLOCK_BYTES = 1 << 20
 _ANY_TIME = frozenset({PARAM, BUFFER, STATE})
 """The parts that may change without a step of the optimizer: a model's own forward updates what it does not train."""
 _NUMPY_DTYPES = frozenset(map(np.dtype, ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"]))
