@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import zckpt
-from faults import Fault, faulty
+from faults import BROKEN, Fault, faulty
 from forks import in_processes, stopped_at
 from states import write_state, write_through
 from test_lock import slow_write
 from zckpt.cli import main
-from zckpt.errors import CheckpointNotFoundError, MissingFileError
+from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError, MissingFileError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -146,7 +146,11 @@ def test_a_killed_write_leaves_nothing_after_it(tmp_path: Path) -> None:
         pass  # it is killed
     assert tree(tmp_path) > before
     found = zckpt.gc(tmp_path)
-    assert found.in_use == ()
+    assert (found.in_use, found.removed, found.recoverable) == ((), (), (str(tmp_path / "s9"),)), "it had all data"
+    with stopped_at(lambda wait: slow_write(tmp_path / "s9", wait, 9)):
+        pass  # it has not committed, so that it is in nobody's way
+    found = zckpt.gc(tmp_path, discard=["s9"])
+    assert (found.in_use, found.recoverable) == ((), ())
     assert found.nbytes > 1_200_000
     assert tree(tmp_path) == before
 
@@ -181,10 +185,119 @@ def test_what_latest_names_stays(tmp_path: Path) -> None:
     }
     zckpt.gc(tmp_path, keep=1)
     assert kept(tmp_path) == ["s1", "s3"]
+
+
+def test_a_latest_that_names_no_checkpoint_is_in_nobody_s_way(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3)
     (tmp_path / "latest").write_text("nothing\n")
-    with pytest.raises(CheckpointNotFoundError):
+    zckpt.gc(tmp_path, keep=2)
+    assert kept(tmp_path) == ["s2", "s3"]
+    deepspeed = tmp_path / "stock" / "mp_rank_00_model_states.pt"
+    deepspeed.parent.mkdir()
+    deepspeed.write_bytes(b"")
+    (tmp_path / "latest").write_text("stock\n")
+    zckpt.gc(tmp_path, keep=1)
+    assert kept(tmp_path) == ["s3", "stock"]
+    assert deepspeed.exists()
+    (tmp_path / "latest").write_text("../nothing\n")
+    write_state(tmp_path / "s5", 1, SHAPES, latest=False)
+    with pytest.raises(FormatError, match="L001"):
         zckpt.gc(tmp_path, keep=1)
-    assert kept(tmp_path) == ["s1", "s3"], "nobody knows what it was meant to be"
+    (tmp_path / "link").symlink_to("s3")
+    (tmp_path / "latest").write_text("link\n")
+    zckpt.gc(tmp_path, keep=1)
+    assert kept(tmp_path) == ["link", "s3", "s5", "stock"], "what it names by a link stays too"
+
+
+def test_checkpoints_in_directories_of_a_run(tmp_path: Path) -> None:
+    """Those of nested tags, and those of another run, which are nobody's here."""
+    for number, name in enumerate(["e0/s1", "e0/s2", "e1/s3", "e1/s4", "other/s5", "other/s6"]):
+        write_state(tmp_path / name, 1, SHAPES, step=number, latest=name.startswith("other"))
+        os.utime(tmp_path / name / "manifest.msgpack", (1e9 + number,) * 2)
+    assert zckpt.gc(tmp_path, keep=1).removed == (), "without a `latest` nobody has said that these are one run"
+    (tmp_path / "latest").write_text("e0/s1\n")
+    removed = litter(tmp_path / "e1" / "s4") | litter(tmp_path / "e1" / "half")
+    found = zckpt.gc(tmp_path, keep=1)
+    assert {one.path for one in found.removed if one.reason == "leftover"} == set(map(str, removed))
+    there = {os.path.relpath(path.parent, tmp_path) for path in tmp_path.rglob("manifest.msgpack")}
+    assert there == {"e0/s1", "e1/s4", "other/s5", "other/s6"}
+
+
+def test_the_output_of_a_trainer(tmp_path: Path) -> None:
+    for number in (5, 10, 15):
+        folder = tmp_path / f"checkpoint-{number}"
+        write_state(folder / f"global_step{number}", 1, SHAPES, step=number)
+        os.utime(folder / f"global_step{number}" / "manifest.msgpack", (1e9 + number,) * 2)
+        (folder / "trainer_state.json").write_text("{}")
+    removed = litter(tmp_path / "checkpoint-10" / "global_step10")
+    assert {one.path for one in zckpt.gc(tmp_path).removed} == set(map(str, removed))
+    zckpt.gc(tmp_path, keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoint-5").iterdir()) == ["trainer_state.json"]
+    for number in (10, 15):
+        assert zckpt.open(tmp_path / f"checkpoint-{number}").step == number
+
+
+# What could be repaired
+
+
+def test_what_could_be_repaired_stays_unless_it_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 1, 2, 3)
+    for name in ("s1", "s2"):
+        (tmp_path / name / "manifest.msgpack").unlink()
+    before = tree(tmp_path)
+    removed = litter(tmp_path / "s2")
+    found = zckpt.gc(tmp_path, keep=1)
+    assert {one.path for one in found.removed} == set(map(str, removed))
+    assert found.recoverable == (str(tmp_path / "s1"), str(tmp_path / "s2"))
+    assert tree(tmp_path) == before
+    zckpt.repair(tmp_path / "s1")
+    assert zckpt.validate(tmp_path / "s1").ok
+    for wrong, error in (("s1", CheckpointExistsError), ("s4", CheckpointNotFoundError), ("s3", CheckpointExistsError)):
+        with pytest.raises(error):
+            zckpt.gc(tmp_path, discard=["s2", wrong])
+    assert main(["gc", str(tmp_path), "--dry-run"]) == 0
+    assert f"recoverable                 {tmp_path / 's2'}" in capsys.readouterr().out
+    assert main(["gc", str(tmp_path), "--discard", str(tmp_path / "s2"), "--dry-run"]) == 0
+    assert "discarded" in capsys.readouterr().out
+    assert (tmp_path / "s2").exists()
+    assert main(["gc", str(tmp_path), "--discard", "s2"]) == 0
+    assert kept(tmp_path) == ["s1", "s3"]
+
+
+@pytest.mark.parametrize("lost", ["rank", "table", "header", "file", "length"])
+def test_what_could_not_be_repaired_goes(tmp_path: Path, lost: str) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "s1" / "manifest.msgpack").unlink()
+    (rank,) = (tmp_path / "s1").glob("data-*/rank-00001")
+    if lost == "rank":
+        shutil.rmtree(rank)
+    elif lost == "table":
+        (rank / "digests.bin").unlink()
+    elif lost == "header":
+        (rank / "master.safetensors").write_bytes(bytes(5000))
+    elif lost == "file":
+        (rank / "master.safetensors").unlink()
+    else:
+        os.truncate(rank / "master.safetensors", 5000)
+    assert zckpt.gc(tmp_path, dry_run=True).recoverable == ()
+    assert zckpt.gc(tmp_path).recoverable == ()
+    assert kept(tmp_path) == []
+
+
+def test_a_write_replaces_what_could_be_repaired_only_when_it_may(tmp_path: Path) -> None:
+    path = tmp_path / "s1"
+    write(tmp_path, 1)
+    (path / "manifest.msgpack").unlink()
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointExistsError, match=r"(?s)manifest was lost.*zckpt\.repair"):
+        write_through(path, torch.ones(9))
+    assert tree(tmp_path) == before
+    with faulty(Fault(BROKEN, names=("sync_names",), path="rank-")), pytest.raises(zckpt.StorageError):
+        write_through(path, torch.ones(9), overwrite=True)
+    assert tree(tmp_path) == before, "the new one was not committed"
+    write_through(path, torch.ones(9), overwrite=True)
+    assert zckpt.validate(path).ok
+    assert len(list(path.glob("data-*"))) == 1
 
 
 def test_the_manifest_goes_first_for_good(tmp_path: Path) -> None:
@@ -205,7 +318,8 @@ def test_the_manifest_goes_first_for_good(tmp_path: Path) -> None:
             pass
         manifest = run / "s1" / "manifest.msgpack"
         assert not manifest.exists() or zckpt.validate(run / "s1").ok
-        zckpt.gc(run, keep=1)
+        if zckpt.gc(run, keep=1).recoverable:  # it ended between the manifest and the data, and nobody knows why
+            zckpt.gc(run, keep=1, discard=["s1"])
         assert kept(run) == ["s2"]
         number += 1
     done = [(name, os.path.basename(file)) for name, file in operations.done if "/s1" in file]
@@ -264,3 +378,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "leftover" in out
     assert kept(tmp_path) == ["s2", "s3"]
     assert main(["gc", str(tmp_path / "nothing")]) == 1
+    for wrong in ("0", "-1", "x"):
+        with pytest.raises(SystemExit) as caught:
+            main(["gc", str(tmp_path), f"--keep={wrong}"])
+        assert caught.value.code == 2
+        assert "must be a whole number of 1 or more" in capsys.readouterr().err

@@ -281,9 +281,8 @@ def test_a_world_size_that_cannot_be_is_none(written: Written) -> None:
     for file in data(written).rglob("*.safetensors"):
         raw = file.read_bytes()
         assert raw.count(b'"zckpt.world_size":"3"') == 1
-        file.write_bytes(
-            raw[:4096].replace(b'size":"3"', b'size":"' + b"9" * 99 + b'"').rstrip().ljust(4096) + raw[4096:]
-        )
+        header = raw[:4096].replace(b'size":"3"', b'size":"' + b"9" * 99 + b'"').rstrip()
+        file.write_bytes(header.ljust(4096) + raw[4096:])
     with pytest.raises(RepairError, match="of several saves, or of none"):
         zckpt.repair(written.path, accept_unverified=True)
 

@@ -41,6 +41,8 @@ class WriteLock:
     def __init__(self, store: Store) -> None:
         self.save_id = secrets.token_hex(8)
         """Of the write that it is for; it makes this lock unlike any other."""
+        self.dead: set[str] = set()
+        """The save ids of dead writers whose locks this one has taken over."""
         self._store = store
         holder = {
             "host": socket.gethostname(),
@@ -67,13 +69,13 @@ class WriteLock:
         self._heart.start()
 
     def _acquire(self) -> None:
-        dead: set[str] = set()
         for _ in range(_ATTEMPTS):  # others may come and go, or take over what is dead, at the same time
             self._store.make_directories("")
             _held.add(self.save_id)
             if self._store.claim(names.LOCK, self._data):
                 # One that was taken for dead may be just before its commit, its last look at the lock behind it.
-                for prepared in dead:
+                for save_id in self.dead:
+                    prepared = names.temporary(names.MANIFEST, names.prepared_digits(save_id))
                     if names.is_temporary(prepared, names.MANIFEST):
                         self._store.remove(prepared)
                 return
@@ -82,8 +84,7 @@ class WriteLock:
             if holder is not None:
                 if is_alive(self._store, holder):
                     raise _locked(self._store, "another process is writing here", holder)
-                digits = names.prepared_digits(str(_parse(holder).get("save_id")))
-                dead.add(names.temporary(names.MANIFEST, digits))
+                self.dead.add(str(_parse(holder).get("save_id")))
                 self._store.withdraw(names.LOCK, holder)
         raise _locked(self._store, "others keep writing here", b"")
 

@@ -6,14 +6,23 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.errors import CheckpointNotFoundError, FormatError, LockedError, StorageError, ZckptError
+from zckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+    LockedError,
+    StorageError,
+    ZckptError,
+)
 from zckpt.format import names
 from zckpt.io.lock import DEAD_SECONDS, WriteLock, is_alive, read_lock
 from zckpt.io.store import open_store
-from zckpt.pipelines.open import StrPath, find, open_checkpoint
+from zckpt.pipelines.open import StrPath, open_checkpoint
+from zckpt.pipelines.runs import directories, is_begun, is_leftover, is_of_trainer, read_latest
+from zckpt.pipelines.salvage import is_complete
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from zckpt.io.store import Store
 
@@ -25,7 +34,8 @@ class Removed:
     path: str
     nbytes: int
     reason: str
-    """``leftover``: of a write that died, failed or was replaced. ``retention``: of an older checkpoint."""
+    """``leftover``: of a write that died, failed or was replaced. ``retention``: of an older checkpoint. ``discarded``:
+    of a checkpoint without a manifest, which ``discard`` has named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,9 @@ class Cleanup:
     in_use: tuple[str, ...]
     """Checkpoints that were left alone because somebody writes there now."""
     dry_run: bool
+    recoverable: tuple[str, ...] = ()
+    """Checkpoints without a manifest that were left alone because all of their data are there: ``zckpt.repair`` can
+    make a checkpoint of each."""
 
     @property
     def nbytes(self) -> int:
@@ -44,19 +57,29 @@ class Cleanup:
     def __str__(self) -> str:
         lines = [f"{one.reason:9}  {one.nbytes:>15,}  {one.path}" for one in self.removed]
         lines += [f"in use                      {path}" for path in self.in_use]
+        lines += [f"recoverable                 {path}" for path in self.recoverable]
+        if self.recoverable:
+            lines.append("recoverable: the manifest is lost, or was never written, and all data are there")
+            lines.append("  `zckpt repair DIR` makes a checkpoint of it, `zckpt gc --discard DIR` removes it")
         verb = "would remove" if self.dry_run else "removed"
         return "\n".join([*lines, f"{verb} {len(self.removed)} files and directories, {self.nbytes:,} bytes"])
 
 
-def gc(path: StrPath, *, keep: int | None = None, dry_run: bool = False) -> Cleanup:
+def gc(path: StrPath, *, keep: int | None = None, dry_run: bool = False, discard: Collection[StrPath] = ()) -> Cleanup:
     """Removes what dead writers have left in a run, or in one checkpoint: data that no manifest names, temporary files,
-    checkpoints that were never committed. What somebody writes at this moment is left alone.
+    checkpoints that were never committed. What somebody writes at this moment is left alone, and so is what
+    ``zckpt.repair`` could make a checkpoint of: there is no manifest, but all data of a save.
+
+    The checkpoints of a run are those directly in it, those in directories of it where ``latest`` may name them, and
+    those in the ``checkpoint-<N>`` of Hugging Face's Trainer. Another run inside of it is left alone.
 
     ``keep``: remove checkpoints of the run too, all but this many, those that were committed last, and the one that
-    ``latest`` names. ``dry_run``: only say what would be removed. Call it on one rank.
+    ``latest`` names. ``dry_run``: only say what would be removed. ``discard``: directories of checkpoints without a
+    manifest, relative to ``path`` or not, that are to be removed although they could be repaired. Call it on one rank.
 
-    Raises CheckpointNotFoundError if there is no such directory, FormatError if ``latest`` cannot be read, and
-    StorageError. ValueError for ``keep`` below 1.
+    Raises CheckpointNotFoundError if there is no such directory, of the run or of ``discard``; CheckpointExistsError if
+    one of ``discard`` has a manifest; FormatError if ``latest`` cannot be read; StorageError. ValueError for ``keep``
+    below 1.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep}")
@@ -64,15 +87,32 @@ def gc(path: StrPath, *, keep: int | None = None, dry_run: bool = False) -> Clea
     run = open_store(root)
     if run.entries() is None:
         raise CheckpointNotFoundError("there is no such directory", file=root)
-    checkpoints = [name for name in run.directories() if _is_checkpoint(open_store(os.path.join(root, name)))]
+    checkpoints = [name for name, entries in directories(root) if is_begun(entries)]
     unwanted = set() if keep is None else _unwanted(root, checkpoints, keep)
-    work = _Work(dry_run)
-    if _is_checkpoint(run):
-        work.clean(root)
-    for name in checkpoints:
-        work.clean(os.path.join(root, name), root if name in unwanted else None)
+    paths = [root] * is_begun(run.entries() or ()) + [os.path.join(root, name) for name in checkpoints]
+    work = _Work(dry_run, _discarded(root, paths, discard))
+    for one in paths:
+        work.clean(one, root if os.path.relpath(one, root) in unwanted else None)
     work.remove(run, run_leftovers(root), "leftover")
-    return Cleanup(tuple(work.removed), tuple(work.in_use), dry_run)
+    return Cleanup(tuple(work.removed), tuple(work.in_use), dry_run, tuple(work.recoverable))
+
+
+def _discarded(root: str, paths: Sequence[str], discard: Collection[StrPath]) -> set[str]:
+    """Those of ``paths`` that ``discard`` names."""
+    found = set()
+    for given in discard:
+        one = os.fspath(given)
+        named = {os.path.abspath(one), os.path.abspath(os.path.join(root, one))}
+        matching = [path for path in paths if os.path.abspath(path) in named]
+        if not matching:
+            raise CheckpointNotFoundError(f"no checkpoint was begun in {one!r}, which discard names", file=root)
+        for path in matching:
+            if open_store(path).exists(names.MANIFEST):
+                raise CheckpointExistsError(
+                    "discard names a checkpoint that has a manifest", file=path, hint="keep=N removes older checkpoints"
+                )
+        found.update(matching)
+    return found
 
 
 def leftovers(path: str) -> list[str]:
@@ -85,7 +125,7 @@ def leftovers(path: str) -> list[str]:
         pass
     except ZckptError:  # it may name any of them
         return []
-    return [name for name in _entries(open_store(path)) if _is_leftover(name) and name != named]
+    return [name for name in _entries(open_store(path)) if is_leftover(name) and name != named]
 
 
 def run_leftovers(path: str) -> list[str]:
@@ -97,11 +137,36 @@ def run_leftovers(path: str) -> list[str]:
     return [name for name, at in changed_at.items() if at is not None and now - at > DEAD_SECONDS]
 
 
-def remove_leftovers(path: str) -> None:
-    """Of a checkpoint, whose lock the caller holds. What cannot be removed stays."""
+def recoverable(path: str) -> list[str]:
+    """The names of the data directories in a checkpoint's directory of which ``zckpt.repair`` could make a checkpoint:
+    there is no manifest, and all files of a save. They are among the ``leftovers``."""
     store = open_store(path)
-    for found in (prepared_manifests, leftovers):
-        for name in found(path):
+    try:
+        found = [] if store.exists(names.MANIFEST) else store.directories()
+    except StorageError:
+        return []
+    return [name for name in found if names.is_data_dir(name) and is_complete(path, name.removeprefix("data-"))]
+
+
+def clear_for_write(path: str, *, overwrite: bool, dead: Collection[str] = ()) -> None:
+    """Removes the leftovers of a checkpoint, whose lock the caller holds, for a new write. What cannot be removed
+    stays, and so does what could be repaired, until the new write has committed.
+
+    ``dead``: the save ids of writers whose lock was taken over. They have not committed, so nobody misses their data.
+    Raises CheckpointExistsError for what could be repaired, unless it is to be overwritten.
+    """
+    store = open_store(path)
+    for name in prepared_manifests(path):
+        store.remove(name)
+    kept = [name for name in recoverable(path) if name.removeprefix("data-") not in dead]
+    if kept and not overwrite:
+        raise CheckpointExistsError(
+            "here is a checkpoint whose manifest was lost",
+            file=path,
+            hint="zckpt.repair makes a manifest of its data; write elsewhere, or pass overwrite=True",
+        )
+    for name in leftovers(path):
+        if name not in kept:
             store.remove(name)
 
 
@@ -125,16 +190,6 @@ def _entries(store: Store) -> list[str]:
         return []
 
 
-def _is_leftover(name: str) -> bool:
-    temporary = any(names.is_temporary(name, of) for of in (names.MANIFEST, names.LOCK))
-    return temporary or names.is_data_dir(name)
-
-
-def _is_checkpoint(store: Store) -> bool:
-    """Whether somebody has written one here, or begun to."""
-    return any(name in (names.MANIFEST, names.LOCK) or _is_leftover(name) for name in store.entries() or ())
-
-
 def _unwanted(root: str, checkpoints: Sequence[str], keep: int) -> set[str]:
     """All committed checkpoints but the newest, whatever ``latest`` names. One whose manifest is damaged does not
     count, and stays."""
@@ -151,29 +206,38 @@ def _unwanted(root: str, checkpoints: Sequence[str], keep: int) -> set[str]:
     return {name for *_, name in sorted(committed)[:-keep]}
 
 
-def _latest(root: str) -> str | None:
-    if not open_store(root).exists(names.LATEST):
-        return None
-    return os.path.basename(find(root))
+def _is_latest(run: str, path: str) -> bool:
+    """Whether the ``latest`` of a run names the checkpoint at ``path``. It may name nothing that is there."""
+    store = open_store(run)
+    if not store.exists(names.LATEST):
+        return False
+    return os.path.realpath(os.path.join(run, read_latest(store))) == os.path.realpath(path)
 
 
 class _Work:
-    def __init__(self, dry_run: bool) -> None:
+    def __init__(self, dry_run: bool, discarded: Collection[str]) -> None:
         self.dry_run = dry_run
+        self.discarded = discarded
         self.removed: list[Removed] = []
         self.in_use: list[str] = []
+        self.recoverable: list[str] = []
 
     def clean(self, path: str, unwanted_in: str | None = None) -> None:
         """One checkpoint. ``unwanted_in``: the run that it is to be removed from."""
         store = open_store(path)
-        if unwanted_in is None and not leftovers(path) and read_lock(store) is None:
+        found, holder = leftovers(path), read_lock(store)
+        if unwanted_in is None and not found and holder is None:
             return  # no lock is taken for nothing: a write may be about to begin
+        if holder is not None and is_alive(store, holder):
+            self.in_use.append(path)
+            return
+        kept = recoverable(path) if path not in self.discarded else []
+        if kept:
+            self.recoverable.append(path)
+            if kept == found:
+                return
         if self.dry_run:
-            holder = read_lock(store)
-            if holder is not None and is_alive(store, holder):
-                self.in_use.append(path)
-            else:
-                self._clean(store, unwanted_in)
+            self._clean(store, unwanted_in)
             return
         lock = WriteLock(store)
         try:
@@ -187,8 +251,15 @@ class _Work:
     def _clean(self, store: Store, unwanted_in: str | None) -> None:
         prepared = prepared_manifests(store.root)
         self.remove(store, prepared, "leftover")
-        self.remove(store, [name for name in leftovers(store.root) if name not in prepared], "leftover")
-        if unwanted_in is not None and _latest(unwanted_in) != os.path.basename(store.root):
+        complete = recoverable(store.root)
+        if store.root in self.discarded:
+            self.remove(store, complete, "discarded")
+        spared = {*complete, *prepared}
+        self.remove(store, [name for name in leftovers(store.root) if name not in spared], "leftover")
+        if unwanted_in is not None and not _is_latest(unwanted_in, store.root):
+            above = open_store(os.path.dirname(store.root))
+            if is_of_trainer(above.root) and _is_latest(above.root, store.root):  # of this checkpoint alone
+                self.remove(above, [names.LATEST], "retention")
             kept = [name for name in sorted(store.entries() or ()) if names.is_data_dir(name) or names.is_old(name)]
             self.remove(store, [names.MANIFEST, *kept], "retention")
 

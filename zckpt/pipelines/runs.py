@@ -33,7 +33,7 @@ COMPARED_MAX = 10
 WHOLE_MAX = 3
 """Whole checkpoints that are named. One is enough to go on with; more cost time."""
 _TRAINER = re.compile(r"checkpoint-[0-9]+", re.ASCII)
-"""A directory in the output directory of Hugging Face's Trainer; it is a run of one checkpoint."""
+"""The name of a directory in the output directory of Hugging Face's Trainer; it is a run of one checkpoint."""
 
 DEEPSPEED_HINT = (
     "zckpt.attach(engine) makes engine.load_checkpoint load it; to convert it, load it into an engine that way, and "
@@ -91,7 +91,7 @@ def _below(run: str, above: str, depth: int, nested: bool) -> Iterator[tuple[str
         path = os.path.join(above, name)
         entries = _entries(os.path.join(run, path))
         yield path, entries
-        of_trainer = _TRAINER.fullmatch(name) is not None
+        of_trainer = is_of_trainer(path)
         is_run = names.LATEST in entries and not of_trainer
         if (nested or of_trainer) and depth > 1 and not (is_run or is_begun(entries) or deepspeed_files(entries)):
             yield from _below(run, path, depth - 1, nested)
@@ -102,6 +102,11 @@ def _entries(path: str) -> list[str]:
         return sorted(open_store(path).entries() or ())
     except StorageError:
         return []
+
+
+def is_of_trainer(path: str) -> bool:
+    """Whether a directory has the name of one in which Hugging Face's Trainer saves a checkpoint."""
+    return _TRAINER.fullmatch(os.path.basename(path)) is not None
 
 
 def is_begun(entries: Collection[str]) -> bool:
@@ -119,7 +124,7 @@ def run_of(path: str) -> str:
     """The directory of the run that a checkpoint belongs to: the nearest one above it that has a ``latest``, else the
     one that it lies in. For one in a Trainer's ``checkpoint-<N>`` it is the Trainer's output directory."""
     above = os.path.dirname(os.path.abspath(path))
-    if _TRAINER.fullmatch(os.path.basename(above)):
+    if is_of_trainer(above):
         return os.path.dirname(above)
     candidate = above
     for _ in range(DEPTH_MAX):

@@ -35,7 +35,7 @@ from zckpt.io.pipeline import Snapshot
 from zckpt.io.ranks import Ranks, check_equal
 from zckpt.io.store import open_store
 from zckpt.io.write import cuda_device_of, write_shards
-from zckpt.pipelines.gc import leftovers, remove_leftovers, remove_run_leftovers
+from zckpt.pipelines.gc import clear_for_write, leftovers, remove_run_leftovers
 from zckpt.pipelines.plain import plain
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
@@ -337,7 +337,7 @@ class _Write:
             self._begun = True
             self._replaced = begin_write(
                 self.target, self._save_id, overwrite=self._options.overwrite,
-                replace_foreign=self._options.replace_foreign,
+                replace_foreign=self._options.replace_foreign, dead=self._lock.dead,
             )  # fmt: skip
         return b""
 
@@ -514,9 +514,12 @@ def write_fragments(
     return save_id
 
 
-def begin_write(target: str, save_id: str, *, overwrite: bool = False, replace_foreign: bool = False) -> list[str]:
+def begin_write(
+    target: str, save_id: str, *, overwrite: bool = False, replace_foreign: bool = False, dead: Collection[str] = ()
+) -> list[str]:
     """Makes the directory that the new data goes to, beside that of an older checkpoint. What writers that died have
-    left there goes first, for the space that it takes. The caller holds the checkpoint's lock.
+    left there goes first, for the space that it takes. The caller holds the checkpoint's lock; ``dead`` are the save
+    ids of those from whom it has taken the lock over.
 
     Returns the names of what is there now and is to go after the commit: that of the older checkpoint, and files of
     DeepSpeed's own. Raises CheckpointExistsError for what may not be replaced.
@@ -535,7 +538,7 @@ def begin_write(target: str, save_id: str, *, overwrite: bool = False, replace_f
         raise CheckpointExistsError(
             "there is already a checkpoint here", file=target, hint="write elsewhere, or pass overwrite=True"
         )
-    remove_leftovers(target)
+    clear_for_write(target, overwrite=overwrite, dead=dead)
     remove_run_leftovers(os.path.dirname(target))
     replaced = [name for name in store.entries() or () if names.is_data_dir(name)]
     store.make_directories(names.data_dir(save_id))
