@@ -233,7 +233,8 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> N
 def test_a_writer_that_was_taken_for_dead_does_not_commit(tmp_path: Path) -> None:
     path = tmp_path / "c"
     with stopped_at(lambda wait: slow_write(path, wait, 2)) as (_, go_on):
-        leave(path, DEAD_SECONDS + 1)  # as a process of another machine sees it
+        save_id = json.loads((path / "write.lock").read_text())["save_id"]
+        leave(path, DEAD_SECONDS + 1, save_id=save_id)  # as a process of another machine sees it
         write_through(path, value(3))
         assert isinstance(go_on(), Exception)
     assert names_in(path) == COMMITTED

@@ -254,7 +254,7 @@ def too_short(operation: Any, file: str) -> int:
         Fault(lost, names=("write",), path="new", at=2),
         Fault(misplaced, names=("write",), path="new", at=2),
         Fault(lost, names=("write",), path="new", lasting=True),
-        Fault(REFUSED, names=("replace",), path=os.path.join("new", "manifest.msgpack")),
+        Fault(REFUSED, names=("commit",), path=os.path.join("new", "manifest.msgpack")),
     ],
     ids=["a short read", "lost", "misplaced", "all lost", "the manifest"],
 )
