@@ -10,6 +10,7 @@ import torch
 import zckpt
 from models import make_engine, train
 from runs import assert_same, held, logical, weights
+from zckpt.engines import adapt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +38,7 @@ def evaluate(engine: Any) -> torch.Tensor:
 def train_and_evaluate(path: str, stage: int) -> dict[str, Any]:
     engine = make_engine(stage, **ODD)
     train(engine, 2)
-    zckpt.write(engine, path)
+    zckpt.write(engine, path, parts=["master", "exp_avg", "exp_avg_sq", "param", "buffer"])
     zckpt.write(engine, f"{path}-weights", parts=["param", "buffer"])
     found = {"weights": weights(engine), "masters": logical(engine, ())}
     return {**found, "output": evaluate(engine)}
@@ -123,3 +124,22 @@ def unknown_state(path: str) -> None:
 
 def test_what_does_not_fit_is_refused_as_ever(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(unknown_state, 1, str(tmp_path / "c"))
+
+
+def move_weights(path: str, swap: str) -> None:
+    disk = {"device": "nvme", "buffer_size": 1050000, "max_in_cpu": 0}
+    trained = make_engine(2, model="wide")
+    zckpt.write(trained, path)
+    engine = make_engine(3, model="wide", optimizer="none", swap=swap, offload_param=disk, seed=1)
+    assert "nvme" in {fragment.tier for fragment in adapt(engine).inventory(None).fragments}
+    zckpt.restore(engine, path)
+    assert_same(weights(engine), weights(trained))
+    zckpt.write(engine, f"{path}-again")
+    other = make_engine(0, model="wide", optimizer="none", seed=2)
+    zckpt.restore(other, f"{path}-again")
+    assert_same(weights(other), weights(trained))
+
+
+@pytest.mark.nvme
+def test_weights_on_nvme_are_evaluated_without_an_optimizer(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(move_weights, 2, str(tmp_path / "c"), str(tmp_path / "swap"))
