@@ -47,6 +47,18 @@ def test_what_older_versions_keep_and_nobody_saves(cluster: Cluster, tmp_path: P
     cluster.run(write_with_what_older_versions_have, 1, str(tmp_path / "c"))
 
 
+def write_with_sequences_cut(path: str) -> None:
+    engine = make_engine(1, config={"sequence_parallel_size": 2, "data_parallel_size": 1})
+    assert engine.sequence_parallel_size == 2
+    with pytest.raises(zckpt.UnsupportedError, match=r"sequence parallelism over ranks \[0, 1\]"):
+        zckpt.write(engine, path)
+
+
+def test_ranks_that_share_sequences_but_not_the_state(cluster: Cluster, tmp_path: Path) -> None:
+    """Each would take itself for the whole engine, and all of them would write the same checkpoint."""
+    cluster.run(write_with_sequences_cut, 2, str(tmp_path / "c"))
+
+
 def test_muon_s_momentum_moves_in_backward_passes_before_deepspeed_0_19() -> None:
     muon = SimpleNamespace(param_groups=[{"use_muon": False}, {"use_muon": True}])
     for kind, method in ((Zero12, "_commit_muon_momentum"), (Zero3, "_apply_muon_to_accumulated_grads")):
