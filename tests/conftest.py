@@ -10,6 +10,7 @@ from cluster import Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 settings.register_profile("tests", deadline=None)  # machines are shared: a slow example is no failure
 settings.load_profile("tests")
@@ -21,6 +22,16 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     yield cluster
     cluster.close()
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """One directory further down than pytest's: beside a checkpoint that a test writes there lies its ``latest``, which
+    makes a run of the directory above, and that is this test's alone.
+    """
+    directory = tmp_path / "t"
+    directory.mkdir()
+    return directory
 
 
 @pytest.fixture(autouse=True)
