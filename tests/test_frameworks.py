@@ -108,7 +108,7 @@ def run_command(arguments: list[str]) -> Any:
     ("before", "script", "after"),
     [
         pytest.param(["run"], [str(SCRIPTS / "show.py")], ["--help", "-m", "x"], id="script"),
-        pytest.param(["run", "-m"], ["show"], ["--engine"], id="module"),
+        pytest.param(["run", "--replace-deepspeed", "-m"], ["show"], ["--engine"], id="module"),
         pytest.param(["--local_rank=1", "run"], ["show.py"], ["--lr", "1"], id="deepspeed's launcher"),
         pytest.param(["run"], ["show.py"], ["--fail"], id="failing"),
     ],

@@ -103,15 +103,18 @@ def _save_checkpoint(
     def own_tag() -> bytes:
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty path, got {save_dir!r}")
+        adapter.refuse_unsupported(drop_gradients=True)
         return (f"global_step{engine.global_steps}" if tag is None else str(tag)).encode()
 
+    adapter = adapt(engine)
     ranks = Ranks(group_of(engine), call="engine.save_checkpoint")
     tags = [one.decode() for one in ranks.share(own_tag, "save a checkpoint")]
     _check_tags(engine, tags, ranks.rank)
     write_engine(
         engine,
         os.path.join(save_dir, tags[0]),
-        exclude=("param",) if exclude_frozen_parameters else (),
+        # Without an optimizer, all that there is are parameters which nobody trains
+        exclude=("param",) if exclude_frozen_parameters and adapter.trains else (),
         client_state=client_state,
         overwrite=True,
         latest=save_latest,
