@@ -6,11 +6,13 @@ import itertools
 import threading
 import time
 from typing import TYPE_CHECKING
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
 
 from zckpt.errors import MissingFileError, StorageError
+from zckpt.format.names import temporary
 from zckpt.io.memory import PAGE_BYTES, Stage
 
 if TYPE_CHECKING:
@@ -104,6 +106,21 @@ class StoreContract:
             thread.join()
         assert seen <= versions
         assert store.entries() == ["a"]
+
+    def test_what_is_prepared_is_committed_unless_somebody_has_removed_it(self, store: Store) -> None:
+        store.make_directories("")
+        store.replace("a", b"old")
+        prepared = store.prepare("a", b"new", "01234567")
+        assert (prepared, store.prepare("b", b"")) == (temporary("a", "01234567"), ANY)
+        assert read(store, "a") == b"old"
+        assert read(store, prepared) == b"new"
+        store.commit("a", prepared)
+        assert read(store, "a") == b"new"
+        assert not store.exists(prepared)
+        store.remove(store.prepare("a", b"newer", "89abcdef"))
+        with pytest.raises(StorageError):
+            store.commit("a", temporary("a", "89abcdef"))
+        assert read(store, "a") == b"new"
 
     @pytest.mark.parametrize("direct", [False, True])
     @pytest.mark.parametrize("reserved", [0, 200_001])

@@ -247,6 +247,59 @@ def test_a_writer_that_was_taken_for_dead_does_not_commit(tmp_path: Path) -> Non
     assert names_in(tmp_path / "d") == ["write.lock"]
 
 
+def write_stopped_at(path: Path, wait: Callable[[], None], number: int, when: str) -> object:
+    """A write that waits just before or just after the rename that commits it, its last look at the lock behind it."""
+    rename = LocalStore.commit
+
+    def commit(store: LocalStore, name: str, prepared: str) -> None:
+        if when == "before":
+            wait()
+        rename(store, name, prepared)
+        if when == "after":
+            wait()
+
+    with mock.patch.object(LocalStore, "commit", commit):
+        return write_through(path, value(number), overwrite=True, latest=False)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("other", ["commits", "dies"])
+def test_of_two_that_commit_none_loses_what_is_there(tmp_path: Path, when: str, other: str) -> None:
+    """One stands still around its commit and is taken for dead; whoever takes over commits, or dies before it does."""
+    path = tmp_path / "c"
+    write_through(path, value(1))
+    with stopped_at(lambda wait: write_stopped_at(path, wait, 2, when)) as (_, go_on):
+        leave(path, DEAD_SECONDS + 1, save_id=json.loads((path / "write.lock").read_text())["save_id"])
+        if other == "commits":
+            write_through(path, value(3), overwrite=True)
+        else:
+            with stopped_at(lambda wait: slow_write(path, wait, 3, overwrite=True)):
+                pass
+        expected = [3.0] if other == "commits" else [2.0] if when == "after" else [1.0]
+        assert held(path) == expected
+        error = go_on()
+        assert isinstance(error, LockedError), error
+        assert "taken over" in str(error)
+    assert held(path) == expected
+    assert zckpt.validate(path).ok
+    write_through(path, value(4), overwrite=True)
+    assert names_in(path) == COMMITTED
+    assert held(path) == [4.0]
+
+
+def test_a_writer_between_its_look_at_the_lock_and_its_commit_is_shut_out_first(tmp_path: Path) -> None:
+    """By whoever takes its lock over, before that one reads the manifest: also where names cannot be listed, as on a
+    network file system that shows an old directory."""
+    path = tmp_path / "c"
+    write_through(path, value(1))
+    with stopped_at(lambda wait: write_stopped_at(path, wait, 2, "before")) as (_, go_on):
+        leave(path, DEAD_SECONDS + 1, save_id=json.loads((path / "write.lock").read_text())["save_id"])
+        with mock.patch.object(LocalStore, "entries", return_value=[]), WriteLock(LocalStore(str(path))):
+            error = go_on()
+        assert isinstance(error, LockedError)
+    assert held(path) == [1.0]
+
+
 def test_a_write_in_the_background_holds_its_lock_until_it_ends(tmp_path: Path) -> None:
     path, go_on = tmp_path / "c", threading.Event()
     commit_write = pipeline.commit_write

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from states import cuts
-from zckpt.errors import FormatError, KeyNotFoundError, RankError
+from zckpt.errors import FormatError, KeyNotFoundError, RankError, UnsupportedError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
 from zckpt.format.digest import block_count
@@ -275,3 +276,53 @@ def test_a_receipt_survives_its_journey() -> None:
         for one, other in zip(back.geometries, receipt.geometries, strict=True):
             assert all(np.array_equal(getattr(one, c), getattr(other, c)) for c in catalog._GEOMETRY_COLUMNS)
         assert len(back.geometries) < len(back.shards)  # one for weights and moments alike
+
+
+def synthetic(ranks: int, tensors: int, parts: int) -> list[catalog.Receipt]:
+    """Of ranks that each hold an equal share of every tensor; all share one geometry, for there is much of it."""
+    names = tuple((f"layer.{number}", (4 * ranks,), "F32") for number in range(tensors))
+    number = np.arange(tensors)
+    zeros = np.zeros(tensors, np.int64)
+    found = []
+    for rank in range(ranks):
+        geometry = catalog.Geometry(number, zeros, zeros + 4 * rank, zeros + 4, 16 * number, 1 + number)
+        shards = tuple(
+            catalog.ShardReceipt(f"part{part}", "device", 4096 + 16 * tensors, 4096, part * (tensors + 1), 0)
+            for part in range(parts)
+        )
+        found.append(catalog.Receipt(rank, bytes(16), names, (geometry,), shards))
+    return found
+
+
+def test_more_pieces_than_the_format_can_hold_are_refused_by_their_number() -> None:
+    """Before tables of them are made: 22 k tensors in three parts on 1024 ranks."""
+    with pytest.raises(UnsupportedError) as caught:
+        catalog.catalog(synthetic(1024, 22_000, 3), SAVE_ID, ABOUT)
+    message = str(caught.value)
+    for text in ("67,584,000 pieces", "1,024 ranks", "3 parts", "67,108,864", "`exclude`"):
+        assert text in message
+    raw, _ = catalog.catalog(synthetic(1024, 20, 3), SAVE_ID, ABOUT)
+    assert manifest_format.decode(raw).world_size == 1024
+
+
+def test_digests_come_into_a_manifest_that_was_checked_before() -> None:
+    digests = [bytes([rank]) * 16 for rank in range(2)]
+    receipts = receipts_of([fragments_of(rank, 2, 1) for rank in range(2)])
+    raw, index = catalog.catalog(receipts, SAVE_ID, ABOUT)
+    unknown = [replace(receipt, digest=bytes(16)) for receipt in receipts]
+    planned, same_index = catalog.catalog(unknown, SAVE_ID, ABOUT)
+    assert (catalog.with_digests(planned, digests), same_index) == (raw, index)
+
+
+def test_more_blocks_than_a_digest_table_can_hold_are_refused() -> None:
+    numel = (1 << 26) << 10
+    fragment = Fragment("master", "w", (numel,), "F32", 0, numel)
+    with pytest.raises(UnsupportedError, match=r"67,108,865 blocks of 4,096 bytes; .* 67,108,864"):
+        plan_shards([fragment], SAVE_ID, 0, 1, block_bytes=4096)
+
+
+def test_an_alias_of_what_is_left_out_is_left_out() -> None:
+    about = replace(ABOUT, aliases={"head": "w", "other": "gone"})
+    fragments = [[Fragment("master", "w", (3,), "F32", 0, 3)]]
+    raw, _ = catalog.catalog(receipts_of(fragments), SAVE_ID, about)
+    assert manifest_format.decode(raw).aliases == {"head": "w"}

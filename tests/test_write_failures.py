@@ -229,10 +229,14 @@ def test_a_name_that_the_format_cannot_hold_stops_the_write(tmp_path: Path, part
     assert everything(tmp_path) == {}
 
 
-def test_what_does_not_add_up_is_not_committed(tmp_path: Path) -> None:
+def test_what_does_not_add_up_is_not_written(tmp_path: Path) -> None:
     engine = Engine()
     half = fragment("master", "w", engine.weight, 0, 7)
-    with mock.patch.object(engine, "fragments", return_value=[half]), pytest.raises(FormatError) as caught:
+    with (
+        mock.patch.object(engine, "fragments", return_value=[half]),
+        mock.patch("zckpt.pipelines.write.begin_write", side_effect=AssertionError("a byte was written")),
+        pytest.raises(FormatError) as caught,
+    ):
         zckpt.write(engine, tmp_path / "c")
     assert caught.value.rule == "I005"
     assert everything(tmp_path) == {}
