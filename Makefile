@@ -26,7 +26,7 @@ OLDER := 0.16.9 0.17.6 0.18.9
 SMOKE := -m "matrix or not matrix" @tests/smoke.txt
 PLOTS := .venv/.bench-stamp
 FUZZER := .venv/.fuzz-stamp
-FUZZ_TARGETS := header index manifest tree checkpoint repair
+FUZZ_TARGETS := header index manifest tree checkpoint repair latest
 
 # The build of the ops calls ninja, which comes with the tools. Nothing is read from or left in the home directory.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)

@@ -41,6 +41,14 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "manifest": {"file": b"\0" + manifest, "body": b"\x40" + body},
         "tree": trees | {"references": msgpack.unpackb(body)["state"]},
         "checkpoint": {f"{what:02}": bytes([what, 7, 1, 3, 2, 5]) for what in range(12)},
+        "latest": {
+            "name": b"c\n",
+            "path": b"a/b",
+            "link": b"l/b\n",
+            "last": b"a/l",
+            "parent": b"a/../c\n",
+            "twice": b"a//b",
+        },
         "repair": {f"{lost:02}": bytes([lost, lost % 12, 7, 1, 3, 2, 5]) for lost in (0, 1, 2, 3, 5, 8, 16, 129, 140)},
     }
 

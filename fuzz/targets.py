@@ -252,5 +252,28 @@ def repair(data: bytes) -> None:
         assert zckpt.repair(path, budget=BUDGET).rebuilt == (), "it is whole"
 
 
-TARGETS = {one.__name__: one for one in (header, index, manifest, tree, checkpoint, repair)}
+def latest(data: bytes) -> None:
+    """The bytes of ``latest`` in a run with checkpoints, directories of checkpoints and links to both."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
+        run = Path(directory) / "run"
+        for name in ("c", "a/b"):
+            _SOUND.write(run / name)
+        (run / "l").symlink_to("a")
+        (run / "a" / "l").symlink_to("b")
+        (run / "latest").write_bytes(data)
+        try:
+            found = Path(zckpt.open(run, budget=BUDGET).path).relative_to(run)
+        except (FormatError, zckpt.CheckpointNotFoundError):
+            found = None
+        try:
+            other = Reader(run).root.relative_to(run)
+        except (ValueError, OSError) as error:  # the last: a name that no file can have
+            assert found is None, error
+            return
+        assert str(found) == str(other) == data.decode().removesuffix("\n")
+        assert found in (Path("c"), Path("a/b"))
+
+
+TARGETS = {one.__name__: one for one in (header, index, manifest, tree, checkpoint, repair, latest)}
 LENGTH_MAX = {"header": 4096, "index": 2048, "manifest": 4096, "tree": 1024, "checkpoint": 24, "repair": 25}
+LENGTH_MAX |= {"latest": 260}

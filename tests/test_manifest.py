@@ -315,7 +315,11 @@ def test_latest_leads_into_directories_of_the_run(tmp_path: Path) -> None:
     write_state(tmp_path / "epoch0" / "step1", 1, {"w": (2,)}, step=7, latest=False)
     (tmp_path / "latest").write_bytes(names.encode_latest("epoch0/step1"))
     assert zckpt.open(tmp_path).path == str(tmp_path / "epoch0" / "step1")
-    (tmp_path / "latest").write_bytes(names.encode_latest("epoch0/step2"))
+    for gone in ("epoch0/step2", "x" * 255, "a/" + "x" * 253, "epoch0/step1/step1"):
+        (tmp_path / "latest").write_bytes(names.encode_latest(gone))
+        with pytest.raises(zckpt.CheckpointNotFoundError, match="L001"):
+            zckpt.open(tmp_path)
+    (tmp_path / "latest").write_bytes(b"x" * 256)  # no file can have this name
     with pytest.raises(zckpt.CheckpointNotFoundError, match="L001"):
         zckpt.open(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "epoch0")

@@ -244,13 +244,15 @@ def misplaced(operation: Any, file: str) -> None:
 
 
 def too_short(operation: Any, file: str) -> int:
-    return int(operation()) - 1
+    """A read that returns fewer bytes, once the copy has begun."""
+    begun = any(Path(file).parents[3].glob("new/*/*/*.safetensors"))
+    return int(operation()) - begun
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(too_short, names=("read_into",), path="rank-00001"),
+        Fault(too_short, names=("read_into",), path=os.path.join("c", "data-"), lasting=True),
         Fault(lost, names=("write",), path="new", at=2),
         Fault(misplaced, names=("write",), path="new", at=2),
         Fault(lost, names=("write",), path="new", lasting=True),

@@ -177,6 +177,8 @@ class LocalReader:
         except FileNotFoundError as error:
             raise broken("F001", "the file is missing", file=self._full(path)) from error
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise broken("F001", "no file can have this name", file=self._full(path)) from error
             if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
                 raise broken("F002", "a link or not a regular file", file=self._full(path)) from error
             raise from_os_error(error, "open", self._full(path)) from error

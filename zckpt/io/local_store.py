@@ -32,6 +32,8 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no file can have this name
             return False
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:  # nor this one
+                return False
             raise from_os_error(error, "look for", self._full(path)) from error
         return True
 
@@ -41,6 +43,8 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return None
             raise from_os_error(error, "list", self.root) from error
 
     def directories(self) -> list[str]:
