@@ -112,7 +112,7 @@ $(OPS): $(SETUP) tests/ops.py
 	@$(needs_compiler)
 	@mkdir -p .cache
 	@$(install_packages)
-	@echo "setup: DeepSpeed's C++ ops (five minutes at first)"
+	@echo "setup: DeepSpeed's C++ ops (three minutes at first)"
 	@$(PY) tests/ops.py
 	@touch $@
 
