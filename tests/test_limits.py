@@ -266,7 +266,7 @@ def write_wide(path: str, swap: str) -> None:
     engine = make_engine(**WIDE, swap=swap)
     engine.module.register_buffer("mean", torch.randn(1025))
     train(engine, 2)
-    zckpt.write(engine, path, client_state={"array": torch.randn(1000)})
+    zckpt.write(engine, path, client_state={"array": torch.arange(1000.0)})
 
 
 def restore_each(paths: list[str], whole: str, swap: str) -> dict[str, Any]:
