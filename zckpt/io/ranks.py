@@ -132,7 +132,8 @@ class Ranks:
         self._connect(members, number, background, call)
 
     def _connect(self, members: tuple[int, ...], number: int, background: bool, call: str) -> None:
-        self._members, self._background, self._call = members, background, call
+        self.members, self._background, self._call = members, background, call
+        self.job_rank = number
         self.rank = members.index(number)
         self.size = len(members)
         self._interrupts = Interrupts()
@@ -143,9 +144,9 @@ class Ranks:
         """The same ranks, to be used while the background uses its own; this process alone if the training has given up
         its process groups since."""
         ranks = object.__new__(Ranks)
-        number = self._members[self.rank]
+        number = self.members[self.rank]
         same = self._world is not None and self._world is dist.group.WORLD
-        ranks._connect(self._members if same else (number,), number, False, call)
+        ranks._connect(self.members if same else (number,), number, False, call)
         return ranks
 
     def undivided(self) -> AbstractContextManager[None]:
@@ -164,7 +165,7 @@ class Ranks:
             # A thread of gloo's may wait for that rank until this process ends. To destroy the group would wait too.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group.group))
             self._group.lives.close()
-            _groups.pop((self._members, self._background), None)
+            _groups.pop((self.members, self._background), None)
             raise
 
     def _gather(self, group: _Group, data: bytes) -> list[bytes]:
@@ -232,7 +233,7 @@ class Ranks:
         failed = [rank for rank, (bad, *_) in enumerate(reports) if bad]
         if failed:
             others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-            rank = self._members[failed[0]]
+            rank = self.members[failed[0]]
             raise RankError(f"rank {rank}{others} failed to {doing}: {reports[failed[0]][1]}", rank=rank)
         return [data for *_, data in reports]
 

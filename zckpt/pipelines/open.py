@@ -50,9 +50,9 @@ def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa:
     newest other checkpoints of the run that are whole.
     """
     found = find(os.fspath(path))
-    with _advised(found):
+    with advised(found):
         checkpoint = open_checkpoint(found, budget)
-    checkpoint.advised = partial(_advised, found)
+    checkpoint.advised = partial(advised, found)
     return checkpoint
 
 
@@ -100,7 +100,7 @@ def find(path: str) -> str:
 
 
 @contextmanager
-def _advised(path: str) -> Iterator[None]:
+def advised(path: str) -> Iterator[None]:
     """Adds to an error which says that something of the checkpoint at ``path`` is damaged or missing a hint at what is
     whole."""
     try:

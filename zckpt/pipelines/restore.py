@@ -16,11 +16,23 @@ from zckpt.engines import adapt, group_of
 from zckpt.errors import (
     FormatError,
     MismatchError,
+    RankError,
     StorageError,
 )
 from zckpt.format.rules import broken
 from zckpt.io.ranks import Ranks
-from zckpt.pipelines.open import StrPath, find, open_checkpoint
+from zckpt.pipelines.mismatch import (
+    DTYPE,
+    MISSING,
+    SHAPE,
+    Difference,
+    by_part,
+    summary,
+    told,
+    told_differences,
+)
+from zckpt.pipelines.open import StrPath, advised, find, open_checkpoint
+from zckpt.pipelines.runs import whole_neighbours
 from zckpt.plan.reshard import Span
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment
@@ -119,22 +131,35 @@ def restore_engine(
     wait()
     ranks = Ranks(group_of(engine), call="zckpt.restore")
     ranks.agree(os.path.abspath(path), "paths")
-    plan = ranks.together(
-        lambda: _plan_restore(engine, path, ranks, parts, strict, state, rng, budget, own_client_state),
-        "prepare the restore",
-    )
+    plans: list[_RestorePlan] = []
+
+    def prepare() -> bytes:
+        plans.append(_plan_restore(engine, path, ranks, parts, strict, state, rng, budget, own_client_state))
+        return "\n".join(plans[0].problems).encode()
+
+    problems = [said.decode() for said in ranks.share(prepare, "prepare the restore")]
+    (plan,) = plans
+    if any(problems):
+        raise _mismatch(plan, problems, ranks)
     ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
     own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
     ranks.together(lambda: _fill(plan, own, verify, progress), "restore")
     ranks.together(lambda: _set_state(plan, rng), "restore")
     # The ranks have agreed that no one has failed: from here on, none leaves the others alone in a collective.
     ranks.together(plan.adapter.finish_restore, "restore")
-    return Restored(plan.client_state, {}, {}, {})
+    if ranks.rank == 0 and (plan.kept or plan.unexpected):
+        warnings.warn(
+            f"{plan.checkpoint.path} was restored in part: {summary('tensors restored', list(plan.sources))}; "
+            f"{summary('of the engine kept as they were', plan.kept)}; "
+            f"{summary('of the checkpoint left out', plan.unexpected)}",
+            stacklevel=3,
+        )
+    return Restored(plan.client_state, by_part(plan.sources), by_part(plan.kept), by_part(plan.unexpected))
 
 
 @dataclass(frozen=True, slots=True)
 class _RestorePlan:
-    """What one rank restores, all of it checked."""
+    """What one rank restores, all of it checked, and what stands against it."""
 
     adapter: EngineAdapter
     checkpoint: Checkpoint
@@ -144,6 +169,27 @@ class _RestorePlan:
     state: Mapping[str, Any]
     rank_state: Mapping[str, Any] | None
     client_state: dict[str, Any]
+    kept: Sequence[str]
+    """The keys of the engine's tensors that are asked for and that the checkpoint does not have."""
+    unexpected: Sequence[str]
+    """The keys of the checkpoint's tensors that the engine has no place for."""
+    problems: Sequence[str]
+    hint: str | None
+
+
+def _mismatch(plan: _RestorePlan, problems: Sequence[str], ranks: Ranks) -> Exception:
+    """The error of this rank, where any rank has found ``problems``. The first rank that has found them lists them, and
+    the others name it: on a thousand ranks the same list a thousand times would hide everything."""
+    own = problems[ranks.rank]
+    message = "the checkpoint does not fit the engine; nothing was changed"
+    if own and own not in problems[: ranks.rank]:
+        listed = own.replace("\n", "\n  ")
+        return MismatchError(f"{message}:\n  {listed}", file=plan.checkpoint.path, rank=ranks.job_rank, hint=plan.hint)
+    first = problems.index(own) if own else next(rank for rank, text in enumerate(problems) if text)
+    line = problems[first].partition("\n")[0].partition("; the first")[0]
+    message = f"{message}: {line}; rank {ranks.members[first]} lists all that differs"
+    kind, rank = (MismatchError, ranks.job_rank) if own else (RankError, ranks.members[first])
+    return kind(message, file=plan.checkpoint.path, rank=rank, hint=plan.hint)
 
 
 def _plan_restore(
@@ -159,7 +205,21 @@ def _plan_restore(
 ) -> _RestorePlan:
     adapter = adapt(engine)
     adapter.refuse_unsupported(drop_gradients=True)
-    checkpoint = open_checkpoint(find(os.fspath(path)), budget)
+    found = find(os.fspath(path))
+    with advised(found):
+        return _plan(adapter, open_checkpoint(found, budget), ranks, parts, strict, trees, rng, own_client_state)
+
+
+def _plan(
+    adapter: EngineAdapter,
+    checkpoint: Checkpoint,
+    ranks: Ranks,
+    parts: Collection[str] | None,
+    strict: bool,
+    trees: Collection[str] | None,
+    rng: bool,
+    own_client_state: bool,
+) -> _RestorePlan:
     stored = {
         part: {info.name: info.dtype for info in checkpoint.values() if info.part == part} for part in checkpoint.parts
     }
@@ -173,17 +233,23 @@ def _plan_restore(
         stored = {part: stored[part] for part in parts}
     wanted = adapter.wanted(stored)
     sources, differences = _sources(checkpoint, wanted, stored if parts is not None else None, adapter.trains)
+    used = {info.key for info in sources.values()}
+    unexpected = [key for key in adapter.unexpected(stored) if key not in used]
     problems: list[str] = []
     hint = None
-    if strict:
-        filled = sources.keys() | differences.keys()
-        problems += differences.values()
+    filled = sources.keys() | differences.keys()
+    if strict or (differences and not sources):
+        problems += told_differences(differences, {fragment.key: None for fragment in wanted})
         if MASTER in stored and adapter.trains:  # else it is weights that are asked for, whoever trained them
-            problems += _changed_roles(wanted, sources)
-        used = {info.key for info in sources.values()}
-        unexpected = (key for key in adapter.unexpected(stored) if key not in used)
-        problems += [f"unexpected: {key}, the engine has no place for it" for key in unexpected]
-        if problems:
+            problems += told(_changed_roles(wanted, sources), "parameters are frozen on one side only")
+        lines = [f"unexpected: {key}, the engine has no place for it" for key in unexpected]
+        problems += told(lines, "tensors of the checkpoint have no place in the engine")
+        if problems and not strict:
+            hint = (
+                "no tensor at all would be restored: make the engine of the model that was saved, or put the weights "
+                "where they belong yourself, from zckpt.open(path).state_dict()"
+            )
+        elif problems:
             hint = "strict=False leaves out what does not fit, and converts what is frozen on one side only"
     else:
         filled = sources.keys() | _without_moments(wanted, sources, differences)
@@ -194,22 +260,19 @@ def _plan_restore(
     rank_state = (
         checkpoint.rank_state(ranks.rank, lazy=True) if needed and checkpoint.world_size == ranks.size else None
     )
-    problems += adapter.check_state(chosen, rank_state, wanted)
+    problems += told(adapter.check_state(chosen, rank_state, wanted), "parts of the other state do not fit")
     if rng and checkpoint.world_size != ranks.size:
         problems.append(
             f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {ranks.size}"
         )
-    if problems:
-        raise MismatchError(
-            "the checkpoint does not fit the engine; nothing was changed:\n  " + "\n  ".join(problems),
-            file=checkpoint.path,
-            rank=ranks.rank,
-            hint=hint,
-        )
-    checkpoint.contents.check_sizes(sources[f.key] for f in wanted if f.start < f.stop and f.key in sources)
-    if own_client_state:
+    if not problems:
+        checkpoint.contents.check_sizes(sources[f.key] for f in wanted if f.start < f.stop and f.key in sources)
+    if own_client_state and not problems:
         client_state = _own_client_state(checkpoint, ranks, client_state)
-    return _RestorePlan(adapter, checkpoint, wanted, sources, chosen, rank_state, client_state)
+    kept = [key for key in differences if key not in filled]
+    return _RestorePlan(
+        adapter, checkpoint, wanted, sources, chosen, rank_state, client_state, kept, unexpected, problems, hint
+    )
 
 
 def _root(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -244,14 +307,15 @@ def _own_client_state(checkpoint: Checkpoint, ranks: Ranks, common: dict[str, An
 
 def _sources(
     checkpoint: Checkpoint, wanted: Sequence[Fragment], parts: Collection[str] | None, trains: bool
-) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """The stored tensor for each wanted key, and a line for each that has none: missing, or of another shape or dtype.
+) -> tuple[dict[str, TensorInfo], dict[str, Difference]]:
+    """The stored tensor for each wanted key, and why there is none: missing, or of another shape or dtype.
     Only ``parts`` are read; what is wanted of others and has no stand-in among these is in neither.
 
     Weights and buffers in the dtype that a model computes with may be converted; what the optimizer updates may not. An
     engine that trains nothing takes every weight from its master, where there is one.
     """
-    sources, differences = {}, {}
+    sources: dict[str, TensorInfo] = {}
+    differences: dict[str, Difference] = {}
     for key, fragment in {fragment.key: fragment for fragment in wanted}.items():
         readable = [fragment.part, _STAND_INS.get(fragment.part, fragment.part)]
         readable = [part for part in readable if parts is None or part in parts]
@@ -260,7 +324,7 @@ def _sources(
         found = [f"{part}/{fragment.name}" for part in readable if f"{part}/{fragment.name}" in checkpoint]
         if not found:
             if fragment.part in readable:
-                differences[key] = f"missing: {key} {list(fragment.shape)}"
+                differences[key] = Difference(MISSING, f"missing: {key} {list(fragment.shape)}")
             continue
         info, dtype = checkpoint[found[0]], TORCH_DTYPES[fragment.dtype]
         floating = dtype.is_floating_point and info.dtype.is_floating_point
@@ -269,7 +333,8 @@ def _sources(
             sources[key] = info
         else:
             there, here = f"{info.dtype} {list(info.shape)}", f"{dtype} {list(fragment.shape)}"
-            differences[key] = f"differs: {info.key} is {there}, the engine has {here}"
+            kind = DTYPE if info.shape == fragment.shape else SHAPE
+            differences[key] = Difference(kind, f"differs: {info.key} is {there}, the engine has {here}")
     return sources, differences
 
 
@@ -285,7 +350,7 @@ def _changed_roles(wanted: Sequence[Fragment], sources: Mapping[str, TensorInfo]
 
 
 def _without_moments(
-    wanted: Sequence[Fragment], sources: Mapping[str, TensorInfo], differences: Mapping[str, str]
+    wanted: Sequence[Fragment], sources: Mapping[str, TensorInfo], differences: Collection[str]
 ) -> set[str]:
     """The keys of moments that start at zero: of parameters of which no moment can be restored. One alone is not made
     up: beside another one from the checkpoint, it would make for steps of any size."""
@@ -298,7 +363,7 @@ def _fill(plan: _RestorePlan, rank: int | None, verify: bool | None, progress: P
     checkpoint, sources = plan.checkpoint, plan.sources
     nbytes = sum((f.stop - f.start) * sources[f.key].dtype.itemsize for f in plan.wanted if f.key in sources)
     with (
-        _changing_the_engine(),
+        _changing_the_engine(checkpoint),
         reported(progress, "restore", nbytes) as advance,
         closing(plan.adapter.fill(plan.wanted)) as batches,
     ):
@@ -316,14 +381,17 @@ def _fill(plan: _RestorePlan, rank: int | None, verify: bool | None, progress: P
 
 
 def _set_state(plan: _RestorePlan, rng: bool) -> None:
-    with _changing_the_engine():
+    with _changing_the_engine(plan.checkpoint):
         plan.adapter.set_state(plan.state, plan.rank_state, rng)
 
 
 @contextmanager
-def _changing_the_engine() -> Iterator[None]:
+def _changing_the_engine(checkpoint: Checkpoint) -> Iterator[None]:
     try:
         yield
     except (FormatError, StorageError) as error:
         error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
+        whole = whole_neighbours(checkpoint.path)
+        if whole:
+            error.hint += f", such as, newest first, {', '.join(whole)}"
         raise

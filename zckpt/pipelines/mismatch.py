@@ -1,0 +1,73 @@
+"""How it is said that a checkpoint and an engine do not fit: grouped and bounded, whatever the size of the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from zckpt.state.inventory import MASTER, PARAM
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+SHOWN_MAX = 5
+"""Of many alike, so many are shown."""
+
+
+class Difference(NamedTuple):
+    """Why the engine's tensor of a key cannot be restored: its kind, one of ``KINDS``, and a line that says it."""
+
+    kind: str
+    line: str
+
+
+MISSING, SHAPE, DTYPE = "missing", "shape", "dtype"
+KINDS = {
+    MISSING: "tensors of the engine are missing in the checkpoint",
+    SHAPE: "tensors differ in shape",
+    DTYPE: "tensors differ in dtype",
+}
+
+
+def told(lines: Sequence[str], what: str, total: int = 0) -> list[str]:
+    """The lines; where they are many, how many there are (of ``total``, if that is known) and the first of them."""
+    if len(lines) <= SHOWN_MAX:
+        return list(lines)
+    number = f"all {total}" if len(lines) == total else f"{len(lines)} of {total}" if total else str(len(lines))
+    return [f"{number} {what}; the first {SHOWN_MAX}:", *(f"  {line}" for line in lines[:SHOWN_MAX])]
+
+
+def told_differences(differences: Mapping[str, Difference], keys: Collection[str]) -> list[str]:
+    """``differences`` by key, of all ``keys`` that the engine wants."""
+    lines: list[str] = []
+    for kind, what in KINDS.items():
+        lines += told([found.line for found in differences.values() if found.kind == kind], what, len(keys))
+    weights = [key for key in keys if part_of(key) in (MASTER, PARAM)]
+    if weights and differences.keys() >= set(weights):
+        there = any(differences[key].kind != MISSING for key in weights)
+        other = "a model of another size" if there else "another model, or its parameters have other names"
+        lines.append(f"no parameter fits: this looks like {other}")
+    return lines
+
+
+def summary(what: str, keys: Sequence[str]) -> str:
+    """How many tensors these are, of which parts, and the first few names."""
+    if not keys:
+        return f"0 {what}"
+    parts = ", ".join(f"{count} of {part}" for part, count in Counter(map(part_of, keys)).items())
+    names = list(dict.fromkeys(key.partition("/")[2] for key in keys))
+    more = ", ..." if len(names) > SHOWN_MAX else ""
+    return f"{len(keys)} {what} ({parts}: {', '.join(names[:SHOWN_MAX])}{more})"
+
+
+def by_part(keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The names of the tensors with these keys, by part."""
+    names: dict[str, list[str]] = {}
+    for key in keys:
+        part, _, name = key.partition("/")
+        names.setdefault(part, []).append(name)
+    return {part: tuple(found) for part, found in names.items()}
+
+
+def part_of(key: str) -> str:
+    return key.partition("/")[0]
