@@ -138,7 +138,7 @@ class DeepSpeedAdapter:
         self._moments_wanted = {}
         fragments: list[Fragment] = []
         for flat in self._zero.flats:
-            fragments += (*flat.wanted(MASTER, flat.master.dtype), *flat.elsewhere(MASTER, flat.master.dtype))
+            fragments += flat.expected(MASTER, flat.master.dtype)
         for part in dict.fromkeys((*self._live_moments, *sorted(set(stored) - RESERVED_PARTS))):
             names = stored.get(part, {})
             for flat in self._zero.flats:
@@ -147,7 +147,7 @@ class DeepSpeedAdapter:
                 if live is not None or not names.keys().isdisjoint(flat.names):
                     dtype = next(names[name] for name in flat.names if name in names) if live is None else live.dtype
                     self._moments_wanted.setdefault(flat.names, {})[part] = dtype
-                    fragments += (*flat.wanted(part, dtype), *flat.elsewhere(part, dtype))
+                    fragments += flat.expected(part, dtype)
         others = chain(self._param_fragments(self._masterless, empty=True), self._buffer_fragments(empty=True))
         fragments += (replace(fragment, data=None) for fragment in others)
         return tuple(fragments)
@@ -324,7 +324,7 @@ class DeepSpeedAdapter:
         """``empty`` as in ``_param_fragments``. The ``data`` of a buffer that is not contiguous is a copy."""
         rank = self._group.rank
         for name, buffer in self._buffers[0].items():
-            data = buffer.detach().reshape(-1)
+            data = buffer.detach().contiguous().view(-1)
             if data.numel() or empty or rank == 0:
                 dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
                 yield Fragment(BUFFER, name, tuple(buffer.shape), dtype, 0, data.numel(), copy=rank, data=data)

@@ -77,12 +77,14 @@ class Flat:
         """What this rank reads of ``part``: all that its memory holds, though other ranks may write some of it."""
         return _fragments(self.wider.get(part, self.slots), part, dtype, data, "device")
 
-    def elsewhere(self, part: str, dtype: torch.dtype) -> Iterator[Fragment]:
-        """The parameters of which this rank reads nothing of ``part``, as fragments of no elements."""
-        here = {slot.name for slot in self.wider.get(part, self.slots) if slot.start < slot.stop}
-        for slot in self.slots:
-            if slot.name not in here:
-                yield Fragment(part, slot.name, slot.shape, dtype_name(dtype, f"{part}/{slot.name}"), 0, 0)
+    def expected(self, part: str, dtype: torch.dtype) -> Iterator[Fragment]:
+        """The same without data, but of all parameters, in the same order on every rank: those of which this rank reads
+        nothing as fragments of no elements."""
+        read = {slot.name: slot for slot in self.wider.get(part, self.slots)}
+        for own in self.slots:
+            slot = read.get(own.name, replace(own, stop=own.start))
+            name = dtype_name(dtype, f"{part}/{slot.name}")
+            yield Fragment(part, slot.name, slot.shape, name, slot.start, slot.stop)
 
 
 def _fragments(
