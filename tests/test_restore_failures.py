@@ -125,8 +125,9 @@ def test_a_failure_at_any_point_is_every_ranks(cluster: Cluster, tmp_path: Path,
     assert len(points) > 8
 
 
-def restore_damaged(path: str) -> tuple[str, int | None, str]:
-    """Restores what an optimizer has bound to its flats, of which one byte has changed in a tensor of rank 1's."""
+def restore_damaged(path: str) -> list[tuple[str, int | None, str]]:
+    """Restores what an optimizer has bound to its flats, of which one byte has changed in a tensor of rank 1's; then a
+    checkpoint of which a file is missing."""
     engine = make_engine(stage=2, optimizer="factored")
     train(engine, 1)
     zckpt.write(engine, path)
@@ -144,15 +145,29 @@ def restore_damaged(path: str) -> tuple[str, int | None, str]:
             file.seek(piece.offset)
             file.write(bytes([byte ^ 1]))
     torch.distributed.barrier()
-    with pytest.raises(zckpt.ZckptError) as caught:
-        zckpt.restore(engine, path)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(zckpt.ZckptError) as caught:
+            zckpt.restore(engine, path)
+        errors.append((type(caught.value).__name__, caught.value.rank, str(caught.value)))
+        torch.distributed.barrier()
+        if engine.global_rank == 0:
+            next(Path(path).rglob("master.safetensors")).unlink(missing_ok=True)
+        torch.distributed.barrier()
     zckpt.restore(engine, f"{path}-whole")
     train(engine, 1, 1)
-    return type(caught.value).__name__, caught.value.rank, str(caught.value)
+    return errors
 
 
 def test_a_damaged_tensor_of_one_ranks_tree(cluster: Cluster, tmp_path: Path) -> None:
-    first, second = cluster.run(restore_damaged, 2, str(tmp_path / "c"), timeout=60)
+    path = str(tmp_path / "c")
+    (first, missing), (second, missing_too) = cluster.run(restore_damaged, 2, path, timeout=60)
     assert first[:2] == ("RankError", 1)
     assert second[0] == "DigestError"
     assert "DigestError" in first[2]
+    assert "the engine is restored in part" in second[2]
+    assert second[2].endswith(f"{path}-whole")
+    for error, _, message in (missing, missing_too):
+        assert error in ("MissingFileError", "RankError")
+        assert "nothing was changed" in message
+        assert f"{path}-whole" in message

@@ -428,6 +428,7 @@ def test_another_model_is_refused_with_its_differences(failed_restores: list[dic
             "this looks like another model",
         ):
             assert (line in message) == (rank == 0)
+        assert result["untouched"]
 
 
 def test_damage_on_one_rank_fails_the_restore_on_all(failed_restores: list[dict[str, Any]]) -> None:

@@ -20,7 +20,7 @@ from zckpt.errors import (
     StorageError,
 )
 from zckpt.format.rules import broken
-from zckpt.io.ranks import Ranks
+from zckpt.io.ranks import Ranks, check_equal
 from zckpt.pipelines.mismatch import (
     DTYPE,
     MISSING,
@@ -89,7 +89,8 @@ def restore(
     progress: Progress | None = None,
 ) -> Restored:
     """Reads a checkpoint straight into the memory of a live engine, of any world size, stage and offload. Every rank
-    calls it. Returns the ``client_state``, as a dict that also says which tensors were restored.
+    that the engine is spread over calls it. Returns the ``client_state``, as a dict that also says which tensors were
+    restored.
 
     ``parts``: only these, such as ``["master"]`` for a warm start; None: all that the engine has. Weights in the dtype
     that the model computes with are derived from restored masters. ``state``: which trees of non-tensor state
@@ -98,15 +99,18 @@ def restore(
     block with its digest; None: yes, unless the environment has ZCKPT_VERIFY=0. ``budget``: as for ``open``.
     ``progress``: such as ``zckpt.ProgressBar()``.
 
-    ``strict=False``: leaves out what is missing, unexpected or of another shape, and the engine keeps its own weights.
-    What was frozen and now is trained, or the reverse, is restored: ``master`` from ``param`` and ``param`` from
-    ``master``, converted. A parameter without moments in the checkpoint has moments of zero then. As to its settings
-    and its step, it joins the others of its param group and its flat, as if its gradients had been zero until now; one
-    that has no others there keeps its settings and begins at step 0.
+    ``strict=False``: leaves out what is missing, unexpected or of another shape, and the engine keeps its own weights;
+    a warning says how much that is, and the result says which tensors. At least one tensor has to fit. What was frozen
+    and now is trained, or the reverse, is restored: ``master`` from ``param`` and ``param`` from ``master``, converted.
+    A parameter without moments in the checkpoint has moments of zero then. As to its settings and its step, it joins
+    the others of its param group and its flat, as if its gradients had been zero until now; one that has no others
+    there keeps its settings and begins at step 0.
 
     Everything that can be known without reading tensors is checked before the engine is touched. Raises MismatchError,
-    which lists every difference, ValueError for a part or tree that does not exist, and what ``zckpt.open`` and
-    ``Checkpoint.load`` raise, on every rank.
+    which says how many tensors do not fit and shows some of each kind, in full on one rank; ValueError for a part or
+    tree that does not exist; and what ``zckpt.open`` and ``Checkpoint.load`` raise. If one rank fails, every rank
+    raises an error: its own, or a RankError that names the rank. An error after the engine was touched says so in its
+    hint.
     """
     return restore_engine(
         engine, path, parts=parts, strict=strict, state=state, rng=rng, verify=verify, budget=budget, progress=progress
@@ -130,31 +134,37 @@ def restore_engine(
     their own, a rank gets its own again; with another number of ranks all get rank 0's, and a warning says so."""
     wait()
     ranks = Ranks(group_of(engine), call="zckpt.restore")
-    ranks.agree(os.path.abspath(path), "paths")
     plans: list[_RestorePlan] = []
 
     def prepare() -> bytes:
         plans.append(_plan_restore(engine, path, ranks, parts, strict, state, rng, budget, own_client_state))
         return "\n".join(plans[0].problems).encode()
 
-    problems = [said.decode() for said in ranks.share(prepare, "prepare the restore")]
-    (plan,) = plans
-    if any(problems):
-        raise _mismatch(plan, problems, ranks)
-    ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
-    own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
-    ranks.together(lambda: _fill(plan, own, verify, progress), "restore")
-    ranks.together(lambda: _set_state(plan, rng), "restore")
-    # The ranks have agreed that no one has failed: from here on, none leaves the others alone in a collective.
-    ranks.together(plan.adapter.finish_restore, "restore")
-    if ranks.rank == 0 and (plan.kept or plan.unexpected):
-        warnings.warn(
-            f"{plan.checkpoint.path} was restored in part: {summary('tensors restored', list(plan.sources))}; "
-            f"{summary('of the engine kept as they were', plan.kept)}; "
-            f"{summary('of the checkpoint left out', plan.unexpected)}",
-            stacklevel=3,
-        )
+    # Every step of a chain of `share` runs on all ranks, with nothing that can fail between two of them.
+    with ranks.undivided():
+        paths = ranks.share(lambda: os.fsencode(os.path.abspath(path)), "prepare the restore")
+        check_equal([os.fsdecode(one) for one in paths], "paths")
+        problems = [said.decode() for said in ranks.share(prepare, "prepare the restore")]
+        (plan,) = plans
+        if any(problems):
+            raise _mismatch(plan, problems, ranks)
+        ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
+        own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
+        ranks.together(lambda: _fill(plan, own, verify, progress), "restore")
+        ranks.together(lambda: _set_state(plan, rng), "restore")
+        # Nobody has failed: from here on, none leaves the others alone in a collective, not even by an interrupt.
+        errors: list[BaseException] = []
+        try:
+            plan.adapter.finish_restore()
+        except BaseException as error:  # raised again below, for the others to know
+            errors.append(error)
+        ranks.together(lambda: _raise_first(errors), "restore")
     return Restored(plan.client_state, by_part(plan.sources), by_part(plan.kept), by_part(plan.unexpected))
+
+
+def _raise_first(errors: Sequence[BaseException]) -> None:
+    if errors:
+        raise errors[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +280,13 @@ def _plan(
     if own_client_state and not problems:
         client_state = _own_client_state(checkpoint, ranks, client_state)
     kept = [key for key in differences if key not in filled]
+    if not strict and not problems and (kept or unexpected) and ranks.rank == 0:
+        warnings.warn(
+            f"{checkpoint.path} is restored in part: {summary('tensors are restored', list(sources))}; "
+            f"{summary('of the engine are kept as they are', kept)}; "
+            f"{summary('of the checkpoint are left out', unexpected)}",
+            stacklevel=2,
+        )
     return _RestorePlan(
         adapter, checkpoint, wanted, sources, chosen, rank_state, client_state, kept, unexpected, problems, hint
     )
