@@ -75,6 +75,7 @@ def restore_in_part(path: str) -> dict[str, Any]:
         result = zckpt.restore(smaller, path, strict=False)
     found["unexpected"] = (result.restored, result.kept, result.unexpected)
     found["said"] = [str(one.message) for one in warned if "in part" in str(one.message)]
+    assert all(one.filename == __file__ for one in warned if "in part" in str(one.message))
     zckpt.write(smaller, f"{path}-smaller", client_state={"a": 1})
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

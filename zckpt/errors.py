@@ -30,6 +30,8 @@ do).
 from __future__ import annotations
 
 import errno
+import sys
+import warnings
 
 
 class ZckptError(Exception):
@@ -150,6 +152,14 @@ class StorageError(ZckptError, OSError):
 
 class NoSpaceError(StorageError):
     """No space left, quota exceeded, or a file size limit reached."""
+
+
+def warn(message: str) -> None:
+    """Gives a UserWarning, as of the line outside of zckpt that has called it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "zckpt":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 OPEN_FILES_HINT = (

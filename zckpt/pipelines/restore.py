@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from zckpt.errors import (
     MismatchError,
     RankError,
     StorageError,
+    warn,
 )
 from zckpt.format.rules import broken
 from zckpt.io.ranks import Ranks, check_equal
@@ -281,11 +281,10 @@ def _plan(
         client_state = _own_client_state(checkpoint, ranks, client_state)
     kept = [key for key in differences if key not in filled]
     if not strict and not problems and (kept or unexpected) and ranks.rank == 0:
-        warnings.warn(
+        warn(
             f"{checkpoint.path} is restored in part: {summary('tensors are restored', list(sources))}; "
             f"{summary('of the engine are kept as they are', kept)}; "
-            f"{summary('of the checkpoint are left out', unexpected)}",
-            stacklevel=2,
+            f"{summary('of the checkpoint are left out', unexpected)}"
         )
     return _RestorePlan(
         adapter, checkpoint, wanted, sources, chosen, rank_state, client_state, kept, unexpected, problems, hint
@@ -314,10 +313,9 @@ def _own_client_state(checkpoint: Checkpoint, ranks: Ranks, common: dict[str, An
     if same_size:
         return own
     if ranks.rank == 0:
-        warnings.warn(
+        warn(
             f"each of the {checkpoint.world_size} ranks that wrote {checkpoint.path} had a client_state of its own; "
-            f"these are {ranks.size} ranks, and all of them get that of rank 0",
-            stacklevel=2,
+            f"these are {ranks.size} ranks, and all of them get that of rank 0"
         )
     return common
 
