@@ -124,6 +124,14 @@ def test_nothing_behind_a_link_is_touched(tmp_path: Path) -> None:
     assert not linked.is_symlink()
 
 
+def test_a_file_of_another_program_with_the_name_of_a_lock_stays(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "write.lock").write_text("4711")
+    os.utime(tmp_path / "other" / "write.lock", (0, 0))
+    assert zckpt.gc(tmp_path) == zckpt.Cleanup((), (), dry_run=False)
+    assert (tmp_path / "other" / "write.lock").read_text() == "4711"
+
+
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_live_write_keeps_its_files(tmp_path: Path, dry_run: bool) -> None:
     write(tmp_path, 1, 2)

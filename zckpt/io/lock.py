@@ -126,6 +126,11 @@ def read_lock(store: Store) -> bytes | None:
             return None
 
 
+def is_lock(holder: bytes) -> bool:
+    """Whether this is the content of a lock, and not of another program's file that has the same name."""
+    return "machine" in _parse(holder)
+
+
 def is_alive(store: Store, holder: bytes) -> bool:
     """Whether the process that left ``holder`` in the lock may still be writing."""
     known = _parse(holder)

@@ -15,7 +15,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.format import names
-from zckpt.io.lock import DEAD_SECONDS, WriteLock, is_alive, read_lock
+from zckpt.io.lock import DEAD_SECONDS, WriteLock, is_alive, is_lock, read_lock
 from zckpt.io.store import open_store
 from zckpt.pipelines.open import StrPath, open_checkpoint
 from zckpt.pipelines.runs import directories, is_begun, is_leftover, is_of_trainer, read_latest
@@ -226,7 +226,7 @@ class _Work:
         """One checkpoint. ``unwanted_in``: the run that it is to be removed from."""
         store = open_store(path)
         found, holder = leftovers(path), read_lock(store)
-        if unwanted_in is None and not found and holder is None:
+        if unwanted_in is None and not found and (holder is None or not is_lock(holder)):
             return  # no lock is taken for nothing: a write may be about to begin
         if holder is not None and is_alive(store, holder):
             self.in_use.append(path)
