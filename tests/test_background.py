@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from test_offload import memory
 from test_write_failures import Engine
 from zckpt.engines.hooks import call_before
 from zckpt.io import write as io_write
+from zckpt.pipelines import write as pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +62,14 @@ def write_in_background_and_go_on(path: str, setup: dict[str, Any], options: dic
     train(engine, BEFORE)
     before = held(engine), raw(engine), settings(engine)
     where = torch.arange(3)
-    with slow(0.2):
+    trained = threading.Event()
+    commit_write = pipeline.commit_write
+
+    def commit(*arguments: Any, **options: Any) -> None:
+        trained.wait(60)
+        commit_write(*arguments, **options)
+
+    with slow(0.2), mock.patch.object(pipeline, "commit_write", commit):
         pending = zckpt.write(
             engine, path, client_state={"note": "made by a test", "where": where}, background=True, **options
         )
@@ -68,6 +77,7 @@ def write_in_background_and_go_on(path: str, setup: dict[str, Any], options: dic
         losses = train(engine, AFTER, BEFORE)
         after = held(engine), raw(engine), settings(engine)
         assert not Path(path, "manifest.msgpack").exists()
+        trained.set()
         assert pending.wait() == pending.path == path
     assert pending.done
     assert pending.error is None
