@@ -285,4 +285,4 @@ def test_a_warm_start_takes_the_weights_alone(cluster: Cluster, tmp_path: Path, 
 def test_a_part_that_is_not_there_is_named(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(write_weights, 2, str(tmp_path / "c"))
     for outcome in cluster.outcomes(warm_start, 2, str(tmp_path / "c"), parts=["mastre"]):
-        assert "the checkpoint has no mastre; parts and trees are master, exp_avg" in outcome.error
+        assert "the checkpoint has no part mastre; it has master, exp_avg" in outcome.error

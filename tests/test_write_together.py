@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cluster import Cluster
 
 OURS = str(Path(zckpt.__file__).parent)
-NOT_STEPS = {"write", "write_engine", "group_of", "_is_deepspeed", "__init__", "finish", "go_on", "__exit__"}
+NOT_STEPS = {"write", "write_engine", "group_of", "_is_deepspeed", "__init__", "finish", "after", "__exit__"}
 """Functions that do nothing but call the steps, or come before the first or after the last."""
 
 
@@ -188,6 +188,46 @@ def test_an_interrupt_ends_the_write_on_all_ranks(cluster: Cluster, tmp_path: Pa
     assert one == ("RankError", "RankError")
     assert other == ("KeyboardInterrupt", "KeyboardInterrupt")
     assert zckpt.open(tmp_path).step == 7
+
+
+def interrupt_a_copy(path: str) -> tuple[str, int, str]:
+    """Rank 1 is interrupted while the state is copied for a write in the background."""
+    rank, gathered = int(os.environ["RANK"]), []
+    put = io_write._put
+
+    def interrupted(*args: Any) -> None:
+        if not args[2].op.offset:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)  # Python runs the handler in the main thread
+        put(*args)
+
+    class Gathered(Large):
+        def after_write(self) -> None:
+            gathered.append(1)
+
+    errors = []
+    with ours():
+        budget = zckpt.Budget(nbytes=4 << 20, threads=2)
+        with mock.patch.object(io_write, "_put", interrupted if rank else put):
+            for act in (
+                lambda: zckpt.write(Gathered(6), f"{path}/c", background=True, snapshot_bytes=0, budget=budget),
+                zckpt.wait,
+            ):
+                try:
+                    act()
+                except (KeyboardInterrupt, zckpt.ZckptError) as error:
+                    errors.append(type(error).__name__)
+        torch.distributed.barrier()
+        assert os.listdir(path) == []
+        zckpt.write(Gathered(7), f"{path}/c")
+    return errors[0], len(gathered), errors[1]
+
+
+def test_an_interrupted_copy_keeps_no_rank_waiting_for_what_comes_after(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    first, second = cluster.run(interrupt_a_copy, 2, str(tmp_path / "run"))
+    assert first == ("RankError", 1, "RankError")  # the second write alone has come to its end
+    assert second == ("KeyboardInterrupt", 1, "ZckptError")
 
 
 # Alone

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 import zckpt
 from zckpt.engines import adapt, group_of
-from zckpt.errors import TagError
+from zckpt.errors import TagError, warn
 from zckpt.foreign import deepspeed_files
 from zckpt.format import names
 from zckpt.integrations import zero_to_fp32
@@ -143,14 +142,14 @@ def _check_tags(engine: Any, tags: Sequence[str], rank: int) -> None:
             "configuration, rank 0's is taken",
         )
     if rank == 0:
-        warnings.warn(f"{differs}; the checkpoint is saved under rank 0's tag", stacklevel=3)
+        warn(f"{differs}; the checkpoint is saved under rank 0's tag")
 
 
 def _warn_of_gradients(engine: Any) -> None:
     from zckpt.engines.deepspeed.refuse import pending_gradients
 
     for reason in pending_gradients(engine):
-        warnings.warn(f"the checkpoint does not hold {reason}", stacklevel=3)
+        warn(f"the checkpoint does not hold {reason}")
 
 
 def _load_checkpoint(
@@ -174,7 +173,7 @@ def _load_checkpoint(
         if universal:
             raise ValueError(f"{missing}, which DeepSpeed needs with checkpoint.load_universal")
         if ranks.rank == 0:
-            warnings.warn(f"{missing}: pass a tag to load a checkpoint that it does not name", stacklevel=2)
+            warn(f"{missing}: pass a tag to load a checkpoint that it does not name")
         return None, None
     if theirs:
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import os
-import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import zckpt
+from zckpt.errors import warn
 from zckpt.format import names
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def load_state_dict_from_zero_checkpoint(
         if keys
     ]
     if lines:
-        warnings.warn("loaded in part: " + "; ".join(lines), stacklevel=2)
+        warn("loaded in part: " + "; ".join(lines))
     return model
 
 

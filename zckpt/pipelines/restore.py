@@ -235,10 +235,10 @@ def _plan(
     }
     if trees is None:
         trees = adapter.trees if parts is None else ()
-    unknown = [*(set(parts or ()) - set(stored)), *(set(trees) - set(adapter.trees))]
-    if unknown:
-        known = ", ".join([*stored, *adapter.trees])
-        raise ValueError(f"the checkpoint has no {', '.join(unknown)}; parts and trees are {known}")
+    for asked, known, who in ((parts or (), stored, "checkpoint has no part"), (trees, adapter.trees, "engine has no")):
+        unknown = sorted(set(asked).difference(known))
+        if unknown:
+            raise ValueError(f"the {who} {', '.join(unknown)}; it has {', '.join(known)}")
     if parts is not None:
         stored = {part: stored[part] for part in parts}
     wanted = adapter.wanted(stored)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-import warnings
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from zckpt.errors import (
     CheckpointExistsError,
     RankError,
     StateError,
+    warn,
 )
 from zckpt.foreign import deepspeed_files
 from zckpt.format import manifest as manifest_format
@@ -202,7 +202,9 @@ def write_engine(
         except BaseException:
             write.give_up()
             raise
-    return write.go_on()
+        if background:
+            ranks.together(write.copy, "copy the state")
+        return write.after()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,10 +318,7 @@ class _Write:
             if options.each_client_state and options.client_state is not None:
                 rank_state = {**rank_state, "client_state": dict(options.client_state)}
             elif not options.each_client_state and rank == 0:
-                warnings.warn(
-                    "the ranks have different client_state: that of rank 0 is written, and all others are not",
-                    stacklevel=2,
-                )
+                warn("the ranks have different client_state: that of rank 0 is written, and all others are not")
         packed_tree = _pack_tree(rank_state, f"rank_state[{rank}]", self._fragments, rank)
         tensor = torch.frombuffer(bytearray(packed_tree), dtype=torch.uint8)
         self._fragments.append(_state_fragment(f"rank/{rank}", tensor))
@@ -380,14 +379,17 @@ class _Write:
         if self._options.lazy:
             self._adapter.before_change(self._pending.wait_until_taken)
 
-    def go_on(self) -> str | PendingWrite:
-        """What the caller gets, once training may go on; in the background, the thread begins. Collective."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.start()
-            pending.wait_until_copied()
+    def copy(self) -> None:
+        """Starts the thread that finishes the write, and waits until it has copied what may change at any time."""
+        assert self._pending is not None
+        self._pending.start()
+        self._pending.wait_until_copied()
+
+    def after(self) -> str | PendingWrite:
+        """Leaves the engine as its own way to save does; returns what the caller gets. Collective; no rank comes here
+        unless all do."""
         self._adapter.after_write()
-        return self.target if pending is None else pending
+        return self._pending or self.target
 
     def give_up(self) -> None:
         """Removes what this write has made, unless it is committed. As often as one likes; raises nothing."""
