@@ -41,13 +41,15 @@ class Stored:
 
 
 class Run(RuleBasedStateMachine):
-    """``stored`` and ``latest`` are what the directory should hold."""
+    """``stored`` and ``latest`` are what the directory should hold. ``lost`` are the tags of checkpoints that have all
+    of their data and no manifest."""
 
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp())
         self.path = self.root / "run"
         self.stored: dict[str, Stored] = {}
+        self.lost: set[str] = set()
         self.latest: str | None = None
         self.opened: tuple[zckpt.Checkpoint, Stored, str] | None = None
         self.step = 0
@@ -74,11 +76,12 @@ class Run(RuleBasedStateMachine):
                 step=self.step, seed=self.step, client_state={"seen": torch.tensor(self.step)},
             )  # fmt: skip
 
-        if tag in self.stored and not overwrite:
+        if (tag in self.stored or tag in self.lost) and not overwrite:
             with pytest.raises(zckpt.CheckpointExistsError):
                 write()
             return
         self.stored[tag] = Stored(write(), self.step)
+        self.lost.discard(tag)
         if latest:
             self.latest = tag
 
@@ -98,6 +101,8 @@ class Run(RuleBasedStateMachine):
         if committed and ranks == 1:
             with pytest.raises(zckpt.ZckptError):
                 pipeline.commit_write(path, save_id, manifest, index, latest_in=str(self.path))
+        if ranks == 2 and tag not in self.stored:
+            self.lost.add(tag)
 
     @precondition(lambda self: self.stored)
     @rule(data=st.data())
