@@ -192,6 +192,9 @@ def restore_client_state(path: str, own: bool, write: bool) -> tuple[dict[str, A
     engine = make_engine(stage=2)
     rank = torch.distributed.get_rank()
     if write:
+        late = {"position": 7} if rank else None  # rank 0 has none, and so does not speak for rank 1
+        write_engine(engine, f"{path}-late", client_state=late, each_client_state=True, replace_foreign=False)
+        assert dict(restore_engine(engine, f"{path}-late", own_client_state=True)) == (late or {})
         state = {"step": 1, "position": rank, "order": torch.arange(rank + 1)}
         write_engine(engine, path, client_state=state, each_client_state=True, replace_foreign=False)
     with warnings.catch_warnings(record=True) as warned:
@@ -210,3 +213,4 @@ def test_each_rank_gets_its_own_client_state_again(cluster: Cluster, tmp_path: P
     assert state == states[0]
     assert len(said) == 1
     assert "2 ranks" in said[0]
+    assert zckpt.open(f"{path}-late").rank_state(0)["client_state"] == {}

@@ -26,6 +26,7 @@ from states import fragment, same
 from test_write_failures import Engine, everything
 from zckpt.io import life
 from zckpt.io import write as io_write
+from zckpt.io.local_store import LocalStore
 from zckpt.pipelines import write as pipeline
 from zckpt.pipelines.write import write_engine
 from zckpt.state.inventory import Inventory
@@ -301,6 +302,47 @@ def test_client_state_takes_what_stands_for_plain_values(tmp_path: Path) -> None
     engine = Engine()
     with mock.patch.object(engine, "state", {"seen": {1}}.copy), pytest.raises(zckpt.StateError, match="seen: set"):
         zckpt.write(engine, tmp_path / "d")  # an engine's own values come back as they were, or not at all
+
+
+@pytest.mark.usefixtures("engines_of_ours")
+def test_latest_is_prepared_before_the_commit(tmp_path: Path) -> None:
+    zckpt.write(Engine(step=1), tmp_path / "c")
+    before = everything(tmp_path)
+    prepare, commit = LocalStore.prepare, LocalStore.commit
+
+    def refused(name: str, action: Any) -> Any:
+        def act(self: LocalStore, path: str, *others: Any) -> Any:
+            if path == name:
+                raise zckpt.StorageError("refused", file=path)
+            return action(self, path, *others)
+
+        return act
+
+    with mock.patch.object(LocalStore, "prepare", refused("latest", prepare)), pytest.raises(zckpt.StorageError):
+        zckpt.write(Engine(step=2), tmp_path / "c", overwrite=True)
+    assert everything(tmp_path) == before
+    with (
+        mock.patch.object(LocalStore, "commit", refused("latest", commit)),
+        pytest.raises(zckpt.StorageError, match="committed and whole; the file `latest` does not name it"),
+    ):
+        zckpt.write(Engine(step=3), tmp_path / "d")
+    assert zckpt.open(tmp_path).step == 1
+    assert zckpt.open(tmp_path / "d").step == 3
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_ranks_that_differ_in_the_order_of_keys_alone_agree(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(write_in_any_order, 2, str(tmp_path / "c"))
+
+
+def write_in_any_order(path: str) -> None:
+    class Ordered(Half):
+        def state(self) -> dict[str, object]:
+            scalars = {"lr": 0.1, "betas": (0.9, 0.99)}
+            return {"optimizer": scalars if os.environ["RANK"] == "0" else dict(reversed(scalars.items()))}
+
+    with ours():
+        zckpt.write(Ordered(3), path)
 
 
 @pytest.mark.usefixtures("engines_of_ours")

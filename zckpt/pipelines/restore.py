@@ -106,11 +106,13 @@ def restore(
     the others of its param group and its flat, as if its gradients had been zero until now; one that has no others
     there keeps its settings and begins at step 0.
 
+    Gradients of the engine that no optimizer step has used yet are dropped: they belong to the weights that it had.
+
     Everything that can be known without reading tensors is checked before the engine is touched. Raises MismatchError,
     which says how many tensors do not fit and shows some of each kind, in full on one rank; ValueError for a part or
     tree that does not exist; and what ``zckpt.open`` and ``Checkpoint.load`` raise. If one rank fails, every rank
-    raises an error: its own, or a RankError that names the rank. An error after the engine was touched says so in its
-    hint.
+    raises an error: its own, or a RankError that names the rank. A FormatError or StorageError that comes after the
+    engine was touched says so in its hint.
     """
     return restore_engine(
         engine, path, parts=parts, strict=strict, state=state, rng=rng, verify=verify, budget=budget, progress=progress
@@ -282,7 +284,7 @@ def _plan(
     kept = [key for key in differences if key not in filled]
     if not strict and not problems and (kept or unexpected) and ranks.rank == 0:
         warn(
-            f"{checkpoint.path} is restored in part: {summary('tensors are restored', list(sources))}; "
+            f"{checkpoint.path} fits the engine in part: {summary('tensors are restored', list(sources))}; "
             f"{summary('of the engine are kept as they are', kept)}; "
             f"{summary('of the checkpoint are left out', unexpected)}"
         )

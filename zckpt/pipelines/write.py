@@ -6,7 +6,7 @@ import os
 import platform
 import secrets
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -21,6 +21,7 @@ from zckpt.errors import (
     CheckpointExistsError,
     RankError,
     StateError,
+    StorageError,
     warn,
 )
 from zckpt.foreign import deepspeed_files
@@ -47,6 +48,7 @@ from zckpt.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+    from zckpt.io.store import Store
     from zckpt.pipelines.open import StrPath
     from zckpt.plan.layout import ShardPlan
 
@@ -270,7 +272,7 @@ class _Write:
         wait_for_caller(cuda_device_of(self._fragments))
         state = adapter.state()
         self._rank_state = adapter.rank_state()
-        self._scalars: bytes = msgpack.packb(dict(_leaves(state.get("optimizer"), "optimizer")))
+        self._scalars: bytes = msgpack.packb(dict(sorted(_leaves(state.get("optimizer"), "optimizer"))))
         self._buffers = _digests(self._fragments)
         first = self._rank == 0
         packed = b""
@@ -315,8 +317,8 @@ class _Write:
             return b"\1" + self._scalars
         rank_state = self._rank_state
         if any(one.client_state not in (None, facts[0].client_state) for one in facts):
-            if options.each_client_state and options.client_state is not None:
-                rank_state = {**rank_state, "client_state": dict(options.client_state)}
+            if options.each_client_state:  # a rank that has passed none has an empty one of its own
+                rank_state = {**rank_state, "client_state": dict(options.client_state or {})}
             elif not options.each_client_state and rank == 0:
                 warn("the ranks have different client_state: that of rank 0 is written, and all others are not")
         packed_tree = _pack_tree(rank_state, f"rank_state[{rank}]", self._fragments, rank)
@@ -603,8 +605,9 @@ def commit_write(
     """On rank 0, when every rank's files are durable: the index, then the manifest, then the file ``latest`` in the
     directory ``latest_in``, if one is given. At last ``replaced`` is removed, what was there when the write began.
 
-    ``confirm`` raises if this write has lost the right to do so. Whoever has taken it over has removed what was
-    prepared for the commit, or reads what was committed before it removes anything.
+    Both files are written under temporary names first, so that a full disk shows before the commit. ``confirm`` raises
+    if this write has lost the right to commit. Whoever has taken that right over has removed the temporary manifest, or
+    reads the committed one before it removes anything.
     """
     store = open_store(target)
     written = manifest_format.decode(manifest)
@@ -616,16 +619,29 @@ def commit_write(
                 raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=path)
     store.put(names.index_path(save_id), index)
     store.sync_names(names.data_dir(save_id))
-    prepared = store.prepare(names.MANIFEST, manifest, names.prepared_digits(save_id))
-    try:
+    with ExitStack() as temporary:
+
+        def prepare(where: Store, path: str, data: bytes, digits: str = "") -> str:
+            prepared = where.prepare(path, data, digits)
+            temporary.callback(where.remove, prepared)  # after its commit there is nothing left to remove
+            return prepared
+
+        prepared = prepare(store, names.MANIFEST, manifest, names.prepared_digits(save_id))
+        if latest_in is not None:
+            run, named = open_store(latest_in), names.encode_latest(os.path.relpath(target, latest_in))
+            prepared_latest = prepare(run, names.LATEST, named)
         confirm()
-        store.commit(names.MANIFEST, prepared)
-    except BaseException:
-        store.remove(prepared)
-        confirm()  # the reason why it is gone
-        raise
-    confirm()  # whoever has taken over since may need what this write would remove
-    if latest_in is not None:
-        open_store(latest_in).replace(names.LATEST, names.encode_latest(os.path.relpath(target, latest_in)))
+        try:
+            store.commit(names.MANIFEST, prepared)
+        except BaseException:
+            confirm()  # the reason why it is gone
+            raise
+        confirm()  # whoever has taken over since may need what this write would remove
+        if latest_in is not None:
+            try:
+                run.commit(names.LATEST, prepared_latest)
+            except StorageError as error:
+                error.hint = f"{target} is committed and whole; the file `latest` does not name it yet"
+                raise
     for name in replaced:
         store.remove(name)
