@@ -52,8 +52,10 @@ def save_and_load_in_attached_engines(directory: str) -> None:
     assert ours["head.weight"] is ours["embed.weight"]
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(directory, f"{directory}-{engine.global_rank}")
     with pytest.raises(zckpt.UnsupportedError, match="get_optim_files"):
-        zero_to_fp32.get_optim_files(f"{directory}/global_step2")
-    assert len(zero_to_fp32.get_optim_files(f"{directory}-theirs/global_step2")) == 2
+        zero_to_fp32.get_optim_files(checkpoint_dir=f"{directory}/global_step2")
+    theirs_at = f"{directory}-theirs/global_step2"
+    assert len(zero_to_fp32.get_optim_files(theirs_at)) == 2
+    assert os.path.isfile(zero_to_fp32.get_model_state_file(checkpoint_dir=theirs_at, zero_stage=3))
 
 
 def test_every_engine_made_after_attach_all_is_attached(cluster: Cluster, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import zckpt
 from models import make_engine, train
-from runs import held, settings
+from runs import assert_same, held, settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -123,6 +123,25 @@ def test_a_failure_at_any_point_is_every_ranks(cluster: Cluster, tmp_path: Path,
     wrapper = {"0": "stage0", "1": "zero12", "2": "zero12", "3": "zero3"}[setup[0]]
     assert any(wrapper in point for point in points)
     assert len(points) > 8
+
+
+def restore_two(path: str) -> str:
+    engine = make_engine()
+    train(engine, 1)
+    for name in ("a", "b"):
+        zckpt.write(engine, f"{path}/{name}")
+    train(engine, 1)
+    before = held(engine)
+    seen = f"{path}/{'ab'[engine.global_rank]}"
+    with mock.patch("zckpt.pipelines.restore.find", return_value=seen), pytest.raises(zckpt.RankError) as caught:
+        zckpt.restore(engine, path)
+    assert_same(held(engine), before)
+    return str(caught.value)
+
+
+def test_ranks_that_see_two_checkpoints_at_one_path(cluster: Cluster, tmp_path: Path) -> None:
+    for message in cluster.run(restore_two, 2, str(tmp_path), timeout=60):
+        assert "different checkpoints" in message
 
 
 def restore_damaged(path: str) -> list[tuple[str, int | None, str]]:

@@ -13,7 +13,7 @@ from states import write_state
 from zckpt.cli import main
 from zckpt.errors import CheckpointNotFoundError, FormatError, UnfinishedWriteError
 from zckpt.pipelines import runs
-from zckpt.pipelines.open import whole_neighbours
+from zckpt.pipelines.runs import whole_neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,10 +169,25 @@ def test_an_unfinished_write_names_the_whole_ones(tmp_path: Path) -> None:
     assert said(tmp_path / "s2", UnfinishedWriteError).endswith("the run has no other checkpoint that is whole")
 
 
+def test_a_tensor_of_the_caller_s_is_not_said_to_be_unchanged(tmp_path: Path) -> None:
+    write(tmp_path, "s1", "s2")
+    next((tmp_path / "s2").rglob("digests.bin")).unlink()
+    checkpoint = zckpt.open(tmp_path / "s2")
+    out = {key: torch.zeros(info.shape, dtype=info.dtype) for key, info in checkpoint.items()}
+    with pytest.raises(FormatError) as caught:
+        checkpoint.load(out=out)
+    assert "the tensors in `out` have undefined values; nothing else was changed; of the run's" in str(caught.value)
+
+
 def test_repair_of_a_run_lists_its_checkpoints(tmp_path: Path) -> None:
     write(tmp_path, "s1", "s2", latest=True)
     (tmp_path / "s1" / "manifest.msgpack").unlink()
-    with pytest.raises(CheckpointNotFoundError, match="newest first: s2; without a manifest: s1"):
+    with pytest.raises(CheckpointNotFoundError, match=r"newest first: s2; these have no manifest, .*repair.*: s1"):
         zckpt.repair(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint is here"):
         zckpt.repair(tmp_path / "nothing")
+    (tmp_path / "s2" / "manifest.msgpack").unlink()
+    (tmp_path / "latest").unlink()
+    text = said(tmp_path)
+    assert text.endswith("these have no manifest, which zckpt.repair may be able to rebuild: s1, s2")
+    assert "give one" not in text

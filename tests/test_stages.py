@@ -25,7 +25,7 @@ from runs import (
     write_and_go_on,
 )
 from zckpt.engines.deepspeed import replicas
-from zckpt.engines.deepspeed.group import group_of
+from zckpt.engines.deepspeed.group import rank_group_of
 from zckpt.pipelines import restore as pipeline
 
 if TYPE_CHECKING:
@@ -273,6 +273,22 @@ def drop_gradients(directory: str, setups: list[dict[str, Any]]) -> None:
     for n, setup in enumerate(setups):
         config = {**setup.get("config", {}), "gradient_accumulation_steps": 2}
         drop_gradients_of(make_engine(**{**setup, "config": config}), f"{directory}/{n}")
+    drop_the_gradient_of_an_idle_layer(f"{directory}/idle")
+
+
+def drop_the_gradient_of_an_idle_layer(path: str) -> None:
+    """ZeRO-3 goes on to use the last gradient of a layer that is not in use any more."""
+    engine = make_engine(stage=3)
+    train(engine, 1)
+    zckpt.write(engine, path)
+    before = held(engine)
+    train(engine, 1)
+    zckpt.restore(engine, path)
+    engine.module.layers[2].forward = lambda x: x
+    train(engine, 1)
+    for place, now in held(engine).items():
+        if place[0] == "exp_avg/layers.2.weight":
+            torch.testing.assert_close(now, 0.9 * before[place])
 
 
 def drop_gradients_of(engine: Any, path: str) -> None:
@@ -312,7 +328,7 @@ def test_gradients_that_no_step_has_used_are_dropped_if_told_so(cluster: Cluster
 def gather_shares(room: int) -> None:
     """In buffers smaller than a tensor, than an element, than everything together."""
     replicas.GATHER_BYTES = room
-    group = group_of(None)
+    group = rank_group_of(None)
     sizes = [(), (1,), (5, 7), (2,), (0, 3), (64,), (3, 3)]
     dtypes = [torch.bfloat16, torch.float32, torch.int64]
     whole = [torch.arange(n, n + torch.Size(size).numel()).reshape(size) for n, size in enumerate(sizes)]

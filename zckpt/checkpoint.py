@@ -59,14 +59,22 @@ class Checkpoint(Mapping[str, TensorInfo]):
     Nothing but the manifest is read until it is asked for.
     """
 
-    def __init__(self, path: str, manifest: Manifest, reader: Reader, budget: Budget | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        manifest: Manifest,
+        reader: Reader,
+        budget: Budget | None = None,
+        advised: Callable[..., AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.path = path
         self.manifest = manifest
         self.reader = reader
         self.budget = budget or Budget.from_environment()
         self.contents = Contents(manifest, reader)
-        self.advised: Callable[[], AbstractContextManager[None]] = nullcontext
-        """In which errors are raised that leave the library: it may add to their hints."""
+        self._advised = advised
+        """Makes a context manager that may add to the hint of an error which leaves it. Its argument says what an error
+        leaves behind; without it, an error leaves everything unchanged."""
 
     # What it holds
 
@@ -126,7 +134,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     @cached_property
     def state(self) -> Any:
         """The tree of non-tensor state that all ranks share; tensors inside it are on the CPU."""
-        with self.advised():
+        with self._advised():
             return self._tree(self.manifest.state, names.MANIFEST)
 
     def rank_state(self, rank: int, *, lazy: bool = False) -> Any:
@@ -134,7 +142,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         ``lazy``: for each tensor and array, a function without arguments that reads it.
         """
-        with self.advised():
+        with self._advised():
             return self._rank_state(rank, lazy)
 
     def _rank_state(self, rank: int, lazy: bool) -> Any:
@@ -207,7 +215,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
                 return self._given(info, given[key])
             return self._empty(info, info.shape, device, wanted)
 
-        with self.advised(), reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
+        left = ["the tensors in `out` have undefined values; nothing else was changed"] if given else []
+        nbytes = sum(info.nbytes for info in infos.values())
+        with self._advised(*left), reported(progress, "load", nbytes) as advance:
             return self._load(infos, target_of, verify, advance)
 
     def iter(
@@ -222,7 +232,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """Like ``load``, one ``(key, tensor)`` at a time: only one is in memory, unless the caller keeps more."""
         infos = {key: self[key] for key in self._select(keys)}
         wanted = dtype_of(dtype)
-        with self.advised(), reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
+        with self._advised(), reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
             for key, info in infos.items():
                 yield key, self._one(info, device, wanted, verify, advance)
 
@@ -241,7 +251,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         info = self[key]
         shape, spans = slice_spans(info.shape, index if isinstance(index, tuple) else (index,))
-        with self.advised():
+        with self._advised():
             self.contents.check_sizes([info])
             target = self._empty(info, shape, device, dtype_of(dtype))
             self.read([Want(info, spans, target)], verify=verify)
@@ -253,7 +263,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``."""
         wants: dict[tuple[str, int, int], Want] = {}
         infos = {key: self[key] for key in self._select(keys)}
-        with self.advised():
+        with self._advised():
             own = {key: [one for one in self.contents.pieces(info) if one.rank == rank] for key, info in infos.items()}
             copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in own[key]}
             self.contents.check_copies(list(copies.values()), [copy for _, copy in copies])
@@ -287,7 +297,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         def target_of(name: str, info: TensorInfo) -> torch.Tensor:
             return self._empty(info, info.shape, device, casts[name])
 
-        with self.advised(), reported(progress, "load", sum(info.nbytes for info in sources.values())) as advance:
+        with self._advised(), reported(progress, "load", sum(info.nbytes for info in sources.values())) as advance:
             targets = self._load(sources, target_of, verify, advance)
         return targets | {alias: targets[name] for alias, name in self.aliases.items() if name in targets}
 

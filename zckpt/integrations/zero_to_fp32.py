@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 from dataclasses import dataclass, field
@@ -145,15 +146,18 @@ def teach_deepspeed() -> None:
 
 
 def _refusing(stock: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
     @functools.wraps(stock)
-    def refuse(checkpoint_dir: StrPath, *args: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        checkpoint_dir, *_ = signature.bind(*args, **kwargs).arguments.values()
         if is_zckpts(checkpoint_dir):
             raise zckpt.UnsupportedError(
                 f"{os.fspath(checkpoint_dir)} is a zckpt checkpoint, without the files that {stock.__name__} looks for",
                 hint="zckpt.get_fp32_state_dict_from_zero_checkpoint(directory) returns the weights, "
                 'zckpt.open(directory).state["client_state"] what was saved beside them',
             )
-        return stock(checkpoint_dir, *args)
+        return stock(*args, **kwargs)
 
     return refuse
 

@@ -67,8 +67,6 @@ def _ancestors(root: Path, kind: str, controller: str, path: str, version: _Vers
         # In a container, the hierarchy may begin at the container's own group, whose name outside `path` has then.
         below = os.path.relpath(path, mounted) if _is_below(path, mounted) else "."
         group = top / below
-        if not group.is_dir():
-            group = top
         while True:
             yield group, version
             if group == top or not _is_hierarchical(group.parent):

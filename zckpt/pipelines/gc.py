@@ -18,7 +18,7 @@ from zckpt.format import names
 from zckpt.io.lock import DEAD_SECONDS, WriteLock, is_alive, is_lock, read_lock
 from zckpt.io.store import open_store
 from zckpt.pipelines.open import StrPath, open_checkpoint
-from zckpt.pipelines.runs import directories, is_begun, is_leftover, is_of_trainer, read_latest
+from zckpt.pipelines.runs import directories, entries_of, is_begun, is_leftover, is_of_trainer, read_latest
 from zckpt.pipelines.salvage import is_complete
 
 if TYPE_CHECKING:
@@ -125,13 +125,13 @@ def leftovers(path: str) -> list[str]:
         pass
     except ZckptError:  # it may name any of them
         return []
-    return [name for name in _entries(open_store(path)) if is_leftover(name) and name != named]
+    return [name for name in entries_of(path) if is_leftover(name) and name != named]
 
 
 def run_leftovers(path: str) -> list[str]:
     """The same of a run, which has no lock: a commit needs its file for an instant, that of a dead writer grows old."""
     run = open_store(path)
-    found = [name for name in _entries(run) if names.is_temporary(name, names.LATEST)]
+    found = [name for name in entries_of(path) if names.is_temporary(name, names.LATEST)]
     changed_at = {name: run.changed_at(name) for name in found}
     now = run.now() if found else 0.0
     return [name for name, at in changed_at.items() if at is not None and now - at > DEAD_SECONDS]
@@ -179,15 +179,7 @@ def remove_run_leftovers(path: str) -> None:
 def prepared_manifests(path: str) -> list[str]:
     """Of writers that died, or were taken for dead. Once these are gone, none of them can commit any more, so that what
     ``leftovers`` finds then is not named by a manifest that comes later."""
-    return [name for name in _entries(open_store(path)) if names.is_temporary(name, names.MANIFEST)]
-
-
-def _entries(store: Store) -> list[str]:
-    """None where they cannot be listed: what cannot be cleaned up stays."""
-    try:
-        return sorted(store.entries() or ())
-    except StorageError:
-        return []
+    return [name for name in entries_of(path) if names.is_temporary(name, names.MANIFEST)]
 
 
 def _unwanted(root: str, checkpoints: Sequence[str], keep: int) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,21 +20,22 @@ from zckpt.format import names
 from zckpt.io.store import open_store
 from zckpt.pipelines.runs import (
     DEEPSPEED_HINT,
+    NOTHING_CHANGED,
     has_manifest,
     not_a_checkpoint,
     read_latest,
     read_manifest,
     what_is_here,
     what_is_whole,
-    whole_neighbours,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from zckpt.io.budget import Budget
 
-__all__ = ["StrPath", "find", "open", "open_checkpoint", "whole_neighbours"]
+__all__ = ["StrPath", "find", "open", "open_checkpoint"]
 
 StrPath = str | os.PathLike[str]
 
@@ -51,18 +52,18 @@ def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa:
     """
     found = find(os.fspath(path))
     with advised(found):
-        checkpoint = open_checkpoint(found, budget)
-    checkpoint.advised = partial(advised, found)
-    return checkpoint
+        return open_checkpoint(found, budget, partial(advised, found))
 
 
-def open_checkpoint(path: str, budget: Budget | None = None) -> Checkpoint:
-    """The checkpoint in exactly this directory."""
+def open_checkpoint(
+    path: str, budget: Budget | None = None, advised: Callable[..., AbstractContextManager[None]] = nullcontext
+) -> Checkpoint:
+    """The checkpoint in exactly this directory. ``advised`` adds to the hints of its errors."""
     store = open_store(path)
     if not store.exists(names.MANIFEST):
         raise CheckpointNotFoundError("there is no manifest", file=path)
     reader = store.reader()
-    return Checkpoint(path, read_manifest(path, reader), reader, budget)
+    return Checkpoint(path, read_manifest(path, reader), reader, budget, advised)
 
 
 def find(path: str) -> str:
@@ -94,20 +95,20 @@ def find(path: str) -> str:
         raise UnfinishedWriteError(
             "a write was begun here and never committed, or the manifest was lost",
             file=path,
-            hint=f"if the manifest was lost, zckpt.repair may rebuild it; {what_is_whole(path)}",
+            hint=f"if the manifest was lost, zckpt.repair may rebuild it; {NOTHING_CHANGED}; {what_is_whole(path)}",
         )
     raise not_a_checkpoint(path, entries, "there is no manifest, and no `latest`")
 
 
 @contextmanager
-def advised(path: str) -> Iterator[None]:
-    """Adds to an error which says that something of the checkpoint at ``path`` is damaged or missing a hint at what is
-    whole."""
+def advised(path: str, left: str = NOTHING_CHANGED) -> Iterator[None]:
+    """If an error says that something of the checkpoint at ``path`` is damaged or missing, adds to its hint what the
+    error leaves behind (``left``) and which other checkpoints of the run are whole."""
     try:
         yield
     except (VersionError, FeatureError):
-        raise  # it may be whole: only this reader does not know
+        raise  # the checkpoint may be whole; this reader cannot tell
     except FormatError as error:
-        advice = what_is_whole(path)
+        advice = f"{left}; {what_is_whole(path)}"
         error.hint = f"{error.hint}; {advice}" if error.hint else advice
         raise

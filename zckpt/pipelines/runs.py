@@ -35,6 +35,7 @@ WHOLE_MAX = 3
 _TRAINER = re.compile(r"checkpoint-[0-9]+", re.ASCII)
 """The name of a directory in the output directory of Hugging Face's Trainer; it is a run of one checkpoint."""
 
+NOTHING_CHANGED = "nothing was changed"
 DEEPSPEED_HINT = (
     "zckpt.attach(engine) makes engine.load_checkpoint load it; to convert it, load it into an engine that way, and "
     "write that with zckpt.write(engine)"
@@ -79,7 +80,7 @@ def directories(run: str) -> Iterator[tuple[str, list[str]]]:
     is what lies in a checkpoint, in another run (it has a ``latest`` of its own) or behind a link, and what cannot be
     listed.
     """
-    yield from _below(run, "", DEPTH_MAX, names.LATEST in _entries(run))
+    yield from _below(run, "", DEPTH_MAX, names.LATEST in entries_of(run))
 
 
 def _below(run: str, above: str, depth: int, nested: bool) -> Iterator[tuple[str, list[str]]]:
@@ -89,7 +90,7 @@ def _below(run: str, above: str, depth: int, nested: bool) -> Iterator[tuple[str
         return
     for name in found:
         path = os.path.join(above, name)
-        entries = _entries(os.path.join(run, path))
+        entries = entries_of(os.path.join(run, path))
         yield path, entries
         of_trainer = is_of_trainer(path)
         is_run = names.LATEST in entries and not of_trainer
@@ -97,7 +98,8 @@ def _below(run: str, above: str, depth: int, nested: bool) -> Iterator[tuple[str
             yield from _below(run, path, depth - 1, nested)
 
 
-def _entries(path: str) -> list[str]:
+def entries_of(path: str) -> list[str]:
+    """The entries of a directory, sorted; an empty list if they cannot be read, so that nothing there is removed."""
     try:
         return sorted(open_store(path).entries() or ())
     except StorageError:
@@ -190,8 +192,8 @@ def what_is_whole(path: str) -> str:
     """A sentence for the hint of an error about the checkpoint at ``path``: which others are whole."""
     found = whole_neighbours(path)
     if not found:
-        return "nothing was changed; the run has no other checkpoint that is whole"
-    return f"nothing was changed; of the run's other checkpoints these are whole, newest first: {', '.join(found)}"
+        return "the run has no other checkpoint that is whole"
+    return f"of the run's other checkpoints these are whole, newest first: {', '.join(found)}"
 
 
 def not_a_checkpoint(path: str, entries: Sequence[str], message: str) -> CheckpointNotFoundError:
@@ -205,13 +207,14 @@ def not_a_checkpoint(path: str, entries: Sequence[str], message: str) -> Checkpo
 def what_is_here(run: str) -> str:
     """A sentence for the hint of an error: which checkpoints a directory has, and what to do."""
     found = list(islice(directories(run), DIRECTORIES_MAX))
+    committed = [os.path.relpath(path, run) for path in _newest_first(run)]
+    others = [name for name, entries in found if is_begun(entries) and names.MANIFEST not in entries]
     told = [
-        ("newest first: ", [os.path.relpath(path, run) for path in _newest_first(run)]),
-        ("without a manifest: ", [name for name, has in found if is_begun(has) and names.MANIFEST not in has]),
+        ("give one of the checkpoints that are here, newest first: ", committed),
+        ("these have no manifest, which zckpt.repair may be able to rebuild: ", others),
     ]
-    if any(which for _, which in told):
-        listed = "; ".join(what + _listed(which) for what, which in told if which)
-        return f"give one of the checkpoints that are here, {listed}"
+    if committed or others:
+        return "; ".join(what + _listed(which) for what, which in told if which)
     foreign = [name for name, entries in found if deepspeed_files(entries)]
     if foreign:
         return f"the checkpoints here are in DeepSpeed's own format: {_listed(foreign)}; {DEEPSPEED_HINT}"

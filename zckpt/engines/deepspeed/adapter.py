@@ -14,7 +14,7 @@ import torch
 from zckpt.engines import rng
 from zckpt.engines.deepspeed import cpu_adam, optimizer, refuse, scaler
 from zckpt.engines.deepspeed.flats import moments
-from zckpt.engines.deepspeed.group import RankGroup, group_of
+from zckpt.engines.deepspeed.group import RankGroup, rank_group_of
 from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers, set_in_place, unwrapped
@@ -274,7 +274,7 @@ class DeepSpeedAdapter:
 
     @cached_property
     def _group(self) -> RankGroup:
-        return group_of(self._engine)
+        return rank_group_of(self._engine)
 
     @cached_property
     def _parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:

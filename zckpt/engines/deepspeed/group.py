@@ -24,7 +24,7 @@ class RankGroup:
         return len(self.ranks)
 
 
-def group_of(engine: Any) -> RankGroup:
+def rank_group_of(engine: Any) -> RankGroup:
     """The group of a DeepSpeed engine."""
     handle = process_group(engine)
     return RankGroup(handle, dist.get_rank(handle), ranks_of(handle))

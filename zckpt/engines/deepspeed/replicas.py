@@ -12,46 +12,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines.deepspeed.flats import Slot
+from zckpt.engines.deepspeed.kind import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from zckpt.engines.deepspeed.flats import Flat
     from zckpt.engines.deepspeed.group import RankGroup
 
 GATHER_BYTES = 32 << 20
 """What one all-gather returns at most: the memory that ``gather`` needs."""
 
 
-class Replicated:
+class Replicated(Kind):
     """What such wrappers have in common, and all that there is without an optimizer; ``wrapper.Wrapper`` says what each
     member is for."""
 
-    flats: tuple[Flat, ...] = ()
-
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
-        self._wrapper = wrapper
-        self._group = group
-        self._parameters = parameters
+        super().__init__(wrapper, parameters, group)
         self._gather: Callable[[], None] = lambda: None
         """Makes the replicas whole; made by ``after_fill``, for ``after_restore``."""
 
     @classmethod
     def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
         yield from unsupported(parameters)
-
-    @classmethod
-    def has_gradients(cls, wrapper: Any) -> bool:
-        return False
-
-    @staticmethod
-    def changes_only_in_step(wrapper: Any) -> bool:
-        return True
-
-    @property
-    def optimizer(self) -> Any:
-        return None
 
     def tier(self, part: str) -> str:
         return "device"
@@ -61,17 +45,8 @@ class Replicated:
         start, stop = share(parameter.numel(), self._group)
         return Slot(name, tuple(parameter.shape), start, stop, 0), parameter.detach().view(-1)[start:stop]
 
-    def settle(self) -> None:
-        pass
-
-    def after_write(self) -> None:
-        pass
-
     def before_restore(self) -> None:
         pass
-
-    def flat_in_memory(self, flat: Flat) -> AbstractContextManager[Flat]:
-        return nullcontext(flat)
 
     def weight_in_memory(self, name: str) -> AbstractContextManager[torch.Tensor]:
         return nullcontext(self.weight(name)[1])

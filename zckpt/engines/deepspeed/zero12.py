@@ -101,11 +101,6 @@ class Zero12(replicas.Replicated):
         if self._moved:
             wrapper.offload_states(include=self._moved, pin_memory=self._pinned)
 
-    @property
-    def _offloaded_states(self) -> frozenset[Any]:
-        """What offload_states() has moved, as members of DeepSpeed's OffloadStateTypeEnum."""
-        return frozenset(getattr(self._wrapper, "offloaded_states", ()))
-
     def _drop_gradients(self) -> None:
         wrapper = self._wrapper
         wrapper.zero_grad()
@@ -113,9 +108,7 @@ class Zero12(replicas.Replicated):
         wrapper.averaged_gradients.clear()  # in place: the parameters' _hp_mapping holds it too
         getattr(wrapper, "all_grad_tensors", {}).clear()  # since DeepSpeed 0.17
         wrapper._offload_accumulated_param_ids = set()
-        for flat in self.flats:
-            if flat.master.grad is not None:  # with offload, the buffer for the next step's
-                flat.master.grad.zero_()
+        self._zero_master_gradients()
 
     def _flats(self) -> tuple[Flat, ...]:
         rank = self._group.rank

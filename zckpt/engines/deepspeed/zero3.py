@@ -8,7 +8,7 @@ are one flat; the weights in the compute dtype are ``ds_tensor`` of each paramet
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -16,28 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.engines.deepspeed.flats import Flat, Slot, foreign, part_of
 from zckpt.engines.deepspeed.group import ranks_of
+from zckpt.engines.deepspeed.kind import Kind
 from zckpt.engines.deepspeed.nvme import OptimizerFiles, ParameterFiles
 from zckpt.engines.deepspeed.zero12 import uses_muon
 from zckpt.state.inventory import MASTER, PARAM, FileSpan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
     import torch
 
     from zckpt.engines.deepspeed.group import RankGroup
 
 
-class Partitioned:
+class Partitioned(Kind):
     """Weights alone, without an optimizer; ``wrapper.Wrapper`` says what each member is for."""
-
-    flats: tuple[Flat, ...] = ()
-
-    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
-        self._wrapper = wrapper
-        self._rank = group.rank
-        self._parameters: Mapping[str, Any] = parameters
 
     @classmethod
     def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
@@ -52,18 +45,6 @@ class Partitioned:
             if ranks != group.ranks:
                 yield f"a partition group other than the engine's ranks in order: {name} lies on ranks {list(ranks)}"
                 return
-
-    @classmethod
-    def has_gradients(cls, wrapper: Any) -> bool:
-        return False
-
-    @staticmethod
-    def changes_only_in_step(wrapper: Any) -> bool:
-        return True
-
-    @property
-    def optimizer(self) -> Any:
-        return None
 
     def tier(self, part: str) -> str:
         return "device" if self._wrapper.offload_device is None else "host"
@@ -80,16 +61,10 @@ class Partitioned:
         for parameter in self._parameters.values():
             ParameterFiles.settle(parameter)
 
-    def after_write(self) -> None:
-        pass
-
     def before_restore(self) -> None:
         # Gives up every gathered parameter, so that only partitions hold weights.
         self._wrapper.empty_partition_cache()
         self.settle()
-
-    def flat_in_memory(self, flat: Flat) -> AbstractContextManager[Flat]:
-        return nullcontext(flat)
 
     @contextmanager
     def weight_in_memory(self, name: str) -> Iterator[torch.Tensor]:
@@ -111,7 +86,7 @@ class Partitioned:
     def _slot(self, name: str, offset: int) -> Slot:
         parameter = self._parameters[name]
         length = parameter.partition_numel()
-        start = min(self._rank * length, parameter.ds_numel)
+        start = min(self._group.rank * length, parameter.ds_numel)
         stop = min(start + length, parameter.ds_numel)
         return Slot(name, tuple(parameter.ds_shape), start, stop, offset)
 
@@ -193,15 +168,9 @@ class Zero3(Partitioned):
         wrapper.zero_grad()  # also puts micro_step_id back to 0
         wrapper.averaged_gradients = {}
         wrapper._offload_boundary_param_ids = set()
+        # A step also uses the gradients of parameters that no backward has reached: they lie here still.
         wrapper.grad_partitions_flat_buffer.zero_()
-        for flat in self.flats:
-            if flat.master.grad is not None:  # with offload, the buffer for the next step's
-                flat.master.grad.zero_()
-
-    @property
-    def _offloaded_states(self) -> frozenset[Any]:
-        """What offload_states() has moved, as members of DeepSpeed's OffloadStateTypeEnum."""
-        return frozenset(getattr(self._wrapper, "offloaded_states", ()))
+        self._zero_master_gradients()
 
     @property
     def _weights_moved(self) -> bool:

@@ -1,0 +1,58 @@
+"""What the kinds of wrapper have in common; it is all that most of them need where there is no optimizer."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from zckpt.engines.deepspeed.flats import Flat
+    from zckpt.engines.deepspeed.group import RankGroup
+
+
+class Kind:
+    """``wrapper.Wrapper`` says what each member is for."""
+
+    flats: tuple[Flat, ...] = ()
+
+    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
+        self._wrapper = wrapper
+        self._parameters: Mapping[str, Any] = parameters
+        self._group = group
+
+    @classmethod
+    def has_gradients(cls, wrapper: Any) -> bool:
+        return False
+
+    @staticmethod
+    def changes_only_in_step(wrapper: Any) -> bool:
+        return True
+
+    @property
+    def optimizer(self) -> Any:
+        return None
+
+    def settle(self) -> None:
+        pass
+
+    def after_write(self) -> None:
+        pass
+
+    def flat_in_memory(self, flat: Flat) -> AbstractContextManager[Flat]:
+        return nullcontext(flat)
+
+    @property
+    def _offloaded_states(self) -> frozenset[Any]:
+        """What offload_states() has moved, as members of DeepSpeed's OffloadStateTypeEnum."""
+        return frozenset(getattr(self._wrapper, "offloaded_states", ()))
+
+    def _zero_master_gradients(self) -> None:
+        """With an offloaded optimizer, the gradient of a master is the buffer for the gradients of the next step."""
+        for flat in self.flats:
+            if flat.master.grad is not None:
+                flat.master.grad.zero_()
