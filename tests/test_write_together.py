@@ -331,6 +331,38 @@ def test_latest_is_prepared_before_the_commit(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def differ(path: str) -> list[str]:
+    rank = int(os.environ["RANK"])
+    found = []
+    with ours():
+        for options in (
+            {"parts": ["master"] if rank else None},
+            {"exclude": ["exp_avg"] if rank else ()},
+            {"background": bool(rank)},
+        ):
+            with pytest.raises(zckpt.RankError) as refused:
+                zckpt.write(Half(3), f"{path}/c", **options)
+            found.append(str(refused.value))
+            assert os.listdir(path) == []
+        for given in ({"parts": ["exp_avg", "master"]}, {"parts": {"master", "exp_avg"}}):
+            zckpt.write(Half(3), f"{path}/c", overwrite=True, **(given if rank else {"parts": ("master", "exp_avg")}))
+    engine = make_engine()
+    train(engine, 1)
+    with pytest.raises(zckpt.RankError, match="different parts arguments"):
+        zckpt.restore(engine, f"{path}/c", parts=["master"] if rank else None)
+    with pytest.raises(zckpt.RankError, match="different strict arguments"):
+        zckpt.restore(engine, f"{path}/c", strict=not rank)
+    return found
+
+
+def test_arguments_that_differ_by_rank_are_refused_before_a_byte_is_written(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for messages in cluster.run(differ, 2, str(tmp_path / "run")):
+        assert "different parts arguments: None on rank 0, ['master'] on rank 1" in messages[0]
+        assert "different exclude arguments: [] on rank 0, ['exp_avg'] on rank 1" in messages[1]
+        assert "different background arguments: False on rank 0, True on rank 1" in messages[2]
+
+
 def test_ranks_that_differ_in_the_order_of_keys_alone_agree(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(write_in_any_order, 2, str(tmp_path / "c"))
 

@@ -247,10 +247,27 @@ class Ranks:
         return value
 
 
-def check_equal(values: Sequence[str], what: str) -> None:
+def check_equal(values: Sequence[object], what: str) -> None:
     """Raises RankError unless the values of all ranks are the same."""
     for rank, other in enumerate(values):
         if other != values[0]:
             raise RankError(
                 f"the ranks have different {what}: {values[0]!r} on rank 0, {other!r} on rank {rank}", rank=rank
             )
+
+
+def pack_arguments(**arguments: object) -> bytes:
+    """The arguments of a call, for ``check_arguments``: plain values, and collections of names in any order."""
+    plain = {
+        name: value if value is None or isinstance(value, (str, bool)) else sorted(value)  # type: ignore[call-overload]
+        for name, value in arguments.items()
+    }
+    packed: bytes = msgpack.packb(plain, unicode_errors="surrogateescape")  # a path may have bytes that are not UTF-8
+    return packed
+
+
+def check_arguments(packed: Sequence[bytes]) -> None:
+    """Raises RankError, which names the argument, unless all ranks have called with the same arguments."""
+    calls = [msgpack.unpackb(one, unicode_errors="surrogateescape") for one in packed]
+    for name in calls[0]:
+        check_equal([call[name] for call in calls], f"{name} arguments" if name != "path" else "paths")

@@ -20,7 +20,7 @@ from zckpt.errors import (
     warn,
 )
 from zckpt.format.rules import broken
-from zckpt.io.ranks import Ranks, check_equal
+from zckpt.io.ranks import Ranks, check_arguments, pack_arguments
 from zckpt.pipelines.mismatch import (
     DTYPE,
     MISSING,
@@ -138,14 +138,16 @@ def restore_engine(
     ranks = Ranks(group_of(engine), call="zckpt.restore")
     plans: list[_RestorePlan] = []
 
+    def arguments() -> bytes:
+        return pack_arguments(path=os.path.abspath(os.fspath(path)), parts=parts, strict=strict, state=state, rng=rng)
+
     def prepare() -> bytes:
         plans.append(_plan_restore(engine, path, ranks, parts, strict, state, rng, budget, own_client_state))
         return "\n".join(plans[0].problems).encode()
 
     # Every step of a chain of `share` runs on all ranks, with nothing that can fail between two of them.
     with ranks.undivided():
-        paths = ranks.share(lambda: os.fsencode(os.path.abspath(path)), "prepare the restore")
-        check_equal([os.fsdecode(one) for one in paths], "paths")
+        check_arguments(ranks.share(arguments, "prepare the restore"))
         problems = [said.decode() for said in ranks.share(prepare, "prepare the restore")]
         (plan,) = plans
         if any(problems):

@@ -33,7 +33,7 @@ from zckpt.io.budget import Budget
 from zckpt.io.lock import WriteLock
 from zckpt.io.memory import host_bytes, wait_for_caller
 from zckpt.io.pipeline import Snapshot
-from zckpt.io.ranks import Ranks, check_equal
+from zckpt.io.ranks import Ranks, check_arguments, pack_arguments
 from zckpt.io.store import open_store
 from zckpt.io.write import cuda_device_of, write_shards
 from zckpt.pipelines.gc import clear_for_write, leftovers, remove_run_leftovers
@@ -186,7 +186,6 @@ def write_engine(
     wait()
     group = group_of(engine)
     ranks = Ranks(group, call="zckpt.write")
-    others = Ranks(group, background=True, call="zckpt.write") if background else ranks
     options = _Options(
         parts, exclude, client_state, overwrite, latest, budget, progress, pending_gradients, background, snapshot,
         snapshot_bytes, run, each_client_state, replace_foreign,
@@ -195,6 +194,8 @@ def write_engine(
     with ranks.undivided():
         facts = ranks.share(write.prepare, "prepare the write")
         plans = ranks.share(lambda: write.plan(facts), "plan the write")
+        # The ranks have agreed that all of them write in the background, or none.
+        others = Ranks(group, background=True, call="zckpt.write") if background else ranks
         try:
             ranks.share(lambda: write.begin(plans), "begin the write")
             if background:
@@ -231,6 +232,13 @@ class _Options:
     @property
     def lazy(self) -> bool:
         return self.background and self.snapshot == "lazy"
+
+    def shared(self, path: str) -> bytes:
+        """The arguments that have to be the same on every rank."""
+        return pack_arguments(
+            path=path, parts=self.parts, exclude=self.exclude, overwrite=self.overwrite, latest=self.latest,
+            pending_gradients=self.pending_gradients, background=self.background, snapshot=self.snapshot,
+        )  # fmt: skip
 
 
 class _Write:
@@ -289,8 +297,8 @@ class _Write:
         }
         self._about = catalog.About(adapter.step, BLOCK_BYTES, inventory.aliases, packed, writer)
         facts = _Facts(
-            self.target, digest(self._scalars), self._client_digest(), boot_id(), self._buffers if first else {},
-            self._lock.save_id if first else "",
+            options.shared(self.target), digest(self._scalars), self._client_digest(), boot_id(),
+            self._buffers if first else {}, self._lock.save_id if first else "",
         )  # fmt: skip
         packed_facts: bytes = msgpack.packb(facts)
         return packed_facts
@@ -312,7 +320,7 @@ class _Write:
         """The files of this rank, once the ranks agree; or what of the optimizer they do not agree about."""
         options, rank = self._options, self._rank
         facts = [_Facts(*msgpack.unpackb(one)) for one in packed]
-        check_equal([one.target for one in facts], "paths")
+        check_arguments([one.arguments for one in facts])
         if any(one.scalars != facts[0].scalars for one in facts):
             return b"\1" + self._scalars
         rank_state = self._rank_state
@@ -409,7 +417,8 @@ class _Write:
 class _Facts(NamedTuple):
     """What a rank tells the others before they plan."""
 
-    target: str
+    arguments: bytes
+    """Those that have to be the same on every rank."""
     scalars: bytes
     """The digest of what the optimizer keeps once for all ranks."""
     client_state: bytes | None
