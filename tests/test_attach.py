@@ -114,12 +114,24 @@ def stock_folder_and_detach(directory: str) -> None:
     other = zckpt.attach(make_engine(seed=1))
     with said_on_rank_0(engine, "there is no .*latest"):
         assert other.load_checkpoint(directory + "-nowhere") == (None, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # a warning on rank 0 that is an error reaches all ranks
+        with pytest.raises((UserWarning, zckpt.RankError), match=r"there is no .*latest"):
+            other.load_checkpoint(directory + "-nowhere")
+        with pytest.raises((UserWarning, zckpt.RankError), match="different tags"):
+            other.save_checkpoint(directory, tag=f"rank{engine.global_rank}")
     path, _ = other.load_checkpoint(directory)
     assert path.endswith(".pt")
     assert_same(before, held(other))
     with pytest.raises(zckpt.CheckpointNotFoundError):
         other.load_checkpoint(directory, tag="nothing")
     other.save_checkpoint(directory, tag="ours")
+    latest = Path(directory, "latest")
+    torch.distributed.barrier()
+    if engine.global_rank == 0:
+        latest.write_text("ours \n\n")
+    with pytest.raises((zckpt.FormatError, zckpt.RankError), match="L001"):  # as zckpt.open reads it
+        other.load_checkpoint(directory)
     with pytest.raises(zckpt.UnsupportedError, match="custom_load_fn"):
         other.load_checkpoint(directory, tag="ours", custom_load_fn=print)
     assert zckpt.detach(other) is other

@@ -13,6 +13,7 @@ from zckpt.engines import adapt, group_of
 from zckpt.errors import TagError, warn
 from zckpt.foreign import deepspeed_files
 from zckpt.format import names
+from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.integrations import zero_to_fp32
 from zckpt.io.ranks import Ranks
 from zckpt.pipelines.restore import restore_engine
@@ -108,7 +109,7 @@ def _save_checkpoint(
     adapter = adapt(engine)
     ranks = Ranks(group_of(engine), call="engine.save_checkpoint")
     tags = [one.decode() for one in ranks.share(own_tag, "save a checkpoint")]
-    _check_tags(engine, tags, ranks.rank)
+    ranks.together(lambda: _check_tags(engine, tags, ranks.rank), "agree on a tag")
     write_engine(
         engine,
         os.path.join(save_dir, tags[0]),
@@ -123,8 +124,7 @@ def _save_checkpoint(
         each_client_state=True,
         replace_foreign=replace_deepspeed,
     )
-    if ranks.rank == 0:
-        _warn_of_gradients(engine)
+    ranks.together(lambda: _warn_of_gradients(engine) if ranks.rank == 0 else None, "end the save")
     return True
 
 
@@ -172,8 +172,8 @@ def _load_checkpoint(
         missing = f"there is no {os.path.join(load_dir, 'latest_universal' if universal else 'latest')}"
         if universal:
             raise ValueError(f"{missing}, which DeepSpeed needs with checkpoint.load_universal")
-        if ranks.rank == 0:
-            warn(f"{missing}: pass a tag to load a checkpoint that it does not name")
+        said = f"{missing}: pass a tag to load a checkpoint that it does not name"
+        ranks.together(lambda: warn(said) if ranks.rank == 0 else None, "find the checkpoint")
         return None, None
     if theirs:
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
@@ -221,15 +221,14 @@ def _find(load_dir: str | os.PathLike[str], tag: object, universal: bool) -> tup
         latest = os.path.join(load_dir, file)
         if not os.path.isfile(latest):
             continue
-        with open(latest, encoding="utf-8") as opened:
-            named = opened.read().strip()
+        with open(latest, "rb") as opened:
+            raw = opened.read(LATEST_BYTES_MAX + 1)
+        named = raw.decode(errors="surrogateescape").strip()
         path = os.path.join(load_dir, named)
         if universal and file == "latest" and not zero_to_fp32.is_zckpts(path):
             continue
         theirs = _is_deepspeeds(path)
-        if not theirs:
-            names.decode_latest(named.encode(), latest)
-        return named, theirs
+        return (named if theirs else names.decode_latest(raw, latest)), theirs
     return None, False
 
 
