@@ -106,10 +106,14 @@ def test_the_age_is_by_the_clock_of_the_files(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["write.lock"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"machine": null}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[1]", '{"machine": null}', "[" * 4000, '{"machine": "OWN", "pid": "a\\u0000b"}'],
+    ids=["empty", "cut off", "list", "null", "deep", "no process id"],
+)
 def test_a_lock_that_tells_nothing_is_judged_by_its_age(tmp_path: Path, content: str) -> None:
     lock = tmp_path / "write.lock"
-    lock.write_text(content)
+    lock.write_text(content.replace("OWN", lock_module._machine()))
     with pytest.raises(LockedError):
         WriteLock(LocalStore(str(tmp_path))).acquire()
     os.utime(lock, (0, 0))

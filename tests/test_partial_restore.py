@@ -156,6 +156,7 @@ class Strided(Mlp):
         self.register_buffer("several", torch.zeros(1).expand(5))
         self.whole = torch.zeros(6, 4)  # no buffer, but what `part` is a view of
         self.register_buffer("part", self.whole[:, 1:3])
+        self.register_buffer("mirrored", torch.zeros(3, dtype=torch.complex64).conj())
 
 
 def restore_strided(path: str) -> None:
@@ -165,9 +166,10 @@ def restore_strided(path: str) -> None:
     module.part.copy_(torch.arange(12).view(6, 2))
     module.one.data[:1] = 7
     module.several.data = torch.arange(5, dtype=module.several.dtype)
+    module.mirrored.copy_(torch.tensor([1 + 2j, 3 - 4j, 5j]))
     zckpt.write(engine, path)
     memory = {name: buffer.data_ptr() for name, buffer in module.named_buffers()}
-    for buffer in (module.table, module.whole, module.one.data[:1], module.several):
+    for buffer in (module.table, module.whole, module.one.data[:1], module.several, module.mirrored):
         buffer.zero_()
     module.several.data = torch.zeros(1, dtype=module.several.dtype).expand(5)
     shared = module.several.data[:1]
@@ -176,6 +178,8 @@ def restore_strided(path: str) -> None:
     assert module.whole[:, 1:3].tolist() == module.part.tolist() == torch.arange(12).view(6, 2).tolist()
     assert module.one.tolist() == [7] * 5
     assert module.several.tolist() == [0, 1, 2, 3, 4]
+    assert module.mirrored.is_conj()
+    assert module.mirrored.tolist() == [1 + 2j, 3 - 4j, 5j]
     assert shared.tolist() == [0]
     assert all(buffer.data_ptr() == memory[name] for name, buffer in module.named_buffers() if name != "several")
     module.table.add_(1)  # and its views follow

@@ -143,7 +143,7 @@ def is_alive(store: Store, holder: bytes) -> bool:
 
 
 def _parse(holder: bytes) -> dict[str, Any]:
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):  # anybody may have made a file of this name
         known = json.loads(holder)
         if isinstance(known, dict):
             return known
@@ -167,6 +167,8 @@ def _machine() -> str:
 
 def _started(pid: object) -> int | None:
     """When a process started, in the kernel's own unit; None if there is no such process."""
+    if type(pid) is not int:
+        return None
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -17,7 +17,14 @@ from zckpt.engines.deepspeed.flats import moments
 from zckpt.engines.deepspeed.group import RankGroup, rank_group_of
 from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.hooks import call_before
-from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers, set_in_place, unwrapped
+from zckpt.engines.tensors import (
+    dtype_name,
+    lies_in_order,
+    named_parameters,
+    persistent_buffers,
+    set_in_place,
+    unwrapped,
+)
 from zckpt.errors import FormatError, MismatchError, UnsupportedError
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileSpan, Fragment, Inventory
 
@@ -201,7 +208,7 @@ class DeepSpeedAdapter:
             return (fragment for fragment in live if (fragment.part, fragment.name) in places)
 
         weights = tuple(chosen(self._param_fragments(self._masterless)))
-        strided = {name for name, buffer in self._buffers[0].items() if not buffer.is_contiguous()}
+        strided = {name for name, buffer in self._buffers[0].items() if not lies_in_order(buffer)}
         here = [fragment for fragment in chosen(self._buffer_fragments()) if fragment.name not in strided]
         here += (f for f in weights if isinstance(f.data, torch.Tensor))
         for flat in self._zero.flats:
@@ -321,10 +328,10 @@ class DeepSpeedAdapter:
                 yield Fragment(PARAM, name, slot.shape, dtype, slot.start, slot.stop, tier, data=data)
 
     def _buffer_fragments(self, *, empty: bool = False) -> Iterator[Fragment]:
-        """``empty`` as in ``_param_fragments``. The ``data`` of a buffer that is not contiguous is a copy."""
+        """``empty`` as in ``_param_fragments``. The ``data`` of a buffer that does not lie in order is a copy."""
         rank = self._group.rank
         for name, buffer in self._buffers[0].items():
-            data = buffer.detach().contiguous().view(-1)
+            data = buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             if data.numel() or empty or rank == 0:
                 dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
                 yield Fragment(BUFFER, name, tuple(buffer.shape), dtype, 0, data.numel(), copy=rank, data=data)
