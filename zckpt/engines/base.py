@@ -44,7 +44,7 @@ class EngineAdapter(Protocol):
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
         """Raises UnsupportedError that names each thing in the engine that could not be saved and restored whole.
 
-        ``drop_gradients``: gradients that no optimizer step has used yet are no such thing. They are not saved, and the
+        ``drop_gradients``: do not refuse gradients that no optimizer step has used yet. They are not saved, and the
         engine keeps them; a restore drops those of the engine that it restores into.
         """
 
@@ -53,8 +53,8 @@ class EngineAdapter(Protocol):
         """The parts of the state that the engine has now."""
 
     def refuse_lazy(self) -> None:
-        """Raises UnsupportedError if anything but a step of the optimizer changes what ``inventory`` gives in the parts
-        of the optimizer, masters and moments: the passes between two steps must leave them alone."""
+        """Raises UnsupportedError if anything but a step of the optimizer changes the masters and moments that
+        ``inventory`` returns: the forward and backward passes between two steps must leave them alone."""
 
     def inventory(self, parts: Collection[str] | None) -> Inventory:
         """What this rank writes: fragments with ``data``. ``parts=None``: all that a bit-exact resume needs.
@@ -75,8 +75,9 @@ class EngineAdapter(Protocol):
         """
 
     def after_write(self) -> None:
-        """Leaves the engine as the framework's own save leaves it, once no more of its memory is read, or only what is
-        told of by ``before_change``. Collective; changes nothing that ``inventory`` has returned."""
+        """Leaves the engine as the framework's own save leaves it. To be called when the engine's memory is not read
+        any more, or when an action given to ``before_change`` waits for whatever still reads it. Collective; changes
+        nothing that ``inventory`` has returned."""
 
     def before_change(self, action: Callable[[], None]) -> None:
         """Has ``action`` called once, by the training's thread, before the engine next changes or moves the memory of
@@ -116,8 +117,8 @@ class EngineAdapter(Protocol):
         """
 
     def set_state(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rng_too: bool) -> None:
-        """Once the memory is filled: sets counters, groups, scheduler and hidden state, and derives all that this rank
-        can derive alone. Not collective.
+        """Sets counters, groups, scheduler and hidden state, and derives all that this rank can derive alone. To be
+        called once the memory is filled. Not collective.
 
         ``state`` and ``rank_state`` as in ``check_state``. Without ``rng_too`` random generators are left alone.
         Raises MismatchError for what ``check_state`` finds, and FormatError for trees that ``state()`` and
@@ -125,7 +126,7 @@ class EngineAdapter(Protocol):
         """
 
     def finish_restore(self) -> None:
-        """Once ``set_state`` has returned on every rank: makes whole what every rank has a replica of, and derives
-        low-precision weights from masters of other ranks. Collective: what could fail on one rank alone is in
+        """Makes whole what every rank has a replica of, and derives low-precision weights from masters of other ranks.
+        To be called once ``set_state`` has returned on every rank. Collective: what could fail on one rank alone is in
         ``set_state``, or comes after the last exchange.
         """

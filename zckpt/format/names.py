@@ -13,6 +13,8 @@ LATEST = "latest"
 LOCK = "write.lock"
 FILLER_PREFIX = "@"
 METADATA = "__metadata__"
+CLIENT_STATE = "client_state"
+"""The key of the caller's own values in the tree of state and in the tree of a rank."""
 TIER_PREFIX = {"device": "", "host": "host.", "nvme": "swap."}
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
@@ -73,17 +75,19 @@ def is_data_dir(name: str) -> bool:
 
 
 def temporary(of: str, digits: str = "") -> str:
-    """The name of a file that is to take the place of ``of``; without ``digits``, eight of chance, one as no other."""
+    """The name of a temporary file that is to replace ``of``. Without ``digits``, eight random digits make it
+    unique."""
     return f"{of}.{digits or secrets.token_hex(4)}.tmp"
 
 
 def prepared_digits(save_id: str) -> str:
-    """The digits under which a write prepares its manifest: others find it without a look at the directory."""
+    """The digits in the name of a write's temporary manifest. They come from the save id, so that another process can
+    compute the name without listing the directory."""
     return save_id[:8]
 
 
 def is_temporary(name: str, of: str) -> bool:
-    """Whether a file of this name was to take the place of ``of``."""
+    """Whether this is the name of a temporary file that was to replace ``of``."""
     return name.startswith(of) and _TEMPORARY.fullmatch(name[len(of) :]) is not None
 
 

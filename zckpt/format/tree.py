@@ -33,7 +33,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 class Plain(NamedTuple):
-    """A value that is kept in the place of another one."""
+    """A value that is written in the place of another one."""
 
     value: object
 

@@ -129,7 +129,7 @@ def _save_checkpoint(
 
 
 def _check_tags(engine: Any, tags: Sequence[str], rank: int) -> None:
-    """Raises TagError, or warns, or neither, where the ranks' tags differ: as the engine's configuration says."""
+    """If the ranks' tags differ, raises TagError, warns or does nothing, as the engine's configuration says."""
     other = next((number for number, tag in enumerate(tags) if tag != tags[0]), None)
     if other is None or not engine.checkpoint_tag_validation_enabled():
         return
@@ -163,7 +163,7 @@ def _load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
-    zckpt.wait()  # it may be what `latest` is about to name
+    zckpt.wait()  # A write in the background may be about to change `latest`.
     ranks = Ranks(group_of(engine), call="engine.load_checkpoint")
     universal = engine.load_universal_checkpoint()
     found = ranks.first(lambda: msgpack.packb(_find(load_dir, tag, universal)), "find the checkpoint")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MARK = "_zckpt_reads"
 _OPENERS = ("get_model_state_file", "get_model_state_files", "get_optim_files")
-"""DeepSpeed's functions that give others the names of its files."""
+"""DeepSpeed's functions that tell their callers the names of its files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +155,7 @@ def _refusing(stock: Callable[..., Any]) -> Callable[..., Any]:
             raise zckpt.UnsupportedError(
                 f"{os.fspath(checkpoint_dir)} is a zckpt checkpoint, without the files that {stock.__name__} looks for",
                 hint="zckpt.get_fp32_state_dict_from_zero_checkpoint(directory) returns the weights, "
-                'zckpt.open(directory).state["client_state"] what was saved beside them',
+                f'zckpt.open(directory).state["{names.CLIENT_STATE}"] what was saved beside them',
             )
         return stock(*args, **kwargs)
 
@@ -163,7 +163,7 @@ def _refusing(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lazy_tensors(checkpoint: zckpt.Checkpoint, exclude_frozen_parameters: bool) -> dict[str, LazyTensor]:
-    """By every name. A weight is read from the master, where there is one."""
+    """The tensors under every name of theirs. A weight is read from the master, if there is one."""
     trained = "master" in checkpoint.parts
     parts = ("buffer", "master") if exclude_frozen_parameters and trained else ("buffer", "param", "master")
     found = {}
@@ -176,7 +176,7 @@ def _lazy_tensors(checkpoint: zckpt.Checkpoint, exclude_frozen_parameters: bool)
 
 
 def _read(tensors: Mapping[str, LazyTensor]) -> dict[str, torch.Tensor]:
-    """All in one pass; names of the same tensor get the same object."""
+    """Reads all tensors in one pass. Names of the same tensor get the same object."""
     by_key = {lazy.key: torch.empty(lazy.shape, dtype=lazy.dtype) for lazy in tensors.values()}
     for checkpoint in {id(lazy._checkpoint): lazy._checkpoint for lazy in tensors.values()}.values():
         checkpoint.load(by_key.__contains__, out=by_key)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """The names of what a control group says of its memory."""
+    """The names of the files and fields in which a control group tells about its memory."""
 
     limits: tuple[str, ...]
     used: str
     inactive: str
-    """In ``memory.stat``: cached bytes of files that the kernel gives up before it refuses memory."""
+    """The field of ``memory.stat`` with the bytes of cached files that the kernel gives up before it refuses memory."""
 
 
 _V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
@@ -28,8 +28,10 @@ _V2 = _Version(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 def available_bytes(root: str = "/") -> int:
-    """Memory that nobody needs: of this machine, or less where a control group of this process, or one above it, has a
-    limit, as in containers, under Slurm and in systemd's services. ``root`` is where ``/proc`` and ``/sys`` are.
+    """The bytes of memory that this process could still take: what the machine has free, or less if a control group of
+    this process, or one above it, has a lower limit, as in containers, under Slurm and in systemd's services.
+
+    ``root``: the directory that has ``/proc`` and ``/sys``.
     """
     meminfo = _table(Path(root, "proc/meminfo"))
     available = 1024 * meminfo["MemAvailable:"]
@@ -37,7 +39,7 @@ def available_bytes(root: str = "/") -> int:
         with suppress(OSError, ValueError):  # the root of all groups has no such files
             used = int((group / version.used).read_text())
             stat = _table(group / "memory.stat")
-            # What lies above a container cannot be seen inside of it; version 1 tells its smallest limit all the same.
+            # Inside a container, the groups above it cannot be seen. Version 1 tells the smallest of their limits here.
             limits = [stat.get("hierarchical_memory_limit", available + used)]
             limits += [int(text) for text in _texts(group, version.limits) if text != "max"]
             available = min(available, max(min(limits) - used + stat.get(version.inactive, 0), 0))
@@ -45,12 +47,12 @@ def available_bytes(root: str = "/") -> int:
 
 
 def boot_id() -> str:
-    """What tells this machine, since its last start, from any other, whatever their names are."""
+    """A string that identifies this start of this machine. Host names may repeat; this does not."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
-    """The directories of the control groups whose limits of memory hold for this process, the innermost first."""
+    """The directories of the control groups whose memory limits hold for this process, the innermost group first."""
     with suppress(OSError):  # a kernel without control groups
         lines = (root / "proc/self/cgroup").read_text().splitlines()
         for line in lines:
@@ -62,9 +64,9 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
 
 
 def _ancestors(root: Path, kind: str, controller: str, path: str, version: _Version) -> Iterator[tuple[Path, _Version]]:
-    """The group ``path`` of a hierarchy, and those above it, as far as they can be seen."""
+    """The directories of the group ``path`` of a hierarchy and of the groups above it, as far as they can be seen."""
     for mounted, top in _mounts(root, kind, controller):
-        # In a container, the hierarchy may begin at the container's own group, whose name outside `path` has then.
+        # In a container, the mounted hierarchy may begin at the container's own group, while `path` begins at the top.
         below = os.path.relpath(path, mounted) if _is_below(path, mounted) else "."
         group = top / below
         while True:
@@ -75,7 +77,7 @@ def _ancestors(root: Path, kind: str, controller: str, path: str, version: _Vers
 
 
 def _mounts(root: Path, kind: str, controller: str) -> Iterator[tuple[str, Path]]:
-    """Where a hierarchy is mounted, after the group that is its top there: the first place that there is."""
+    """The first mount of a hierarchy: the group at its top, and the directory where it is mounted."""
     for line in (root / "proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         found, _, options = after.split(" ", 2)
@@ -90,7 +92,8 @@ def _is_below(path: str, top: str) -> bool:
 
 
 def _is_hierarchical(group: Path) -> bool:
-    """Whether the group's limit holds for those below it: always but in version 1, which has a switch for it."""
+    """Whether the group's limit also holds for the groups below it. In version 1 a switch decides; in version 2 it
+    always does."""
     with suppress(OSError):
         return (group / "memory.use_hierarchy").read_text().strip() != "0"
     return True
@@ -103,7 +106,7 @@ def _texts(group: Path, files: tuple[str, ...]) -> Iterator[str]:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """The first number of each line, by the word before it."""
+    """Maps the first word of each line to the number behind it."""
     with suppress(FileNotFoundError):
         return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines() if line.strip()}
     return {}

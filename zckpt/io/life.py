@@ -1,8 +1,8 @@
 """Signs of life: which rank gets on, and which has died or hangs.
 
-Every rank that is about something of zckpt's has an entry in the store through which the job's ranks have found each
-other: that it is there, and how many steps it has taken. The first rank watches all others while it waits for them, and
-they watch it: so one of them is sure to see who takes no more steps. It tells the others.
+Every rank that is inside a call of zckpt keeps an entry in the store of the job: that it is inside, and how many steps
+it has taken. Rank 0 watches all other ranks while it waits for them, and they watch rank 0, so at least one rank sees
+which rank takes no more steps. It tells the others.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ TIMEOUT_SECONDS = 1800
 """As torch.distributed's own."""
 
 PERIOD_SECONDS = 1.0
-"""Between two looks, at most."""
+"""The longest time between two looks at the entries of other ranks."""
 
 WAITING_SECONDS = 60
-"""For a rank that does not come or does nothing, after which somebody says so."""
+"""If a rank has not come, or has taken no step, for this many seconds, one of the waiting ranks prints a message."""
 
 FIRST_FEW = 8
-"""Ranks that are named in one message, and that may be the ones to say it."""
+"""A message about late ranks names at most this many of them. Only a rank with a lower number than this prints it."""
 
 GRACE_SECONDS = 5
-"""Longer than the first rank, the others wait for it to tell them who has not come."""
+"""The other ranks wait this many seconds longer than rank 0, because rank 0 tells them which rank is missing."""
 
 _steps = 0
 
@@ -63,15 +63,15 @@ def _using_the_store() -> Iterator[None]:
     except RankError:
         raise
     except RuntimeError as error:
-        raise RankError("rank 0 has died, or who else holds the store of the job's ranks", rank=0) from error
+        raise RankError("rank 0 has died, or the process that holds the job's store has died", rank=0) from error
 
 
 def meet(store: Store, about: str, rank: int, members: Sequence[int], call: str) -> str:
     """A name that no group has had before, the same on all ranks of a group, once all of them have come. Collective.
 
     ``about``: says which group it is, and for what. ``members``: its ranks' numbers in the job. ``call``: what all of
-    them have to call. Every rank leaves a word that is new; the first one takes them away and answers each of them. So
-    it does not matter what a rank has left here that gave up, or how often each has been here.
+    them have to call. Every rank stores a random word under its own key. The first rank removes these words and answers
+    each rank. So a word that a rank left when it gave up does no harm, and ranks may meet any number of times.
     """
     timeout, word, name = timeout_seconds(), secrets.token_hex(8), secrets.token_hex(8)
     words = [f"zckpt/{about}/word/{other}" for other in members]
@@ -111,7 +111,8 @@ def meet(store: Store, about: str, rank: int, members: Sequence[int], call: str)
 
 
 def _await(store: Store, keys: list[str], seconds: float, late: Callable[[], None]) -> bool:
-    """Whether all these keys are there in time. ``late`` is called once, before the end, if it takes long."""
+    """Whether all these keys are in the store within ``seconds``. ``late`` is called once if they are not there after
+    ``WAITING_SECONDS``."""
     soon = min(WAITING_SECONDS, seconds)
     for part in (soon, seconds - soon):
         try:
@@ -125,7 +126,8 @@ def _await(store: Store, keys: list[str], seconds: float, late: Callable[[], Non
 
 
 def _is_to_say(rank: int, is_here: Callable[[int], bool]) -> bool:
-    """Whether it is up to this rank to say for whom all wait: it is the first that is here, of the first few."""
+    """Whether this rank prints the message about late ranks. The lowest-numbered rank that is present does so, if it is
+    among the first ``FIRST_FEW``."""
     return rank < FIRST_FEW and not any(is_here(other) for other in range(rank))
 
 
@@ -142,8 +144,11 @@ def _say_late(waiting: int, missing: Sequence[int], call: str, doing: str, timeo
 
 
 class Lives:
-    """Of the ranks of one group, under a ``name`` that nobody has used before. Collective. ``rank`` is this one's
-    number in the group, ``members`` has all ranks' numbers in the job."""
+    """The signs of life of the ranks of one group. To make one is collective.
+
+    ``name``: one that no group has had before. ``rank``: this rank's number in the group. ``members``: the numbers in
+    the job of all ranks of the group.
+    """
 
     def __init__(self, store: Store, name: str, rank: int, members: Sequence[int]) -> None:
         self._store, self._rank, self._members = store, rank, members
@@ -155,16 +160,16 @@ class Lives:
         self._beats = 0
         self._waits = False
         self._said = False
-        """Whether it has been said for whom this rank waits."""
+        """Whether late ranks were found in this wait already; there is no second message about them."""
         self._waits_since = 0.0
         self._call = ""
         self._heard: dict[int, tuple[str, float]] = {}
-        """The last entry of each rank that is watched, and when it came."""
+        """The last number of steps of each rank that is watched, and when it was first seen."""
         self._verdict: tuple[int, str] | None = None
         self._doing: str | None = None
-        """None while this rank is about nothing."""
+        """What this rank is doing; None outside of a call of zckpt."""
         self._here = False
-        """Whether the store says that it is about something."""
+        """Whether this rank's entry in the store says that it is inside a call of zckpt."""
         self._lock = threading.Lock()
         with _using_the_store():
             self._show()
@@ -185,14 +190,14 @@ class Lives:
 
     @contextmanager
     def shown(self, doing: str, call: str) -> Iterator[None]:
-        """This rank is about something: it has died or hangs if it shows no sign of life meanwhile. ``call``: what all
-        ranks have to call for it."""
+        """Inside this block, this rank is doing something. If it shows no sign of life meanwhile, the others take it
+        for dead or hanging. ``call``: the function that all ranks have to call."""
         if self._doing is not None:
             yield
             return
         self._heard = dict.fromkeys(self._watched, ("", time.monotonic()))
         with self._lock, _using_the_store():
-            if not self._here:  # at once, and not when the thread comes to it: it may be dead by then
+            if not self._here:  # The thread would do this later, when this process may be dead already.
                 self._here = True
                 self._show()
             self._doing, self._call = doing, call
@@ -203,7 +208,7 @@ class Lives:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """To wait for others is to live."""
+        """Inside this block, waiting for other ranks counts as a sign of life."""
         self._waits_since, self._said = time.monotonic(), False
         self._waits = True
         try:
@@ -212,7 +217,7 @@ class Lives:
             self._waits = False
 
     def _exchange(self) -> None:
-        """A thread's work, for all others may be busy or hang."""
+        """Runs in a thread of its own, because all other threads may be busy or hang."""
         try:
             while not self._closed.wait(self.period):
                 self._beats += 1
@@ -227,10 +232,11 @@ class Lives:
                     if self._waits and not self._said:
                         self._say_who_is_late()
         except RuntimeError:
-            return  # the store is gone, and whoever holds it: the ranks that are watched are silent from now on
+            return  # The store and the process that holds it are gone. The watched ranks count as silent from now on.
 
     def close(self) -> None:
-        """When the group is given up, and before the interpreter is: its end would abort a thread inside the store."""
+        """Ends the thread. To be called when the group is given up, and before the interpreter ends, which would abort
+        a thread that is inside the store."""
         atexit.unregister(self.close)
         self._closed.set()
         self._thread.join(self.period)  # no longer: it may be stuck there
@@ -261,13 +267,15 @@ class Lives:
                 _say_late(self._members[self._rank], names, self._call, self._doing or "go on", self._timeout)
 
     def check(self) -> None:
-        """Raises RankError if a rank that is watched has shown no sign of life for too long, or another one says so."""
+        """Raises RankError if a watched rank has shown no sign of life for too long, or if another rank says so of
+        any."""
         if self._verdict is None:
             since = time.monotonic() - self._timeout
             silent = [rank for rank, (_, heard) in self._heard.items() if heard < since]
             if silent:
+                # Rank 0 may hold the store, so the store may be gone too; every rank watches rank 0 itself.
                 why = f"has shown no sign of life for {self._timeout} s (ZCKPT_RANK_TIMEOUT)"
-                self._give_up(silent[0], why, tell=silent[0] != 0)  # which may hold the store; and all watch it
+                self._give_up(silent[0], why, tell=silent[0] != 0)
         if self._verdict is not None:
             rank, why = self._members[self._verdict[0]], self._verdict[1]
             raise RankError(f"rank {rank} {why}; the ranks were to {self._doing or 'begin'}", rank=rank)

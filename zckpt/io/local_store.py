@@ -32,7 +32,7 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no file can have this name
             return False
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:  # nor this one
+            if error.errno == errno.ENAMETOOLONG:  # No file can have a name this long, so it does not exist.
                 return False
             raise from_os_error(error, "look for", self._full(path)) from error
         return True

@@ -32,7 +32,8 @@ times for."""
 _LOCK_BYTES_MAX = 4096
 _ATTEMPTS = 5
 _held: set[str] = set()
-"""The save ids of the locks that this process holds: one of its own that is not among them could not be given back."""
+"""The save ids of the locks that this process holds. A lock of this process whose save id is missing here was left
+over, and counts as dead."""
 
 
 class WriteLock:
@@ -73,7 +74,8 @@ class WriteLock:
             self._store.make_directories("")
             _held.add(self.save_id)
             if self._store.claim(names.LOCK, self._data):
-                # One that was taken for dead may be just before its commit, its last look at the lock behind it.
+                # A writer that was taken for dead may already have checked its lock for the last time, and be about to
+                # commit.
                 for save_id in self.dead:
                     prepared = names.temporary(names.MANIFEST, names.prepared_digits(save_id))
                     if names.is_temporary(prepared, names.MANIFEST):

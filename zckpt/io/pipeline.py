@@ -18,26 +18,26 @@ Item = TypeVar("Item")
 
 
 class Snapshot:
-    """What a write and the thread that has asked for it tell each other of the state that is written."""
+    """What the thread that writes and the thread that called ``write`` tell each other about the state."""
 
     def __init__(self) -> None:
         self.copied = threading.Event()
-        """What may change at any time has been read."""
+        """Set when the part of the state that may change at any time has been read."""
         self.taken = threading.Event()
-        """All has been read: the state may change."""
+        """Set when all of the state has been read. It may change from then on."""
         self._reason: str | None = None
 
     def give_up(self, reason: str) -> None:
-        """No operation begins any more, and nothing is committed."""
+        """From now on the write begins no further operation, and it does not commit."""
         self._reason = reason
 
     def check(self) -> None:
-        """Raises ZckptError if the write is given up."""
+        """Raises ZckptError if the write was given up."""
         if self._reason is not None:
             raise ZckptError(f"the write was given up: {self._reason}", hint="write again")
 
     def end(self) -> None:
-        """Nobody has to wait for it any more."""
+        """The write has ended, well or not: nobody has to wait for it any more."""
         self.copied.set()
         self.taken.set()
 
@@ -47,8 +47,8 @@ class Pipeline(Generic[Item]):
     thread that calls ``work`` helps. There is at least one item.
 
     Taking comes first: as long as there is a buffer, the sources are read, those of the first ``urgent`` items before
-    all others, and the snapshot is told as soon as none of them, and none of all, is needed any more. With all of
-    ``buffers`` full, no source is read until one is put.
+    all others. The snapshot is told when all urgent sources have been read, and again when all sources have been read.
+    While all ``buffers`` are full, no source is read until one buffer has been put.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Pipeline(Generic[Item]):
         self._waiting = deque(enumerate(items))
         self._full: deque[tuple[Item, Stage]] = deque()
         self._left = [urgent, len(items) - urgent]
-        """Items whose source is still needed: the urgent ones, and the others."""
+        """The numbers of items whose source has not been read yet: of the urgent ones, and of the others."""
         self._free = buffers
         self._failed = False
         self._changed = threading.Condition()

@@ -110,15 +110,16 @@ class Store(Protocol):
         """Makes the names in a directory durable."""
 
     def prepare(self, path: str, data: bytes, digits: str = "") -> str:
-        """A new file with these bytes, durable but for its name, that is to take the place of ``path``; returns its
-        name: ``names.temporary(path, digits)``, with digits of chance where none are given."""
+        """Makes a temporary file with these bytes that is to replace ``path``. Its data are durable, its name is not.
+        Returns its name, ``names.temporary(path, digits)``, with random digits if none are given."""
 
     def commit(self, path: str, prepared: str) -> None:
-        """Puts what was prepared in the place of ``path``: that always holds all of it or what it held before; durable
-        on return. The commit. It fails, and changes nothing, if somebody has removed ``prepared``."""
+        """Replaces ``path`` by the file ``prepared``; this is the commit. At every instant ``path`` holds either all of
+        the new content or all of the old one; the new one is durable on return. It fails, and changes nothing, if
+        somebody has removed ``prepared``."""
 
     def replace(self, path: str, data: bytes) -> None:
-        """Both in one: on failure nothing is left of it."""
+        """Calls ``prepare``, then ``commit``. If either fails, the temporary file is removed."""
 
     def remove(self, path: str) -> None:
         """Removes a file, or a directory with all in it. Raises nothing: what cannot be removed stays."""

@@ -91,10 +91,10 @@ def write_shards(
 ) -> bytes:
     """Writes the files of one rank to ``store``, where their directories exist, and makes their data durable.
 
-    ``snapshot`` is told once all of the state has been copied from where it is, and before that, once all but the parts
-    that can be copied ``later`` has. Up to ``snapshot_bytes`` of it, or what the budget has for buffers if that is
-    more, are then still to be written. ``advance`` is told the bytes of tensors that have been. Returns the digest
-    table. Raises StorageError, and ZckptError where ``snapshot`` is given up.
+    ``snapshot`` is told when all parts of the state but those in ``later`` have been copied, and again when all of the
+    state has been copied. At that time, up to ``snapshot_bytes`` of the copies are not on disk yet, or as much as the
+    budget has for buffers if that is more. ``advance`` is called with the number of tensor bytes that have been
+    written. Returns the digest table. Raises StorageError, and ZckptError if the write was given up.
     """
     table = bytearray(sum(plan.blocks for plan in plans) * DIGEST_BYTES)
     batch_bytes = budget.batch_bytes(block_bytes)

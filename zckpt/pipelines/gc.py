@@ -98,7 +98,7 @@ def gc(path: StrPath, *, keep: int | None = None, dry_run: bool = False, discard
 
 
 def _discarded(root: str, paths: Sequence[str], discard: Collection[StrPath]) -> set[str]:
-    """Those of ``paths`` that ``discard`` names."""
+    """The ones among ``paths`` that ``discard`` names."""
     found = set()
     for given in discard:
         one = os.fspath(given)
@@ -116,8 +116,9 @@ def _discarded(root: str, paths: Sequence[str], discard: Collection[StrPath]) ->
 
 
 def leftovers(path: str) -> list[str]:
-    """The names in a checkpoint's directory that no manifest names, or may name: of writes that died, failed or were
-    replaced, and of the one under way. Whoever removes them holds the lock."""
+    """The names in a checkpoint's directory that belong to writes which died, failed or were replaced, or to the write
+    under way: the manifest does not name them. If the manifest cannot be read, it may name any of them, and the list
+    is empty. Whoever removes them holds the lock."""
     named = None
     try:
         named = names.data_dir(open_checkpoint(path).manifest.save_id)
@@ -129,7 +130,8 @@ def leftovers(path: str) -> list[str]:
 
 
 def run_leftovers(path: str) -> list[str]:
-    """The same of a run, which has no lock: a commit needs its file for an instant, that of a dead writer grows old."""
+    """The temporary files of ``latest`` in a run that dead writers have left. A run has no lock, so a file counts as
+    left over when it is older than ``DEAD_SECONDS``; a commit needs it for an instant only."""
     run = open_store(path)
     found = [name for name in entries_of(path) if names.is_temporary(name, names.LATEST)]
     changed_at = {name: run.changed_at(name) for name in found}
@@ -138,8 +140,9 @@ def run_leftovers(path: str) -> list[str]:
 
 
 def recoverable(path: str) -> list[str]:
-    """The names of the data directories in a checkpoint's directory of which ``zckpt.repair`` could make a checkpoint:
-    there is no manifest, and all files of a save. They are among the ``leftovers``."""
+    """The names of the data directories in a checkpoint's directory from which ``zckpt.repair`` could make a
+    checkpoint: there is no manifest, but the data directory has all files of a save. They are among the
+    ``leftovers``."""
     store = open_store(path)
     try:
         found = [] if store.exists(names.MANIFEST) else store.directories()
@@ -171,14 +174,14 @@ def clear_for_write(path: str, *, overwrite: bool, dead: Collection[str] = ()) -
 
 
 def remove_run_leftovers(path: str) -> None:
-    """Of a run. What cannot be removed stays."""
+    """Removes the ``run_leftovers`` of a run. What cannot be removed stays."""
     for name in run_leftovers(path):
         open_store(path).remove(name)
 
 
 def prepared_manifests(path: str) -> list[str]:
-    """Of writers that died, or were taken for dead. Once these are gone, none of them can commit any more, so that what
-    ``leftovers`` finds then is not named by a manifest that comes later."""
+    """The names of the temporary manifests of writers that died, or were taken for dead. Once these files are removed,
+    none of those writers can commit any more, so no later manifest names what ``leftovers`` finds then."""
     return [name for name in entries_of(path) if names.is_temporary(name, names.MANIFEST)]
 
 
@@ -199,7 +202,7 @@ def _unwanted(root: str, checkpoints: Sequence[str], keep: int) -> set[str]:
 
 
 def _is_latest(run: str, path: str) -> bool:
-    """Whether the ``latest`` of a run names the checkpoint at ``path``. It may name nothing that is there."""
+    """Whether the ``latest`` of a run names the checkpoint at ``path``. What it names need not exist."""
     store = open_store(run)
     if not store.exists(names.LATEST):
         return False

@@ -1,4 +1,4 @@
-"""How it is said that a checkpoint and an engine do not fit: grouped and bounded, whatever the size of the model."""
+"""Messages which say that a checkpoint and an engine do not fit. They are short, whatever the size of the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
 SHOWN_MAX = 5
-"""Of many alike, so many are shown."""
+"""The largest number of similar lines or names that a message shows."""
 
 
 class Difference(NamedTuple):
-    """Why the engine's tensor of a key cannot be restored: its kind, one of ``KINDS``, and a line that says it."""
+    """Why one tensor of the engine cannot be restored: the kind of difference, a key of ``KINDS``, and a line of
+    text."""
 
     kind: str
     line: str
@@ -30,7 +31,8 @@ KINDS = {
 
 
 def told(lines: Sequence[str], what: str, total: int = 0) -> list[str]:
-    """The lines; where they are many, how many there are (of ``total``, if that is known) and the first of them."""
+    """All lines, if there are at most ``SHOWN_MAX``. Otherwise a line with their number (and ``total``, if given), then
+    the first ``SHOWN_MAX``."""
     if len(lines) <= SHOWN_MAX:
         return list(lines)
     number = f"all {total}" if len(lines) == total else f"{len(lines)} of {total}" if total else str(len(lines))
@@ -38,7 +40,7 @@ def told(lines: Sequence[str], what: str, total: int = 0) -> list[str]:
 
 
 def told_differences(differences: Mapping[str, Difference], keys: Collection[str]) -> list[str]:
-    """``differences`` by key, of all ``keys`` that the engine wants."""
+    """The lines that say the ``differences``, which are given by key. ``keys`` are all that the engine wants."""
     lines: list[str] = []
     for kind, what in KINDS.items():
         lines += told([found.line for found in differences.values() if found.kind == kind], what, len(keys))
@@ -51,7 +53,7 @@ def told_differences(differences: Mapping[str, Difference], keys: Collection[str
 
 
 def summary(what: str, keys: Sequence[str]) -> str:
-    """How many tensors these are, of which parts, and the first few names."""
+    """A line that says how many tensors these are, to which parts they belong, and the first few names."""
     if not keys:
         return f"0 {what}"
     parts = ", ".join(f"{count} of {part}" for part, count in Counter(map(part_of, keys)).items())

@@ -1,4 +1,4 @@
-"""Plain values that stand for others in a tree of state: what readers of the format do not know by its own type."""
+"""Replaces values that the format has no type for (numpy scalars, paths, dates, sets) by plain Python values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 
 def plain(value: object) -> object | None:
-    """What is kept in the place of ``value``; None if it is to be kept as it is, or cannot be kept.
+    """The value that replaces ``value``. None if the format has a type for ``value``, or if nothing can replace it.
 
     A numpy scalar becomes Python's number, string or bytes; ``torch.Size`` a tuple; a path a string; a date or time a
     string in ISO 8601; a set a sorted list; a ``defaultdict`` a dict.
     """
     if isinstance(value, np.generic):
-        found = value.item()  # a long double, a date or a record comes back as something else
+        found = value.item()  # A long double, a date or a record becomes none of the types below.
         return found if type(found) in (bool, int, float, str, bytes) else None
     if isinstance(value, torch.Size):
         return tuple(value)
@@ -33,7 +33,7 @@ def plain(value: object) -> object | None:
 
 
 def _sorted(values: set[object] | frozenset[object]) -> list[object]:
-    """In an order that is the same in every process, which that of a set of strings is not."""
+    """The values in an order that is the same in every process. The order of a set of strings is not."""
     try:
         return sorted(values)  # type: ignore[type-var]
     except TypeError:

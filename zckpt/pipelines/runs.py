@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from zckpt.io.store import Reader, Store
 
 DEPTH_MAX = 4
-"""Components of a checkpoint's path in its run, for it to be found there although nothing names it."""
+"""A checkpoint that nothing names is found if its path in the run has at most this many components."""
 DIRECTORIES_MAX = 1000
-"""Directories that are looked at for what an error says."""
+"""An error message is made by looking at no more than this many directories."""
 SHOWN_MAX = 5
-"""Checkpoints that an error names."""
+"""An error message names no more than this many checkpoints of one kind."""
 COMPARED_MAX = 10
-"""Checkpoints that are looked at to find whole ones."""
+"""No more than this many checkpoints are looked at to find whole ones."""
 WHOLE_MAX = 3
-"""Whole checkpoints that are named. One is enough to go on with; more cost time."""
+"""No more than this many whole checkpoints are named. One is enough to go on with, and to find more costs time."""
 _TRAINER = re.compile(r"checkpoint-[0-9]+", re.ASCII)
 """The name of a directory in the output directory of Hugging Face's Trainer; it is a run of one checkpoint."""
 
@@ -112,7 +112,7 @@ def is_of_trainer(path: str) -> bool:
 
 
 def is_begun(entries: Collection[str]) -> bool:
-    """Whether somebody has written a checkpoint in the directory with these entries, or begun to."""
+    """Whether somebody has written a checkpoint in the directory with these entries, or has begun to write one."""
     return any(name in (names.MANIFEST, names.LOCK) or is_leftover(name) for name in entries)
 
 
@@ -147,7 +147,7 @@ def whole_neighbours(path: str) -> list[str]:
 
 
 def _newest_first(run: str) -> list[str]:
-    """The checkpoints of a run, by the time of their commit."""
+    """The paths of the checkpoints of a run, the one that was committed last first."""
     found = [(_committed_at(os.path.join(run, name)), os.path.join(run, name)) for name in _checkpoints(run)]
     return [path for _, path in sorted(found, reverse=True)]
 
@@ -158,11 +158,11 @@ def _checkpoints(run: str) -> list[str]:
 
 
 def _committed_at(path: str) -> float:
-    """0 where nobody knows."""
+    """When the checkpoint at ``path`` was committed; 0 if that cannot be found out."""
     store = open_store(path)
     try:
         with closing(store.reader()) as reader:
-            reader.size(names.MANIFEST)  # a regular file: to look at anything else could block
+            reader.size(names.MANIFEST)  # Raises an error for what is not a regular file: to open that could block.
         return store.changed_at(names.MANIFEST) or 0.0
     except ZckptError:
         return 0.0
@@ -180,7 +180,7 @@ def _is_whole(path: str) -> bool:
                 count = file.first_block + sum(block_count(nbytes, manifest.block_bytes) for nbytes in spans)
                 digest_counts[file.rank] = max(digest_counts[file.rank], count)
             tables = (reader.size(names.digests_path(manifest.save_id, rank)) for rank in range(manifest.world_size))
-            # At least as many: how many digests there are exactly, the index says
+            # A table has at least as many digests. Their exact number is known from the index only.
             if any(size < count * DIGEST_BYTES for size, count in zip(tables, digest_counts, strict=True)):
                 return False
             return reader.size(names.index_path(manifest.save_id)) == manifest.index_bytes
@@ -189,7 +189,7 @@ def _is_whole(path: str) -> bool:
 
 
 def what_is_whole(path: str) -> str:
-    """A sentence for the hint of an error about the checkpoint at ``path``: which others are whole."""
+    """A clause for the hint of an error about the checkpoint at ``path``: which other ones of its run are whole."""
     found = whole_neighbours(path)
     if not found:
         return "the run has no other checkpoint that is whole"
@@ -205,7 +205,7 @@ def not_a_checkpoint(path: str, entries: Sequence[str], message: str) -> Checkpo
 
 
 def what_is_here(run: str) -> str:
-    """A sentence for the hint of an error: which checkpoints a directory has, and what to do."""
+    """The hint of an error that no checkpoint is at ``run``: which ones are in this directory, and what to do."""
     found = list(islice(directories(run), DIRECTORIES_MAX))
     committed = [os.path.relpath(path, run) for path in _newest_first(run)]
     others = [name for name, entries in found if is_begun(entries) and names.MANIFEST not in entries]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zckpt.io.store import Reader
 
 ABSENT_SHOWN_MAX = 20
-"""Ranks that an error names one by one."""
+"""An error names no more than this many ranks one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class FoundSave:
     save_id: str
     world_size: int
     files: dict[int, list[FoundFile]]
-    """By rank."""
+    """The data files of each rank."""
 
 
 def find_save(path: str, save_id: str, old: Manifest | None) -> tuple[FoundSave | None, list[str]]:
@@ -89,7 +89,7 @@ def find_save(path: str, save_id: str, old: Manifest | None) -> tuple[FoundSave 
 
 
 def _world_size(told: str) -> int | None:
-    """What the headers of data files tell, as a number; None if it is none that can be."""
+    """A number that the headers of data files tell; None if it is not a number, or not a possible one."""
     size = int(told) if re.fullmatch("[1-9][0-9]{0,6}", told, re.ASCII) else 0
     return size if 1 <= size <= WORLD_SIZE_MAX else None
 

@@ -1,4 +1,4 @@
-"""From what every rank is to write to the manifest and the index of the whole checkpoint, before a byte is written."""
+"""Makes the manifest and the index of the whole checkpoint from what every rank plans to write, before it writes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ShardReceipt:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What one rank's files hold, and the digest of its digest table, zeros as long as it is not known."""
+    """What the files of one rank hold, and the digest of its digest table, which is all zeros until it is known."""
 
     rank: int
     digest: bytes
@@ -248,7 +248,8 @@ def with_digests(manifest: bytes, digests: Sequence[bytes]) -> bytes:
 
 
 def _check_pieces(receipts: Sequence[Receipt]) -> None:
-    """Before tables of them are made, which would take much memory."""
+    """Raises UnsupportedError if there are too many pieces. To be called before tables are made of them, which would
+    take much memory."""
     pieces = sum(len(one.geometries[shard.geometry].tensor) for one in receipts for shard in one.shards)
     if pieces > INDEX_PIECES_MAX:
         parts = {shard.part for one in receipts for shard in one.shards}

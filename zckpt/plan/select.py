@@ -48,8 +48,8 @@ def select(keys: Sequence[str], wanted: Keys, aliases: Mapping[str, str] = Mappi
 
 
 def _of_others(pattern: str, others: set[str], aliases: Mapping[str, str]) -> Iterator[str]:
-    """The keys by which the tensors with the keys ``others`` are known further, in the part that a pattern names; in
-    all parts if that is a pattern too."""
+    """The keys under which tied tensors are also known: every alias of the tensors in ``others``, within the part that
+    ``pattern`` names. If the name of the part is itself a pattern, the aliases in all parts."""
     part = pattern.partition("/")[0]
     parts = {key.partition("/")[0] for key in others} if any(sign in part for sign in "*?[") else {part}
     for one in sorted(parts):

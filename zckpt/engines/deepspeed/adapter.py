@@ -216,7 +216,7 @@ class DeepSpeedAdapter:
                 here += chosen(self._with_moments(flat))
         yield tuple(here)
         for fragment in chosen(self._buffer_fragments()):
-            if fragment.name in strided:  # its data is a copy of the buffer
+            if fragment.name in strided:  # The data of such a fragment is a copy of the buffer.
                 yield (fragment,)
                 assert isinstance(fragment.data, torch.Tensor)
                 buffer = self._buffers[0][fragment.name]
@@ -257,7 +257,8 @@ class DeepSpeedAdapter:
         if "counters" in state:
             for name, value in _counters(state).items():
                 setattr(self._engine, name, value)
-        # No gradients are left. The number may lie inside a step, as the engine's or when it was saved.
+        # No gradients are left, so the next micro step is the first one of an optimizer step. The number may lie inside
+        # a step: the engine's own if no counters were restored, or a saved one if gradients were dropped then.
         self._engine.micro_steps -= self._engine.micro_steps % self._engine.gradient_accumulation_steps()
         self._engine._unmanaged_backward_count = 0
         if rank_state is not None and rng_too:
@@ -317,7 +318,7 @@ class DeepSpeedAdapter:
                 yield from flat.fragments(part, data.dtype, flat.files.get(part, data), self._zero.tier(part))
 
     def _param_fragments(self, names: Iterable[str], *, empty: bool = False) -> Iterator[Fragment]:
-        """``empty``: also those of no elements, of what other ranks speak for."""
+        """``empty``: also yields fragments of no elements, for the parameters that other ranks write."""
         rank = self._group.rank
         for name in names:
             slot, data = self._zero.weight(name)

@@ -78,8 +78,8 @@ class Flat:
         return _fragments(self.wider.get(part, self.slots), part, dtype, data, "device")
 
     def expected(self, part: str, dtype: torch.dtype) -> Iterator[Fragment]:
-        """The same without data, but of all parameters, in the same order on every rank: those of which this rank reads
-        nothing as fragments of no elements."""
+        """The same fragments without data, in the same order on every rank. For a parameter of which this rank reads
+        nothing, a fragment of no elements."""
         read = {slot.name: slot for slot in self.wider.get(part, self.slots)}
         for own in self.slots:
             slot = read.get(own.name, replace(own, stop=own.start))

@@ -1,4 +1,4 @@
-"""The ranks over which one engine is spread: most often all of the job, but not where a job trains several models."""
+"""The ranks over which one engine is spread: most often all ranks of the job, but a job may train several models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RankGroup:
     """An engine's ranks, numbered from 0 on in the order of ``ranks``; the adapter knows a rank by that number."""
 
     handle: dist.ProcessGroup | None
-    """For collectives; None stands for all ranks of the job."""
+    """The process group for collectives; None stands for all ranks of the job."""
     rank: int
     """This rank's number within the group."""
     ranks: tuple[int, ...]
@@ -25,7 +25,7 @@ class RankGroup:
 
 
 def rank_group_of(engine: Any) -> RankGroup:
-    """The group of a DeepSpeed engine."""
+    """The ranks of a DeepSpeed engine."""
     handle = process_group(engine)
     return RankGroup(handle, dist.get_rank(handle), ranks_of(handle))
 

@@ -55,7 +55,7 @@ def capture(optimizer: Any, flats: Sequence[Flat]) -> dict[str, Any]:
     ]
     states: list[dict[str, Any]] = []
     alike: dict[str, list[dict[str, Any]]] = {}
-    """Those of ``states`` that any number of parameters may be in; what is equal has the same key."""
+    """The states among ``states`` in which any number of parameters may be; equal states have the same key."""
     for flat in flats:
         groups[flat.group]["params"].extend(flat.names)
         state = optimizer.state.get(flat.master, {})
@@ -65,7 +65,7 @@ def capture(optimizer: Any, flats: Sequence[Flat]) -> dict[str, Any]:
         tied = bound(flat, state)
         if tied and flat.whole:
             own["values"] |= tied
-            states.append({"params": list(flat.names), **own})  # which no other flat's can equal
+            states.append({"params": list(flat.names), **own})  # This one equals no other flat's.
             continue
         if tied:
             own["bound"] = sorted(map(str, tied))
@@ -165,7 +165,8 @@ class Saved:
         return merged[0], []
 
     def together(self, names: Sequence[str]) -> Together:
-        """Of parameters that are counted together: whether they were when they were saved, and what all of them had."""
+        """What was saved for parameters whose steps are counted together now, and whether they were counted together
+        when they were saved."""
         there = self._group_of.get(names[0])
         return Together(there is not None and there["params"] == names, self._entries(names, self._counted))
 
@@ -264,7 +265,7 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[Flat], unknown: Collec
 
 
 def _by_group(flats: Sequence[Flat]) -> dict[int, list[str]]:
-    """The names of the parameters by the index of their param group."""
+    """Maps the index of each param group to the names of its parameters."""
     names: dict[int, list[str]] = {}
     for flat in flats:
         names.setdefault(flat.group, []).extend(flat.names)

@@ -27,7 +27,7 @@ def unsupported(engine: Any, drop_gradients: bool = False) -> list[str]:
     """
     found = [*_kind(engine), *_precision(engine), *_offload(engine), *_parallelism(engine), *_features(engine)]
     kind = kind_of(engine)
-    if found or kind is None:  # the wrapper's insides are only known once it is the one expected
+    if found or kind is None:  # The insides of a wrapper of another kind are not known.
         return found
     untouched = drop_gradients and kind.changes_only_in_step(engine.optimizer)
     gradients = () if untouched else pending_gradients(engine)
@@ -132,8 +132,8 @@ def _parameters(engine: Any) -> Iterator[str]:
 
 
 def pending_gradients(engine: Any) -> Iterator[str]:
-    """A line where an engine of a supported kind holds gradients that wait for an optimizer step, which no checkpoint
-    holds."""
+    """Yields a line if an engine of a supported kind holds gradients that wait for an optimizer step: a checkpoint
+    cannot hold them."""
     kind = kind_of(engine)
     pending = kind is not None and kind.has_gradients(engine.optimizer)
     steps, accumulation = engine.micro_steps, engine.gradient_accumulation_steps()

@@ -31,7 +31,7 @@ class Replicated(Kind):
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         super().__init__(wrapper, parameters, group)
         self._gather: Callable[[], None] = lambda: None
-        """Makes the replicas whole; made by ``after_fill``, for ``after_restore``."""
+        """Makes the replicas whole. ``after_fill`` sets this function, and ``after_restore`` calls it."""
 
     @classmethod
     def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
@@ -69,7 +69,7 @@ def share(numel: int, group: RankGroup) -> tuple[int, int]:
 
 
 def unsupported(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """What cannot be dealt out."""
+    """The parameters that cannot be dealt out to the ranks."""
     for name, parameter in parameters.items():
         if not parameter.is_contiguous():
             yield f"a parameter that is not contiguous: {name}"
@@ -78,7 +78,8 @@ def unsupported(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
 
 def gathering(tensors: Sequence[torch.Tensor], group: RankGroup) -> Callable[[], None]:
     """A function that fills every rank's copy of contiguous ``tensors``, the same on each rank, with the shares of all.
-    It is collective; its memory is taken here, which is not, so that it does not fail on one rank alone."""
+    The function that is returned is collective. The memory that it needs is taken here, before, so that it does not
+    fail on one rank alone. ``gathering`` itself is not collective."""
     ranks, rank = group.size, group.rank
     if ranks == 1 or not tensors:
         return lambda: None

@@ -37,7 +37,7 @@ class Wrapper(Protocol):
 
     @staticmethod
     def unsupported(wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
-        """What stands against the parameters' layout, by name. Changes nothing."""
+        """The reasons why the layout of the parameters is not supported, by name. Changes nothing."""
 
     @staticmethod
     def has_gradients(wrapper: Any) -> bool:

@@ -108,7 +108,7 @@ class Zero3(Partitioned):
     @classmethod
     def has_gradients(cls, wrapper: Any) -> bool:
         pending = any(gradients is not None for gradients in wrapper.averaged_gradients.values())
-        # Where the optimizer is offloaded, gradients lie elsewhere; these say that there has been a backward.
+        # If the optimizer is offloaded, gradients lie elsewhere; these two tell that a backward pass has run.
         return pending or wrapper.micro_step_id > 0 or getattr(wrapper, "_epilogue_ran_this_backward", False)
 
     @staticmethod
@@ -132,7 +132,7 @@ class Zero3(Partitioned):
         super().settle()
 
     def after_write(self) -> None:
-        if not self._weights_moved:  # else there is nothing to gather them from
+        if not self._weights_moved:  # If they were moved, there is nothing to gather them from.
             self._wrapper.checkpoint_event_prologue()
             self._wrapper.checkpoint_event_epilogue()  # gathers the persistent parameters
 
