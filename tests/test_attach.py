@@ -289,7 +289,7 @@ def write_weights(path: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_warm_start_takes_the_weights_alone(cluster: Cluster, tmp_path: Path, stage: int) -> None:
     saved = cluster.run(write_weights, 2, str(tmp_path / "c"))[0]
-    for after, steps in cluster.run(warm_start, 3, str(tmp_path / "c"), parts=["master"], stage=stage):
+    for after, steps in cluster.run(warm_start, 3, str(tmp_path / "c"), parts="master", stage=stage):
         assert_same(after, saved)
         assert steps == 0
 

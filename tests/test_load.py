@@ -441,6 +441,12 @@ def test_out_says_what_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(zckpt.MismatchError, match="out has master/b, which keys does not ask for"):
         checkpoint.load("master/a", out=unasked)
     assert torch.equal(unasked["master/b"], torch.full((5,), 7.0))
+    with pytest.raises(TypeError, match="out must be a dict of tensors by key"):
+        checkpoint.load(out=[torch.zeros(5)])  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"out\['master/b'\] must be a torch.Tensor, got a numpy.ndarray; torch.from_numpy"
+    ):
+        checkpoint.load(out={"master/b": np.zeros(5)})  # type: ignore[dict-item]
 
 
 def test_a_dtype_by_its_name(tmp_path: Path) -> None:

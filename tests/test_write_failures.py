@@ -28,6 +28,7 @@ from zckpt.errors import (
     StateError,
     StorageError,
 )
+from zckpt.pipelines.write import write_engine
 from zckpt.state.inventory import Fragment, Inventory
 
 if TYPE_CHECKING:
@@ -266,11 +267,83 @@ def test_client_state_that_cannot_be_kept_stops_the_write(
     assert everything(tmp_path) == {}
 
 
-def test_a_name_that_latest_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(FormatError) as caught:
-        zckpt.write(Engine(), tmp_path / "a\nb")
-    assert caught.value.rule == "L001"
+TAGS = ["../x", "", ".", "/abs/x", "a\nb", "n" * 300, "\udcff", "latest", "latest/x"]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_tag_that_latest_cannot_name(tmp_path: Path, tag: str) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ValueError, match=r"(?s)the file `latest`.*save_latest=False, writes it without") as caught:
+        write_engine(Engine(), os.path.join(run, tag), run=run, replace_foreign=False)
+    assert type(caught.value) is ValueError, "and not that the checkpoint is damaged"
     assert everything(tmp_path) == {}
+    if tag == "a\nb":
+        write_engine(Engine(), os.path.join(run, tag), run=run, latest=False, replace_foreign=False)
+
+
+def test_a_directory_in_the_place_of_latest(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(
+        CheckpointExistsError, match=f"directory is in the place of the file `latest`.*{tmp_path}/latest"
+    ):
+        zckpt.write(Engine(), tmp_path / "c")
+    assert everything(tmp_path) == {"latest": None}
+    (tmp_path / "latest").rmdir()
+    (tmp_path / "latest").symlink_to("c")  # as people make it by hand; it can be replaced
+    zckpt.write(Engine(), tmp_path / "c")
+    assert (tmp_path / "latest").read_text() == "c\n"
+
+
+@pytest.mark.parametrize("latest", [True, False])
+@pytest.mark.parametrize("name", ["c", "epoch0/c", "checkpoint-5/c"])
+def test_no_checkpoint_hides_others(tmp_path: Path, name: str, latest: bool) -> None:
+    """Whoever opens a directory with a manifest gets that checkpoint, whatever ``latest`` beside it says."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    write_engine(Engine(step=1), run / name, run=run, latest=latest, replace_foreign=False)
+    before = everything(tmp_path)
+    hidden = "the file `latest`" if latest else name
+    if latest or name != "epoch0/c":  # which nobody would find there
+        for overwrite in (False, True):
+            with pytest.raises(
+                CheckpointExistsError, match=f"directory of a run, with {hidden}:.*\n.*run/global_step<N>"
+            ):
+                zckpt.write(Engine(step=2), run, overwrite=overwrite, latest=latest)
+    assert everything(tmp_path) == before
+
+    other.mkdir()
+    (other / "notes").mkdir()
+    (other / "config.json").write_text("{}")
+    zckpt.write(Engine(step=3), other, latest=latest)
+    zckpt.write(Engine(step=4), other, latest=latest, overwrite=True)
+    before = everything(tmp_path)
+    with pytest.raises(
+        CheckpointExistsError, match=f"{other} is a checkpoint, which would hide.*\n.*{other}/global_step<N>"
+    ):
+        write_engine(Engine(step=5), other / name, run=other, latest=latest, replace_foreign=False)
+    assert everything(tmp_path) == before
+    assert zckpt.open(other).step == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (TypeError, "client_state must be a dict.*got a list", {"client_state": [1]}),
+        (ValueError, "pass background=True", {"snapshot": "lazy"}),
+        (ValueError, "pass background=True", {"snapshot_bytes": 1 << 20}),
+        (ValueError, "the engine has no part m; it has master", {"exclude": "m"}),
+    ],
+)
+def test_an_argument_of_the_wrong_kind(
+    tmp_path: Path, error: type[Exception], message: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=message):
+        zckpt.write(Engine(), tmp_path / "c", **options)
+    assert everything(tmp_path) == {}
+
+
+def test_one_part_by_its_name(tmp_path: Path) -> None:
+    zckpt.write(Engine(), tmp_path / "c", exclude="exp_avg")
+    assert zckpt.open(tmp_path / "c").parts == ("master",)
 
 
 def test_latest_is_left_alone_if_asked(tmp_path: Path) -> None:

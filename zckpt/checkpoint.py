@@ -199,11 +199,14 @@ class Checkpoint(Mapping[str, TensorInfo]):
         their dtype; after an error they hold undefined values. ``progress``: such as ``zckpt.ProgressBar()``. Reads
         nothing but these tensors, the index chunks that list them and the digests that cover them.
 
-        Raises KeyNotFoundError, also for a key of ``out``; ValueError for a ``dtype`` that does not exist; CastError;
-        MismatchError (a tensor of ``out`` does not fit, or ``keys`` does not ask for it); FormatError (damaged or
-        missing data) and StorageError; then nothing is returned.
+        Raises KeyNotFoundError, also for a key of ``out`` and where ``keys`` matches nothing; TypeError where ``out``
+        is no mapping to tensors; ValueError for a ``dtype`` that does not exist; CastError; MismatchError (a tensor of
+        ``out`` does not fit, or ``keys`` does not ask for it); FormatError (damaged or missing data) and StorageError;
+        then nothing is returned.
         """
-        given = out or {}
+        given = {} if out is None else out
+        if not isinstance(given, Mapping):
+            raise TypeError(f"out must be a dict of tensors by key, such as 'master/embed', got a {type(out).__name__}")
         infos = {key: self[key] for key in (given if keys is None and out is not None else self._select(keys))}
         unused = [key for key in given if key not in infos]
         if unused:
@@ -380,7 +383,13 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return fresh_tensor(shape, dtype or info.dtype, device)
 
     def _given(self, info: TensorInfo, target: torch.Tensor) -> torch.Tensor:
-        """Memory of the caller's, if it can hold ``info``. Raises MismatchError, CastError."""
+        """Memory of the caller's, if it can hold ``info``. Raises TypeError, MismatchError, CastError."""
+        given: object = target
+        if not isinstance(given, torch.Tensor):
+            what = f"{type(given).__module__}.{type(given).__name__}"
+            raise TypeError(
+                f"out[{info.key!r}] must be a torch.Tensor, got a {what}; torch.from_numpy shares an array's memory"
+            )
         check_cast(info.dtype, target.dtype, info.key)
         if tuple(target.shape) != info.shape or not target.is_contiguous():
             what = f"{list(target.shape)}{'' if target.is_contiguous() else ', not contiguous'}"

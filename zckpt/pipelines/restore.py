@@ -34,6 +34,7 @@ from zckpt.pipelines.mismatch import (
 from zckpt.pipelines.open import StrPath, advised, find, open_checkpoint
 from zckpt.pipelines.runs import whole_neighbours
 from zckpt.plan.reshard import Span
+from zckpt.plan.select import several
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment
 from zckpt.torch_dtypes import TORCH_DTYPES
@@ -94,10 +95,10 @@ def restore(
 
     ``parts``: only these, such as ``["master"]`` for a warm start; None: all that the engine has. Weights in the dtype
     that the model computes with are derived from restored masters. ``state``: which trees of non-tensor state
-    ("counters", "optimizer", "scaler", "scheduler"); None: all, or none where ``parts`` is given. ``rng``: also restore
-    the random number generators of every rank, which needs the world size of the writer. ``verify``: compare every
-    block with its digest; None: yes, unless the environment has ZCKPT_VERIFY=0. ``budget``: as for ``open``.
-    ``progress``: such as ``zckpt.ProgressBar()``.
+    ("counters", "optimizer", "scaler", "scheduler"); None: all, or none where ``parts`` is given. Both take one name or
+    several. ``rng``: also restore the random number generators of every rank, which needs the world size of the writer.
+    ``verify``: compare every block with its digest; None: yes, unless the environment has ZCKPT_VERIFY=0. ``budget``:
+    as for ``open``. ``progress``: such as ``zckpt.ProgressBar()``.
 
     ``strict=False``: leaves out what is missing, unexpected or of another shape, and the engine keeps its own weights;
     a warning says how much that is, and the result says which tensors. At least one tensor has to fit. What was frozen
@@ -139,6 +140,8 @@ def restore_engine(
     plans: list[_RestorePlan] = []
 
     def arguments() -> bytes:
+        nonlocal parts, state
+        parts, state = several(parts), several(state)
         return pack_arguments(path=os.path.abspath(os.fspath(path)), parts=parts, strict=strict, state=state, rng=rng)
 
     def prepare() -> bytes:

@@ -6,9 +6,17 @@ import os
 import re
 from contextlib import closing
 from itertools import islice
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from zckpt.errors import CheckpointNotFoundError, FormatError, MissingFileError, StorageError, ZckptError
+from zckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+    MissingFileError,
+    StorageError,
+    ZckptError,
+)
 from zckpt.foreign import deepspeed_files
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
@@ -89,6 +97,8 @@ def _below(run: str, above: str, depth: int, nested: bool) -> Iterator[tuple[str
     except StorageError:
         return
     for name in found:
+        if names.is_data_dir(name):
+            continue
         path = os.path.join(above, name)
         entries = entries_of(os.path.join(run, path))
         yield path, entries
@@ -134,6 +144,54 @@ def run_of(path: str) -> str:
             return candidate
         candidate = os.path.dirname(candidate)
     return above
+
+
+def latest_name(path: str, run: str) -> str:
+    """What ``latest`` in the directory ``run`` holds to name the checkpoint at ``path``. Raises ValueError where it
+    cannot name it."""
+    name = os.path.relpath(path, run)
+    try:
+        names.encode_latest(name)
+    except FormatError:
+        raise ValueError(
+            f"the file `latest` in {run} cannot name the checkpoint {name!r}: its tag, or path relative to this "
+            f"directory, has to lie in the directory, take at most {LATEST_BYTES_MAX - 1} bytes and have no control "
+            "characters; latest=False, or save_latest=False, writes it without `latest`"
+        ) from None
+    if name.split("/")[0] == names.LATEST:
+        raise ValueError(
+            f"the checkpoint {name!r} would take the place of the file `latest` in {run}: choose another tag or path; "
+            "latest=False, or save_latest=False, writes it without this file"
+        )
+    return name
+
+
+def refuse_place(path: str, run: str, *, latest: bool) -> None:
+    """Raises CheckpointExistsError where a new checkpoint at ``path``, of the run in the directory ``run``, would hide
+    others or be hidden by one: whoever opens a directory that has a manifest gets the checkpoint in it, whatever is
+    below. With ``latest``, which is to be written, also where a directory is in the place of this file.
+    """
+    below = "the file `latest`" if names.LATEST in entries_of(path) else next(iter(_checkpoints(path)), None)
+    if below is not None:
+        raise CheckpointExistsError(
+            f"this is the directory of a run, with {below}: a checkpoint here would hide those that are in it",
+            file=path,
+            hint=f"write to a directory in it: {os.path.join(path, 'global_step<N>')}",
+        )
+    parents = PurePath(path).parents
+    for above in [str(one) for one in parents if one.is_relative_to(run)] or [str(parents[0])]:
+        if open_store(above).exists(names.MANIFEST):
+            raise CheckpointExistsError(
+                f"{above} is a checkpoint, which would hide one in a directory of it", file=path,
+                hint=f"write elsewhere, or move what {above} has of this checkpoint (manifest.msgpack, data-*) to a "
+                f"directory of its own, such as {os.path.join(above, 'global_step<N>')}",
+            )  # fmt: skip
+    if latest and open_store(run).exists(names.LATEST) and names.LATEST in open_store(run).directories():
+        raise CheckpointExistsError(
+            "a directory is in the place of the file `latest`, which is to name the new checkpoint",
+            file=os.path.join(run, names.LATEST),
+            hint="move it, or write without this file: latest=False, save_latest=False",
+        )
 
 
 def whole_neighbours(path: str) -> list[str]:

@@ -7,7 +7,7 @@ import platform
 import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -38,8 +38,10 @@ from zckpt.io.store import open_store
 from zckpt.io.write import cuda_device_of, write_shards
 from zckpt.pipelines.gc import clear_for_write, leftovers, remove_run_leftovers
 from zckpt.pipelines.plain import plain
+from zckpt.pipelines.runs import latest_name, refuse_place
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
+from zckpt.plan.select import several
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, PARAM, STATE, Fragment
 from zckpt.torch_dtypes import DTYPE_NAMES
@@ -113,15 +115,15 @@ def write(
 
     ``path`` is the checkpoint's directory, on a file system that all ranks share; None: ``checkpoints/global_step<N>``.
     ``parts``: which parts of the state; None: all that a bit-exact resume needs. ``exclude``: parts to leave out, such
-    as the ``param`` of frozen weights. Further names of a tied tensor that is left out are left out too.
-    ``client_state``: the caller's own plain values, tensors and arrays, taken from rank 0; a warning says so where
-    another rank gives other ones. Some values come back as plain ones: a numpy scalar as Python's number or string,
-    ``torch.Size`` as a tuple, a path as a string, a date or time as a string in ISO 8601, a set as a sorted list, a
-    ``defaultdict`` as a dict. ``overwrite``: replace the checkpoint at ``path``, which stays whole until the new one is
-    committed; after that, files of a checkpoint in DeepSpeed's own format go too. ``latest``: have the file ``latest``
-    beside the checkpoint name it. ``budget``: memory, threads and kind of I/O; None: ``Budget.from_environment()``.
-    ``progress``: such as ``zckpt.ProgressBar()``. ``pending_gradients``: what is done where gradients wait for an
-    optimizer step, which no checkpoint holds: "refuse" the write, or "drop" them.
+    as the ``param`` of frozen weights. Both take one name or several. Further names of a tied tensor that is left out
+    are left out too. ``client_state``: the caller's own plain values, tensors and arrays, taken from rank 0; a warning
+    says so where another rank gives other ones. Some values come back as plain ones: a numpy scalar as Python's number
+    or string, ``torch.Size`` as a tuple, a path as a string, a date or time as a string in ISO 8601, a set as a sorted
+    list, a ``defaultdict`` as a dict. ``overwrite``: replace the checkpoint at ``path``, which stays whole until the
+    new one is committed; after that, files of a checkpoint in DeepSpeed's own format go too. ``latest``: have the file
+    ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O; None:
+    ``Budget.from_environment()``. ``progress``: such as ``zckpt.ProgressBar()``. ``pending_gradients``: what is done
+    where gradients wait for an optimizer step, which no checkpoint holds: "refuse" the write, or "drop" them.
 
     ``background``: return a PendingWrite as soon as training may go on; the checkpoint is of the state at this call.
     With ``snapshot="copy"`` that is once the state has been copied. With "lazy" it is once that has been copied which
@@ -134,8 +136,10 @@ def write(
 
     Returns the checkpoint's absolute path. Raises on every rank, and leaves nothing behind, if any rank fails:
     UnsupportedError (also for more than the format can hold), StateError, ValueError for a part that the engine does
-    not have, CheckpointExistsError, LockedError (somebody else is writing there), RankError, StorageError,
-    NoSpaceError. All that can be known from the state is checked before a byte is written.
+    not have and for a path that ``latest`` cannot name, CheckpointExistsError (also where ``path`` is the directory of
+    a run or lies in a checkpoint: whoever opens the outer of two gets that), LockedError (somebody else is writing
+    there), RankError, StorageError, NoSpaceError. All that can be known from the state is checked before a byte is
+    written.
     """
     return write_engine(
         engine,
@@ -253,9 +257,16 @@ class _Write:
 
     def prepare(self) -> bytes:
         """All that this rank has to write, and what the ranks have to agree about."""
-        options = self._options
+        given = self._options
+        options = self._options = replace(given, parts=several(given.parts), exclude=several(given.exclude))
         if options.snapshot not in ("copy", "lazy"):
             raise ValueError(f"snapshot must be 'copy' or 'lazy', got {options.snapshot!r}")
+        if not options.background and (options.snapshot, options.snapshot_bytes) != ("copy", None):
+            raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
+        client_state: object = options.client_state
+        if not isinstance(client_state, Mapping | None):
+            kind = type(client_state).__name__
+            raise TypeError(f"client_state must be a dict, of the caller's own values by name, got a {kind}")
         if options.pending_gradients not in ("refuse", "drop"):
             raise ValueError(f"pending_gradients must be 'refuse' or 'drop', got {options.pending_gradients!r}")
         self._adapter = adapter = adapt(self._engine)
@@ -264,10 +275,9 @@ class _Write:
             adapter.refuse_lazy()
         step = f"global_step{adapter.step}"
         self.target = os.path.abspath(self._path if self._path is not None else os.path.join("checkpoints", step))
-        self._latest_in = None
+        self._run = os.path.dirname(self.target) if options.run is None else os.path.abspath(options.run)
         if options.latest:
-            self._latest_in = os.path.dirname(self.target) if options.run is None else os.path.abspath(options.run)
-            names.encode_latest(os.path.relpath(self.target, self._latest_in))
+            latest_name(self.target, self._run)
         self._budget = options.budget or Budget.from_environment()
         unknown = sorted(set(options.exclude) - set(adapter.parts))
         if unknown:
@@ -285,8 +295,8 @@ class _Write:
         first = self._rank == 0
         packed = b""
         if first:
-            client_state = dict(options.client_state or {})
-            packed = _pack_tree({"engine": state, "client_state": client_state}, "", self._fragments, 0)
+            root = {"engine": state, "client_state": dict(options.client_state or {})}
+            packed = _pack_tree(root, "", self._fragments, 0)
             self._lock = WriteLock(open_store(self.target))
         writer = {
             "zckpt": __version__,
@@ -349,6 +359,7 @@ class _Write:
         if self._rank == 0:
             receipts = [catalog.unpack(one[1:]) for one in packed]
             self._manifest, self._index = catalog.catalog(receipts, self._save_id, self._about)
+            refuse_place(self.target, self._run, latest=self._options.latest)
             self._lock.acquire()
             self._begun = True
             self._replaced = begin_write(
@@ -379,7 +390,7 @@ class _Write:
     def _commit(self, digests: Sequence[bytes]) -> bytes:
         commit_write(
             self.target, self._save_id, catalog.with_digests(self._manifest, digests), self._index,
-            replaced=self._replaced, latest_in=self._latest_in, confirm=self._lock.confirm,
+            replaced=self._replaced, latest_in=self._run if self._options.latest else None, confirm=self._lock.confirm,
         )  # fmt: skip
         return b""
 
@@ -637,7 +648,7 @@ def commit_write(
 
         prepared = prepare(store, names.MANIFEST, manifest, names.prepared_digits(save_id))
         if latest_in is not None:
-            run, named = open_store(latest_in), names.encode_latest(os.path.relpath(target, latest_in))
+            run, named = open_store(latest_in), names.encode_latest(latest_name(target, latest_in))
             prepared_latest = prepare(run, names.LATEST, named)
         confirm()
         try:

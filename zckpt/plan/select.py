@@ -6,14 +6,22 @@ import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 from zckpt.errors import KeyNotFoundError
 
 Keys = str | Iterable[str] | Callable[[str], bool] | None
 """One key, a glob (``"master/*"``), several of either, a predicate over keys, or None for all."""
 
+_Names = TypeVar("_Names")
+
 COMPARED_MAX = 10_000
 """Keys that are compared to find the nearest: about a second."""
+
+
+def several(given: _Names) -> _Names | tuple[str]:
+    """The names that a caller gives: a string is one of them, and no collection of letters."""
+    return (given,) if isinstance(given, str) else given
 
 
 def select(keys: Sequence[str], wanted: Keys, aliases: Mapping[str, str] = MappingProxyType({})) -> list[str]:
@@ -23,15 +31,18 @@ def select(keys: Sequence[str], wanted: Keys, aliases: Mapping[str, str] = Mappi
     found by itself; or by a glob that does not match the tensor's key in ``keys`` too, so that ``master/*`` has no
     tensor twice. A predicate is over ``keys`` alone.
 
-    Raises KeyNotFoundError if a key or glob matches nothing; the error names the nearest keys.
+    Raises KeyNotFoundError if a key, glob or predicate matches nothing; the error names some keys.
     """
     if wanted is None:
         return list(keys)
     if callable(wanted):
-        return [key for key in keys if wanted(key)]
+        chosen = [key for key in keys if wanted(key)]
+        if not chosen:
+            raise KeyNotFoundError("the predicate is true of no key", hint=nearest(keys, ""))
+        return chosen
     known, found = set(keys), set()
     further: dict[str, None] = {}
-    for pattern in [wanted] if isinstance(wanted, str) else wanted:
+    for pattern in several(wanted):
         part, _, name = pattern.partition("/")
         if pattern in known:
             found.add(pattern)
@@ -59,4 +70,5 @@ def _of_others(pattern: str, others: set[str], aliases: Mapping[str, str]) -> It
 def nearest(keys: Sequence[str], wanted: str) -> str:
     """A sentence that names the keys most like ``wanted``."""
     near = difflib.get_close_matches(wanted, keys[:COMPARED_MAX], n=3, cutoff=0.3) or keys[:3]
-    return f"the nearest are: {', '.join(near)}" if near else "the checkpoint holds no tensors"
+    which = "nearest are" if wanted else "first ones are"
+    return f"the {which}: {', '.join(near)}" if near else "the checkpoint holds no tensors"
