@@ -143,7 +143,7 @@ class RankError(ZckptError, RuntimeError):
 
 
 class TagError(RankError, AssertionError):
-    """The ranks save one checkpoint under different tags; an AssertionError as in DeepSpeed."""
+    """The ranks save one checkpoint under different tags. DeepSpeed raises an AssertionError then, so this is one."""
 
 
 class StorageError(ZckptError, OSError):
@@ -155,7 +155,7 @@ class NoSpaceError(StorageError):
 
 
 def warn(message: str) -> None:
-    """Gives a UserWarning, as of the line outside of zckpt that has called it."""
+    """Gives a UserWarning whose place is the line outside of zckpt that has called zckpt."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "zckpt":
         frame, level = frame.f_back, level + 1

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Protocol):
-    """One live engine on one rank, which has its number within the engine's own group of ranks (``group_of``).
+    """One live engine on one rank. Ranks are numbered within the engine's own group of ranks (``group_of``).
 
     The order of calls is ``refuse_unsupported``, then either ``inventory``, ``state``, ``rank_state``, maybe
     ``before_change``, and ``after_write`` to write, or ``wanted``, ``check_state``, ``fill``, ``set_state`` and

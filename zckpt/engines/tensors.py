@@ -61,7 +61,7 @@ def lies_in_order(tensor: torch.Tensor) -> bool:
 
 
 def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Gives ``target`` these values, in its own memory, so that its views and what it is a view of follow.
+    """Writes these values to the memory of ``target``, so that its views and what it is a view of have them too.
 
     Where several elements of ``target`` share a place in memory (``expand``) and are to have different values, it gets
     memory of its own: nothing else can hold them.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 16
 BLOCK_BYTES = 1 << 20
-"""Of a full block, in all that this library writes."""
+"""The size of a full block in every file that this library writes."""
 
 Count = TypeVar("Count", int, NDArray[np.int64])
 

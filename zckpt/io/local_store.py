@@ -29,7 +29,7 @@ class LocalStore:
     def exists(self, path: str) -> bool:
         try:
             os.lstat(self._full(path)) if path else os.stat(self.root)
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no file can have this name
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have such a name.
             return False
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:  # No file can have a name this long, so it does not exist.

@@ -145,7 +145,7 @@ def is_alive(store: Store, holder: bytes) -> bool:
 
 
 def _parse(holder: bytes) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):  # anybody may have made a file of this name
+    with suppress(ValueError, RecursionError):  # Any program may have made a file of this name.
         known = json.loads(holder)
         if isinstance(known, dict):
             return known

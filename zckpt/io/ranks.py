@@ -40,26 +40,28 @@ _LIMITS = {
     "no route to host": _INTERFACE,
     "network is unreachable": _INTERFACE,
 }
-"""What the system says where ranks cannot connect, and what to do about it."""
+"""Maps what the system says when ranks cannot connect to a hint that says what to do."""
 
 _groups: dict[tuple[tuple[int, ...], bool], tuple[object, _Group]] = {}
-"""For ranks, for the background or not: the job's default group and what was made for them beside it."""
+"""The groups that were made, by their members and whether they are for the background. Beside each stands the default
+group of the job for which it was made."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A gloo group: the engine's own may be NCCL's, which cannot carry host memory. torch.distributed does not know of
-    it: the names that it gives to groups need the same number of groups on every rank."""
+    """A gloo group, since the engine's own group may be NCCL's, which cannot carry host memory. torch.distributed does
+    not know of this group: it would name it by counting groups, and ranks may differ in how many they have made."""
 
     group: dist.ProcessGroupGloo
     lives: Lives
 
 
 def _group(members: tuple[int, ...], rank: int, background: bool, call: str) -> _Group:
-    """Made once per process and world, for that is itself collective; made anew after a rank was lost."""
+    """The group of these ranks. It is made once per process and world, since making it is collective, and made anew
+    after a rank was lost."""
     world = dist.group.WORLD
     for stale in [key for key, (made_for, _) in list(_groups.items()) if made_for is not world]:
-        if stale[1] == background:  # a write in the background may go on in a world that is gone
+        if stale[1] == background:  # A write in the background may still use a group of a world that is gone.
             _groups.pop(stale)[1].lives.close()
     found = _groups.get((members, background))
     if found is None:
@@ -77,13 +79,14 @@ def _group(members: tuple[int, ...], rank: int, background: bool, call: str) -> 
 
 
 def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], lives: Lives) -> dist.ProcessGroupGloo:
-    """The gloo group. A thread makes it, so that a rank that cannot connect need not be waited for."""
+    """A new gloo group. A thread makes it, so that nobody has to wait for a rank that cannot connect."""
     made: list[dist.ProcessGroupGloo] = []
     errors: list[Exception] = []
 
     def connect() -> None:
         try:
-            own = store.clone() if hasattr(store, "clone") else store  # to wait on a store keeps others from using it
+            # A thread that waits on a store keeps others from using it.
+            own = store.clone() if hasattr(store, "clone") else store
             prefix = dist.distributed_c10d.PrefixStore(f"zckpt/{name}/gloo", own)
             group = dist.ProcessGroupGloo(prefix, rank, len(members), timedelta(seconds=timeout_seconds()))
             group._set_default_timeout(_FOREVER)
@@ -101,7 +104,7 @@ def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], liv
     (error,) = errors
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     hint = next((hint for said, hint in _LIMITS.items() if said in str(error).lower()), None)
-    if hint is None or "refused" in str(error).lower():  # the other side may have died
+    if hint is None or "refused" in str(error).lower():  # The rank on the other side may have died.
         lost = lives.lost(error)
         lost.hint = hint if lost.rank is None else None
         raise lost from error
@@ -112,13 +115,13 @@ def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], liv
 
 
 class Ranks:
-    """The ranks of ``group``, numbered from 0 on in its order; without it all ranks of the job, or this process alone
-    where there is no job.
+    """The ranks of ``group``, numbered from 0 on in its order. Without ``group``, all ranks of the job, or this process
+    alone if there is no job.
 
     Every method is collective: all ranks call it, in the same order. Those of ``background`` ranks may be called by
     another thread at the same time, and go on when the training has given up its process groups. ``call``: the function
-    that all of them have to call, for whoever waits for one that has not. Errors of a rank that
-    fails or is gone name it by its number in the job.
+    that every rank has to call; the messages about late ranks name it. The error of a rank that fails or is gone names
+    it by its number in the job.
     """
 
     def __init__(
@@ -141,8 +144,8 @@ class Ranks:
         self._group = None if self.size == 1 else _group(members, self.rank, background, call)
 
     def foreground(self, call: str) -> Ranks:
-        """The same ranks, to be used while the background uses its own; this process alone if the training has given up
-        its process groups since."""
+        """The same ranks, to be used while the background uses its own group. If the training has given up its process
+        groups since, this process alone."""
         ranks = object.__new__(Ranks)
         number = self.members[self.rank]
         same = self._world is not None and self._world is dist.group.WORLD
@@ -150,8 +153,8 @@ class Ranks:
         return ranks
 
     def undivided(self) -> AbstractContextManager[None]:
-        """Inside of it, Ctrl-C is raised by the actions of ``share`` and ``together`` alone, or at its end: while this
-        rank waits for others, it would leave them alone with the rest. Once for each object."""
+        """Inside this block, Ctrl-C is raised only while an action of ``share`` or ``together`` runs, or at the end of
+        the block: raised while this rank waits for others, it would leave them waiting. Once for each object."""
         return self._interrupts.held()
 
     def gather(self, data: bytes, doing: str = "go on") -> list[bytes]:
@@ -203,10 +206,10 @@ class Ranks:
         return results[0]
 
     def share(self, action: Callable[[], bytes], doing: str) -> list[bytes]:
-        """Runs ``action`` on every rank; returns its results of all ranks, on every rank, only if it succeeded on all.
+        """Runs ``action`` on every rank. If it succeeded on all of them, every rank returns the results of all.
         Raises as ``together`` does.
 
-        A chain of these, with all that can fail inside of the actions, is one that all ranks leave together.
+        If everything that can fail is inside the actions of successive calls, all ranks leave at the same call.
         """
         if self._group is None:
             with self._interrupts.allowed():

@@ -155,9 +155,9 @@ class _Rebuilt:
     unverified: tuple[str, ...]
     block_bytes: int
     first_blocks: dict[int, list[int]]
-    """By rank: the number of each file's first digest."""
+    """The number of each file's first digest, by rank."""
     computed: dict[int, bytes]
-    """The digest tables of the data as they are, damaged blocks and all."""
+    """The digest tables of the data as they are now, damaged blocks included."""
 
 
 def _refused(path: str, problems: Sequence[str], hint: str) -> RepairError:
@@ -345,8 +345,8 @@ def _differs(raw: bytes, old: Manifest) -> bool:
 def _put(
     store: Store, files: Mapping[str, bytes], confirm: Callable[[], None]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Each in its place, durable, what was there under another name: the names of both. ``confirm`` raises where this
-    process has no right to do so any more."""
+    """Puts each file in its place, durably, and keeps what was there under another name. Returns the names of the files
+    and of what was kept. ``confirm`` raises if this process has lost the right to do so."""
     reader = store.reader()
     changed, kept = [], []
     for path, data in files.items():

@@ -52,7 +52,8 @@ class Kind:
         return frozenset(getattr(self._wrapper, "offloaded_states", ()))
 
     def _zero_master_gradients(self) -> None:
-        """With an offloaded optimizer, the gradient of a master is the buffer for the gradients of the next step."""
+        """Zeroes the gradients of the masters. With an offloaded optimizer, they are the buffer for those of the next
+        step."""
         for flat in self.flats:
             if flat.master.grad is not None:
                 flat.master.grad.zero_()

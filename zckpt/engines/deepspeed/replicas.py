@@ -25,8 +25,8 @@ GATHER_BYTES = 32 << 20
 
 
 class Replicated(Kind):
-    """What such wrappers have in common, and all that there is without an optimizer; ``wrapper.Wrapper`` says what each
-    member is for."""
+    """What the wrappers have in common that keep weights whole on every rank. It is all that is needed without an
+    optimizer. ``wrapper.Wrapper`` says what each member is for."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         super().__init__(wrapper, parameters, group)

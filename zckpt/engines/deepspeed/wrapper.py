@@ -68,7 +68,7 @@ class Wrapper(Protocol):
         """Has all that is under way to or from files done."""
 
     def after_write(self) -> None:
-        """Leaves the weights gathered or not as DeepSpeed's own save does. Collective."""
+        """Gathers the weights that DeepSpeed's own save would leave gathered, and no others. Collective."""
 
     def before_restore(self) -> None:
         """Brings back what offload_states() has moved, and gives up what would go stale. Not collective."""
