@@ -68,7 +68,7 @@ class Wrapper(Protocol):
         """Has all that is under way to or from files done."""
 
     def after_write(self) -> None:
-        """Gathers the weights that DeepSpeed's own save would leave gathered, and no others. Collective."""
+        """Leaves exactly those weights gathered that DeepSpeed's own save leaves gathered. Collective."""
 
     def before_restore(self) -> None:
         """Brings back what offload_states() has moved, and gives up what would go stale. Not collective."""
