@@ -232,7 +232,11 @@ def save_over_deepspeeds_and_without_an_optimizer(directory: str) -> None:
     assert evaluating.global_steps == 1
     assert_same(weights(engine), weights(evaluating))
     evaluating.save_checkpoint(directory, "weights", exclude_frozen_parameters=True)
-    other = zckpt.attach(make_engine(seed=2))
+    other = zckpt.attach(make_engine(seed=2, scheduler=True))
+    with pytest.raises(zckpt.MismatchError, match="optimizer: none in the checkpoint") as caught:
+        other.load_checkpoint(directory, "weights")
+    for said in ("load_module_only=True restores the weights alone", "load_optimizer_states=False also the counters"):
+        assert said in str(caught.value)
     for options in ({"load_module_only": True}, {"load_optimizer_states": False}):
         other.load_checkpoint(directory, "weights", **options)
         assert_same(weights(engine), weights(other))
@@ -263,6 +267,7 @@ def test_frozen_weights_can_be_left_out(cluster: Cluster, tmp_path: Path) -> Non
     assert not [key for key in zckpt.open(tmp_path) if key.startswith("param/")]
     outcomes = cluster.outcomes(load_without_frozen, 2, str(tmp_path), True)
     assert all("missing: param/frozen.weight" in outcome.error for outcome in outcomes)
+    assert all("  load_module_strict=False leaves out what does not fit" in outcome.error for outcome in outcomes)
     before, after = cluster.run(load_without_frozen, 2, str(tmp_path), False)[0]
     for name, tensor in after.items():
         source = before if name.startswith(("frozen.", "unused.")) else saved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,9 @@ from torch import nn
 import models
 import zckpt
 from models import Mlp, make_engine, train
-from runs import held
+from runs import assert_same, held, inner
+from runs import weights as weights_of
+from zckpt.engines import adapt
 from zckpt.pipelines.restore import restore_engine
 from zckpt.pipelines.write import write_engine
 
@@ -38,11 +41,22 @@ class Deep(nn.Module):
         return self.get_submodule(self.prefix)(x[:, : self.width]).float().square().mean()
 
 
-def engine_of(module: nn.Module, stage: int = 2) -> Any:
+class Pair(nn.Module):
+    """A weight of ``rows``, and a bias that is of the same size in all of them."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(rows, 8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x[:, : len(self.weight)] @ self.weight + self.bias).float().square().mean()
+
+
+def engine_of(module: nn.Module, stage: int = 2, **options: Any) -> Any:
     original = models.make_model
     models.make_model = lambda name: module
     try:
-        return make_engine(stage=stage)
+        return make_engine(stage=stage, **options)
     finally:
         models.make_model = original
 
@@ -69,6 +83,24 @@ def restore_in_part(path: str) -> dict[str, Any]:
         "renamed, in part": refused(renamed, path, strict=False),
         "nothing asked for": dict(zckpt.restore(renamed, path, parts=[], strict=False)),
     }
+    found["a buffer alone"] = refused(engine_of(Deep(width=16, extra=True)), path, strict=False)
+
+    zckpt.write(engine, f"{path}-master", parts=["master"])
+    untrained = engine_of(Deep(extra=True))
+    for name, other in {"fresh": untrained, "trained": engine}.items():
+        for strict in (True, False):
+            found[f"masters alone, {name}, {strict}"] = refused(other, f"{path}-master", strict=strict)
+    assert zckpt.restore(engine, f"{path}-master", parts=["master"]).kept == {}
+
+    zckpt.write(engine, f"{path}-lost")
+    if torch.distributed.get_rank() == 0:
+        os.remove(f"{path}-lost/manifest.msgpack")
+        zckpt.repair(f"{path}-lost")
+    torch.distributed.barrier()
+    found["lost state"] = refused(untrained, f"{path}-lost")
+    assert dict(zckpt.restore(untrained, f"{path}-lost", parts=["master"])) == {}
+    assert_same(weights_of(untrained), weights_of(engine))
+
     smaller = engine_of(Deep())
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -77,9 +109,13 @@ def restore_in_part(path: str) -> dict[str, Any]:
     found["said"] = [str(one.message) for one in warned if "in part" in str(one.message)]
     assert all(one.filename == __file__ for one in warned if "in part" in str(one.message))
     zckpt.write(smaller, f"{path}-smaller", client_state={"a": 1})
+    own = {f.key: f.data for f in adapt(engine).inventory(None).fragments if "exp_avg/extra." in f.key}
+    for data in own.values():
+        data.fill_(3)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         result = zckpt.restore(engine, f"{path}-smaller", strict=False)
+        assert all(data.eq(3).all() for data in own.values())
         again = zckpt.restore(smaller, f"{path}-smaller", strict=False)
     found["kept"] = (result.restored, result.kept, result.unexpected)
     found["also said"] = [str(one.message) for one in warned if "in part" in str(one.message)]
@@ -95,6 +131,7 @@ def in_part(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[
 def test_a_mismatch_is_grouped_and_said_by_one_rank(in_part: list[dict[str, Any]]) -> None:
     kind, text = in_part[0]["wide"]
     assert kind == "MismatchError"
+    assert " strict=False" not in text
     assert "  all 24 tensors differ in shape; the first 5:" in text
     assert text.count("differs: ") == 5
     assert "this looks like a model of another size" in text
@@ -113,12 +150,33 @@ def test_a_mismatch_is_grouped_and_said_by_one_rank(in_part: list[dict[str, Any]
 
 
 def test_a_restore_of_nothing_is_refused(in_part: list[dict[str, Any]]) -> None:
-    for case in ("wide, in part", "renamed, in part"):
+    for case in ("wide, in part", "renamed, in part", "a buffer alone"):
         kind, text = in_part[0][case]
         assert kind == "MismatchError"
-        assert "no tensor at all would be restored" in text
+        assert "no weight at all would be restored" in text
         assert "state_dict()" in text
     assert in_part[0]["nothing asked for"] == {}
+
+
+@pytest.mark.parametrize("name", ["fresh", "trained"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_masters_alone_are_no_state_to_train_on_from(in_part: list[dict[str, Any]], name: str, strict: bool) -> None:
+    (kind, text), (other_kind, other) = (one[f"masters alone, {name}, {strict}"] for one in in_part)
+    assert kind == other_kind == "MismatchError"
+    assert "9 more: not restored, though the optimizer's scalars would be" in text
+    for said in (text, other):
+        assert 'parts=["master"] restores the weights alone' in said
+        assert "strict=False" not in said
+    assert "rank 0 lists all that differs" in other
+
+
+def test_a_checkpoint_that_has_lost_its_state_is_not_called_damaged(in_part: list[dict[str, Any]]) -> None:
+    kind, text = in_part[0]["lost state"]
+    assert kind == "MismatchError"
+    assert "counters, optimizer, scaler, scheduler: not in the checkpoint" in text
+    assert 'parts=["master", "buffer"] restores the weights alone; zckpt.open(path).state_dict()' in text
+    assert "rule" not in text
+    assert "whole" not in text
 
 
 def test_the_result_says_what_was_restored(in_part: list[dict[str, Any]]) -> None:
@@ -137,11 +195,38 @@ def test_the_result_says_what_was_restored(in_part: list[dict[str, Any]]) -> Non
     assert "7 of the checkpoint are left out (" in said
     assert in_part[1]["said"] == []
     restored, kept, unexpected = in_part[0]["kept"]
-    assert {part: set(names) for part, names in kept.items()} == {"master": extra, "buffer": {"seen"}}
+    assert {part: set(names) for part, names in kept.items()} == expected
     assert unexpected == {}
     (said,) = in_part[0]["also said"]
-    assert "3 of the engine are kept as they are (2 of master, 1 of buffer: extra." in said
+    assert "7 of the engine are kept as they are (2 of master, 2 of exp_avg, 2 of exp_avg_sq, 1 of buffer: ext" in said
+    assert "kept moments beside restored ones" in said
     assert in_part[0]["whole"] == ({"a": 1}, {"master": 8, "exp_avg": 8, "exp_avg_sq": 8}, {})
+
+
+def restore_beside_a_kept_weight(path: str) -> None:
+    saved, engine = (engine_of(Pair(rows), groups=True) for rows in (8, 16))
+    train(saved, 2)
+    zckpt.write(saved, path)
+    train(engine, 5)
+    first, second = inner(engine).param_groups
+    first["lr"] = second["lr"] = 0.5
+    before = held(engine)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result = zckpt.restore(engine, path, strict=False)
+    (said,) = [str(one.message) for one in warned if "in part" in str(one.message)]
+    assert "3 of the checkpoint are left out (1 of master, 1 of exp_avg, 1 of exp_avg_sq: weight)" in said
+    parts = ("master", "exp_avg", "exp_avg_sq")
+    assert result.restored == dict.fromkeys(parts, ("bias",))
+    assert result.kept == result.unexpected == dict.fromkeys(parts, ("weight",))
+    expected = {key: value for key, value in (before | held(saved)).items() if "bias" in key[0] or key[2] == 128}
+    assert_same(held(engine), expected)
+    assert [int(inner(engine).state[group["params"][0]]["step"]) for group in (first, second)] == [5, 2]
+    assert (first["lr"], second["lr"]) == (0.5, 2e-2)
+
+
+def test_a_kept_weight_keeps_its_optimizer_state(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(restore_beside_a_kept_weight, 1, str(tmp_path / "c"))
 
 
 class Strided(Mlp):

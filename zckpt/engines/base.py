@@ -99,12 +99,19 @@ class EngineAdapter(Protocol):
         """The keys among these that the engine has no place for, on any rank."""
 
     def check_state(
-        self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, wanted: tuple[Fragment, ...]
+        self,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None,
+        restored: Collection[str],
+        kept: Collection[str],
     ) -> list[str]:
-        """What keeps ``state`` from being restored along with ``wanted``, one line each; changes nothing.
+        """What keeps ``state`` from being restored along with the tensors of the keys ``restored``, one line each;
+        changes nothing.
 
         ``state`` has those of ``trees`` that are to be restored; ``rank_state`` is this rank's, None if the writer had
         another number of ranks or nothing needs it. Tensors and arrays in the latter are functions that read them.
+        ``kept``: names of parameters whose weights stay as they are, and so do their moments. Their step does too,
+        unless it is also that of a parameter that is restored.
         Raises FormatError for a tree that ``state()`` did not make.
         """
 
@@ -116,12 +123,18 @@ class EngineAdapter(Protocol):
         Ended early (``close``), it gives up the memory of its last batch and leaves the disk as it was.
         """
 
-    def set_state(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rng_too: bool) -> None:
+    def set_state(
+        self,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None,
+        kept: Collection[str],
+        rng_too: bool,
+    ) -> None:
         """Sets counters, groups, scheduler and hidden state, and derives all that this rank can derive alone. To be
         called once the memory is filled. Not collective.
 
-        ``state`` and ``rank_state`` as in ``check_state``. Without ``rng_too`` random generators are left alone.
-        Raises MismatchError for what ``check_state`` finds, and FormatError for trees that ``state()`` and
+        ``state``, ``rank_state`` and ``kept`` as in ``check_state``, which has found nothing against them. Without
+        ``rng_too`` random generators are left alone. Raises FormatError for trees that ``state()`` and
         ``rank_state()`` did not make.
         """
 

@@ -16,13 +16,20 @@ from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.integrations import zero_to_fp32
 from zckpt.io.ranks import Ranks
-from zckpt.pipelines.restore import restore_engine
+from zckpt.pipelines.mismatch import Caller
+from zckpt.pipelines.restore import engine_state, restore_engine
 from zckpt.pipelines.write import write_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _WEIGHTS = ("master", "param", "buffer")
+_LOAD = Caller(
+    "engine.load_checkpoint",
+    "load_module_strict=False",
+    "load_module_only=True restores the weights alone",
+    "load_optimizer_states=False also the counters, and the scheduler unless load_lr_scheduler_states=False",
+)
 _METHODS = ("save_checkpoint", "load_checkpoint")
 _MARK = "_zckpt_attaches"
 
@@ -164,7 +171,7 @@ def _load_checkpoint(
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
     zckpt.wait()  # A write in the background may be about to change `latest`.
-    ranks = Ranks(group_of(engine), call="engine.load_checkpoint")
+    ranks = Ranks(group_of(engine), call=_LOAD.call)
     universal = engine.load_universal_checkpoint()
     found = ranks.first(lambda: msgpack.packb(_find(load_dir, tag, universal)), "find the checkpoint")
     chosen, theirs = msgpack.unpackb(found)
@@ -195,7 +202,13 @@ def _load_checkpoint(
             left_out.add("optimizer")
         if not load_lr_scheduler_states or engine.lr_scheduler is None:
             left_out.add("scheduler")
-        parts = [part for part in zckpt.open(path).parts if part in _WEIGHTS] if weights_only else None
+        parts = None
+        if weights_only:
+            checkpoint = zckpt.open(path)
+            parts = [part for part in checkpoint.parts if part in _WEIGHTS]
+            saved = engine_state(checkpoint)
+            if saved is not None and "scheduler" not in saved:  # an engine without an optimizer has none
+                left_out.add("scheduler")
         return parts, [tree for tree in adapter.trees if tree not in left_out]
 
     parts, trees = ranks.together(what, "open the checkpoint")
@@ -206,6 +219,7 @@ def _load_checkpoint(
         strict=load_module_strict,
         state=trees,
         own_client_state=True,
+        caller=_LOAD,
     )
     return path, dict(client_state)
 

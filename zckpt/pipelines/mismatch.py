@@ -10,6 +10,18 @@ from zckpt.state.inventory import MASTER, PARAM
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+
+class Caller(NamedTuple):
+    """The function that restores, and what its arguments are called, for whoever reads an error."""
+
+    call: str = "zckpt.restore"
+    in_part: str = "strict=False"
+    weights: str = "parts={parts} restores the weights alone"
+    """``{parts}`` stands for those of the checkpoint that hold weights and buffers."""
+    counters: str = ""
+    """How more than the weights is restored, without the state of the optimizer."""
+
+
 SHOWN_MAX = 5
 """The largest number of similar lines or names that a message shows."""
 

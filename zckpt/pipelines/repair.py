@@ -93,8 +93,8 @@ def repair(
     cannot be verified, or is damaged; what has a digest that it differs from stays so. ``budget``: memory, threads and
     kind of I/O. Call it on one rank.
 
-    Without the manifest, step, aliases and the tree of non-tensor state are lost: tensors can be loaded, an engine
-    cannot be restored. Damaged data cannot be repaired at all.
+    Without the manifest, step, aliases and the tree of non-tensor state are lost: tensors can be loaded, and an
+    engine's weights restored (``parts``), but no training resumed. Damaged data cannot be repaired at all.
 
     Raises RepairError, which lists everything, if files are missing, damaged or of several saves; LockedError;
     CheckpointNotFoundError, which says what is there instead; CheckpointExistsError (``output``); VersionError;

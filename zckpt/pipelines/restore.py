@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -19,14 +20,15 @@ from zckpt.errors import (
     StorageError,
     warn,
 )
-from zckpt.format.rules import broken
 from zckpt.io.ranks import Ranks, check_arguments, pack_arguments
 from zckpt.pipelines.mismatch import (
     DTYPE,
     MISSING,
     SHAPE,
+    Caller,
     Difference,
     by_part,
+    part_of,
     summary,
     told,
     told_differences,
@@ -40,7 +42,7 @@ from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragmen
 from zckpt.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from zckpt.contents import TensorInfo
     from zckpt.engines.base import EngineAdapter
@@ -60,8 +62,8 @@ class Restored(dict[str, Any]):
 
     ``restored``: the engine's tensors that hold the checkpoint's values now. ``kept``: those that the checkpoint was
     asked for and did not have in the right shape, so that they are as before. ``unexpected``: the checkpoint's tensors
-    for which the engine has no place. Each is a mapping from a part's name to names of tensors; all are equal on every
-    rank.
+    that were left out, because the engine has no place for them or one of another shape. Each is a mapping from a
+    part's name to names of tensors; all are equal on every rank. Moments that begin at zero are in none of them.
     """
 
     def __init__(
@@ -100,12 +102,15 @@ def restore(
     ``verify``: compare every block with its digest; None: yes, unless the environment has ZCKPT_VERIFY=0. ``budget``:
     as for ``open``. ``progress``: such as ``zckpt.ProgressBar()``.
 
-    ``strict=False``: leaves out what is missing, unexpected or of another shape, and the engine keeps its own weights;
-    a warning says how much that is, and the result says which tensors. At least one tensor has to fit. What was frozen
-    and now is trained, or the reverse, is restored: ``master`` from ``param`` and ``param`` from ``master``, converted.
-    A parameter without moments in the checkpoint has moments of zero then. As to its settings and its step, it joins
-    the others of its param group and its flat, as if its gradients had been zero until now; one that has no others
-    there keeps its settings and begins at step 0.
+    ``strict=False``: leaves out what is missing, unexpected or of another shape, and the engine keeps its own tensors;
+    a warning says how much that is, and the result says which tensors. At least one weight has to fit, if weights are
+    asked for. What was frozen and now is trained, or the reverse, is restored: ``master`` from ``param`` and ``param``
+    from ``master``, converted. If the weight of a parameter is restored and the checkpoint has no moments of it, as it
+    was frozen, its moments begin at zero, and the warning says so. A parameter whose weight is kept keeps its moments.
+    As to settings and step, both join the others of their param group, and of the partition in which DeepSpeed keeps
+    one step for several parameters: there, kept moments are counted with the checkpoint's step from then on. Where no
+    parameter has others there, settings are kept, and so is the step beside kept weights; beside restored ones it
+    begins at 0.
 
     Gradients of the engine that no optimizer step has used yet are dropped: they belong to the weights that it had.
 
@@ -132,11 +137,13 @@ def restore_engine(
     budget: Budget | None = None,
     progress: Progress | None = None,
     own_client_state: bool = False,
+    caller: Caller = Caller(),  # noqa: B008  it cannot change
 ) -> Restored:
     """``restore``, for integrations. ``own_client_state``: where the ranks of the writer each had a ``client_state`` of
-    their own, a rank gets its own again; with another number of ranks all get rank 0's, and a warning says so."""
+    their own, a rank gets its own again; with another number of ranks all get rank 0's, and a warning says so.
+    ``caller``: what the user has called."""
     wait()
-    ranks = Ranks(group_of(engine), call="zckpt.restore")
+    ranks = Ranks(group_of(engine), call=caller.call)
     plans: list[_RestorePlan] = []
 
     def arguments() -> bytes:
@@ -145,7 +152,7 @@ def restore_engine(
         return pack_arguments(path=os.path.abspath(os.fspath(path)), parts=parts, strict=strict, state=state, rng=rng)
 
     def prepare() -> bytes:
-        plans.append(_plan_restore(engine, path, ranks, parts, strict, state, rng, budget, own_client_state))
+        plans.append(_plan_restore(engine, path, ranks, parts, strict, state, rng, budget, own_client_state, caller))
         return "\n".join(plans[0].problems).encode()
 
     # Every step of a chain of `share` runs on all ranks, with nothing that can fail between two of them.
@@ -189,7 +196,7 @@ class _RestorePlan:
     kept: Sequence[str]
     """The keys of the engine's tensors that are asked for and that the checkpoint does not have."""
     unexpected: Sequence[str]
-    """The keys of the checkpoint's tensors that the engine has no place for."""
+    """The keys of the checkpoint's tensors that are left out."""
     problems: Sequence[str]
     hint: str | None
 
@@ -219,12 +226,15 @@ def _plan_restore(
     rng: bool,
     budget: Budget | None,
     own_client_state: bool,
+    caller: Caller,
 ) -> _RestorePlan:
     adapter = adapt(engine)
     adapter.refuse_unsupported(drop_gradients=True)
     found = find(os.fspath(path))
     with advised(found):
-        return _plan(adapter, open_checkpoint(found, budget), ranks, parts, strict, trees, rng, own_client_state)
+        return _plan(
+            adapter, open_checkpoint(found, budget), ranks, parts, strict, trees, rng, own_client_state, caller
+        )
 
 
 def _plan(
@@ -236,6 +246,7 @@ def _plan(
     trees: Collection[str] | None,
     rng: bool,
     own_client_state: bool,
+    caller: Caller,
 ) -> _RestorePlan:
     stored = {
         part: {info.name: info.dtype for info in checkpoint.values() if info.part == part} for part in checkpoint.parts
@@ -251,33 +262,50 @@ def _plan(
     wanted = adapter.wanted(stored)
     sources, differences = _sources(checkpoint, wanted, stored if parts is not None else None, adapter.trains)
     used = {info.key for info in sources.values()}
-    unexpected = [key for key in adapter.unexpected(stored) if key not in used]
+    no_place = [key for key in adapter.unexpected(stored) if key not in used]
+    zeroed = _without_moments(wanted, sources, differences)
+    kept = [key for key in differences if key not in zeroed]
     problems: list[str] = []
-    hint = None
-    filled = sources.keys() | differences.keys()
-    if strict or (differences and not sources):
+    weight_restored = any(_is_weight(key) and 0 not in info.shape for key, info in sources.items())
+    nothing = differences and (not sources or (_weights_kept(kept) and not weight_restored))
+    misfits = {part_of(key) for key in (*differences, *no_place)}
+    if strict or nothing:
         problems += told_differences(differences, {fragment.key: None for fragment in wanted})
         if MASTER in stored and adapter.trains:  # else it is weights that are asked for, whoever trained them
-            problems += told(_changed_roles(wanted, sources), "parameters are frozen on one side only")
-        lines = [f"unexpected: {key}, the engine has no place for it" for key in unexpected]
+            changed = _changed_roles(wanted, sources)
+            problems += told(changed, "parameters are frozen on one side only")
+            misfits |= {MASTER} if changed else set()
+        lines = [f"unexpected: {key}, the engine has no place for it" for key in no_place]
         problems += told(lines, "tensors of the checkpoint have no place in the engine")
-        if problems and not strict:
-            hint = (
-                "no tensor at all would be restored: make the engine of the model that was saved, or put the weights "
-                "where they belong yourself, from zckpt.open(path).state_dict()"
-            )
-        elif problems:
-            hint = "strict=False leaves out what does not fit, and converts what is frozen on one side only"
-    else:
-        filled = sources.keys() | _without_moments(wanted, sources, differences)
-    wanted = tuple(fragment for fragment in wanted if fragment.key in filled)
-    engine_state, client_state = _root(checkpoint)
-    chosen = {name: engine_state.get(name) for name in trees}
-    needed = rng or adapter.needs_rank_state(chosen)
+    wanted = tuple(fragment for fragment in wanted if fragment.key in sources or fragment.key in zeroed)
+    saved = engine_state(checkpoint)
+    client_state: dict[str, Any] = {} if saved is None else checkpoint.state["client_state"]
+    chosen = {name: (saved or {}).get(name) for name in trees}
+    needed = rng or (saved is not None and adapter.needs_rank_state(chosen))
     rank_state = (
         checkpoint.rank_state(ranks.rank, lazy=True) if needed and checkpoint.world_size == ranks.size else None
     )
-    problems += told(adapter.check_state(chosen, rank_state, wanted), "parts of the other state do not fit")
+    if saved is None and trees:
+        against = [f"{', '.join(trees)}: not in the checkpoint; repair keeps no such state where the manifest was lost"]
+    else:
+        against = adapter.check_state(chosen, rank_state, sources.keys(), _weights_kept(kept))
+    hint = None
+    if nothing:
+        hint = (
+            "no weight at all would be restored: make the engine of the model that was saved, or put the weights "
+            "where they belong yourself, from zckpt.open(path).state_dict()"
+        )
+    else:
+        weights = [part for part in stored if part in (MASTER, PARAM, BUFFER)]
+        hints = [caller.weights.format(parts=json.dumps(weights))] if against and weights else []
+        if hints and saved is not None and caller.counters:
+            hints.append(caller.counters)
+        if problems and (not against or misfits.intersection(weights)):
+            hints.append(f"{caller.in_part} leaves out what does not fit, and converts what is frozen on one side only")
+        if saved is None:
+            hints.append("zckpt.open(path).state_dict() has the weights too")
+        hint = "; ".join(hints) or None
+    problems += told(against, "parts of the other state do not fit")
     if rng and checkpoint.world_size != ranks.size:
         problems.append(
             f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {ranks.size}"
@@ -286,25 +314,39 @@ def _plan(
         checkpoint.contents.check_sizes(sources[f.key] for f in wanted if f.start < f.stop and f.key in sources)
     if own_client_state and not problems:
         client_state = _own_client_state(checkpoint, ranks, client_state)
-    kept = [key for key in differences if key not in filled]
-    if not strict and not problems and (kept or unexpected) and ranks.rank == 0:
-        warn(
-            f"{checkpoint.path} fits the engine in part: {summary('tensors are restored', list(sources))}; "
-            f"{summary('of the engine are kept as they are', kept)}; "
-            f"{summary('of the checkpoint are left out', unexpected)}"
-        )
+    misfitting = {key.partition("/")[2] for key, found in differences.items() if found.kind != MISSING}
+    unused = [f"{part}/{name}" for part, names in stored.items() for name in names if f"{part}/{name}" not in used]
+    unexpected = [key for key in unused if key in set(no_place) or key.partition("/")[2] in misfitting]
+    if not strict and not problems and (kept or unexpected or zeroed) and ranks.rank == 0:
+        lines = [
+            summary("tensors are restored", list(sources)),
+            summary("of the engine are kept as they are", kept),
+            summary("of the checkpoint are left out", unexpected),
+        ]
+        if zeroed:
+            lines.append(summary("moments of restored weights are not in the checkpoint and begin at zero", [*zeroed]))
+        if "optimizer" in trees and any(part_of(key) not in RESERVED_PARTS for key in kept):
+            lines.append("kept moments beside restored ones, in one partition, take the checkpoint's step")
+        warn(f"{checkpoint.path} fits the engine in part: {'; '.join(lines)}")
     return _RestorePlan(
         adapter, checkpoint, wanted, sources, chosen, rank_state, client_state, kept, unexpected, problems, hint
     )
 
 
-def _root(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The two branches of the root tree. Raises FormatError (T001) where it is not such a tree."""
+def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """The trees of an engine's non-tensor state; None if the checkpoint has lost them, or is of something else."""
     root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
     engine, client_state = root.get("engine"), root.get("client_state")
-    if not (isinstance(engine, dict) and isinstance(client_state, dict)):
-        raise broken("T001", "the tree of state has no engine and client_state", file=checkpoint.path)
-    return engine, client_state
+    return engine if isinstance(engine, dict) and isinstance(client_state, dict) else None
+
+
+def _is_weight(key: str) -> bool:
+    return part_of(key) in (MASTER, PARAM)
+
+
+def _weights_kept(kept: Iterable[str]) -> frozenset[str]:
+    """The names of the parameters whose weights are among these keys."""
+    return frozenset(key.partition("/")[2] for key in kept if _is_weight(key))
 
 
 def _own_client_state(checkpoint: Checkpoint, ranks: Ranks, common: dict[str, Any]) -> dict[str, Any]:
@@ -316,7 +358,7 @@ def _own_client_state(checkpoint: Checkpoint, ranks: Ranks, common: dict[str, An
         return common
     own = tree[CLIENT_STATE]
     if not isinstance(own, dict):
-        raise broken("T001", "the client_state of a rank is not a mapping", file=checkpoint.path)
+        raise FormatError("state: the client_state of a rank is not a mapping", file=checkpoint.path)
     if same_size:
         return own
     if ranks.rank == 0:
@@ -373,12 +415,16 @@ def _changed_roles(wanted: Sequence[Fragment], sources: Mapping[str, TensorInfo]
 
 def _without_moments(
     wanted: Sequence[Fragment], sources: Mapping[str, TensorInfo], differences: Collection[str]
-) -> set[str]:
-    """The keys of moments that start at zero: of parameters of which no moment can be restored. One alone is not made
-    up: beside another one from the checkpoint, it would make for steps of any size."""
+) -> dict[str, None]:
+    """The keys of moments that start at zero: of parameters whose weight is restored and of which no moment can be. One
+    alone is not made up: beside another one from the checkpoint, it would make for steps of any size."""
     moments = [fragment for fragment in wanted if fragment.part not in RESERVED_PARTS]
     restored = {fragment.name for fragment in moments if fragment.key in sources}
-    return {fragment.key for fragment in moments if fragment.key in differences and fragment.name not in restored}
+    return {
+        f.key: None
+        for f in moments
+        if f.key in differences and f.name not in restored and f"{MASTER}/{f.name}" in sources
+    }
 
 
 def _fill(plan: _RestorePlan, rank: int | None, verify: bool | None, progress: Progress | None) -> None:
@@ -404,7 +450,7 @@ def _fill(plan: _RestorePlan, rank: int | None, verify: bool | None, progress: P
 
 def _set_state(plan: _RestorePlan, rng: bool) -> None:
     with _changing_the_engine(plan.checkpoint):
-        plan.adapter.set_state(plan.state, plan.rank_state, rng)
+        plan.adapter.set_state(plan.state, plan.rank_state, _weights_kept(plan.kept), rng)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from zckpt.engines.tensors import (
     set_in_place,
     unwrapped,
 )
-from zckpt.errors import FormatError, MismatchError, UnsupportedError
+from zckpt.errors import FormatError, UnsupportedError
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileSpan, Fragment, Inventory
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class DeepSpeedAdapter:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._wanted: tuple[Fragment, ...] = ()
+        self._weights_wanted: frozenset[str] = frozenset()
         self._moments_wanted: dict[tuple[str, ...], dict[str, torch.dtype]] = {}
         """The moments to be restored, by the names of a flat's parameters."""
         self._unknown: frozenset[str] = frozenset()
@@ -171,9 +171,12 @@ class DeepSpeedAdapter:
         ]
 
     def check_state(
-        self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, wanted: tuple[Fragment, ...]
+        self,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None,
+        restored: Collection[str],
+        kept: Collection[str],
     ) -> list[str]:
-        restored = {(fragment.part, fragment.name) for fragment in wanted}
         found: list[str] = []
         if "counters" in state:
             _counters(state)
@@ -181,22 +184,20 @@ class DeepSpeedAdapter:
             scaler.check(state["scaler"])
         if "optimizer" in state and state["optimizer"] is None:
             here = type(self._zero.optimizer).__name__
-            found.append(
-                f'optimizer: none in the checkpoint, {here} in the engine: pass parts=["param"] for the weights'
-            )
+            found.append(f"optimizer: none in the checkpoint, {here} in the engine")
         elif "optimizer" in state:
-            saved = optimizer.Saved(_tree(state, "optimizer"), (rank_state or {}).get("optimizer"))
+            saved = optimizer.Saved(_tree(state, "optimizer"), (rank_state or {}).get("optimizer"), kept)
             found += optimizer.problems(saved, self._zero.optimizer, self._zero.flats, restored, self._unknown)
         else:
             # A moment without its step would be corrected for the wrong bias.
-            created = sorted({part for part, _ in restored} - RESERVED_PARTS - set(self._live_moments))
+            created = sorted({key.partition("/")[0] for key in restored} - RESERVED_PARTS - set(self._live_moments))
             found += [f"{part}: its step is in the state of the optimizer, which is not restored" for part in created]
         if "scheduler" in state:
             found += self._scheduler_problems(state)
         return found
 
     def fill(self, wanted: tuple[Fragment, ...]) -> Generator[tuple[Fragment, ...], None, None]:
-        self._wanted = wanted
+        self._weights_wanted = frozenset(fragment.name for fragment in wanted if fragment.part == PARAM)
         self._zero.before_restore()
         places = {(fragment.part, fragment.name) for fragment in wanted}
         self._moments_wanted = {
@@ -239,14 +240,17 @@ class DeepSpeedAdapter:
                 state[part] = torch.zeros(flat.moment_shape(part), dtype=dtype, device=flat.master.device)
             yield from flat.wanted(part, state[part].dtype, state[part])
 
-    def set_state(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rng_too: bool) -> None:
-        found = self.check_state(state, rank_state, self._wanted)
-        if found:
-            raise MismatchError("the checkpoint's state does not fit the engine:\n  " + "\n  ".join(found))
+    def set_state(
+        self,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None,
+        kept: Collection[str],
+        rng_too: bool,
+    ) -> None:
         if "optimizer" in state:
-            saved = optimizer.Saved(_tree(state, "optimizer"), (rank_state or {}).get("optimizer"))
+            saved = optimizer.Saved(_tree(state, "optimizer"), (rank_state or {}).get("optimizer"), kept)
             optimizer.restore(saved, self._zero.optimizer, self._zero.flats, self._unknown)
-        self._zero.after_fill({fragment.name for fragment in self._wanted if fragment.part == PARAM})
+        self._zero.after_fill(self._weights_wanted)
         if "scheduler" in state:
             self._restore_scheduler(state)
         if "optimizer" in state:

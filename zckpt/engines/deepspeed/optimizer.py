@@ -112,10 +112,11 @@ class Together(NamedTuple):
 class Saved:
     """A tree read back, looked up by parameter name. Raises FormatError where it is not such a tree.
 
-    ``bound``: what ``capture_bound`` made on this very rank; None if there is no such rank.
+    ``bound``: what ``capture_bound`` made on this very rank; None if there is no such rank. ``kept``: parameters whose
+    weights are not restored. What was saved for them is left aside, as if the checkpoint did not know them.
     """
 
-    def __init__(self, tree: Any, bound: Any = None) -> None:
+    def __init__(self, tree: Any, bound: Any = None, kept: Collection[str] = ()) -> None:
         self.optimizer_class = _member(tree, "class", str, "optimizer")
         self.inner_class = _member(tree, "inner_class", str, "optimizer") if "inner_class" in tree else None
         self.groups = _members(tree, "param_groups")
@@ -132,6 +133,11 @@ class Saved:
         self._counted = self._state_of
         if (self.inner_class or self.optimizer_class) in COUNTING_TOGETHER:
             self._counted = {name: state for group in self.groups for name, state in self._counted_in(group)}
+        self._kept = frozenset(kept)
+        self._group_of, self._state_of, self._counted = (
+            {name: found for name, found in all_of.items() if name not in self._kept}
+            for all_of in (self._group_of, self._state_of, self._counted)
+        )
         self._bound = {}
         for entry in [] if bound is None else _members({"bound": bound}, "bound"):
             _member(entry, "values", dict, "optimizer.bound")
@@ -144,14 +150,19 @@ class Saved:
             isinstance(entry, Mapping) and "bound" in entry for entry in _member(tree, "states", list, "optimizer")
         )
 
+    def keeps(self, names: Iterable[str]) -> bool:
+        """Whether all of these parameters keep their weights, and so their optimizer state with its step."""
+        return self._kept.issuperset(names)
+
     def has_state(self, name: str) -> bool:
         return name in self._state_of
 
     def settings(self, names: Iterable[str], unknown: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-        """The settings that all of ``names`` had when they were saved, and what stands against it. Those that are in
-        ``unknown`` need not have had any: they take the others'.
+        """The settings that all of ``names`` had when they were saved, and what stands against it. Those that are kept
+        or in ``unknown`` need not have had any: they take the others'.
         """
-        groupless = [name for name in names if name not in self._group_of and name not in unknown]
+        optional = self._kept.union(unknown)
+        groupless = [name for name in names if name not in self._group_of and name not in optional]
         if groupless:
             return {}, [f"{_some(groupless)}: in no param group of the checkpoint"]
         groups = _distinct(self._group_of.get(name) for name in names)
@@ -212,11 +223,11 @@ def problems(
     saved: Saved,
     optimizer: Any,
     flats: Sequence[Flat],
-    restored: Collection[tuple[str, str]],
+    restored: Collection[str],
     unknown: Collection[str],
 ) -> list[str]:
-    """What keeps ``saved`` from being restored, given the (part, name) pairs that will be, and the parameters that need
-    not be in it. Changes nothing."""
+    """What keeps ``saved`` from being restored, given the keys of the tensors that will be, and the parameters that
+    need not be in it. Changes nothing."""
     found = []
     aux = None if inner(optimizer) is None else type(inner(optimizer)).__name__
     for there, here in ((saved.optimizer_class, type(optimizer).__name__), (saved.inner_class, aux)):
@@ -226,6 +237,8 @@ def problems(
     for index in range(len(optimizer.param_groups)):
         found += _settings(saved, index, names, unknown)[1]
     for flat, state, against in _states(saved, optimizer, flats):
+        if state is None:
+            continue
         found += against
         stale = bound(flat, optimizer.state.get(flat.master, {})).keys() - state.values.keys()
         if stale and not against:
@@ -234,7 +247,7 @@ def problems(
             f"{part}/{slot.name}"
             for part in state.moments
             for slot in flat.slots
-            if slot.start < slot.stop and (part, slot.name) not in restored and saved.has_state(slot.name)
+            if f"{part}/{slot.name}" not in restored and saved.has_state(slot.name)
         ]
         if absent:
             found.append(f"{_some(absent)}: not restored, though the optimizer's scalars would be")
@@ -248,6 +261,8 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[Flat], unknown: Collec
         for key, value in _settings(saved, index, names, unknown)[0].items():
             group[key] = _placed(value, group.get(key), torch.device("cpu"))
     for flat, saved_state, _ in _states(saved, optimizer, flats):
+        if saved_state is None:
+            continue
         if not saved_state.values and not saved_state.moments:
             live = optimizer.state.get(flat.master, {})
             if "step" in live:  # that of other moments, which are gone
@@ -282,18 +297,22 @@ def _settings(
     return ({} if group["params"] else {key: value for key, value in group.items() if key != "params"}), []
 
 
-def _states(saved: Saved, optimizer: Any, flats: Sequence[Flat]) -> Iterator[tuple[Flat, State, list[str]]]:
-    groups = _by_group(flats).items()
-    together = {group: saved.together(names) for group, names in groups if counts_together(optimizer, group)}
+def _states(saved: Saved, optimizer: Any, flats: Sequence[Flat]) -> Iterator[tuple[Flat, State | None, list[str]]]:
+    """What was saved for each flat, and what stands against it; None for one that keeps its own state: none of the
+    parameters that share its step is restored."""
+    groups = _by_group(flats)
+    together = {group: saved.together(names) for group, names in groups.items() if counts_together(optimizer, group)}
     for flat in flats:
-        yield flat, *saved.state(flat, together.get(flat.group))
+        if saved.keeps(groups[flat.group] if flat.group in together else flat.names):
+            yield flat, None, []
+        else:
+            yield flat, *saved.state(flat, together.get(flat.group))
 
 
 def _misfit(keys: Sequence[str], flat: Flat, optimizer_class: str) -> str:
     return (
         f"{_some(flat.names)}: {', '.join(keys)} of {optimizer_class} cannot be cut anew, it fits only the elements "
-        "that it was made for: restore with the writer's stage, number of ranks and param groups, or without the "
-        'state of the optimizer (parts=["master"])'
+        "that it was made for: restore with the writer's stage, number of ranks and param groups, or the weights alone"
     )
 
 
