@@ -172,7 +172,7 @@ def save_as_deepspeed_would(directory: str) -> None:
         engine.save_checkpoint("" if rank == 1 else directory)
 
     engine.backward(engine(**batch(engine, 2)))
-    with said_on_rank_0(engine, "does not hold gradients that no optimizer step has used"):
+    with said_on_rank_0(engine, r"does not hold gradients that no optimizer step has used yet \([^)]*\)$"):
         engine.save_checkpoint(directory, tag="between", save_latest=False)
 
 

@@ -127,7 +127,18 @@ def test_a_script_finds_what_python_would_give_it(
     name = str(SCRIPTS / "show.py") if "-m" in before else script[0]
     assert found["argv"] == [name, *local_rank, *after, out]
     attached, nothing = "attached a DeepSpeedEngine", "nothing was attached: the script made no engine"
-    assert (said.count(attached), said.count(nothing)) == (("--engine" in after), ("--engine" not in after))
+    died = "--fail" in after
+    assert (said.count(attached), said.count(nothing)) == (("--engine" in after), not died and "--engine" not in after)
+
+
+@pytest.mark.parametrize("script", [[str(SCRIPTS / "show.py")], ["-m", "show"]])
+def test_an_error_of_a_script_is_reported_as_python_does(cluster: Cluster, tmp_path: Path, script: list[str]) -> None:
+    out = str(tmp_path / "found.json")
+    ((status, _, _, said),) = cluster.run(run_command, 1, ["run", *script, "--raise", out], init=False)
+    assert status == 1
+    assert said.startswith("Traceback (most recent call last):\n  File ")
+    assert said.splitlines()[1].startswith(f'  File "{SCRIPTS}/show.py", line')
+    assert said.endswith("ValueError: the script's own\n"), "and not that nothing was attached"
 
 
 @pytest.mark.parametrize("arguments", [["nosuch.py"], ["-m", "nosuch"], ["-m", "nosuch.at.all"], ["-m", "json"], ["."]])

@@ -71,7 +71,7 @@ def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
     assert {one.path for one in found.removed} == set(map(str, removed))
     assert {one.reason for one in found.removed} == {"leftover"}
     assert found.nbytes == 2 * 5070 + 3
-    assert zckpt.gc(tmp_path) == zckpt.Cleanup(found.removed, (), dry_run=False)
+    assert zckpt.gc(tmp_path) == zckpt.Cleanup(found.removed, (), dry_run=False, checkpoints=3)
     assert tree(tmp_path) == before | {"latest.00000000.tmp"}
     assert zckpt.gc(tmp_path).removed == ()
     assert all(zckpt.validate(tmp_path / name).ok for name in ("s1", "s2"))
@@ -128,7 +128,7 @@ def test_a_file_of_another_program_with_the_name_of_a_lock_stays(tmp_path: Path)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "write.lock").write_text("4711")
     os.utime(tmp_path / "other" / "write.lock", (0, 0))
-    assert zckpt.gc(tmp_path) == zckpt.Cleanup((), (), dry_run=False)
+    assert zckpt.gc(tmp_path) == zckpt.Cleanup((), (), dry_run=False, checkpoints=1)
     assert (tmp_path / "other" / "write.lock").read_text() == "4711"
 
 
@@ -386,6 +386,11 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "leftover" in out
     assert kept(tmp_path) == ["s2", "s3"]
     assert main(["gc", str(tmp_path / "nothing")]) == 1
+    assert "no checkpoint was found" not in out
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    assert main(["gc", str(tmp_path / "empty")]) == 0
+    assert "no checkpoint was found there" in capsys.readouterr().out
     for wrong in ("0", "-1", "x"):
         with pytest.raises(SystemExit) as caught:
             main(["gc", str(tmp_path), f"--keep={wrong}"])

@@ -72,6 +72,25 @@ def test_a_directory_of_checkpoints_lists_them(tmp_path: Path) -> None:
     assert "newest first: s7, s6, s5, s4, s3 and 3 more" in said(tmp_path, FormatError)
 
 
+def test_a_path_that_is_not_there_lists_the_checkpoints_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "1", "2")
+    text = f"the checkpoints in {tmp_path} are, newest first: 2, 1"
+    assert text in said(tmp_path / "3")
+    with pytest.raises(CheckpointNotFoundError, match=f"(?s)does not exist.*{text}"):
+        zckpt.get_fp32_state_dict_from_zero_checkpoint(tmp_path, "3")
+    assert zckpt.get_fp32_state_dict_from_zero_checkpoint(tmp_path, 2).keys() == {"w"}
+    (tmp_path / "notes").write_text("")
+    for command in ("validate", "repair", "gc"):
+        for name, what in (("3", "does not exist"), ("notes", "is a file")):
+            assert main([command, str(tmp_path / name)]) == 1
+            err = capsys.readouterr().err
+            assert f"the path {what}" in err
+            assert text in err
+    assert "give the directory of a checkpoint or run" in said(tmp_path / "1" / "data-x" / "y")
+
+
 def test_the_output_of_a_trainer_lists_its_checkpoints(tmp_path: Path) -> None:
     for number in (5, 10):
         folder = tmp_path / f"checkpoint-{number}"
@@ -184,7 +203,7 @@ def test_repair_of_a_run_lists_its_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "s1" / "manifest.msgpack").unlink()
     with pytest.raises(CheckpointNotFoundError, match=r"newest first: s2; these have no manifest, .*repair.*: s1"):
         zckpt.repair(tmp_path)
-    with pytest.raises(CheckpointNotFoundError, match="no checkpoint is here"):
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
         zckpt.repair(tmp_path / "nothing")
     (tmp_path / "s2" / "manifest.msgpack").unlink()
     (tmp_path / "latest").unlink()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict
-from typing import TYPE_CHECKING, Any
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -117,6 +118,15 @@ class Text(str):
     __slots__ = ()
 
 
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
 @pytest.mark.parametrize(
     ("value", "where"),
     [
@@ -125,7 +135,9 @@ class Text(str):
         ({"x": (1, object())}, r"client_state.x[1]: object"),
         ({"x": OrderedDict(y=frozenset())}, r"client_state.x.y: frozenset"),
         ({"x": defaultdict(int)}, r"client_state.x: defaultdict"),
-        ({"x": Text("a")}, r"client_state.x: Text"),
+        ({"x": Text("a")}, r"client_state.x: Text, a subclass of str, cannot be kept"),
+        ({"x": Pair(1, 2)}, r"client_state.x: Pair, a subclass of tuple, cannot be kept"),
+        ({"x": Level.LOW}, "client_state.x: Level, a subclass of int, cannot be kept"),
         ({"x": np.float64(1)}, r"client_state.x: float64"),
         ({"x": bytearray(b"a")}, r"client_state.x: bytearray"),
         ({"x": 1j}, r"client_state.x: complex"),
@@ -146,6 +158,12 @@ def test_what_cannot_be_kept_is_refused_by_its_path(value: object, where: str) -
     assert where in str(caught.value)
     assert caught.value.key is not None
     assert caught.value.key.startswith("client_state")
+
+
+def test_a_value_that_cannot_be_kept_says_what_can() -> None:
+    for value, hint in ((1j, "in client_state also numpy scalars, paths"), (Pair(1, 2), "make it a plain tuple")):
+        with pytest.raises(StateError, match=hint):
+            pack({"x": value})
 
 
 def ext(code: int, data: bytes) -> bytes:

@@ -14,5 +14,7 @@ if "--engine" in sys.argv:
     best.mkdir(parents=True)
     (best / "mp_rank_00_model_states.pt").touch()  # as of a checkpoint of DeepSpeed's
     engine.save_checkpoint(best.parent, "best")
+if "--raise" in sys.argv:
+    raise ValueError("the script's own")
 if "--fail" in sys.argv:
     sys.exit(3)

@@ -7,9 +7,12 @@ import importlib.util
 import os
 import runpy
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zckpt
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,19 +43,32 @@ def run(arguments: argparse.Namespace) -> int:
     zckpt.attach_all(replace_deepspeed=arguments.replace_deepspeed, on_attach=on_attach)
     local_rank = [] if arguments.local_rank is None else [f"--local_rank={arguments.local_rank}"]
     sys.argv = [script, *local_rank, *arguments.arguments]
+    came_to_its_end = False
     try:
         if arguments.module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script, run_name="__main__")
-    except zckpt.ZckptError as error:
-        # Not of this command but of the script: with its traceback, as python reports it.
+        came_to_its_end = True
+    except SystemExit as end:
+        came_to_its_end = end.code in (None, 0)
+        raise
+    except Exception as error:
+        # Not of this command but of the script: as python reports it, with the script's frames alone.
+        error.__traceback__ = _of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     finally:
-        if not attached and os.environ.get("RANK", "0") == "0":
+        if came_to_its_end and not attached and os.environ.get("RANK", "0") == "0":
             _say("nothing was attached: the script made no engine by deepspeed.initialize")
     return 0
+
+
+def _of_script(traceback: TracebackType | None) -> TracebackType | None:
+    """Without the frames of this command and of ``runpy``, which come first."""
+    while traceback is not None and traceback.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        traceback = traceback.tb_next
+    return traceback
 
 
 def _say(what: str) -> None:

@@ -32,6 +32,13 @@ _INTEGER = re.compile(rf"-?[1-9][0-9]{{0,{TREE_INTEGER_DIGITS_MAX - 1}}}", re.AS
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
+_PLAIN_TYPES = (bool, int, float, str, bytes, list, tuple, dict)
+_KEPT = (
+    f"keep None, plain values ({', '.join(one.__name__ for one in _PLAIN_TYPES)}), tensors and arrays; in client_state "
+    "also numpy scalars, paths, dates, times and sets"
+)
+
+
 class Plain(NamedTuple):
     """A value that is written in the place of another one."""
 
@@ -103,10 +110,11 @@ class _Encoder:
         if isinstance(found, Plain):
             return self.encode(found.value, path, depth)
         if found is None:
+            base = next((one.__name__ for one in kind.__mro__ if one in _PLAIN_TYPES), None)
             raise StateError(
-                f"{path}: {kind.__name__} cannot be kept",
+                f"{path}: {kind.__name__}{f', a subclass of {base},' if base else ''} cannot be kept",
                 key=path,
-                hint="keep plain values (None, bool, int, float, str, bytes, list, tuple, dict), tensors and arrays",
+                hint=f"its own type would be lost: make it a plain {base}" if base else _KEPT,
             )
         return msgpack.ExtType(found[0], found[1].encode())
 

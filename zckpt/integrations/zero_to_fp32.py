@@ -39,7 +39,10 @@ class LazyTensor:
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: StrPath, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+    checkpoint_dir: StrPath,
+    tag: str | int | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
 ) -> dict[str, Any]:
     """The weights, persistent buffers and tied weights by every name: what ``model.load_state_dict`` takes, on the CPU.
 
@@ -50,13 +53,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Raises what ``zckpt.open`` and ``Checkpoint.load`` raise.
     """
-    path = os.fspath(checkpoint_dir) if tag is None else os.path.join(checkpoint_dir, tag)
+    path = os.fspath(checkpoint_dir) if tag is None else os.path.join(checkpoint_dir, str(tag))
     found = _lazy_tensors(zckpt.open(path), exclude_frozen_parameters)
     return dict(found) if lazy_mode else _read(found)
 
 
 def load_state_dict_from_zero_checkpoint(
-    model: torch.nn.Module, checkpoint_dir: StrPath, tag: str | None = None
+    model: torch.nn.Module, checkpoint_dir: StrPath, tag: str | int | None = None
 ) -> torch.nn.Module:
     """Moves ``model`` to the CPU and loads the weights and buffers of a checkpoint into it; returns it.
 
@@ -82,7 +85,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     output_dir: StrPath,
     max_shard_size: int | str | None = "5GB",
     safe_serialization: bool = False,
-    tag: str | None = None,
+    tag: str | int | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Writes the weights and buffers of a checkpoint in float32 into ``output_dir``: ``pytorch_model.bin``, or with

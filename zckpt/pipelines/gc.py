@@ -18,7 +18,7 @@ from zckpt.format import names
 from zckpt.io.lock import DEAD_SECONDS, WriteLock, is_alive, is_lock, read_lock
 from zckpt.io.store import open_store
 from zckpt.pipelines.open import StrPath, open_checkpoint
-from zckpt.pipelines.runs import directories, entries_of, is_begun, is_leftover, is_of_trainer, read_latest
+from zckpt.pipelines.runs import directories, entries_of, is_begun, is_leftover, is_of_trainer, nothing_at, read_latest
 from zckpt.pipelines.salvage import is_complete
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Cleanup:
     recoverable: tuple[str, ...] = ()
     """Checkpoints without a manifest that were left alone because all of their data are there: ``zckpt.repair`` can
     make a checkpoint of each."""
+    checkpoints: int = 0
+    """How many checkpoints, committed or only begun, were found in the directory."""
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +63,8 @@ class Cleanup:
         if self.recoverable:
             lines.append("recoverable: the manifest is lost, or was never written, and all data are there")
             lines.append("  `zckpt repair DIR` makes a checkpoint of it, `zckpt gc --discard DIR` removes it")
+        if not self.checkpoints:
+            lines.append("no checkpoint was found there: give the directory of a run or checkpoint")
         verb = "would remove" if self.dry_run else "removed"
         return "\n".join([*lines, f"{verb} {len(self.removed)} files and directories, {self.nbytes:,} bytes"])
 
@@ -86,7 +90,7 @@ def gc(path: StrPath, *, keep: int | None = None, dry_run: bool = False, discard
     root = os.fspath(path)
     run = open_store(root)
     if run.entries() is None:
-        raise CheckpointNotFoundError("there is no such directory", file=root)
+        raise nothing_at(root)
     checkpoints = [name for name, entries in directories(root) if is_begun(entries)]
     unwanted = set() if keep is None else _unwanted(root, checkpoints, keep)
     paths = [root] * is_begun(run.entries() or ()) + [os.path.join(root, name) for name in checkpoints]
@@ -94,7 +98,7 @@ def gc(path: StrPath, *, keep: int | None = None, dry_run: bool = False, discard
     for one in paths:
         work.clean(one, root if os.path.relpath(one, root) in unwanted else None)
     work.remove(run, run_leftovers(root), "leftover")
-    return Cleanup(tuple(work.removed), tuple(work.in_use), dry_run, tuple(work.recoverable))
+    return Cleanup(tuple(work.removed), tuple(work.in_use), dry_run, tuple(work.recoverable), len(paths))
 
 
 def _discarded(root: str, paths: Sequence[str], discard: Collection[StrPath]) -> set[str]:

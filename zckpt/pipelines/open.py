@@ -23,6 +23,7 @@ from zckpt.pipelines.runs import (
     NOTHING_CHANGED,
     has_manifest,
     not_a_checkpoint,
+    nothing_at,
     read_latest,
     read_manifest,
     what_is_here,
@@ -73,8 +74,7 @@ def find(path: str) -> str:
         return path
     entries = store.entries()
     if entries is None:
-        what = "is a file" if store.exists("") else "does not exist"
-        raise CheckpointNotFoundError(f"the path {what}", file=path, hint="give the directory of a checkpoint or run")
+        raise nothing_at(path)
     if names.LATEST in entries:
         try:
             name = read_latest(store)

@@ -35,7 +35,7 @@ from zckpt.io.read import ReadFile, read_op
 from zckpt.io.store import open_store
 from zckpt.pipelines.gc import leftovers
 from zckpt.pipelines.open import StrPath, open_checkpoint
-from zckpt.pipelines.runs import not_a_checkpoint
+from zckpt.pipelines.runs import not_a_checkpoint, nothing_at
 from zckpt.pipelines.salvage import FoundSave, find_save, fit_tables, read_header, read_if_there, read_tables
 from zckpt.plan import catalog, rebuild
 from zckpt.plan.coalesce import plan_reads
@@ -102,7 +102,9 @@ def repair(
     """
     source = os.fspath(path)
     target = source if output is None else os.fspath(output)
-    entries = open_store(source).entries() or ()
+    entries = open_store(source).entries()
+    if entries is None:
+        raise nothing_at(source)
     if not any(name == names.MANIFEST or names.is_data_dir(name) for name in entries):
         raise not_a_checkpoint(source, entries, "this is not the directory of a checkpoint")
     if output is not None and open_store(target).exists(names.MANIFEST):

@@ -254,6 +254,17 @@ def what_is_whole(path: str) -> str:
     return f"of the run's other checkpoints these are whole, newest first: {', '.join(found)}"
 
 
+def nothing_at(path: str) -> CheckpointNotFoundError:
+    """The error where ``path`` is no directory. It names the checkpoints that are there, if its run has some."""
+    what = "is a file" if open_store(path).exists("") else "does not exist"
+    run = run_of(path)
+    found = [os.path.relpath(one, run) for one in _newest_first(run)]
+    hint = f"the checkpoints in {run} are, newest first: {_listed(found)}" if found else ""
+    return CheckpointNotFoundError(
+        f"the path {what}", file=path, hint=hint or "give the directory of a checkpoint or run"
+    )
+
+
 def not_a_checkpoint(path: str, entries: Sequence[str], message: str) -> CheckpointNotFoundError:
     """The error, with ``message``, for a directory with these entries, in which nobody has begun a checkpoint. It says
     what is there instead."""

@@ -563,7 +563,7 @@ def begin_write(
             f"there is a checkpoint in DeepSpeed's own format here ({shown}): DeepSpeed would go on loading that one",
             file=target,
             hint="write elsewhere, remove these files, or have them replaced: write(..., overwrite=True), "
-            "attach(engine, replace_deepspeed=True)",
+            "attach(engine, replace_deepspeed=True), zckpt run --replace-deepspeed",
         )
     if store.exists(names.MANIFEST) and not overwrite:
         raise CheckpointExistsError(

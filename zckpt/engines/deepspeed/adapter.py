@@ -73,11 +73,19 @@ class DeepSpeedAdapter:
         }
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
-        found = refuse.unsupported(self._engine, drop_gradients)
+        found = refuse.unsupported(self._engine)
         if found:
             raise UnsupportedError(
                 f"zckpt does not support this DeepSpeed engine: {'; '.join(found)}", hint=refuse.SUPPORTED
             )
+        # Where the optimizer's state holds some of them already, they cannot be dropped.
+        droppable = self._kind.changes_only_in_step(self._engine.optimizer)
+        if drop_gradients and droppable:
+            return
+        for gradients in refuse.pending_gradients(self._engine):
+            hint = "do this at a gradient accumulation boundary, right after the engine.step() that ends it"
+            instead = ', or pass pending_gradients="drop" to write without these gradients' if droppable else ""
+            raise UnsupportedError(f"the engine holds {gradients}", hint=hint + instead)
 
     def refuse_lazy(self) -> None:
         if not self._kind.changes_only_in_step(self._engine.optimizer):

@@ -19,19 +19,13 @@ SUPPORTED = (
 )
 
 
-def unsupported(engine: Any, drop_gradients: bool = False) -> list[str]:
-    """All of it, most telling first; empty for an engine that can be read and restored. Changes nothing.
-
-    ``drop_gradients``: gradients that no optimizer step has used yet are left out of it, if the optimizer's state does
-    not hold some of them already.
-    """
+def unsupported(engine: Any) -> list[str]:
+    """All of it, most telling first; empty for an engine that can be read and restored. Changes nothing."""
     found = [*_kind(engine), *_precision(engine), *_offload(engine), *_parallelism(engine), *_features(engine)]
     kind = kind_of(engine)
     if found or kind is None:  # The insides of a wrapper of another kind are not known.
         return found
-    untouched = drop_gradients and kind.changes_only_in_step(engine.optimizer)
-    gradients = () if untouched else pending_gradients(engine)
-    return [*_parameters(engine), *gradients, *_scheduler(engine)]
+    return [*_parameters(engine), *_scheduler(engine)]
 
 
 def _kind(engine: Any) -> Iterator[str]:
@@ -141,7 +135,7 @@ def pending_gradients(engine: Any) -> Iterator[str]:
     counted = engine._is_gradient_accumulation_boundary is None and _setting(engine, "managed_gradient_accumulation", 1)
     if pending or (counted and steps % accumulation):
         counts = f"micro_steps = {steps}, gradient_accumulation_steps = {accumulation}"
-        yield f"gradients that no optimizer step has used yet ({counts}): call engine.step() first"
+        yield f"gradients that no optimizer step has used yet ({counts})"
 
 
 def _scheduler(engine: Any) -> Iterator[str]:
