@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 
 from cluster import Cluster
+from interrupts import threads_left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +33,13 @@ def tmp_path(tmp_path: Path) -> Path:
     directory = tmp_path / "t"
     directory.mkdir()
     return directory
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """After a test, failed and interrupted calls in it included, no thread of zckpt's goes on in this process."""
+    yield
+    assert threads_left() == []
 
 
 @pytest.fixture(autouse=True)

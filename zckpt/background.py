@@ -6,14 +6,15 @@ import atexit
 import sys
 import threading
 import traceback
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError
 from zckpt.io.pipeline import Snapshot
+from zckpt.io.threads import Worker, stop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from zckpt.io.ranks import Ranks
 
@@ -41,19 +42,31 @@ class PendingWrite:
         self._cancelled = False
         self._seen = False
         # No daemon: the interpreter waits for it before it exits
-        self._thread = threading.Thread(target=self._run, name="zckpt-background", daemon=False)
-        self._thread.start()
+        self._worker = Worker(self._run, "zckpt-background", daemon=False)
+
+    def stand_by(self) -> None:
+        """Has its thread ready. Raises RuntimeError where the system has no thread left."""
+        self._worker.start()
 
     def start(self) -> None:
-        """Has it begin. The next write, the next restore and the end of the process wait for it from now on."""
+        """Has it begin, after ``stand_by``. The next write, the next restore and the end of the process wait for it
+        from now on. Raises nothing."""
         global _current  # noqa: PLW0603  the one write under way
         _current = self
         self._started.set()
 
-    def cancel(self) -> None:
-        """Instead of ``start``: it ends, and has done nothing."""
+    def cancel(self) -> bool:
+        """After a failure. If it has not been started, it never is: returns True, and leaves no thread. Otherwise it
+        goes on if what may change at any time has been copied, and gives up if not, as it does after any failure."""
+        if self._started.is_set() and not self._cancelled:
+            if not self._snapshot.copied.is_set():
+                self._give_up()
+            return False
         self._cancelled = True
         self._started.set()
+        stop([self._worker])
+        self._snapshot.end()
+        return True
 
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.done else "under way"
@@ -62,13 +75,12 @@ class PendingWrite:
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._worker.ended
 
     def wait(self, timeout: float | None = None) -> str:
         """Returns the path once the checkpoint is durable. Raises what ``zckpt.write`` would have raised, and
-        TimeoutError after ``timeout`` seconds."""
-        self._thread.join(timeout)
-        if not self.done:
+        TimeoutError after ``timeout`` seconds. May be called again after that, or after an interrupt."""
+        if not self._worker.wait(timeout):
             raise TimeoutError(f"the write of {self.path} is still under way")
         if self.error is not None:
             self._seen = True
@@ -77,24 +89,31 @@ class PendingWrite:
 
     def finish(self) -> None:
         """As ``wait``, but an error that the caller has seen is not raised again."""
-        self._thread.join()
         if not self._seen:
             self.wait()
 
-    def wait_until_copied(self) -> None:
-        """Until what may change at any time has been copied. Raises nothing but an interrupt, and gives up then."""
-        self._wait_for(self._snapshot.copied)
+    def wait_until_copied(self, ranks: Ranks) -> None:
+        """Until what may change at any time has been copied. Raises nothing but an interrupt, and gives up then; one
+        that comes later than the copies is not raised here."""
+        if not self._snapshot.copied.is_set():
+            with self._giving_up(), ranks.interruptible():
+                self._snapshot.copied.wait()
 
     def wait_until_taken(self) -> None:
         """Until all of the engine's state may change. Raises nothing but an interrupt, and gives up then."""
-        self._wait_for(self._snapshot.taken)
+        with self._giving_up():
+            self._snapshot.taken.wait()
 
-    def _wait_for(self, event: threading.Event) -> None:
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
         try:
-            event.wait()
+            yield
         except BaseException:  # the state may change now
-            self._snapshot.give_up("it was interrupted before all of the state had been copied")
+            self._give_up()
             raise
+
+    def _give_up(self) -> None:
+        self._snapshot.give_up("it was interrupted before all of the state had been copied")
 
     def _run(self) -> None:
         self._started.wait()
@@ -120,12 +139,15 @@ class PendingWrite:
 
 def wait() -> None:
     """Until this rank has no write under way in the background. Every rank that takes part in that write calls it.
-    Raises its error on every one of them, unless ``PendingWrite.wait`` has done so on all of them."""
-    global _current
-    pending, _current = _current, None
+    Raises its error on every one of them, unless ``PendingWrite.wait`` has done so on all of them. An interrupt on one
+    of them ends the wait on all, and not the write: the next write or restore waits for it again."""
+    global _current  # noqa: PLW0603  the one write under way
+    pending = _current
     if pending is not None:
         ranks = pending._ranks.foreground("zckpt.wait")
         with ranks.undivided():
+            ranks.together(pending._worker.wait, "wait for a write in the background")
+            _current = None  # on all ranks or none: they go on together
             ranks.together(pending.finish, "finish a write in the background")
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.io.life import sign_of_life
+from zckpt.io.threads import Worker, stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -47,7 +48,8 @@ class Budget:
     def run(self, tasks: Iterable[Callable[[], None]], interrupted: Callable[[], None] = lambda: None) -> None:
         """Runs ``tasks`` on the workers; raises the first failure, in their order, once none is running any more. Each
         is taken from the iterable, by one worker at a time, when a worker is free. ``interrupted`` is called where this
-        thread is interrupted while it waits for them, by Ctrl-C for instance: it has long tasks end soon."""
+        thread is interrupted while it waits for them, by Ctrl-C for instance: it has long tasks end soon. Further
+        interrupts do not shorten that wait, for the caller closes the files that the tasks use."""
         numbered = enumerate(tasks)
         lock = threading.Lock()
         failures: dict[int, BaseException] = {}
@@ -67,19 +69,18 @@ class Budget:
 
         # Not a ThreadPoolExecutor: that takes no more tasks once the interpreter exits, and a background write goes on.
         count = min(self.threads, len(tasks)) if isinstance(tasks, Sized) else self.threads
-        workers = [threading.Thread(target=work, name=f"zckpt-{i}") for i in range(count)]
+        workers = [Worker(work, f"zckpt-{i}") for i in range(count)]
         try:
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-        except BaseException as error:
-            failures[-1] = error
-            interrupted()
-            for worker in workers:
-                if worker.ident is not None:
-                    worker.join()
-        try:
+            try:
+                for worker in workers:
+                    worker.start()
+                for worker in workers:
+                    worker.wait()
+            except BaseException as error:  # raised below
+                failures[-1] = error
+                interrupted()
+            finally:
+                stop(workers)
             if failures:
                 raise failures[min(failures)]
         finally:

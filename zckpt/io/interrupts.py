@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 class Interrupts:
     """What becomes of Ctrl-C (SIGINT) inside of ``held``: it is raised in ``allowed`` alone, at its begin if it came
-    earlier, or at the end of ``held``. The second one is raised at once, for whoever does not want to wait.
+    earlier, or at the end of ``held``. Where an error ends ``held``, it is raised from that error. The second one is
+    raised at once, for whoever does not want to wait.
 
     Elsewhere, in other threads than the main one, and where the program has a handler of its own, nothing changes.
     """
@@ -32,10 +33,14 @@ class Interrupts:
         self._allowed = False
         signal.signal(signal.SIGINT, self._handle)
         try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._allowed = True
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                self._allowed = True
+        except Exception as error:
+            self._raise_earlier(error)
+            raise
         self._raise_earlier()
 
     @contextmanager
@@ -48,10 +53,10 @@ class Interrupts:
         finally:
             self._allowed = before
 
-    def _raise_earlier(self) -> None:
+    def _raise_earlier(self, cause: Exception | None = None) -> None:
         if self._count:
             self._count = 0
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt from cause
 
     def _handle(self, *_: Any) -> None:
         self._count += 1

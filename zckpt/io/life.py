@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError
+from zckpt.io.threads import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -175,8 +176,8 @@ class Lives:
             self._show()
             self._await_all()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._exchange, name="zckpt-life", daemon=True)
-        self._thread.start()
+        self._worker = Worker(self._exchange, "zckpt-life", daemon=True)
+        self._worker.start()
         atexit.register(self.close)
 
     def _await_all(self) -> None:
@@ -239,7 +240,7 @@ class Lives:
         a thread that is inside the store."""
         atexit.unregister(self.close)
         self._closed.set()
-        self._thread.join(self.period)  # no longer: it may be stuck there
+        self._worker.wait(self.period)  # no longer: it may be stuck there
 
     def _show(self) -> None:
         self._store.set(self._keys[self._rank], f"{int(self._here)} {self._beats} {_steps}")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from zckpt.errors import LockedError, MissingFileError, ZckptError
 from zckpt.format import names
 from zckpt.io.available import boot_id
+from zckpt.io.threads import Worker, stop
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,18 +57,18 @@ class WriteLock:
         self._data = json.dumps(holder).encode()
         self._released = threading.Event()
         # A daemon: to be the holder keeps no process alive
-        self._heart = threading.Thread(target=self._beat, name="zckpt-heartbeat", daemon=True)
+        self._heart = Worker(self._beat, "zckpt-heartbeat", daemon=True)
 
     def acquire(self) -> None:
         """Makes the checkpoint's directory too. A lock that a dead writer has left is taken over. Raises LockedError,
         StorageError."""
         try:
             self._acquire()
+            self._heart.start()
         except BaseException:
-            _held.discard(self.save_id)
+            self.release()
             self._store.remove_if_empty("")
             raise
-        self._heart.start()
 
     def _acquire(self) -> None:
         for _ in range(_ATTEMPTS):  # others may come and go, or take over what is dead, at the same time
@@ -97,11 +98,11 @@ class WriteLock:
             raise _locked(self._store, "another process has taken over here, for this one gave no sign", holder or b"")
 
     def release(self) -> None:
-        """As often as one likes. Raises nothing."""
+        """As often as one likes. Raises nothing but an interrupt."""
         self._released.set()
+        stop([self._heart])
         if self.save_id in _held:
             _held.discard(self.save_id)
-            self._heart.join()
             with suppress(ZckptError):  # then it is taken for dead later
                 self._store.withdraw(names.LOCK, self._data)
 

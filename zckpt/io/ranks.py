@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import resource
-import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from zckpt.errors import OPEN_FILES_HINT, RankError
 from zckpt.io.interrupts import Interrupts
 from zckpt.io.life import Lives, meet, timeout_seconds
+from zckpt.io.threads import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,10 +95,9 @@ def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], liv
         except Exception as error:  # raised again below
             errors.append(error)
 
-    thread = threading.Thread(target=connect, name="zckpt-connect", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(lives.period)
+    worker = Worker(connect, "zckpt-connect", daemon=True)
+    worker.start()
+    while not worker.wait(lives.period):
         lives.check()
     if not errors:
         return made[0]
@@ -154,7 +154,8 @@ class Ranks:
 
     def undivided(self) -> AbstractContextManager[None]:
         """Inside this block, Ctrl-C is raised only while an action of ``share`` or ``together`` runs, or at the end of
-        the block: raised while this rank waits for others, it would leave them waiting. Once for each object."""
+        the block: raised while this rank waits for others, it would leave them waiting. So one that comes after the
+        last action ends nothing that the ranks do together. Once for each object."""
         return self._interrupts.held()
 
     def gather(self, data: bytes, doing: str = "go on") -> list[bytes]:
@@ -191,7 +192,12 @@ class Ranks:
         mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
         return [bytes(one[:size].numpy()) for one, size in zip(all_gather(mine), sizes, strict=True)]
 
-    def together(self, action: Callable[[], T], doing: str) -> T:
+    def interruptible(self) -> AbstractContextManager[None]:
+        """Inside of it, Ctrl-C is raised, also one that came earlier: for an action of ``together`` that is not
+        interruptible as a whole."""
+        return self._interrupts.allowed()
+
+    def together(self, action: Callable[[], T], doing: str, *, interruptible: bool = True) -> T:
         """Runs ``action`` on every rank; returns its result only if it succeeded on all.
 
         A rank where it failed raises its own error, every other one a RankError that names the first failed rank.
@@ -202,32 +208,34 @@ class Ranks:
             results.append(action())
             return b""
 
-        self.share(run, doing)
+        self.share(run, doing, interruptible=interruptible)
         return results[0]
 
-    def share(self, action: Callable[[], bytes], doing: str) -> list[bytes]:
+    def share(self, action: Callable[[], bytes], doing: str, *, interruptible: bool = True) -> list[bytes]:
         """Runs ``action`` on every rank. If it succeeded on all of them, every rank returns the results of all.
-        Raises as ``together`` does.
+        Raises as ``together`` does. ``interruptible``: whether the action raises Ctrl-C inside of ``undivided``.
 
         If everything that can fail is inside the actions of successive calls, all ranks leave at the same call.
         """
+
+        def run() -> bytes:
+            with self.interruptible() if interruptible else nullcontext():
+                return action()
+
         if self._group is None:
-            with self._interrupts.allowed():
-                return [action()]
+            return [run()]
         with self._group.lives.shown(doing, self._call):
-            return self._share(action, doing)
+            return self._share(run, doing)
 
     def _share(self, action: Callable[[], bytes], doing: str) -> list[bytes]:
         error: BaseException | None = None
         result = b""
         try:
-            with self._interrupts.allowed():
-                result = action()
+            result = action()
         except BaseException as caught:  # raised again below, once the others know
             error = caught
-        message = "" if error is None else f"{type(error).__name__}: {error}"
         try:
-            report = msgpack.packb([error is not None, message, result])
+            report = msgpack.packb([error is not None, "" if error is None else _said(error), result])
             reports = [msgpack.unpackb(one) for one in self.gather(report, doing)]
         except RankError as lost:
             raise error or lost from None
@@ -241,13 +249,27 @@ class Ranks:
         return [data for *_, data in reports]
 
     def first(self, action: Callable[[], bytes], doing: str) -> bytes:
-        """Runs ``action`` on rank 0 alone; every rank gets its result, or an error."""
-        return self.share(lambda: action() if self.rank == 0 else b"", doing)[0]
+        """Runs ``action`` on rank 0 alone; every rank gets its result, or an error.
+
+        No rank raises Ctrl-C in it, inside of ``undivided``: one that has nothing to do would report a failure of what
+        rank 0 has done.
+        """
+        return self.share(lambda: action() if self.rank == 0 else b"", doing, interruptible=False)[0]
 
     def agree(self, value: str, what: str) -> str:
         """``value``, if it is the same on every rank; otherwise RankError on all."""
-        check_equal([one.decode() for one in self.gather(value.encode())], what)
+        values = self.gather(value.encode(errors="backslashreplace"))
+        check_equal([one.decode() for one in values], what)
         return value
+
+
+def _said(error: BaseException) -> str:
+    """What another rank shows of it: text that can be encoded, whatever bytes are in the name of a file, say."""
+    try:
+        said = str(error)
+    except Exception as why:
+        said = f"it has no text, for {type(why).__name__} was raised"
+    return f"{type(error).__name__}: {said}".encode(errors="backslashreplace").decode()
 
 
 def check_equal(values: Sequence[object], what: str) -> None:

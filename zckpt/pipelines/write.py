@@ -139,7 +139,8 @@ def write(
     not have and for a path that ``latest`` cannot name, CheckpointExistsError (also where ``path`` is the directory of
     a run or lies in a checkpoint: whoever opens the outer of two gets that), LockedError (somebody else is writing
     there), RankError, StorageError, NoSpaceError. All that can be known from the state is checked before a byte is
-    written.
+    written. KeyboardInterrupt on one rank makes the others raise RankError, unless it comes when all have agreed to
+    commit: then the write has happened.
     """
     return write_engine(
         engine,
@@ -204,13 +205,13 @@ def write_engine(
             ranks.share(lambda: write.begin(plans), "begin the write")
             if background:
                 ranks.together(lambda: write.stand_by(others), "begin the write")
+                write.start()
+                ranks.together(lambda: write.copy(ranks), "copy the state", interruptible=False)
             else:
                 write.finish(ranks, Snapshot())
         except BaseException:
             write.give_up()
             raise
-        if background:
-            ranks.together(write.copy, "copy the state")
         return write.after()
 
 
@@ -360,8 +361,8 @@ class _Write:
             receipts = [catalog.unpack(one[1:]) for one in packed]
             self._manifest, self._index = catalog.catalog(receipts, self._save_id, self._about)
             refuse_place(self.target, self._run, latest=self._options.latest)
-            self._lock.acquire()
             self._begun = True
+            self._lock.acquire()
             self._replaced = begin_write(
                 self.target, self._save_id, overwrite=self._options.overwrite,
                 replace_foreign=self._options.replace_foreign, dead=self._lock.dead,
@@ -375,7 +376,7 @@ class _Write:
             ranks.together(snapshot.check, "write")  # what has come to a rank while it waited for the others
             ranks.first(lambda: self._commit(digests), "commit")
         except BaseException:
-            self.give_up()
+            self._remove()
             raise
         if self._rank == 0:
             self._lock.release()
@@ -397,14 +398,19 @@ class _Write:
     def stand_by(self, ranks: Ranks) -> None:
         """Has a thread ready that finishes the write, and the engine wait for it where it has to."""
         self._pending = PendingWrite(self.target, lambda snapshot: self.finish(ranks, snapshot), ranks)
+        self._pending.stand_by()
         if self._options.lazy:
             self._adapter.before_change(self._pending.wait_until_taken)
 
-    def copy(self) -> None:
-        """Starts the thread that finishes the write, and waits until it has copied what may change at any time."""
+    def start(self) -> None:
+        """Has the thread begin that finishes the write; on every rank, once all have one. Raises nothing."""
         assert self._pending is not None
         self._pending.start()
-        self._pending.wait_until_copied()
+
+    def copy(self, ranks: Ranks) -> None:
+        """Waits until the thread has copied what may change at any time. An interrupt after that ends nothing."""
+        assert self._pending is not None
+        self._pending.wait_until_copied(ranks)
 
     def after(self) -> str | PendingWrite:
         """Leaves the engine as its own way to save does; returns what the caller gets. Collective; no rank comes here
@@ -413,9 +419,12 @@ class _Write:
         return self._pending or self.target
 
     def give_up(self) -> None:
-        """Removes what this write has made, unless it is committed. As often as one likes; raises nothing."""
-        if self._pending is not None:
-            self._pending.cancel()
+        """After a failure: removes what this write has made, unless it is committed. Where the thread that finishes it
+        has been started, that does so itself if it fails, and is only told. As often as one likes."""
+        if self._pending is None or self._pending.cancel():
+            self._remove()
+
+    def _remove(self) -> None:
         if self._begun:
             self._begun = False
             store = open_store(self.target)
