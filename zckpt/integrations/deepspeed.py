@@ -39,11 +39,12 @@ def attach(engine: Any, *, background: bool = False, replace_deepspeed: bool = F
 
     Arguments, return values, tags, ``latest`` and ``<dir>/<tag>/`` mean what they mean in DeepSpeed, but that:
     ``load_checkpoint`` also works in an engine that has trained or saved, at another world size, stage and offload; the
-    path it returns is the checkpoint's directory; a failure raises on every rank; and ``custom_load_fn`` is refused for
-    a zckpt checkpoint. A folder in DeepSpeed's own format is loaded by DeepSpeed. Random number generators are left
-    alone. Rank 0 decides for all ranks what ``latest`` says and in whose format a folder is. Where DeepSpeed's
-    configuration has ``checkpoint.load_universal``, a zckpt checkpoint that ``latest`` names is loaded as it is;
-    ``latest_universal`` is read only where there is none.
+    path it returns is the checkpoint's directory; a failure raises on every rank; a tag that ``latest`` cannot name,
+    such as ``../best``, is a ValueError; and ``custom_load_fn`` is refused for a zckpt checkpoint. A folder in
+    DeepSpeed's own format is loaded by DeepSpeed. Random number generators are left alone. Rank 0 decides for all ranks
+    what ``latest`` says and in whose format a folder is. Where DeepSpeed's configuration has
+    ``checkpoint.load_universal``, a zckpt checkpoint that ``latest`` names is loaded as it is; ``latest_universal`` is
+    read only where there is none.
 
     Tags that differ from rank to rank: ``checkpoint.tag_validation`` in DeepSpeed's configuration decides. "Fail"
     raises TagError, which is an AssertionError too; with "Warn" and "Ignore" the checkpoint is saved under rank 0's
