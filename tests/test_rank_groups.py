@@ -187,3 +187,20 @@ def test_waiting_for_a_rank_is_said(cluster: Cluster) -> None:
     (fourth,) = said[1]
     assert "rank 1 has waited for rank 0 for 1 s" in fourth
     assert said[2] == []
+
+
+def call_another(path: str) -> str:
+    os.environ["ZCKPT_RANK_TIMEOUT"] = "20"
+    engine = make_engine()
+    zckpt.write(engine, path)
+    with pytest.raises(zckpt.RankError) as refused:
+        zckpt.validate(path) if dist.get_rank() == 0 else zckpt.restore(engine, path)
+    zckpt.restore(engine, path)
+    return str(refused.value)
+
+
+def test_ranks_that_call_different_functions_are_told_so(cluster: Cluster, tmp_path: Path) -> None:
+    for said in cluster.run(call_another, 2, str(tmp_path / "c")):
+        assert "every rank must make the same calls of zckpt" in said
+        assert "'zckpt.validate, to " in said
+        assert "'zckpt.restore, to " in said

@@ -235,17 +235,22 @@ class Ranks:
         except BaseException as caught:  # raised again below, once the others know
             error = caught
         try:
-            report = msgpack.packb([error is not None, "" if error is None else _said(error), result])
+            report = msgpack.packb(
+                [f"{self._call}, to {doing}", error is not None, "" if error is None else _said(error), result]
+            )
             reports = [msgpack.unpackb(one) for one in self.gather(report, doing)]
+            check_equal(
+                [step for step, *_ in reports], "calls under way (every rank must make the same calls of zckpt)"
+            )
         except RankError as lost:
             raise error or lost from None
         if error is not None:
             raise error
-        failed = [rank for rank, (bad, *_) in enumerate(reports) if bad]
+        failed = [rank for rank, (_, bad, *_) in enumerate(reports) if bad]
         if failed:
             others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
             rank = self.members[failed[0]]
-            raise RankError(f"rank {rank}{others} failed to {doing}: {reports[failed[0]][1]}", rank=rank)
+            raise RankError(f"rank {rank}{others} failed to {doing}: {reports[failed[0]][2]}", rank=rank)
         return [data for *_, data in reports]
 
     def first(self, action: Callable[[], bytes], doing: str) -> bytes:
@@ -258,7 +263,7 @@ class Ranks:
 
     def agree(self, value: str, what: str) -> str:
         """``value``, if it is the same on every rank; otherwise RankError on all."""
-        values = self.gather(value.encode(errors="backslashreplace"))
+        values = self.share(lambda: value.encode(errors="backslashreplace"), f"agree on {what}")
         check_equal([one.decode() for one in values], what)
         return value
 

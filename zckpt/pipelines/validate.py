@@ -47,8 +47,7 @@ def validate(
         found, _, *finding = msgpack.unpackb(place)
         if finding:
             return Report(given, level, (Finding(*finding[0]),), files=1)
-        mine = ranks.together(partial(_check, found, level, share, budget, progress), "validate")
-        report = _join(found, level, ranks.gather(mine))
+        report = _join(found, level, ranks.share(partial(_check, found, level, share, budget, progress), "validate"))
         checked, place = place, b"" if report.ok else ranks.first(lambda: _find(given), "find the checkpoint")
         # Another place: somebody has replaced it meanwhile, and what is missing says nothing about what is there now.
         if report.ok or place == checked:
