@@ -124,7 +124,8 @@ def test_wherever_one_rank_fails_all_do(cluster: Cluster, tmp_path: Path, who: i
     assert failed.keys() <= {"MemoryError", "ok", "functions"}  # ok: what must not fail, such as the clean-up
     assert other.keys() <= {"RankError", "ok", "functions"}
     assert failed["MemoryError"] > 50 // every
-    assert abs(other["RankError"] - failed["MemoryError"]) <= 2
+    # Rank 0 gives its lock back after the commit, in three functions: a failure there is its own.
+    assert abs(other["RankError"] - failed["MemoryError"]) <= 3
     assert zckpt.open(tmp_path / "run").step == 7
 
 

@@ -20,6 +20,7 @@ from zckpt.errors import (
     StorageError,
     warn,
 )
+from zckpt.format.names import CLIENT_STATE
 from zckpt.io.ranks import Ranks, check_arguments, pack_arguments
 from zckpt.pipelines.mismatch import (
     DTYPE,
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
     from zckpt.engines.base import EngineAdapter
     from zckpt.io.budget import Budget
 
-
-CLIENT_STATE = "client_state"
-"""The key of a rank's own client state, in the tree of the rank's state."""
 
 _STAND_INS = {MASTER: PARAM, PARAM: MASTER}
 """The part in which a parameter's weight was saved if it is not in the one that is wanted: it was frozen on one side.
@@ -279,7 +277,7 @@ def _plan(
         problems += told(lines, "tensors of the checkpoint have no place in the engine")
     wanted = tuple(fragment for fragment in wanted if fragment.key in sources or fragment.key in zeroed)
     saved = engine_state(checkpoint)
-    client_state: dict[str, Any] = {} if saved is None else checkpoint.state["client_state"]
+    client_state: dict[str, Any] = {} if saved is None else checkpoint.state[CLIENT_STATE]
     chosen = {name: (saved or {}).get(name) for name in trees}
     needed = rng or (saved is not None and adapter.needs_rank_state(chosen))
     rank_state = (
@@ -336,7 +334,7 @@ def _plan(
 def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """The trees of an engine's non-tensor state; None if the checkpoint has lost them, or is of something else."""
     root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
-    engine, client_state = root.get("engine"), root.get("client_state")
+    engine, client_state = root.get("engine"), root.get(CLIENT_STATE)
     return engine if isinstance(engine, dict) and isinstance(client_state, dict) else None
 
 

@@ -296,7 +296,7 @@ class _Write:
         first = self._rank == 0
         packed = b""
         if first:
-            root = {"engine": state, "client_state": dict(options.client_state or {})}
+            root = {"engine": state, names.CLIENT_STATE: dict(options.client_state or {})}
             packed = _pack_tree(root, "", self._fragments, 0)
             self._lock = WriteLock(open_store(self.target))
         writer = {
@@ -320,7 +320,7 @@ class _Write:
         if value is None:
             return None
         try:
-            packed = tree.pack(dict(value), "client_state", _fingerprint)
+            packed = tree.pack(dict(value), names.CLIENT_STATE, _fingerprint)
         except StateError:
             if self._rank and not self._options.each_client_state:
                 return b""  # it is not written, and differs from rank 0's, which is
@@ -337,7 +337,7 @@ class _Write:
         rank_state = self._rank_state
         if any(one.client_state not in (None, facts[0].client_state) for one in facts):
             if options.each_client_state:  # a rank that has passed none has an empty one of its own
-                rank_state = {**rank_state, "client_state": dict(options.client_state or {})}
+                rank_state = {**rank_state, names.CLIENT_STATE: dict(options.client_state or {})}
             elif not options.each_client_state and rank == 0:
                 warn("the ranks have different client_state: that of rank 0 is written, and all others are not")
         packed_tree = _pack_tree(rank_state, f"rank_state[{rank}]", self._fragments, rank)
@@ -480,7 +480,7 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
 def _pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -> bytes:
     """The packed tree; what it holds of tensors and arrays is added to ``fragments``. In the caller's client_state,
     some values are kept as ``plain`` ones; what an engine keeps has to come back as it is."""
-    client_state = f"{path}.client_state" if path else "client_state"
+    client_state = f"{path}.{names.CLIENT_STATE}" if path else names.CLIENT_STATE
 
     def put(where: str, leaf: object) -> tuple[int, str] | tree.Plain | None:
         name = f"tree/{rank}/{len(fragments)}"
