@@ -69,7 +69,7 @@ def uses(kind: type[torch.optim.SGD], count: int, *, known: bool) -> int:
     names = {name for flat in wrapper.flats for name in flat.names}
     unknown = set() if known else names
     saved = optimizer.Saved(tree)
-    assert not optimizer.problems(saved, other, wrapper.flats, {("exp_avg", name) for name in names}, unknown)
+    assert not optimizer.problems(saved, other, wrapper.flats, {f"exp_avg/{name}" for name in names}, unknown)
     optimizer.restore(saved, other, wrapper.flats, unknown)
     if known:
         assert len(optimizer.capture(other, wrapper.flats)["states"]) == len(tree["states"])
