@@ -579,7 +579,12 @@ def begin_write(
             "there is already a checkpoint here", file=target, hint="write elsewhere, or pass overwrite=True"
         )
     clear_for_write(target, overwrite=overwrite, dead=dead)
-    remove_run_leftovers(os.path.dirname(target))
+    run = os.path.dirname(target)
+    remove_run_leftovers(run)
+    for dead_save in dead:
+        prepared = names.temporary(names.LATEST, names.prepared_digits(dead_save))
+        if names.is_temporary(prepared, names.LATEST):  # the save id comes from a file that anybody may have made
+            open_store(run).remove(prepared)
     replaced = [name for name in store.entries() or () if names.is_data_dir(name)]
     store.make_directories(names.data_dir(save_id))
     return [*replaced, *foreign]
@@ -658,7 +663,7 @@ def commit_write(
         prepared = prepare(store, names.MANIFEST, manifest, names.prepared_digits(save_id))
         if latest_in is not None:
             run, named = open_store(latest_in), names.encode_latest(latest_name(target, latest_in))
-            prepared_latest = prepare(run, names.LATEST, named)
+            prepared_latest = prepare(run, names.LATEST, named, names.prepared_digits(save_id))
         confirm()
         try:
             store.commit(names.MANIFEST, prepared)
