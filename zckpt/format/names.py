@@ -81,8 +81,8 @@ def temporary(of: str, digits: str = "") -> str:
 
 
 def prepared_digits(save_id: str) -> str:
-    """The digits in the names of a write's temporary manifest and ``latest``. They come from the save id, so that another
-    process can compute the names without listing a directory."""
+    """The digits in the names of a write's temporary manifest and ``latest``. They come from the save id, so another
+    process can compute these names without listing a directory."""
     return save_id[:8]
 
 
