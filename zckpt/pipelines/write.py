@@ -192,8 +192,9 @@ def write_engine(
     group = group_of(engine)
     ranks = Ranks(group, call="zckpt.write")
     options = _Options(
-        parts, exclude, client_state, overwrite, latest, budget, progress, pending_gradients, background, snapshot,
-        snapshot_bytes, run, each_client_state, replace_foreign,
+        parts=parts, exclude=exclude, client_state=client_state, overwrite=overwrite, latest=latest, budget=budget,
+        progress=progress, pending_gradients=pending_gradients, background=background, snapshot=snapshot,
+        snapshot_bytes=snapshot_bytes, run=run, each_client_state=each_client_state, replace_foreign=replace_foreign,
     )  # fmt: skip
     write = _Write(engine, path, options, ranks.rank, ranks.size)
     with ranks.undivided():
@@ -215,7 +216,7 @@ def write_engine(
         return write.after()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
     """The arguments of ``write_engine``."""
 
