@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 settings.register_profile("tests", deadline=None)  # machines are shared: a slow example is no failure
 settings.load_profile("tests")
+
+# A shell has what it starts in the background ignore Ctrl-C; the tests of interrupts would then interrupt nothing.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

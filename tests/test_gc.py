@@ -157,7 +157,7 @@ def test_a_killed_write_leaves_nothing_after_it(tmp_path: Path) -> None:
     assert (found.in_use, found.removed, found.recoverable) == ((), (), (str(tmp_path / "s9"),)), "it had all data"
     with stopped_at(lambda wait: slow_write(tmp_path / "s9", wait, 9)):
         pass  # it has not committed, so that it is in nobody's way
-    found = zckpt.gc(tmp_path, discard=["s9"])
+    found = zckpt.gc(tmp_path, discard="s9")
     assert (found.in_use, found.recoverable) == ((), ())
     assert found.nbytes > 1_200_000
     assert tree(tmp_path) == before

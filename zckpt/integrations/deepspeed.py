@@ -117,7 +117,7 @@ def _save_checkpoint(
     adapter = adapt(engine)
     ranks = Ranks(group_of(engine), call="engine.save_checkpoint")
     tags = [one.decode() for one in ranks.share(own_tag, "save a checkpoint")]
-    ranks.together(lambda: _check_tags(engine, tags, ranks.rank), "agree on a tag")
+    ranks.together(lambda: _check_tags(engine, tags, ranks), "agree on a tag")
     write_engine(
         engine,
         os.path.join(save_dir, tags[0]),
@@ -136,21 +136,22 @@ def _save_checkpoint(
     return True
 
 
-def _check_tags(engine: Any, tags: Sequence[str], rank: int) -> None:
+def _check_tags(engine: Any, tags: Sequence[str], ranks: Ranks) -> None:
     """If the ranks' tags differ, raises TagError, warns or does nothing, as the engine's configuration says."""
     other = next((number for number, tag in enumerate(tags) if tag != tags[0]), None)
     if other is None or not engine.checkpoint_tag_validation_enabled():
         return
-    differs = f"the ranks have different tags: {tags[0]!r} on rank 0, {tags[other]!r} on rank {other}"
+    first_rank, other_rank = ranks.members[0], ranks.members[other]
+    differs = f"the ranks have different tags: {tags[0]!r} on rank {first_rank}, {tags[other]!r} on rank {other_rank}"
     if engine.checkpoint_tag_validation_fail():
         raise TagError(
             differs,
-            rank=other,
+            rank=other_rank,
             hint='pass the same tag on every rank; with checkpoint.tag_validation other than "Fail" in DeepSpeed\'s '
             "configuration, rank 0's is taken",
         )
-    if rank == 0:
-        warn(f"{differs}; the checkpoint is saved under rank 0's tag")
+    if ranks.rank == 0:
+        warn(f"{differs}; the checkpoint is saved under rank {first_rank}'s tag")
 
 
 def _warn_of_gradients(engine: Any) -> None:

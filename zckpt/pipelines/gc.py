@@ -69,7 +69,9 @@ class Cleanup:
         return "\n".join([*lines, f"{verb} {len(self.removed)} files and directories, {self.nbytes:,} bytes"])
 
 
-def gc(path: StrPath, *, keep: int | None = None, dry_run: bool = False, discard: Collection[StrPath] = ()) -> Cleanup:
+def gc(
+    path: StrPath, *, keep: int | None = None, dry_run: bool = False, discard: StrPath | Collection[StrPath] = ()
+) -> Cleanup:
     """Removes what dead writers have left in a run, or in one checkpoint: data that no manifest names, temporary files,
     checkpoints that were never committed. What somebody writes at this moment is left alone, and so is what
     ``zckpt.repair`` could make a checkpoint of: there is no manifest, but all data of a save.
@@ -78,8 +80,9 @@ def gc(path: StrPath, *, keep: int | None = None, dry_run: bool = False, discard
     those in the ``checkpoint-<N>`` of Hugging Face's Trainer. Another run inside of it is left alone.
 
     ``keep``: remove checkpoints of the run too, all but this many, those that were committed last, and the one that
-    ``latest`` names. ``dry_run``: only say what would be removed. ``discard``: directories of checkpoints without a
-    manifest, relative to ``path`` or not, that are to be removed although they could be repaired. Call it on one rank.
+    ``latest`` names. ``dry_run``: only say what would be removed. ``discard``: the directory of
+    a checkpoint without a manifest, or several, relative to ``path`` or not, that are to be removed although they could
+    be repaired. Call it on one rank.
 
     Raises CheckpointNotFoundError if there is no such directory, of the run or of ``discard``; CheckpointExistsError if
     one of ``discard`` has a manifest; FormatError if ``latest`` cannot be read; StorageError. ValueError for ``keep``
@@ -101,10 +104,10 @@ def gc(path: StrPath, *, keep: int | None = None, dry_run: bool = False, discard
     return Cleanup(tuple(work.removed), tuple(work.in_use), dry_run, tuple(work.recoverable), len(paths))
 
 
-def _discarded(root: str, paths: Sequence[str], discard: Collection[StrPath]) -> set[str]:
+def _discarded(root: str, paths: Sequence[str], discard: StrPath | Collection[StrPath]) -> set[str]:
     """The ones among ``paths`` that ``discard`` names."""
     found = set()
-    for given in discard:
+    for given in (discard,) if isinstance(discard, (str, os.PathLike)) else discard:
         one = os.fspath(given)
         named = {os.path.abspath(one), os.path.abspath(os.path.join(root, one))}
         matching = [path for path in paths if os.path.abspath(path) in named]
