@@ -14,17 +14,18 @@ import zckpt
 ROOT = Path(zckpt.__file__).parent
 
 # What each module or folder of the package may import besides itself. "zckpt" stands for the public names.
-BELOW_IO = {"errors", "version", "format", "state", "plan"}
+BELOW_IO = {"errors", "version", "format", "state", "plan", "transfer"}
 ALLOWED = {
     "version": set(),
     "errors": set(),
     "torch_dtypes": set(),
     "foreign": set(),
+    "transfer": {"errors"},
     "format": {"errors"},
     "state": {"errors"},
     "plan": {"errors", "format", "state"},
     "io": BELOW_IO | {"torch_dtypes"},
-    "engines": {"errors", "state", "torch_dtypes"},
+    "engines": {"errors", "state", "torch_dtypes", "transfer"},
     "background": {"errors", "io"},
     "progress": set(),
     "contents": BELOW_IO | {"torch_dtypes", "io"},
@@ -41,9 +42,9 @@ ALLOWED = {
 WITHOUT_TORCH = {"version", "errors", "format", "state", "plan"}
 
 PUBLIC_NAMES = """
-    Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup DigestError FeatureError
-    Finding FormatError KeyNotFoundError LockedError MismatchError MissingFileError NoSpaceError Observation
-    PendingWrite PieceInfo Progress ProgressBar RankError Removed RepairError RepairReport Report Restored
+    Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup DeviceError DigestError
+    FeatureError Finding FormatError KeyNotFoundError LockedError MismatchError MissingFileError NoSpaceError
+    Observation PendingWrite PieceInfo Progress ProgressBar RankError Removed RepairError RepairReport Report Restored
     SizeError StateError StorageError TagError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
     __version__ attach attach_all convert_zero_checkpoint_to_fp32_state_dict detach gc
     get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint open repair restore validate wait

@@ -15,6 +15,7 @@
     ├── KeyNotFoundError             (KeyError)            no such key; names the nearest ones
     ├── CastError                    (TypeError)           a dtype that cannot be converted without nonsense
     ├── StateError                   (TypeError)           a value that the state tree cannot hold
+    ├── DeviceError                  (RuntimeError)        a device that is not there, or gives no bytes
     ├── UnsupportedError             (NotImplementedError) an engine or mode that is not supported, by name
     ├── MismatchError                (ValueError)          engine and checkpoint do not fit; lists everything
     ├── RankError                    (RuntimeError)        another rank failed, or the ranks disagree
@@ -128,6 +129,10 @@ class CastError(ZckptError, TypeError):
 
 class StateError(ZckptError, TypeError):
     """A value that the state tree cannot hold; ``key`` is the path to it."""
+
+
+class DeviceError(ZckptError, RuntimeError):
+    """A device that is not there, or that bytes cannot be copied to and from."""
 
 
 class UnsupportedError(ZckptError, NotImplementedError):
