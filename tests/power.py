@@ -10,17 +10,15 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import struct
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from zckpt.io import local, local_store
+from zckpt.io import linux, local, local_store
 
 if TYPE_CHECKING:
-    import ctypes
     import random
     from collections.abc import Iterator
     from pathlib import Path
@@ -45,7 +43,7 @@ class Killed(BaseException):
 
 @dataclass
 class Recorder:
-    """In the place of ``os``, ``shutil``, ``fcntl`` and the C library, on a file system that shares pages. ``die_at``:
+    """In the place of ``os``, ``shutil`` and the calls of Linux's own, on a file system that shares pages. ``die_at``:
     the call before which the process dies."""
 
     die_at: int | None = None
@@ -77,19 +75,15 @@ class Recorder:
         self.note("write", self.paths[fd], data=bytes(data), offset=os.lseek(fd, 0, os.SEEK_CUR))
         return os.write(fd, data)
 
-    def fallocate(self, fd: int, mode: int, offset: ctypes.c_int64, nbytes: ctypes.c_int64) -> int:
-        self.note("extend", self.paths[fd], offset=nbytes.value)
-        return int(LIBC.fallocate(fd, mode, offset, nbytes))
+    def reserve(self, fd: int, nbytes: int) -> None:
+        self.note("extend", self.paths[fd], offset=nbytes)
+        RESERVE(fd, nbytes)
 
-    def syscall(self, *args: Any) -> int:
-        return int(LIBC.syscall(*args))
-
-    def ioctl(self, fd: int, request: int, clone: bytes) -> None:
-        assert request == local.FICLONERANGE
-        source, start, nbytes, offset = struct.unpack("qQQQ", clone)
-        data = os.pread(source, nbytes, start)
+    def share_blocks(self, fd: int, source_fd: int, source_offset: int, nbytes: int, offset: int) -> bool:
+        data = os.pread(source_fd, nbytes, source_offset)
         self.note("clone", self.paths[fd], data=data, offset=offset)
         os.pwrite(fd, data, offset)
+        return True
 
     def fsync(self, fd: int) -> None:
         self.note("fsync", self.paths[fd])
@@ -131,14 +125,15 @@ class Recorder:
             self.rmdir(directory)
 
 
-LIBC = local.libc
+RESERVE = linux.reserve
 
 
 @contextmanager
 def recorded(die_at: int | None = None) -> Iterator[Recorder]:
     recorder = Recorder(die_at)
     with (
-        mock.patch.multiple(local, os=recorder, libc=recorder, fcntl=recorder),
+        mock.patch.multiple(local, os=recorder),
+        mock.patch.multiple(linux, reserve=recorder.reserve, share_blocks=recorder.share_blocks),
         mock.patch.multiple(local_store, os=recorder, shutil=recorder),
     ):
         yield recorder

@@ -19,7 +19,7 @@ import torch
 import zckpt
 from states import same_all, write_state
 from zckpt.checkpoint import Want
-from zckpt.io import local
+from zckpt.io import linux, local
 from zckpt.io.local import LocalReader, NewFile
 from zckpt.io.memory import PAGE_BYTES, Stage
 from zckpt.plan.reshard import Span
@@ -125,7 +125,7 @@ def test_no_byte_goes_behind_the_memory_that_it_is_meant_for(tmp_path: Path) -> 
 @pytest.mark.parametrize("old_kernel", [False, True])
 def test_what_is_mostly_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_kernel: bool) -> None:
     if old_kernel:
-        monkeypatch.setattr(local, "CACHESTAT", 1 << 20)
+        monkeypatch.setattr(linux, "CACHESTAT", 1 << 20)
     check_what_is_mostly_cached(tmp_path)
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
-import mmap
 import os
 import stat
-import struct
 import threading
 from collections import OrderedDict
 from contextlib import contextmanager, suppress
@@ -19,8 +15,8 @@ import numpy as np
 
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format.rules import broken
-from zckpt.io import gpudirect
-from zckpt.io.memory import PAGE_BYTES, libc
+from zckpt.io import gpudirect, linux
+from zckpt.io.memory import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,12 +27,6 @@ if TYPE_CHECKING:
     from zckpt.state.inventory import FileSpan
 
 IDLE_FILES_MAX = 64
-FICLONERANGE = 0x4020940D
-"""ioctl_ficlonerange(2)."""
-CACHESTAT = 451
-"""The number of that system call, on every processor."""
-OVERLAYFS = 0x794C7630
-"""What statfs(2) calls an overlay, such as a container's root."""
 UNSYNCED_BYTES_MAX = 32 << 20
 """Of one file, where its writes go through the page cache."""
 
@@ -80,13 +70,15 @@ class LocalReader:
 
     def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
         # In the page cache, that is. Even a read with RWF_NOWAIT would start I/O.
+        if not linux.O_DIRECT:
+            return True  # there is no way past it
         with self.file(path) as fd:
-            return 2 * PAGE_BYTES * _cached_pages(fd, offset, nbytes) > nbytes
+            return 2 * linux.cached_bytes(fd, offset, nbytes) > nbytes
 
     def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
         done = reads = 0
         try:
-            with self.file(path, os.O_DIRECT) as fd:
+            with self.file(path, linux.O_DIRECT) as fd:
                 while done < len(pages) and done % PAGE_BYTES == 0:
                     got = os.preadv(fd, [pages[done:]], offset + done)
                     reads += 1
@@ -188,26 +180,6 @@ class LocalReader:
         return os.path.join(self.root, path)
 
 
-def _cached_pages(fd: int, offset: int, nbytes: int) -> int:
-    """How many pages of these bytes are in the page cache."""
-    statfs, found = (ctypes.c_long * 32)(), (ctypes.c_uint64 * 5)()
-    libc.fstatfs(fd, statfs)
-    # Not of an overlay: the pages are the file's that lies below, and cachestat(2) does not look there.
-    if statfs[0] != OVERLAYFS and libc.syscall(CACHESTAT, fd, (ctypes.c_uint64 * 2)(offset, nbytes), found, 0) == 0:
-        return found[0]
-    start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # or a Linux before 6.5, or not our file
-    length = offset + nbytes - start
-    try:
-        mapped = mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=start)
-    except (OSError, ValueError):  # such as a file that has become too short: reading will tell
-        return 0
-    with mapped:
-        resident = np.zeros(-(-length // PAGE_BYTES), np.uint8)  # bit 0 of a byte for each page
-        address = np.frombuffer(mapped, np.uint8).ctypes.data
-        libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_void_p(resident.ctypes.data))
-        return int(np.count_nonzero(resident[(offset - start) // PAGE_BYTES :] & 1))
-
-
 def _step(parent: int, name: str, flags: int) -> int:
     try:
         return os.open(name, flags, dir_fd=parent)
@@ -249,19 +221,14 @@ class NewFile:
         except OSError as error:
             raise from_os_error(error, "create", path) from error
         try:
-            self._reserve(reserved_bytes)
-        except StorageError:
+            if reserved_bytes:
+                linux.reserve(self._fd, reserved_bytes)
+        except OSError as error:
             self.close()
-            raise
-        if direct:
+            raise from_os_error(error, "allocate", path, 0, reserved_bytes) from error
+        if direct and linux.O_DIRECT:
             with suppress(OSError):  # such as a file system without direct I/O
-                self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
-
-    def _reserve(self, nbytes: int) -> None:
-        if nbytes and libc.fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
-            error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise from_os_error(error, "allocate", self.path, 0, nbytes) from error
+                self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | linux.O_DIRECT)
 
     def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
         base, stop = offset - offset % PAGE_BYTES, offset + nbytes
@@ -280,7 +247,7 @@ class NewFile:
         if self._unsynced_bytes >= UNSYNCED_BYTES_MAX:
             self._unsynced_bytes = 0
             self.sync()
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            linux.uncache(self._fd)
 
     def share(self, source: FileSpan, offset: int) -> bool:
         # Not where the file system cannot, or `source` lies otherwise in its pages
@@ -289,14 +256,12 @@ class NewFile:
             return False
         try:
             fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                clone = struct.pack("qQQQ", fd, source.offset + first - offset, last - first, first)
-                fcntl.ioctl(self._fd, FICLONERANGE, clone)
-            finally:
-                os.close(fd)
         except OSError:  # whatever the reason: what is wrong shows when it is copied
             return False
-        return True
+        try:
+            return linux.share_blocks(self._fd, fd, source.offset + first - offset, last - first, first)
+        finally:
+            os.close(fd)
 
     def read_back(self, stage: Bytes, offset: int, nbytes: int) -> None:
         base = offset - offset % PAGE_BYTES
@@ -346,7 +311,7 @@ def read_from(path: str, offset: int, room: Bytes) -> None:
                         "the file ends too early", file=path, start=offset + done, stop=offset + len(room)
                     )
                 done += got
-            os.posix_fadvise(fd, offset, len(room), os.POSIX_FADV_DONTNEED)
+            linux.uncache(fd, offset, len(room))
         finally:
             os.close(fd)
     except OSError as error:

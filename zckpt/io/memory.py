@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from zckpt.errors import CastError
+from zckpt.io import linux
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -22,12 +23,9 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
     Ints = NDArray[np.int64]
 
-libc = ctypes.CDLL(None, use_errno=True)
 PAGE_BYTES = 4096
 """Direct I/O wants file offsets, lengths and memory addresses to be multiples of it."""
 _CACHE_LINE_BYTES = 64
-MADV_FREE = 8
-"""madvise(2)."""
 HOST_MEMORY: Bytes = np.frombuffer((ctypes.c_uint8 * (1 << 57)).from_address(PAGE_BYTES), np.uint8)
 """The memory of this process from its second page on: nothing lies in the first, and no processor's addresses are
 longer. A view of it keeps nothing alive."""
@@ -192,7 +190,7 @@ class Stage:
         """Its content is not needed any more: the system may take the memory, and does when it runs short. What it
         leaves is as quick to write to as it was."""
         if self._stream is None:
-            libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self._nbytes), MADV_FREE)
+            linux.free_lazily(self.address, self._nbytes)
 
     def wait(self) -> None:
         """Until the queued copies are done, so that the buffer may be used again."""

@@ -1,0 +1,94 @@
+"""What only Linux has, guarded in one place.
+
+Each function also tells that it cannot, or does nothing, where the kernel or the file system refuses. On another
+operating system all of them do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import struct
+import sys
+from contextlib import suppress
+
+import numpy as np
+
+if sys.platform == "linux":
+    import fcntl
+
+O_DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
+"""For opening a file so that what is read and written goes past the page cache. 0: there is no such thing."""
+libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+CACHESTAT = 451
+"""The number of that system call, on every processor that torch runs on."""
+FICLONERANGE = 0x4020940D
+"""ioctl_ficlonerange(2)."""
+MADV_FREE = 8
+"""madvise(2)."""
+OVERLAYFS = 0x794C7630
+"""What statfs(2) calls an overlay, such as a container's root."""
+_STATFS_BYTES = 256
+"""More than fstatfs(2) fills in."""
+
+
+def cached_bytes(fd: int, offset: int, nbytes: int) -> int:
+    """How many of these bytes of a file are in the page cache, rounded up to whole pages of the kernel's. 0 where the
+    system does not tell."""
+    if libc is None:
+        return 0
+    statfs, found = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))(), (ctypes.c_uint64 * 5)()
+    libc.fstatfs(fd, statfs)
+    # Not of an overlay: the pages are the file's that lies below, and cachestat(2) does not look there.
+    if statfs[0] != OVERLAYFS and libc.syscall(CACHESTAT, fd, (ctypes.c_uint64 * 2)(offset, nbytes), found, 0) == 0:
+        return int(found[0]) * mmap.PAGESIZE
+    start = offset - offset % mmap.PAGESIZE  # or a Linux before 6.5, or not our file
+    length = offset + nbytes - start
+    try:
+        mapped = mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=start)
+    except (OSError, ValueError):  # such as a file that has become too short: reading will tell
+        return 0
+    with mapped:
+        resident = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)  # bit 0 of a byte for each page
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_void_p(resident.ctypes.data))
+        return int(np.count_nonzero(resident & 1)) * mmap.PAGESIZE
+
+
+def uncache(fd: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Takes these bytes of a file out of the page cache; all behind ``offset`` if ``nbytes`` is 0."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # it is advice, and no file system has to take it
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Gives the first ``nbytes`` of a file, 1 or more, their blocks on the disk, where the file system can. Raises
+    OSError if there is no space for them."""
+    if libc is not None and libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        number = ctypes.get_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(number, os.strerror(number))
+
+
+def share_blocks(fd: int, source_fd: int, source_offset: int, nbytes: int, offset: int) -> bool:
+    """Makes ``nbytes`` from byte ``offset`` of a file the blocks of another one, which takes neither time nor space.
+    False where the file system cannot, or ``offset``, ``source_offset`` or ``nbytes`` are no multiple of its blocks:
+    then nothing has happened."""
+    if sys.platform != "linux":
+        return False
+    try:
+        fcntl.ioctl(fd, FICLONERANGE, struct.pack("qQQQ", source_fd, source_offset, nbytes, offset))
+    except OSError:  # whatever the reason: what is wrong shows when the bytes are copied
+        return False
+    return True
+
+
+def free_lazily(address: int, nbytes: int) -> None:
+    """The content of this memory, which is private to this process, is not needed any more: the system may take the
+    memory, and does when it runs short. What it leaves is as quick to write to as it was."""
+    first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if libc is not None and first < last:
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_FREE)
