@@ -18,6 +18,7 @@ import zckpt
 from forks import in_processes, stopped_at
 from states import write_through
 from zckpt.errors import CheckpointExistsError, LockedError, MissingFileError, StorageError
+from zckpt.io import linux
 from zckpt.io import lock as lock_module
 from zckpt.io.local_store import LocalStore
 from zckpt.io.lock import DEAD_SECONDS, WriteLock
@@ -113,7 +114,7 @@ def test_the_age_is_by_the_clock_of_the_files(tmp_path: Path) -> None:
 )
 def test_a_lock_that_tells_nothing_is_judged_by_its_age(tmp_path: Path, content: str) -> None:
     lock = tmp_path / "write.lock"
-    lock.write_text(content.replace("OWN", lock_module._machine()))
+    lock.write_text(content.replace("OWN", str(linux.pid_space())))
     with pytest.raises(LockedError):
         WriteLock(LocalStore(str(tmp_path))).acquire()
     os.utime(lock, (0, 0))
@@ -123,13 +124,42 @@ def test_a_lock_that_tells_nothing_is_judged_by_its_age(tmp_path: Path, content:
 def test_a_process_id_that_is_used_again_is_another_process(tmp_path: Path) -> None:
     with WriteLock(LocalStore(str(tmp_path))):
         machine = json.loads((tmp_path / "write.lock").read_text())["machine"]
-    parent, started = os.getppid(), lock_module._started(os.getppid())
+    parent, started = os.getppid(), linux.started(os.getppid())
     leave(tmp_path, 0, machine=machine, pid=parent, started=started)
     with pytest.raises(LockedError):
         WriteLock(LocalStore(str(tmp_path))).acquire()
     leave(tmp_path, 0, machine=machine, pid=parent, started=started - 1)
     with WriteLock(LocalStore(str(tmp_path))):
         pass
+
+
+def test_a_process_that_is_hidden_is_not_taken_for_dead(tmp_path: Path) -> None:
+    """As those of other users are in /proc that is mounted with hidepid: only a signal tells that they are there."""
+    leave(tmp_path, 0, machine=linux.pid_space(), pid=1)
+    with mock.patch.object(linux, "started", return_value=None):
+        for refused in (None, PermissionError):
+            with mock.patch("os.kill", side_effect=refused), pytest.raises(LockedError):
+                WriteLock(LocalStore(str(tmp_path))).acquire()
+        with mock.patch("os.kill", side_effect=ProcessLookupError), WriteLock(LocalStore(str(tmp_path))):
+            pass
+
+
+def test_where_process_ids_tell_nothing_the_heartbeat_does(tmp_path: Path) -> None:
+    """On another system than Linux, the locks of the dead on the same machine too."""
+    store = LocalStore(str(tmp_path))
+    with (
+        mock.patch.object(linux, "pid_space", return_value=None),
+        mock.patch.object(linux, "started", return_value=None),
+        mock.patch("os.kill", side_effect=AssertionError("on Windows this ends the process")),
+    ):
+        leave(tmp_path, DEAD_SECONDS - 30, machine=None, pid=1 << 22, started=None)
+        with pytest.raises(LockedError):
+            WriteLock(store).acquire()
+        leave(tmp_path, DEAD_SECONDS + 1, machine=None, pid=os.getpid(), started=None)
+        with WriteLock(store) as lock:
+            lock.confirm()
+            with pytest.raises(LockedError):
+                WriteLock(store).acquire()
 
 
 def test_a_lock_that_could_not_be_given_back_is_nobody_s(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zckpt.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -31,9 +33,15 @@ def available_bytes(root: str = "/") -> int:
     """The bytes of memory that this process could still take: what the machine has free, or less if a control group of
     this process, or one above it, has a lower limit, as in containers, under Slurm and in systemd's services.
 
-    ``root``: the directory that has ``/proc`` and ``/sys``.
+    ``root``: the directory that has ``/proc`` and ``/sys``. Raises UnsupportedError where there is none, as on another
+    system than Linux.
     """
     meminfo = _table(Path(root, "proc/meminfo"))
+    if "MemAvailable:" not in meminfo:
+        raise UnsupportedError(
+            "this system does not tell how much memory is available",
+            hint="say how much a write in the background may take: snapshot_bytes=",
+        )
     available = 1024 * meminfo["MemAvailable:"]
     for group, version in _groups(Path(root)):
         with suppress(OSError, ValueError):  # the root of all groups has no such files
@@ -44,11 +52,6 @@ def available_bytes(root: str = "/") -> int:
             limits += [int(text) for text in _texts(group, version.limits) if text != "max"]
             available = min(available, max(min(limits) - used + stat.get(version.inactive, 0), 0))
     return available
-
-
-def boot_id() -> str:
-    """A string that identifies this start of this machine. Host names may repeat; this does not."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:

@@ -13,6 +13,7 @@ import os
 import struct
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +22,8 @@ if sys.platform == "linux":
 
 O_DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 """For opening a file so that what is read and written goes past the page cache. 0: there is no such thing."""
+POSITIONAL = sys.platform == "linux"
+"""Whether preadv(2) and pwritev(2) are there, and take any number of bytes."""
 libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 CACHESTAT = 451
 """The number of that system call, on every processor that torch runs on."""
@@ -92,3 +95,49 @@ def free_lazily(address: int, nbytes: int) -> None:
     first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if libc is not None and first < last:
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_FREE)
+
+
+def boot_id() -> str | None:
+    """A string that identifies this start of this machine. Host names may repeat; this does not. None where the system
+    does not tell."""
+    if sys.platform != "linux":
+        return None
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def pid_space() -> str | None:
+    """Identifies the place where process ids have one meaning: this boot of this machine, and this container. None
+    where the system does not tell."""
+    boot = boot_id()
+    try:
+        return boot and f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def started(pid: int) -> int | None:
+    """When the process ``pid`` of this pid space started, in the kernel's own unit; None if there is no such process,
+    or if it is hidden from this one."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def is_running(pid: int, start: int | None) -> bool:
+    """Whether the process ``pid`` of this pid space that started at ``start``, as ``started`` tells it, is still
+    there. For pid spaces alone: without one, another system would take the signal for an order to end the process."""
+    now = started(pid)
+    if now is not None:
+        return now == start
+    try:
+        os.kill(pid, 0)  # which does nothing to it; another user's process may be hidden in /proc (hidepid)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True

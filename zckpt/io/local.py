@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
+import sys
 import threading
 from collections import OrderedDict
 from contextlib import contextmanager, suppress
@@ -26,7 +28,17 @@ if TYPE_CHECKING:
     from zckpt.io.memory import Bytes
     from zckpt.state.inventory import FileSpan
 
-IDLE_FILES_MAX = 64
+BINARY: int = getattr(os, "O_BINARY", 0)
+"""For opening a file: on Windows, so that its bytes come as they are."""
+IDLE_FILES_MAX = 0 if sys.platform == "win32" else 64
+"""Files that a reader keeps open between two reads. On Windows nobody could replace or remove them meanwhile."""
+NAME_SURROGATE = 0x20000000
+"""Of Windows: this bit of a reparse point's tag says that it leads elsewhere, as symbolic links and junctions do."""
+STEPS = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
+"""Whether a file can be opened component by component, so that no link is followed whatever others do meanwhile."""
+_REFUSED_LINK = {errno.ELOOP, errno.EMLINK, getattr(errno, "EFTYPE", errno.ELOOP), errno.ENOTDIR, errno.ENXIO}
+"""How systems say that a name leads to a link, or to no regular file or directory: Linux and macOS, FreeBSD, NetBSD,
+and all for a component of a path, and for a socket or a FIFO."""
 UNSYNCED_BYTES_MAX = 32 << 20
 """Of one file, where its writes go through the page cache."""
 
@@ -80,7 +92,7 @@ class LocalReader:
         try:
             with self.file(path, linux.O_DIRECT) as fd:
                 while done < len(pages) and done % PAGE_BYTES == 0:
-                    got = os.preadv(fd, [pages[done:]], offset + done)
+                    got = _read_at(fd, [pages[done:]], offset + done)
                     reads += 1
                     if got == 0:
                         break
@@ -118,7 +130,7 @@ class LocalReader:
         done = reads = 0
         try:
             while done < total:
-                got = os.preadv(fd, after(views, done), offset + done)
+                got = _read_at(fd, after(views, done), offset + done)
                 reads += 1
                 if got == 0:
                     break
@@ -154,24 +166,19 @@ class LocalReader:
         self.close()
 
     def _open(self, path: str, more_flags: int) -> int:
-        """Opens component by component, so that no symbolic link inside the checkpoint is followed."""
-        *directories, name = path.split("/")
-        flags = os.O_RDONLY | os.O_CLOEXEC
-        fd = -1
+        """So that no link inside the checkpoint is followed."""
+        opened = _open_by_steps if STEPS else _open_after_a_look
         try:
-            fd = os.open(self.root, flags | os.O_DIRECTORY)
-            for directory in directories:
-                fd = _step(fd, directory, flags | os.O_DIRECTORY | os.O_NOFOLLOW)
-            fd = _step(fd, name, flags | more_flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO must not block
+            fd = opened(self.root, path.split("/"), os.O_RDONLY | BINARY | more_flags)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
                 raise broken("F002", "not a regular file", file=self._full(path))
         except FileNotFoundError as error:
             raise broken("F001", "the file is missing", file=self._full(path)) from error
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
+            if is_impossible_name(error):
                 raise broken("F001", "no file can have this name", file=self._full(path)) from error
-            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+            if error.errno in _REFUSED_LINK or (error.errno == errno.EOPNOTSUPP and not more_flags):  # a socket, on BSD
                 raise broken("F002", "a link or not a regular file", file=self._full(path)) from error
             raise from_os_error(error, "open", self._full(path)) from error
         return fd
@@ -180,11 +187,57 @@ class LocalReader:
         return os.path.join(self.root, path)
 
 
+def _open_by_steps(root: str, names: Sequence[str], flags: int) -> int:
+    *directories, name = names
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    for directory in directories:
+        fd = _step(fd, directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    return _step(fd, name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO must not block
+
+
 def _step(parent: int, name: str, flags: int) -> int:
     try:
         return os.open(name, flags, dir_fd=parent)
     finally:
         os.close(parent)
+
+
+def _open_after_a_look(root: str, names: Sequence[str], flags: int) -> int:
+    path = root
+    for number, name in enumerate(names, 1):
+        path = os.path.join(path, name)
+        status = os.lstat(path)
+        is_right = stat.S_ISREG if number == len(names) else stat.S_ISDIR
+        if is_link(status) or not is_right(status.st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    return os.open(path, flags)
+
+
+def is_link(status: os.stat_result) -> bool:
+    """Of what lstat says: whether it leads elsewhere."""
+    return stat.S_ISLNK(status.st_mode) or bool(getattr(status, "st_reparse_tag", 0) & NAME_SURROGATE)
+
+
+def is_impossible_name(error: OSError) -> bool:
+    """Whether it says that no file can have this name: one that is too long, is not in the file system's encoding, or
+    has a character that Windows does not allow."""
+    return error.errno in (errno.ENAMETOOLONG, errno.EILSEQ) or getattr(error, "winerror", None) == 123
+
+
+def _read_at(fd: int, views: Sequence[Bytes | memoryview], offset: int) -> int:
+    """Reads from byte ``offset`` into ``views``, one after the other; returns the bytes read, fewer than asked for
+    perhaps, and 0 at the end of the file alone. Nobody else may be using ``fd``: this may move its position."""
+    if linux.POSITIONAL:
+        return os.preadv(fd, views, offset)
+    os.lseek(fd, offset, os.SEEK_SET)
+    done = 0
+    with io.FileIO(fd, closefd=False) as file:
+        for view in views:
+            got = file.readinto(view)
+            done += got
+            if got < len(view):
+                break
+    return done
 
 
 def is_refused(error: OSError) -> bool:
@@ -215,9 +268,11 @@ class NewFile:
     def __init__(self, path: str, reserved_bytes: int, direct: bool) -> None:
         self.path = path
         self._unsynced_bytes = 0
+        self._position = threading.Lock()
+        """Where there are no positional writes, for whoever moves the file's position."""
         self._direct_fd = -1
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
         except OSError as error:
             raise from_os_error(error, "create", path) from error
         try:
@@ -228,7 +283,7 @@ class NewFile:
             raise from_os_error(error, "allocate", path, 0, reserved_bytes) from error
         if direct and linux.O_DIRECT:
             with suppress(OSError):  # such as a file system without direct I/O
-                self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | linux.O_DIRECT)
+                self._direct_fd = os.open(path, os.O_WRONLY | linux.O_DIRECT)
 
     def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
         base, stop = offset - offset % PAGE_BYTES, offset + nbytes
@@ -255,7 +310,7 @@ class NewFile:
         if source.offset % PAGE_BYTES != offset % PAGE_BYTES or first >= last:
             return False
         try:
-            fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(source.path, os.O_RDONLY | BINARY)
         except OSError:  # whatever the reason: what is wrong shows when it is copied
             return False
         try:
@@ -278,9 +333,16 @@ class NewFile:
         done = 0
         try:
             while done < len(view):
-                done += os.pwritev(fd, [view[done:]], offset + done)
+                done += self._write_at(fd, view[done:], offset + done)
         except OSError as error:
             raise from_os_error(error, "write", self.path, offset + done, offset + len(view)) from error
+
+    def _write_at(self, fd: int, view: Bytes, offset: int) -> int:
+        if linux.POSITIONAL:
+            return os.pwritev(fd, [view], offset)
+        with self._position:
+            os.lseek(fd, offset, os.SEEK_SET)
+            return os.write(fd, view)
 
     def sync(self) -> None:
         fsync(self._fd, self.path)
@@ -302,10 +364,10 @@ def read_from(path: str, offset: int, room: Bytes) -> None:
     the page cache. Raises StorageError, also where the file is too short."""
     done = 0
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | BINARY)
         try:
             while done < len(room):
-                got = os.preadv(fd, [room[done:]], offset + done)
+                got = _read_at(fd, [room[done:]], offset + done)
                 if got == 0:
                     raise StorageError(
                         "the file ends too early", file=path, start=offset + done, stop=offset + len(room)
@@ -323,6 +385,17 @@ def read_from(path: str, offset: int, room: Bytes) -> None:
 def fsync(fd: int, path: str) -> None:
     """Raises StorageError."""
     try:
-        os.fsync(fd)
+        sync_data(fd)
     except OSError as error:
         raise from_os_error(error, "fsync", path) from error
+
+
+def sync_data(fd: int) -> None:
+    """Until what was written to a file is on the disk for good. Raises OSError."""
+    if sys.platform == "darwin":  # whose fsync(2) leaves it in the disk's own cache
+        import fcntl
+
+        with suppress(OSError):  # such as a file system that cannot tell the disk
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(fd)

@@ -5,16 +5,24 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format.names import LOCK, temporary
-from zckpt.io.local import LocalReader, NewFile, fsync
+from zckpt.io.local import BINARY, LocalReader, NewFile, is_impossible_name, is_link, sync_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""How file systems say that they do not have what was asked for."""
+_NO_SYNC = _UNKNOWN | {errno.EBADF}
+"""The same of fsync(2) of a directory."""
+_NO_LINKS = _UNKNOWN | {errno.EPERM, errno.EACCES, errno.EMLINK}
+"""The same of link(2)."""
 
 
 class LocalStore:
@@ -32,7 +40,7 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have such a name.
             return False
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:  # No file can have a name this long, so it does not exist.
+            if is_impossible_name(error):
                 return False
             raise from_os_error(error, "look for", self._full(path)) from error
         return True
@@ -43,14 +51,18 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
+            if is_impossible_name(error):
                 return None
             raise from_os_error(error, "list", self.root) from error
 
     def directories(self) -> list[str]:
         try:
             with os.scandir(self.root) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+                return sorted(
+                    entry.name
+                    for entry in entries
+                    if entry.is_dir(follow_symlinks=False) and not is_link(entry.stat(follow_symlinks=False))
+                )
         except OSError as error:
             raise from_os_error(error, "list", self.root) from error
 
@@ -91,12 +103,12 @@ class LocalStore:
     def put(self, path: str, data: bytes) -> None:
         path = self._full(path)
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
             try:
                 view = memoryview(data)
                 while view:
                     view = view[os.write(fd, view) :]
-                os.fsync(fd)
+                sync_data(fd)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -174,7 +186,7 @@ class LocalStore:
             # It may be this one: where the server's answer is lost, the client asks again.
             return os.stat(same).st_nlink == 2
         except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            if error.errno not in _NO_LINKS:
                 raise from_os_error(error, "link", self._full(path)) from error
             return self._create(path, data)
         return True
@@ -208,7 +220,8 @@ class LocalStore:
         probe = self._full(temporary(LOCK))
         try:
             with open(probe, "xb") as file:
-                os.utime(file.fileno())  # by the file server's clock, not by this host's
+                # By the file server's clock, not by this host's. Windows takes the name alone.
+                os.utime(file.fileno() if os.utime in os.supports_fd else probe)
                 return os.fstat(file.fileno()).st_mtime
         except OSError as error:
             raise from_os_error(error, "create", probe) from error
@@ -220,12 +233,18 @@ class LocalStore:
 
 
 def _fsync_directory(path: str) -> None:
+    """Makes the names in a directory durable, where the system and the file system let a program ask for it."""
+    if sys.platform == "win32":  # which opens no directories
+        return
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise from_os_error(error, "open", path) from error
     try:
-        fsync(fd, path)
+        sync_data(fd)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise from_os_error(error, "fsync", path) from error
     finally:
         os.close(fd)
 

@@ -13,12 +13,11 @@ import socket
 import threading
 from contextlib import closing, suppress
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import LockedError, MissingFileError, ZckptError
 from zckpt.format import names
-from zckpt.io.available import boot_id
+from zckpt.io import linux
 from zckpt.io.threads import Worker, stop
 
 if TYPE_CHECKING:
@@ -48,9 +47,9 @@ class WriteLock:
         self._store = store
         holder = {
             "host": socket.gethostname(),
-            "machine": _machine(),
+            "machine": linux.pid_space(),
             "pid": os.getpid(),
-            "started": _started(os.getpid()),
+            "started": linux.started(os.getpid()),
             "save_id": self.save_id,
             "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
@@ -135,11 +134,13 @@ def is_lock(holder: bytes) -> bool:
 
 
 def is_alive(store: Store, holder: bytes) -> bool:
-    """Whether the process that left ``holder`` in the lock may still be writing."""
+    """Whether the process that left ``holder`` in the lock may still be writing. Where process ids mean nothing to this
+    process, as on another machine, or tell too little, as on another system than Linux, its heartbeat alone decides."""
     known = _parse(holder)
-    if known.get("machine") == _machine():
-        gone = _started(known.get("pid")) != known.get("started")
-        if gone or (known.get("pid") == os.getpid() and known.get("save_id") not in _held):
+    pid, machine = known.get("pid"), linux.pid_space()
+    if machine is not None and known.get("machine") == machine:
+        gone = type(pid) is int and not linux.is_running(pid, known.get("started"))
+        if gone or (pid == os.getpid() and known.get("save_id") not in _held):
             return False
     last_sign = store.changed_at(names.LOCK)
     return last_sign is not None and store.now() - last_sign < DEAD_SECONDS
@@ -161,19 +162,3 @@ def _locked(store: Store, message: str, holder: bytes) -> LockedError:
         file=os.path.join(store.root, names.LOCK),
         hint=f"wait for it; a lock that no process holds is taken over after {DEAD_SECONDS:g} seconds",
     )
-
-
-def _machine() -> str:
-    """Where process ids have one meaning: this boot of this machine, and this container."""
-    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
-
-
-def _started(pid: object) -> int | None:
-    """When a process started, in the kernel's own unit; None if there is no such process."""
-    if type(pid) is not int:
-        return None
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(stat.rpartition(")")[2].split()[19])

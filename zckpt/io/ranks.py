@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import resource
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch._C._distributed_c10d import Store
+
+if sys.platform != "win32":  # which has no such limits
+    import resource
 
 T = TypeVar("T")
 
@@ -108,7 +111,7 @@ def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], liv
         lost = lives.lost(error)
         lost.hint = hint if lost.rank is None else None
         raise lost from error
-    if hint is OPEN_FILES_HINT:
+    if hint is OPEN_FILES_HINT and sys.platform != "win32":
         hint = f"{hint}; it is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} here"
     lives.give_up_self(f"cannot connect to the other ranks: {reason}; {hint}")
     raise RankError(f"cannot connect to the other ranks: {reason}", rank=members[rank], hint=hint) from error

@@ -22,6 +22,7 @@ from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
+from zckpt.format.rules import broken
 from zckpt.io.store import open_store
 
 if TYPE_CHECKING:
@@ -64,7 +65,11 @@ def read_latest(run: Store) -> str:
     """The path, relative to the run, that its ``latest`` holds. Raises FormatError (L001, F001, F002), StorageError."""
     with closing(run.reader()) as reader:
         raw = reader.read(names.LATEST, 0, LATEST_BYTES_MAX + 1)
-    return names.decode_latest(raw, os.path.join(run.root, names.LATEST))
+    file = os.path.join(run.root, names.LATEST)
+    name = names.decode_latest(raw, file)
+    if os.sep == "\\" and not {os.sep, ":"}.isdisjoint(name):  # there it would be another path, or another drive
+        raise broken("L001", f"no directory can have the name {name!r} on this system", file=file)
+    return name
 
 
 def has_manifest(run: Store, name: str) -> bool:
@@ -149,7 +154,7 @@ def run_of(path: str) -> str:
 def latest_name(path: str, run: str) -> str:
     """What ``latest`` in the directory ``run`` holds to name the checkpoint at ``path``. Raises ValueError where it
     cannot name it."""
-    name = os.path.relpath(path, run)
+    name = os.path.relpath(path, run).replace(os.sep, "/")
     try:
         names.encode_latest(name)
     except FormatError:

@@ -28,7 +28,8 @@ from zckpt.foreign import deepspeed_files
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names, tree
 from zckpt.format.digest import BLOCK_BYTES, digest
-from zckpt.io.available import available_bytes, boot_id
+from zckpt.io import linux
+from zckpt.io.available import available_bytes
 from zckpt.io.budget import Budget
 from zckpt.io.lock import WriteLock
 from zckpt.io.memory import host_bytes, wait_for_caller
@@ -309,8 +310,8 @@ class _Write:
         }
         self._about = catalog.About(adapter.step, BLOCK_BYTES, inventory.aliases, packed, writer)
         facts = _Facts(
-            options.shared(self.target), digest(self._scalars), self._client_digest(), boot_id(),
-            self._buffers if first else {}, self._lock.save_id if first else "",
+            options.shared(self.target), digest(self._scalars), self._client_digest(),
+            linux.boot_id() or platform.node(), self._buffers if first else {}, self._lock.save_id if first else "",
         )  # fmt: skip
         packed_facts: bytes = msgpack.packb(facts)
         return packed_facts
