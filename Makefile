@@ -21,6 +21,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check
 SETUP := .venv/.stamp
 OPS := .cache/ops.stamp
+SIM := .cache/sim.stamp
 DEMO_OPS := .cache/demo-ops.stamp
 OLDER := 0.16.9 0.17.6 0.18.9
 SMOKE := -m "matrix or not matrix" @tests/smoke.txt
@@ -41,7 +42,7 @@ export MAX_JOBS ?= 2
 
 .PHONY: setup lint test test-all test-crash test-versions $(OLDER:%=test-%) demo bench bench-gpu bench-index bench-coverage fuzz clean
 
-setup: $(SETUP) $(OPS)
+setup: $(SETUP) $(OPS) $(SIM)
 
 test: setup lint
 	@$(PY) -m pytest
@@ -114,6 +115,14 @@ $(OPS): $(SETUP) tests/ops.py
 	@$(install_packages)
 	@echo "setup: DeepSpeed's C++ ops (three minutes at first)"
 	@$(PY) tests/ops.py
+	@touch $@
+
+# The accelerator that the tests simulate: a backend of torch.
+$(SIM): $(SETUP) tests/accelerator/build.py $(wildcard tests/accelerator/*.h tests/accelerator/*.cpp)
+	@$(needs_compiler)
+	@mkdir -p .cache
+	@echo "setup: the simulated accelerator (a minute)"
+	@$(PY) tests/accelerator/build.py
 	@touch $@
 
 # The two that its engines use.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+import accelerator
 from cluster import Cluster
 from interrupts import threads_left
 
@@ -44,6 +45,21 @@ def _no_thread_is_left() -> Iterator[None]:
     """After a test, failed and interrupted calls in it included, no thread of zckpt's goes on in this process."""
     yield
     assert threads_left() == []
+
+
+@pytest.fixture(autouse=True)
+def _sim(request: pytest.FixtureRequest) -> None:
+    """Runs a test with this marker in a process of its own, which has the simulated accelerator. What its fixtures give
+    it is pickled.
+    """
+    if request.node.get_closest_marker("sim"):
+        cluster: Cluster = request.getfixturevalue("cluster")
+        test = request.node.obj
+
+        def in_a_rank(**kwargs: object) -> None:
+            cluster.run(accelerator.run, 1, test, init=False, **kwargs)
+
+        request.node.obj = in_a_rank
 
 
 @pytest.fixture(autouse=True)
