@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.errors import UnsupportedError
 
@@ -15,31 +16,44 @@ if TYPE_CHECKING:
 __all__ = ["adapt", "group_of"]
 
 
+class Framework(NamedTuple):
+    """Where the engines of a framework and zckpt's adapter for them are defined; each is ``module:class``."""
+
+    engine: str
+    adapter: str
+
+
+FRAMEWORKS = (
+    Framework("deepspeed:DeepSpeedEngine", "zckpt.engines.deepspeed.adapter:DeepSpeedAdapter"),
+    Framework("zckpt.testing.engine:ReferenceEngine", "zckpt.testing.adapter:ReferenceAdapter"),
+)
+
+
 def adapt(engine: Any) -> EngineAdapter:
-    """The adapter for a live training engine. Raises UnsupportedError that names the type of any other object.
-
-    No framework is imported: an engine of a framework that nobody has imported cannot exist.
-    """
-    if _is_deepspeed(engine):
-        from zckpt.engines.deepspeed.adapter import DeepSpeedAdapter
-
-        return DeepSpeedAdapter(engine)
-    raise UnsupportedError(
-        f"{type(engine).__module__}.{type(engine).__qualname__} is not a training engine that zckpt knows",
-        hint="supported: the engine that deepspeed.initialize returns",
-    )
+    """The adapter for a live training engine. Raises UnsupportedError that names the type of any other object."""
+    adapter = _adapter_of(engine)
+    if adapter is None:
+        raise UnsupportedError(
+            f"{type(engine).__module__}.{type(engine).__qualname__} is not a training engine that zckpt knows",
+            hint="supported: the engine that deepspeed.initialize returns",
+        )
+    return adapter(engine)
 
 
 def group_of(engine: Any) -> ProcessGroup | None:
     """The process group of the ranks over which an engine is spread; None for all ranks of the job, and for any object
     that is not an engine. Never raises. A job that trains several models may give each of them some of its ranks."""
-    if not _is_deepspeed(engine):
-        return None
-    from zckpt.engines.deepspeed.group import process_group
-
-    return process_group(engine)
+    adapter = _adapter_of(engine)
+    return None if adapter is None else adapter.process_group(engine)
 
 
-def _is_deepspeed(engine: Any) -> bool:
-    framework = sys.modules.get("deepspeed")
-    return framework is not None and isinstance(engine, framework.DeepSpeedEngine)
+def _adapter_of(engine: Any) -> type[EngineAdapter] | None:
+    """No framework is imported: an engine of a framework that nobody has imported cannot exist."""
+    for framework in FRAMEWORKS:
+        name, _, engine_class = framework.engine.partition(":")
+        module = sys.modules.get(name)
+        if module is not None and isinstance(engine, getattr(module, engine_class)):
+            name, _, adapter_class = framework.adapter.partition(":")
+            adapter: type[EngineAdapter] = getattr(import_module(name), adapter_class)
+            return adapter
+    return None

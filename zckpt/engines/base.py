@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Mapping
 
     import torch
+    from torch.distributed import ProcessGroup
 
     from zckpt.state.inventory import Fragment, Inventory
 
@@ -25,6 +26,13 @@ class EngineAdapter(Protocol):
     ``param``; the masters of a checkpoint stand in for them, and what an optimizer would keep is not missed.
     """
 
+    def __init__(self, engine: Any) -> None:
+        """Changes nothing, and may not fail."""
+
+    @staticmethod
+    def process_group(engine: Any) -> ProcessGroup | None:
+        """The process group of the engine's ranks; None if these are all ranks of the job. Never raises."""
+
     @property
     def trains(self) -> bool:
         """Whether there is an optimizer."""
@@ -40,6 +48,14 @@ class EngineAdapter(Protocol):
     @property
     def description(self) -> dict[str, str]:
         """Framework, versions and mode, for people; never read back by a program."""
+
+    @property
+    def devices(self) -> Collection[torch.device]:
+        """The accelerator devices that the engine uses, with their index; none if it uses the CPU alone.
+
+        A write and a restore wait for all that is under way on them before they read or fill any memory of the engine.
+        So does a device belong here that is still copying to the host memory in which the engine keeps its state.
+        """
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
         """Raises UnsupportedError that names each thing in the engine that could not be saved and restored whole.

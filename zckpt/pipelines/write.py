@@ -32,11 +32,11 @@ from zckpt.io import linux
 from zckpt.io.available import available_bytes
 from zckpt.io.budget import Budget
 from zckpt.io.lock import WriteLock
-from zckpt.io.memory import host_bytes, wait_for_caller
+from zckpt.io.memory import host_bytes
 from zckpt.io.pipeline import Snapshot
 from zckpt.io.ranks import Ranks, check_arguments, pack_arguments
 from zckpt.io.store import open_store
-from zckpt.io.write import cuda_device_of, write_shards
+from zckpt.io.write import write_shards
 from zckpt.pipelines.gc import clear_for_write, leftovers, remove_run_leftovers
 from zckpt.pipelines.plain import plain
 from zckpt.pipelines.runs import latest_name, refuse_place
@@ -46,6 +46,7 @@ from zckpt.plan.select import several
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, PARAM, STATE, Fragment
 from zckpt.torch_dtypes import DTYPE_NAMES
+from zckpt.transfer.devices import check_devices, devices_of, wait_for_caller
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -285,12 +286,15 @@ class _Write:
         unknown = sorted(set(options.exclude) - set(adapter.parts))
         if unknown:
             raise ValueError(f"exclude: the engine has no part {', '.join(unknown)}; it has {', '.join(adapter.parts)}")
+        wait_for_caller(adapter.devices)
         inventory = adapter.inventory(options.parts)
         self._fragments = [fragment for fragment in inventory.fragments if fragment.part not in options.exclude]
         for fragment in self._fragments:  # a part's name is a file's name
             names.check_part_name(fragment.part)
             names.check_tensor_name(fragment.name)
-        wait_for_caller(cuda_device_of(self._fragments))
+            if isinstance(fragment.data, torch.Tensor):
+                _check_has_values(fragment.data, fragment.key)
+        check_devices(_tensors(self._fragments))
         state = adapter.state()
         self._rank_state = adapter.rank_state()
         self._scalars: bytes = msgpack.packb(dict(sorted(_leaves(state.get("optimizer"), "optimizer"))))
@@ -473,6 +477,7 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
         for number, item in enumerate(value):
             yield from _leaves(item, f"{path}[{number}]")
     elif isinstance(value, torch.Tensor):
+        _check_has_values(value, path)
         exact = value.item() if value.numel() == 1 else digest(host_bytes(value.detach().cpu().contiguous())).hex()
         yield path, f"{exact} ({value.dtype})"
     else:
@@ -491,6 +496,8 @@ def _pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -
             fragments.append(_state_fragment(name, torch.from_numpy(np.array(leaf))))
             return tree.NDARRAY, name
         if isinstance(leaf, torch.Tensor) and _is_plain(leaf):
+            _check_has_values(leaf, where)
+            wait_for_caller(check_devices([leaf]))
             fragments.append(_state_fragment(name, leaf.detach().resolve_conj().resolve_neg().contiguous()))
             return tree.TENSOR, name
         return _plain(leaf) if where.startswith(client_state) else None
@@ -519,7 +526,20 @@ def _fingerprint(path: str, leaf: object) -> tuple[int, str] | tree.Plain | None
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether dtype, shape and elements are all that there is to it."""
     usual = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    return usual and tensor.dtype in DTYPE_NAMES and tensor.device.type in ("cpu", "cuda")
+    return usual and tensor.dtype in DTYPE_NAMES
+
+
+def _check_has_values(tensor: torch.Tensor, path: str) -> None:
+    if tensor.is_meta:
+        raise StateError(
+            f"{path} is on the device meta, which keeps no values", key=path,
+            hint="leave it out, or give it memory (torch.empty_like(tensor, device=...)) and values",
+        )  # fmt: skip
+
+
+def _tensors(fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:
+    """The data of those that are in memory."""
+    return (fragment.data for fragment in fragments if isinstance(fragment.data, torch.Tensor))
 
 
 def _state_fragment(name: str, tensor: torch.Tensor) -> Fragment:
@@ -617,6 +637,8 @@ def write_rank(
             hint="write to a file system that all ranks share",
         )  # fmt: skip
     store.make_directories(names.rank_dir(save_id, rank))
+    # What did not lie in order has been copied, on the stream of whoever planned the write.
+    wait_for_caller(devices_of(_tensors(fragment for plan in plans for fragment in plan.fragments)))
     nbytes = sum(int(plan.pieces.nbytes.sum()) for plan in plans)
     with reported(progress, "write", nbytes) as advance:
         table = write_shards(

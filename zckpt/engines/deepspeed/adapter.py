@@ -14,7 +14,7 @@ import torch
 from zckpt.engines import rng
 from zckpt.engines.deepspeed import cpu_adam, optimizer, refuse, scaler
 from zckpt.engines.deepspeed.flats import moments
-from zckpt.engines.deepspeed.group import RankGroup, rank_group_of
+from zckpt.engines.deepspeed.group import RankGroup, process_group, rank_group_of
 from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import (
@@ -30,6 +30,8 @@ from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileSpa
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+
+    from torch.distributed import ProcessGroup
 
     from zckpt.engines.deepspeed.flats import Flat
 
@@ -51,6 +53,10 @@ class DeepSpeedAdapter:
         self._unknown: frozenset[str] = frozenset()
         """The trained parameters of which the checkpoint has no master, and so perhaps no param group."""
 
+    @staticmethod
+    def process_group(engine: Any) -> ProcessGroup | None:
+        return process_group(engine)
+
     @property
     def trains(self) -> bool:
         return self._zero.optimizer is not None
@@ -71,6 +77,12 @@ class DeepSpeedAdapter:
             "mode": f"ZeRO stage {int(self._engine.zero_optimization_stage())}",
             "optimizer": type(self._zero.optimizer).__name__ if self.trains else "none",
         }
+
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        tensors = (*self._parameters[0].values(), *self._buffers[0].values(), *(flat.master for flat in self._zero.flats))
+        used = {torch.device(self._engine.device), *(tensor.device for tensor in tensors)}
+        return frozenset(device for device in used if device.type not in ("cpu", "meta"))
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
         found = refuse.unsupported(self._engine)

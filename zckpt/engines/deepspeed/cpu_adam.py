@@ -9,6 +9,9 @@ beta, whatever was before. The tensors may be empty: the products are all that i
 This takes the betas to have been the same all along. Where a scheduler changes them at every step, every step computes
 powers, and so must the next one. A scheduler that has changed them and then stopped leaves products that nobody knows:
 there the next steps may differ in the last bit.
+
+Flats in host memory alone are updated by such a kernel. On a device, FusedAdam computes powers at every step, and keeps
+nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +37,15 @@ def replay(optimizer: Any, flats: Sequence[Flat], betas_vary: bool) -> None:
 
     ``betas_vary``: a scheduler gives the optimizer other betas at every step.
     """
-    kernel = _kernel(optimizer)
+    in_host_memory = [flat for flat in flats if flat.master.device.type == "cpu"]
+    kernel = _kernel(optimizer) if in_host_memory else None
     if kernel is None:
         return
     if betas_vary:
         kernel(0, 0.0, 0.0)  # so that the next step finds other betas than its own
         return
     # What one optimizer step of the engine amounts to: a call per flat, of which only changes of step or betas count.
-    calls = [call for call, _ in groupby(_last_calls(optimizer, flats))]
+    calls = [call for call, _ in groupby(_last_calls(optimizer, in_host_memory))]
     rounds = max((step for step, _ in calls), default=0)
     if all(max(betas) ** step < NEGLIGIBLE for step, betas in calls):
         rounds = min(rounds, 1)
@@ -54,7 +58,7 @@ def replay(optimizer: Any, flats: Sequence[Flat], betas_vary: bool) -> None:
 def _last_calls(optimizer: Any, flats: Sequence[Flat]) -> Iterator[tuple[int, tuple[float, ...]]]:
     """Step and betas of the last step's calls, flat by flat."""
     for group, members in groupby(flats, lambda flat: flat.group):
-        states = [optimizer.state.get(flat.master, {}) for flat in members if flat.master.device.type == "cpu"]
+        states = [optimizer.state.get(flat.master, {}) for flat in members]
         steps = [state["step"] for state in states if type(state.get("step")) is int]
         if counts_together(optimizer, group):
             steps = [max(steps, default=0)] * len(steps)

@@ -1,0 +1,159 @@
+"""A ``ReferenceEngine`` as ``EngineAdapter``: the shortest adapter that does all that the pipelines ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.engines import rng
+from zckpt.engines.hooks import call_before
+from zckpt.engines.tensors import dtype_name
+from zckpt.errors import FormatError, UnsupportedError
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, Fragment, Inventory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator, Iterator
+
+    from torch.distributed import ProcessGroup
+
+    from zckpt.testing.engine import ReferenceEngine
+
+
+class ReferenceAdapter:
+    """One ReferenceEngine on one rank; ``EngineAdapter`` says what each method is for."""
+
+    trains = True
+    trees = ("counters", "optimizer")
+
+    def __init__(self, engine: ReferenceEngine) -> None:
+        self._engine = engine
+
+    @staticmethod
+    def process_group(engine: ReferenceEngine) -> ProcessGroup | None:
+        return engine.group
+
+    @property
+    def step(self) -> int:
+        return self._engine.steps
+
+    @property
+    def description(self) -> dict[str, str]:
+        return {"framework": "zckpt.testing", "mode": "each parameter cut in equal shares", "optimizer": "Adam"}
+
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        return frozenset({self._engine.device} - {torch.device("cpu")})
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self._engine.tensors)
+
+    def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
+        if self._engine.gradients and not drop_gradients:
+            raise UnsupportedError("the engine holds gradients that no optimizer step has used yet", hint="call step()")
+
+    def refuse_lazy(self) -> None:
+        pass
+
+    def inventory(self, parts: Collection[str] | None) -> Inventory:
+        unknown = sorted(set(parts or ()) - set(self.parts))
+        if unknown:
+            raise ValueError(f"the engine has no part {', '.join(unknown)}; it has {', '.join(self.parts)}")
+        fragments = self._needed() if parts is None else (one for one in self._fragments() if one.part in parts)
+        # A tensor without elements is nobody's; rank 0 speaks for it.
+        return Inventory(tuple(f for f in fragments if f.start < f.stop or (0 in f.shape and self._engine.rank == 0)))
+
+    def state(self) -> dict[str, Any]:
+        engine = self._engine
+        return {
+            "counters": {"steps": engine.steps},
+            "optimizer": {"learning_rate": engine.learning_rate, "beta_powers": engine.beta_powers},
+        }
+
+    def rank_state(self) -> dict[str, Any]:
+        return {"generator": rng.to_bytes(self._engine.generator.get_state())}
+
+    def after_write(self) -> None:
+        pass
+
+    def before_change(self, action: Callable[[], None]) -> None:
+        call_before(action, [(self._engine, "step")])
+
+    def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
+        return False
+
+    def wanted(self, stored: Mapping[str, Mapping[str, torch.dtype]]) -> tuple[Fragment, ...]:
+        return tuple(replace(fragment, data=None) for fragment in self._needed())
+
+    def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
+        places = self._engine.tensors
+        return [f"{part}/{name}" for part, names in stored.items() for name in names if name not in places.get(part, ())]
+
+    def check_state(
+        self,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None,
+        restored: Collection[str],
+        kept: Collection[str],
+    ) -> list[str]:
+        if "counters" in state:
+            _member(state, "counters", "steps", int)
+        if "optimizer" not in state:
+            return []
+        _member(state, "optimizer", "learning_rate", float)
+        powers, own = _member(state, "optimizer", "beta_powers", torch.Tensor), self._engine.beta_powers
+        there, here = (f"{one.dtype} {list(one.shape)}" for one in (powers, own))
+        return [] if there == here else [f"beta_powers: {there} in the checkpoint, {here} in the engine"]
+
+    def fill(self, wanted: tuple[Fragment, ...]) -> Generator[tuple[Fragment, ...], None, None]:
+        live = {fragment.key: fragment.data for fragment in self._fragments()}
+        yield tuple(replace(fragment, data=live[fragment.key]) for fragment in wanted)
+
+    def set_state(
+        self,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None,
+        kept: Collection[str],
+        rng_too: bool,
+    ) -> None:
+        engine = self._engine
+        if "counters" in state:
+            engine.steps = _member(state, "counters", "steps", int)
+        if "optimizer" in state:
+            engine.learning_rate = _member(state, "optimizer", "learning_rate", float)
+            engine.beta_powers.copy_(_member(state, "optimizer", "beta_powers", torch.Tensor))
+        if rank_state is not None and rng_too:
+            engine.generator.set_state(rng.to_tensor(rank_state.get("generator")))
+        engine.derive_weights()
+        engine.gradients = {}
+
+    def finish_restore(self) -> None:
+        pass
+
+    def _needed(self) -> Iterator[Fragment]:
+        """All but the weights that are derived from masters."""
+        masters = self._engine.tensors[MASTER]
+        return (one for one in self._fragments() if one.part != PARAM or one.name not in masters)
+
+    def _fragments(self) -> Iterator[Fragment]:
+        """All that this rank holds, in memory order; of what it holds nothing, a fragment of no elements."""
+        engine = self._engine
+        for part, tensors in engine.tensors.items():
+            for name, data in tensors.items():
+                whole = part == BUFFER
+                shape = tuple(data.shape) if whole else engine.shapes[name]
+                start, stop = (0, data.numel()) if whole else engine.spans[name]
+                tier = "device" if data.device == engine.device else "host"
+                dtype = dtype_name(data.dtype, f"{part}/{name}")
+                copy = engine.rank if whole else 0
+                yield Fragment(part, name, shape, dtype, start, stop, tier, copy, data.view(-1))
+
+
+def _member(state: Mapping[str, Any], tree: str, key: str, kind: type) -> Any:
+    found = state.get(tree)
+    if not isinstance(found, Mapping) or not isinstance(found.get(key), kind):
+        raise FormatError(f"state: {tree}.{key} is missing or not of type {kind.__name__}")
+    return found[key]

@@ -1,0 +1,121 @@
+"""A small training engine of plain tensors, on any device, for tests that no framework is needed for."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from zckpt.state.inventory import BUFFER, MASTER, PARAM
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+SHAPES = {
+    "embedding": (7, 63),
+    "weight": (63, 65),
+    "bias": (65,),
+    "one": (1,),
+    "scalar": (),
+    "empty": (0, 3),
+    "frozen": (63, 63),
+}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+BETAS = (0.9, 0.95)
+EPSILON = 1e-8
+
+
+class ReferenceEngine:
+    """Trains parameters of given shapes by Adam, against gradients that are made up.
+
+    It is cut as in ZeRO stage 3: of a parameter of N elements, each of P ranks holds ``n = ceil(N / P)``, the rank r
+    those from ``r * n`` on, and the last ranks fewer or none. A step works on each element by itself, and no two of its
+    operations can be fused into one that rounds once. So the values after a step are the same bit for bit at any number
+    of ranks. The buffer ``running_mean`` differs from rank to rank, as that of a model does whose ranks see other data.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]] = SHAPES,
+        *,
+        frozen: Collection[str] = ("frozen",),
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """``shapes`` are those of the parameters by name; ``frozen`` names those that are not trained. ``dtype`` is that
+        of the weights that a model would compute with; masters and moments are float32. ``seed`` decides all values.
+        ``group`` has the ranks that train together; None: all ranks of ``torch.distributed``, or this process alone."""
+        distributed = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.rank, self.ranks = (dist.get_rank(group), dist.get_world_size(group)) if distributed else (0, 1)
+        self.device = torch.empty(0, device=device).device
+        """With its index."""
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.spans = {name: self._span(math.prod(shape)) for name, shape in self.shapes.items()}
+        """The elements [start, stop) of each parameter, in row-major order, that this rank holds."""
+        weights = torch.Generator().manual_seed(seed)
+        whole = {name: torch.randn(math.prod(shape), generator=weights) for name, shape in self.shapes.items()}
+        own = {name: whole[name][start:stop].to(self.device) for name, (start, stop) in self.spans.items()}
+        trained = [name for name in own if name not in frozen]
+        self.tensors: dict[str, dict[str, torch.Tensor]] = {
+            MASTER: {name: own[name].clone() for name in trained},
+            **{part: {name: torch.zeros_like(own[name]) for name in trained} for part in MOMENTS},
+            PARAM: {name: values.to(dtype) for name, values in own.items()},
+            BUFFER: {
+                "running_mean": torch.zeros(63, device=self.device),
+                "batches": torch.zeros((), dtype=torch.int64, device=self.device),
+            },
+        }
+        """The state by part and name: of each parameter this rank's elements, 1-D; each buffer whole, on every rank."""
+        self.steps = 0
+        self.learning_rate = 1e-2
+        self.beta_powers = torch.ones(len(BETAS), device=self.device)
+        """Each of Adam's betas to the power of ``steps``, float32."""
+        self.gradients: dict[str, torch.Tensor] = {}
+        """Of the trained parameters between a backward pass and the step that uses them; else empty."""
+        self.generator = torch.Generator().manual_seed(1000 * seed + self.rank)
+        """Decides what this rank alone sees of the data."""
+
+    def train(self, steps: int) -> None:
+        """Trains so many steps, on the current stream."""
+        for _ in range(steps):
+            self.backward()
+            self.step()
+
+    def backward(self) -> None:
+        """One forward and backward pass: changes the buffers, and makes the gradients for ``step``."""
+        buffers = self.tensors[BUFFER]
+        seen = torch.randn(buffers["running_mean"].shape, generator=self.generator)
+        buffers["running_mean"].mul_(0.9).add_(seen.to(self.device))
+        buffers["batches"].add_(1)
+        for name in self.tensors[MASTER]:
+            batch = (torch.arange(*self.spans[name]) * 31 + self.steps * 17) % 64
+            self.gradients[name] = self.tensors[PARAM][name].float() * 0.1 + (batch / 64 - 0.5).to(self.device)
+
+    def step(self) -> None:
+        """One step of Adam: changes all that is trained, in place, and drops the gradients."""
+        self.beta_powers.mul_(torch.tensor(BETAS).to(self.device))
+        for name, master in self.tensors[MASTER].items():
+            unbiased = []
+            powers = (self.gradients[name], self.gradients[name].square())
+            for part, power, beta, beta_power in zip(MOMENTS, powers, BETAS, self.beta_powers, strict=True):
+                moment = self.tensors[part][name].mul_(beta).add_(power * (1 - beta))
+                unbiased.append(moment / (1 - beta_power))
+            master.sub_(unbiased[0] / (unbiased[1].sqrt() + EPSILON) * self.learning_rate)
+        self.derive_weights()
+        self.gradients = {}
+        self.learning_rate *= 0.9
+        self.steps += 1
+
+    def derive_weights(self) -> None:
+        """Computes what the model computes with from the masters."""
+        for name, master in self.tensors[MASTER].items():
+            self.tensors[PARAM][name].copy_(master)
+
+    def _span(self, numel: int) -> tuple[int, int]:
+        share = -(-numel // self.ranks)
+        return min(self.rank * share, numel), min((self.rank + 1) * share, numel)
