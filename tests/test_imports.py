@@ -26,6 +26,7 @@ ALLOWED = {
     "plan": {"errors", "format", "state"},
     "io": BELOW_IO | {"torch_dtypes"},
     "engines": {"errors", "state", "torch_dtypes", "transfer"},
+    "testing": {"errors", "state", "engines"},
     "background": {"errors", "io"},
     "progress": set(),
     "contents": BELOW_IO | {"torch_dtypes", "io"},

@@ -15,6 +15,8 @@ import torch
 import zckpt
 from models import make_engine, train
 from runs import AFTER, assert_at_rest, assert_same, everything, inner, plain
+from zckpt.engines.deepspeed import cpu_adam
+from zckpt.engines.deepspeed.flats import Flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -276,3 +278,13 @@ def refuse_to_keep_one_of_two(path: str) -> None:
 def test_scalars_that_differ_from_rank_to_rank_are_refused(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(refuse_to_keep_one_of_two, 2, str(tmp_path / "checkpoint"))
     assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(("device", "called"), [("cpu", True), ("meta", False)])
+def test_only_flats_in_host_memory_have_hidden_state(device: str, called: bool) -> None:
+    """FusedAdam is another kernel on a device, and fails when it is given tensors in host memory."""
+    calls = []
+    fused: Any = type("FusedAdam", (), {"__module__": "deepspeed.ops.adam.fused_adam", "adam_w_mode": 1, "state": {}})()
+    fused.multi_tensor_adam = lambda *arguments: calls.append(arguments)
+    cpu_adam.replay(fused, [Flat(0, (), torch.zeros(3, device=device))], betas_vary=True)
+    assert bool(calls) == called

@@ -32,9 +32,9 @@ def held(engine: ReferenceEngine) -> dict[str, torch.Tensor]:
 def whole(ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """What is the same at every number of ranks, put together."""
     return {
-        key: torch.cat([rank[key] for rank in ranks]) if first.dim() else first
+        key: torch.cat([rank[key] for rank in ranks]) if key.startswith(("master/", "exp_avg", "param/")) else first
         for key, first in ranks[0].items()
-        if not key.startswith("buffer/running")
+        if key != "buffer/running_mean"
     }
 
 
@@ -71,7 +71,7 @@ def test_what_is_resumed_goes_on_as_what_never_stopped(cluster: Cluster, tmp_pat
     path = str(tmp_path / "c")
     through = cluster.run(write_and_go_on, 2, path, SNAPSHOTS[snapshot])
     assert zckpt.validate(path).ok
-    assert {fragment.part for fragment in adapt(ReferenceEngine()).inventory(None).fragments} == {*zckpt.open(path).parts}
+    assert zckpt.open(path).parts == adapt(ReferenceEngine()).parts
     resumed = cluster.run(restore_and_go_on, 2, path, True)
     for one, other in zip(through, resumed, strict=True):
         assert all(map(same_all, one, other))
@@ -93,9 +93,9 @@ def test_it_goes_on_at_another_number_of_ranks(cluster: Cluster, tmp_path: Path,
 def test_adapt_finds_it() -> None:
     engine = ReferenceEngine()
     assert type(adapt(engine)).__name__ == "ReferenceAdapter"
-    assert adapt(engine).devices == set()
+    assert adapt(engine).devices == {torch.device("cpu")}
     assert group_of(engine) is None
-    with pytest.raises(zckpt.UnsupportedError, match="builtins.dict is not a training engine"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"builtins\.dict is not a training engine"):
         adapt({})
     assert group_of({}) is None
 
@@ -120,7 +120,7 @@ def test_parts_and_trees_that_do_not_fit(tmp_path: Path) -> None:
     other.beta_powers = torch.ones(3)
     with pytest.raises(zckpt.MismatchError, match=r"missing: exp_avg/frozen[^$]*beta_powers: torch.float32 \[2\] in"):
         zckpt.restore(other, path)
-    assert zckpt.restore(other, path, parts=["param"]).restored == {"param": ("frozen",)}
+    assert zckpt.restore(other, path, parts=["param"]).restored == {"master": ("frozen",)}
     for state in ({"counters": {}}, {"optimizer": {"learning_rate": 1}}):
         with pytest.raises(zckpt.FormatError, match="is missing or not of type"):
             adapt(engine).check_state(state, None, (), ())

@@ -48,6 +48,7 @@ class Engine:
         self.step = step
         self.description = {"framework": "none"}
         self.parts = ("master", "exp_avg")
+        self.devices = ()
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
         pass
@@ -243,6 +244,14 @@ def test_what_does_not_add_up_is_not_written(tmp_path: Path) -> None:
     assert everything(tmp_path) == {}
 
 
+def test_what_has_no_values_is_named(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.weight = engine.weight.to("meta")
+    with pytest.raises(StateError, match="master/w is on the device meta"):
+        zckpt.write(engine, tmp_path / "c")
+    assert everything(tmp_path) == {}
+
+
 @pytest.mark.parametrize(
     ("client_state", "where"),
     [
@@ -255,7 +264,7 @@ def test_what_does_not_add_up_is_not_written(tmp_path: Path) -> None:
         ({True: 1}, "client_state has the key True"),
         ({"mask": np.ma.masked_array([1.0, 2.0], [0, 1])}, "client_state.mask: MaskedArray"),
         ({"long": np.zeros(2, np.longdouble)}, "client_state.long: ndarray"),
-        ({"meta": torch.empty(2, device="meta")}, "client_state.meta: Tensor"),
+        ({"meta": torch.empty(2, device="meta")}, "client_state.meta is on the device meta"),
     ],
 )
 def test_client_state_that_cannot_be_kept_stops_the_write(

@@ -51,10 +51,10 @@ class EngineAdapter(Protocol):
 
     @property
     def devices(self) -> Collection[torch.device]:
-        """The accelerator devices that the engine uses, with their index; none if it uses the CPU alone.
+        """The devices that the engine uses, the CPU or not.
 
-        A write and a restore wait for all that is under way on them before they read or fill any memory of the engine.
-        So does a device belong here that is still copying to the host memory in which the engine keeps its state.
+        A write and a restore wait for all that is under way on these devices before they read or fill the engine's
+        memory. So a device belongs here too that still copies to host memory in which the engine keeps its state.
         """
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:

@@ -45,7 +45,7 @@ class ReferenceAdapter:
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        return frozenset({self._engine.device} - {torch.device("cpu")})
+        return frozenset({self._engine.device})
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -89,8 +89,8 @@ class ReferenceAdapter:
         return tuple(replace(fragment, data=None) for fragment in self._needed())
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
-        places = self._engine.tensors
-        return [f"{part}/{name}" for part, names in stored.items() for name in names if name not in places.get(part, ())]
+        own = self._engine.tensors
+        return [f"{part}/{name}" for part, names in stored.items() for name in names if name not in own.get(part, ())]
 
     def check_state(
         self,

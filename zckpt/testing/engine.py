@@ -46,9 +46,10 @@ class ReferenceEngine:
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """``shapes`` are those of the parameters by name; ``frozen`` names those that are not trained. ``dtype`` is that
-        of the weights that a model would compute with; masters and moments are float32. ``seed`` decides all values.
-        ``group`` has the ranks that train together; None: all ranks of ``torch.distributed``, or this process alone."""
+        """``shapes`` are those of the parameters by name; ``frozen`` names those that are not trained. ``dtype`` is the
+        one of the weights that a model computes with; masters and moments are float32. ``seed`` decides all values.
+        ``group`` has the ranks that train together; None: all ranks of ``torch.distributed``, or this process alone.
+        """
         distributed = dist.is_available() and dist.is_initialized()
         self.group = group
         self.rank, self.ranks = (dist.get_rank(group), dist.get_world_size(group)) if distributed else (0, 1)

@@ -27,6 +27,7 @@ from zckpt.engines.tensors import (
 )
 from zckpt.errors import FormatError, UnsupportedError
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileSpan, Fragment, Inventory
+from zckpt.transfer.devices import devices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Iterator
@@ -80,9 +81,9 @@ class DeepSpeedAdapter:
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        tensors = (*self._parameters[0].values(), *self._buffers[0].values(), *(flat.master for flat in self._zero.flats))
-        used = {torch.device(self._engine.device), *(tensor.device for tensor in tensors)}
-        return frozenset(device for device in used if device.type not in ("cpu", "meta"))
+        masters = (flat.master for flat in self._zero.flats)
+        tensors = chain(self._parameters[0].values(), self._buffers[0].values(), masters)
+        return frozenset({torch.device(self._engine.device), *devices_of(tensors)})
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
         found = refuse.unsupported(self._engine)
