@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import io
 import os
 import signal
 import threading
@@ -106,7 +108,7 @@ def test_a_copy_that_cannot_be_late_or_need_not_be_is_done_at_once() -> None:
         assert set(target.tolist()) == {1}
         buffer.copy_(target, non_blocking=non_blocking)
         assert set(buffer.tolist()) == {1}
-    assert all(copy.waited for copy in accelerator.copies())
+    assert all(one.waited for one in accelerator.copies())
 
 
 @pytest.mark.sim
@@ -129,10 +131,10 @@ def test_one_stream_waits_for_another_only_if_it_is_told_to(waits: bool) -> None
     if waits:
         side.wait_stream(torch.accelerator.current_stream())
     with side:
-        copy = pinned(KIB)
-        copy.copy_(source, non_blocking=True)
+        target = pinned(KIB)
+        target.copy_(source, non_blocking=True)
     side.synchronize()
-    assert set(copy.tolist()) == {2 if waits else 1}
+    assert set(target.tolist()) == {2 if waits else 1}
 
 
 @pytest.mark.sim
@@ -167,16 +169,16 @@ def test_fresh_memory_belongs_to_the_stream_that_it_was_allocated_on(waits: bool
 @pytest.mark.parametrize("recorded", [False, True])
 def test_freed_memory_is_used_again_on_its_stream_at_once(recorded: bool) -> None:
     first, side = on("sim", KIB, 1), torch.Stream("sim")
-    copy, address = pinned(KIB), first.data_ptr()
+    target, address = pinned(KIB), first.data_ptr()
     with side:
-        copy.copy_(first, non_blocking=True)
+        target.copy_(first, non_blocking=True)
     if recorded:
         first.record_stream(side)
     del first
     second = on("sim", KIB, 2)
     assert (second.data_ptr() == address) != recorded
     side.synchronize()
-    assert set(copy.tolist()) == {1 if recorded else 2}
+    assert set(target.tolist()) == {1 if recorded else 2}
     assert not recorded or on("sim", KIB, 2).data_ptr() == address
 
 
@@ -232,6 +234,73 @@ def test_operators_that_give_values_to_the_host() -> None:
 
 
 @pytest.mark.sim
+def test_what_trains_on_it_trains_as_on_the_cpu() -> None:
+    results = []
+    for device in ("cpu", "sim:1"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).to(device)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            loss = (model(torch.ones(2, 8, device=device)) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = copy.deepcopy(optimizer.state_dict()["state"])
+        results.append([*model.parameters(), *(moments[name] for moments in state.values() for name in moments)])
+    assert len(results[0]) == 4 + 4 * 3
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.sim
+def test_tensors_are_pickled_with_their_device() -> None:
+    tensor, file = torch.randn(5, 7, device="sim:1"), io.BytesIO()
+    torch.save(tensor[1:], file)
+    for device in ("sim:1", "cpu"):
+        file.seek(0)
+        loaded = torch.load(file, map_location=device)
+        assert loaded.device == torch.device(device)
+        assert torch.equal(loaded.cpu(), tensor[1:].cpu())
+
+
+@pytest.mark.sim
+def test_each_device_has_a_random_number_generator_of_its_own() -> None:
+    module = torch.get_device_module("sim")
+    torch.manual_seed(7)
+    states = [module.get_rng_state(device) for device in ("sim:0", "sim:1")]
+    host = torch.get_rng_state()
+    first = torch.rand(9, device="sim:0").cpu()
+    assert torch.equal(torch.rand(9, device="sim:1").cpu(), first)
+    assert torch.equal(torch.get_rng_state(), host)
+    assert not torch.equal(torch.rand(9, device="sim:0").cpu(), first)
+    module.set_rng_state(states[0], "sim:0")
+    assert torch.equal(torch.rand(9, device="sim:0").cpu(), first)
+
+
+@pytest.mark.sim
+def test_many_threads_at_once() -> None:
+    wrong = []
+
+    def work(device: str) -> None:
+        torch.accelerator.set_stream(torch.Stream(device))
+        for number in range(50):
+            source, back = pinned(KIB, number), pinned(KIB)
+            there = torch.empty(KIB, dtype=torch.uint8, device=device)
+            there.copy_(source, non_blocking=True)
+            there.add_(1)
+            back.copy_(there, non_blocking=True)
+            torch.accelerator.synchronize(device) if number % 2 else torch.accelerator.current_stream().synchronize()
+            if set(back.tolist()) != {number + 1}:
+                wrong.append((device, number))
+
+    threads = [threading.Thread(target=work, args=(f"sim:{number % 2}",)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.sim
 def test_pinned_memory_is_rounded_kept_and_given_back() -> None:
     taken = 5 * PAGE_BYTES
     buffer = torch.empty(taken, dtype=torch.uint8, pin_memory=True)
@@ -267,9 +336,9 @@ def test_the_order_of_events() -> None:
     (wait,) = accelerator.waits()
     assert first.queued < read < second.queued < wait.began < first.ran < wait.ended
     assert second.ran == 0  # nobody has waited for it
-    assert {
-        (copy.name, copy.nbytes, copy.device, copy.stream, copy.pinned, copy.waited) for copy in (first, second)
-    } == {("host to device", KIB, 1, stream.stream_id, True, False)}
+    assert {(one.name, one.nbytes, one.device, one.stream, one.pinned, one.waited) for one in (first, second)} == {
+        ("host to device", KIB, 1, stream.stream_id, True, False)
+    }
     assert (wait.what, wait.device, wait.stream) == ("event", 1, stream.stream_id)
     assert {first.thread, wait.thread, accelerator.marks()[0].thread} == {threading.get_native_id()}
     assert accelerator.counters()["in_flight_bytes_max"] == 2 * KIB

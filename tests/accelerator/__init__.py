@@ -92,20 +92,38 @@ def _sim() -> Any:
     torch.utils.rename_privateuse1_backend(DEVICE_TYPE)
     spec.loader.exec_module(sim)
     torch.utils.generate_methods_for_privateuse1_backend()
-    module = ModuleType(f"torch.{DEVICE_TYPE}")
-    functions = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: sim.DEVICES,
-        "current_device": sim.current_device,
-        "set_device": sim.set_device,
-        "_is_in_bad_fork": lambda: False,
-        "manual_seed_all": lambda seed: None,  # its random numbers are the CPU's
-    }
-    for name, function in functions.items():
-        setattr(module, name, function)
-    torch._register_device_module(DEVICE_TYPE, module)
+    torch._register_device_module(DEVICE_TYPE, _device_module(sim))
     return sim
+
+
+def _device_module(sim: Any) -> ModuleType:
+    """What torch, and who is generic, looks for in ``torch.sim``."""
+    import torch
+
+    generators = [torch.Generator() for _ in range(sim.DEVICES)]
+    for device, generator in enumerate(generators):
+        torch.ops.sim.use_generator(device, generator)
+
+    def index_of(device: torch.device | str | int) -> int:
+        index = device if isinstance(device, int) else torch.device(device).index
+        return sim.current_device() if index is None else index
+
+    def manual_seed_all(seed: int) -> None:
+        for generator in generators:
+            generator.manual_seed(seed)
+
+    module: Any = ModuleType(f"torch.{DEVICE_TYPE}")
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.device_count = lambda: sim.DEVICES
+    module.current_device = sim.current_device
+    module.set_device = sim.set_device
+    module.device = lambda device: torch.accelerator.device_index(index_of(device))
+    module.manual_seed_all = manual_seed_all
+    module.get_rng_state = lambda device=DEVICE_TYPE: generators[index_of(device)].get_state()
+    module.set_rng_state = lambda state, device=DEVICE_TYPE: generators[index_of(device)].set_state(state)
+    return module
 
 
 def mark(text: str) -> int:

@@ -114,6 +114,10 @@ struct DeviceMemory final : c10::DeviceAllocator {
     return stats;
   }
 
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    return {DEVICE_BYTES - device_bytes(device).now, DEVICE_BYTES};
+  }
+
   void resetAccumulatedStats(c10::DeviceIndex) override {
     reset_bytes();
   }

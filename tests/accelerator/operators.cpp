@@ -9,6 +9,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DefaultDtype.h>
@@ -27,6 +28,13 @@ constexpr int STALE = 0x5A;
 
 // While an operator runs by way of the host: its copies are no copies of the program's.
 thread_local bool is_quiet = false;
+
+struct Quiet {
+  bool before = std::exchange(is_quiet, true);
+  ~Quiet() {
+    is_quiet = before;
+  }
+};
 
 std::unique_ptr<Operation> record_of(std::string name, size_t nbytes, bool pinned, bool waited) {
   if (is_quiet) {
@@ -215,13 +223,17 @@ c10::IValue queued_argument(const c10::IValue& value) {
   return value;
 }
 
+bool draws(const c10::Argument& argument) {
+  return argument.type()->str().find("Generator") != std::string::npos;
+}
+
 // Whether all that the operator does is to fill tensors that its caller gave it, of a size that they have already: so
 // there is no need to wait for it. Random numbers it draws at once, in the program's order.
-bool can_be_queued(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments, bool& fills) {
-  fills = false;
+bool can_be_queued(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments) {
+  bool fills = false;
   for (size_t number = 0; number < arguments.size(); ++number) {
     const c10::Argument& argument = schema.arguments()[number];
-    if (argument.type()->str().find("Generator") != std::string::npos) {
+    if (draws(argument)) {
       return false;
     }
     if (argument.alias_info() == nullptr || !argument.alias_info()->isWrite()) {
@@ -239,48 +251,62 @@ bool can_be_queued(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue>
   return fills;
 }
 
-void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
+// Each device has a random number generator of its own: a CPU's, since the CPU's operators draw from it.
+std::vector<at::Generator>& generators() {
+  static auto* generators = new std::vector<at::Generator>(DEVICES);
+  return *generators;
+}
+
+void use_generator(int64_t device, at::Generator generator) {
+  generators().at(device) = std::move(generator);
+}
+
+// Waits for the stream, then gives the operator copies in host memory, and puts the results where they belong.
+void run_on_host(const c10::OperatorHandle& op, Stack* stack, Stream stream) {
+  const c10::FunctionSchema& schema = op.schema();
+  size_t count = schema.arguments().size();
+  for (size_t number = 0; number < count; ++number) {
+    c10::IValue& argument = torch::jit::peek(*stack, number, count);
+    if (draws(schema.arguments()[number]) && argument.isNone()) {
+      argument = generators()[stream.device];
+    }
+  }
+  queue(stream, nullptr, record_of(schema.name(), 0, false, true));
+  wait_quietly(end_of(stream), schema.name().c_str());
+  Quiet quiet;
+  at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
+}
+
+void run_operator(const c10::OperatorHandle& op, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   auto arguments = torch::jit::last(*stack, schema.arguments().size());
-  const std::string& name = schema.name();
-  bool fills = false;
-  bool queued = can_be_queued(schema, arguments, fills);
   Stream stream = current_stream();
-  Stack changed, results;
-  size_t nbytes = 0;
-  for (size_t number = 0; number < arguments.size(); ++number) {
-    const c10::IValue& argument = arguments[number];
+  for (const c10::IValue& argument : arguments) {
     if (argument.isTensor() && is_on_device(argument.toTensor())) {
       stream = current_stream_of(argument.toTensor());
-    }
-    if (queued) {
-      changed.push_back(queued_argument(argument));
-      const c10::AliasInfo* alias = schema.arguments()[number].alias_info();
-      if (alias != nullptr && alias->isWrite()) {
-        nbytes += argument.toTensor().nbytes();
-        results.push_back(argument);
-      }
+      break;
     }
   }
-  if (!queued) {
-    queue(stream, nullptr, record_of(name, 0, false, true));
-    wait_quietly(end_of(stream), name.c_str());
-    bool was_quiet = std::exchange(is_quiet, true);
-    try {
-      at::native::cpu_fallback(op, stack);
-    } catch (...) {
-      is_quiet = was_quiet;
-      throw;
-    }
-    is_quiet = was_quiet;
+  if (!can_be_queued(schema, arguments)) {
+    run_on_host(op, stack, stream);
     return;
   }
+  Stack queued, results;
+  size_t nbytes = 0;
+  for (size_t number = 0; number < arguments.size(); ++number) {
+    queued.push_back(queued_argument(arguments[number]));
+    const c10::AliasInfo* alias = schema.arguments()[number].alias_info();
+    if (alias != nullptr && alias->isWrite()) {
+      nbytes += arguments[number].toTensor().nbytes();
+      results.push_back(arguments[number]);
+    }
+  }
   results.resize(schema.returns().size());
-  auto run = [op, changed]() mutable {
+  auto run = [op, queued]() mutable {
     at::AutoDispatchBelowADInplaceOrView guard;
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &changed);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &queued);
   };
-  queue(stream, run, record_of(name, nbytes, false, false));
+  queue(stream, run, record_of(schema.name(), nbytes, false, false));
   torch::jit::drop(*stack, schema.arguments().size());
   for (c10::IValue& result : results) {
     stack->push_back(std::move(result));
@@ -306,7 +332,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", sim::empty);
   library.impl("empty_strided", sim::empty_strided);
   library.impl("resize_", sim::resize);
+  library.impl("set_.source_Storage", at::native::set_);
   library.impl("set_.source_Storage_storage_offset", sim::set_storage);
+  library.impl("set_.source_Tensor", at::native::set_tensor_);
   library.impl("record_stream", sim::record_stream);
   library.impl("_copy_from", sim::copy_from);
   library.impl("_copy_from_and_resize", sim::copy_from_and_resize);
@@ -317,5 +345,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&sim::run_on_cpu>());
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&sim::run_operator>());
+}
+
+TORCH_LIBRARY(sim, library) {
+  library.def("use_generator(int device, Generator? generator) -> ()", sim::use_generator);
 }
