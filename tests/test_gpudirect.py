@@ -1,102 +1,124 @@
-"""What goes past the host's memory, and what does not: here that memory itself stands in for the device's.
-
-``test_gpu.py`` has the same with a GPU and kvikio.
-"""
+"""What goes past the host's memory, and what does not: to the simulated accelerator, which the host stands in for."""
 
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
 
 import zckpt
 from states import write_state
-from zckpt.io import gpudirect, memory
+from zckpt.io import gpudirect
 from zckpt.io.local import LocalReader
 from zckpt.io.memory import host_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 NUMEL = {"a": 3_000_001, "b": 7, "c": 5_000_003, "d": 1}
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "is_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(memory, "wait_for_caller", lambda device: None)
-    monkeypatch.setattr(zckpt.checkpoint, "cuda_device", lambda tensors: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(LocalReader, "is_cached", lambda *args: False)
-
-
-@pytest.fixture
-def direct(device: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@contextmanager
+def direct(cached: bool = False) -> Iterator[list[int]]:
     """The bytes of every read past the host's memory."""
     found: list[int] = []
 
     def read_to_device(reader: LocalReader, path: str, target: torch.Tensor, offset: int) -> int:
+        assert target.device == torch.device("sim:0")
         with reader.file(path) as fd:
-            found.append(os.preadv(fd, [host_bytes(target)], offset))
-        return found[-1]
+            content = os.pread(fd, target.nbytes, offset)
+        target[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        found.append(len(content))
+        return len(content)
 
-    monkeypatch.setattr(LocalReader, "read_to_device", read_to_device)
-    return found
+    with (
+        mock.patch.object(LocalReader, "read_to_device", read_to_device),
+        mock.patch.object(LocalReader, "is_cached", return_value=cached),
+    ):
+        yield found
 
 
-@pytest.fixture
-def written(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+def write(path: Path) -> dict[str, torch.Tensor]:
     """Two ranks' pieces; ``b`` and ``d`` lie between the large ones."""
     torch.manual_seed(0)
     tensors = {name: torch.randn(numel) for name, numel in NUMEL.items()}
-    write_state(tmp_path / "checkpoint", 2, tensors, parts=["master"], block_bytes=1 << 20)
-    return tmp_path / "checkpoint", tensors
+    write_state(path, 2, tensors, parts=["master"], block_bytes=1 << 20)
+    return tensors
 
 
 def check(loaded: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     for name, tensor in tensors.items():
-        assert torch.equal(loaded[f"master/{name}"], tensor.to(dtype))
+        assert loaded[f"master/{name}"].device == torch.device("sim:0")
+        assert torch.equal(loaded[f"master/{name}"].cpu(), tensor.to(dtype))
 
 
-def test_all_of_it_without_digests(written: tuple[Path, dict[str, torch.Tensor]], direct: list[int]) -> None:
-    path, tensors = written
-    check(zckpt.open(path).load(verify=False), tensors, torch.float32)
-    assert sum(direct) == 4 * sum(NUMEL.values())
+@pytest.mark.sim
+def test_all_of_it_without_digests(tmp_path: Path) -> None:
+    tensors = write(tmp_path / "c")
+    with direct() as reads:
+        check(zckpt.open(tmp_path / "c").load(device="sim", verify=False), tensors, torch.float32)
+    assert sum(reads) == 4 * sum(NUMEL.values())
 
 
-@pytest.mark.parametrize(("dtype", "verify"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_not_what_is_checked_or_converted(
-    written: tuple[Path, dict[str, torch.Tensor]], direct: list[int], dtype: torch.dtype, verify: bool
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("dtype", "verify", "cached"),
+    [(torch.float32, True, False), (torch.bfloat16, False, False), (torch.float32, False, True)],
+    ids=["checked", "converted", "cached"],
+)
+def test_not_what_is_checked_converted_or_cached(
+    tmp_path: Path, dtype: torch.dtype, verify: bool, cached: bool
 ) -> None:
-    path, tensors = written
-    check(zckpt.open(path).load(dtype=dtype, verify=verify), tensors, dtype)
-    assert not direct
+    tensors = write(tmp_path / "c")
+    with direct(cached) as reads:
+        check(zckpt.open(tmp_path / "c").load(device="sim", dtype=dtype, verify=verify), tensors, dtype)
+    assert not reads
 
 
-def test_not_what_is_cached(
-    written: tuple[Path, dict[str, torch.Tensor]], direct: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, tensors = written
-    monkeypatch.setattr(LocalReader, "is_cached", lambda *args: True)
-    check(zckpt.open(path).load(verify=False), tensors, torch.float32)
-    assert not direct
+@pytest.mark.sim
+def test_not_what_goes_to_the_host_too(tmp_path: Path) -> None:
+    """A read of which some bytes go to the host is staged, all of it."""
+    tensors = write(tmp_path / "c")
+    checkpoint = zckpt.open(tmp_path / "c")
+    out = {
+        f"master/{name}": torch.empty(NUMEL[name], device=device) for name, device in {"a": "sim", "b": "cpu"}.items()
+    }
+    with direct() as reads:
+        checkpoint.load(out=out, verify=False)
+    assert not reads
+    for name in ("a", "b"):
+        assert torch.equal(out[f"master/{name}"].cpu(), tensors[name])
 
 
-def test_a_store_that_cannot(
-    written: tuple[Path, dict[str, torch.Tensor]], device: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(gpudirect, "_kvikio", lambda: asked.append(1))  # and returns None: it is not there
-    path, tensors = written
-    check(zckpt.open(path).load(verify=False), tensors, torch.float32)
-    assert asked
+@pytest.mark.sim
+def test_a_store_that_cannot(tmp_path: Path) -> None:
+    """What is no device of CUDA's is not asked for; nor is one without kvikio or its driver."""
+    tensors = write(tmp_path / "c")
+    with mock.patch.object(gpudirect, "_kvikio", return_value=None) as asked:
+        check(zckpt.open(tmp_path / "c").load(device="sim", verify=False), tensors, torch.float32)
+        asked.assert_not_called()
+        assert not gpudirect.serves(torch.device("cuda:0"))
+        asked.assert_called_once_with()
 
 
-def test_a_driver_that_fails(tmp_path: Path, device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.sim
+def test_a_file_that_has_become_too_short(tmp_path: Path) -> None:
+    write(tmp_path / "c")
+    checkpoint = zckpt.open(tmp_path / "c")
+    file = tmp_path / "c" / checkpoint["master/c"].files[1]
+    with direct(), mock.patch.object(checkpoint.contents, "check_sizes"):  # as if it happened just after
+        os.truncate(file, file.stat().st_size - 1000)
+        with pytest.raises(zckpt.FormatError, match=r"the file ends at byte .*rule F003.*rank-00001.*key master/c"):
+            checkpoint.load(device="sim", verify=False)
+
+
+def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(range(100)))
 
     class CuFile:
@@ -118,8 +140,9 @@ def test_a_driver_that_fails(tmp_path: Path, device: None, monkeypatch: pytest.M
             return got
 
     monkeypatch.setattr(gpudirect, "_kvikio", lambda: SimpleNamespace(CuFile=CuFile))
-    monkeypatch.setattr(gpudirect, "wait_for_caller", lambda device: None)
+    monkeypatch.setattr(gpudirect, "serves", lambda device: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
     reader, target = LocalReader(str(tmp_path)), torch.zeros(40, dtype=torch.uint8)
     assert reader.read_to_device("file", target, 17) == 40
     assert target.tolist() == list(range(17, 57))
@@ -128,15 +151,3 @@ def test_a_driver_that_fails(tmp_path: Path, device: None, monkeypatch: pytest.M
     (tmp_path / "link").symlink_to(tmp_path / "file")
     with pytest.raises(zckpt.FormatError, match="F002"):
         reader.read_to_device("link", target, 0)
-
-
-def test_a_file_that_has_become_too_short(
-    written: tuple[Path, dict[str, torch.Tensor]], direct: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, _ = written
-    checkpoint = zckpt.open(path)
-    monkeypatch.setattr(checkpoint.contents, "check_sizes", lambda infos: None)  # as if it happened just after
-    file = path / checkpoint["master/c"].files[1]
-    os.truncate(file, file.stat().st_size - 1000)
-    with pytest.raises(zckpt.FormatError, match=r"the file ends at byte .*rule F003.*rank-00001.*key master/c"):
-        checkpoint.load(verify=False)

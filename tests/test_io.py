@@ -21,7 +21,8 @@ from states import same_all, write_state
 from zckpt.checkpoint import Want
 from zckpt.io import linux, local
 from zckpt.io.local import LocalReader, NewFile
-from zckpt.io.memory import PAGE_BYTES, Stage
+from zckpt.io.memory import PAGE_BYTES
+from zckpt.io.staging import Arena, Staging
 from zckpt.plan.reshard import Span
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def test_a_write_of_any_offset_and_length(tmp_path: Path) -> None:
         cuts = sorted(set(cuts))
         spans = list(itertools.pairwise(cuts))
         for start, stop in random.permutation(spans).tolist():
-            stage = Stage(stop - start + PAGE_BYTES, None)
+            stage = Staging(stop - start).acquire()
             stage.bytes[start % PAGE_BYTES : start % PAGE_BYTES + stop - start] = content[start:stop]
             file.write(stage.bytes, start, stop - start)
         file.sync()
@@ -250,6 +251,21 @@ def test_the_budget_bounds_every_buffer() -> None:
         zckpt.Budget(nbytes=MIB)
     with pytest.raises(ValueError, match="threads"):
         zckpt.Budget(threads=0)
+
+
+@pytest.mark.parametrize("block_bytes", [4 << 10, 64 << 10, MIB])
+@pytest.mark.parametrize("nbytes_per_thread", [2 * MIB, 5 * MIB, 64 * MIB])
+def test_pinned_memory_is_cut_into_buffers_without_waste(nbytes_per_thread: int, block_bytes: int) -> None:
+    for threads in range(1, 65):
+        budget = zckpt.Budget(nbytes_per_thread * threads, threads)
+        arena = Arena.within(budget, block_bytes)
+        assert arena.nbytes <= budget.nbytes
+        assert arena.nbytes.bit_count() == 1  # torch's allocator rounds nothing up
+        assert arena.batch_bytes % block_bytes == 0
+        room, buffer_bytes = arena.nbytes - PAGE_BYTES, arena.batch_bytes + 2 * PAGE_BYTES
+        assert arena.buffers * buffer_bytes <= room < (arena.buffers + 1) * buffer_bytes
+        assert arena.buffers >= min(2 * threads, room // (block_bytes + 2 * PAGE_BYTES))
+        assert nbytes_per_thread < 16 * MIB or arena.buffers * buffer_bytes > 0.87 * arena.nbytes
 
 
 def test_small_budgets_write_and_read_the_same(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,14 +16,16 @@ from zckpt.format import names, tree
 from zckpt.format.limits import TREE_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.io.budget import Budget, flag
-from zckpt.io.memory import Sinks, check_cast, cuda_device, fresh_tensor, staging_for
+from zckpt.io.memory import Sinks, check_cast, fresh_tensor
 from zckpt.io.read import run_reads
+from zckpt.io.staging import Staging, staging_for
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Span, extents, slice_spans
 from zckpt.plan.select import Keys, nearest, select
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.torch_dtypes import dtype_of
+from zckpt.transfer.devices import check_device, check_devices
 
 if TYPE_CHECKING:
     from zckpt.format.manifest import Manifest
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from zckpt.io.store import Reader
 
 Device = torch.device | str
+HOST = torch.device("cpu")
 
 
 class Want(NamedTuple):
@@ -162,7 +165,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         found = tree.unpack(packed, lambda ext, name: infos.setdefault(name, self._state_info(name)), file)
         if not infos:
             return found
-        tensors = self._load(infos, lambda name, info: self._empty(info, info.shape))
+        tensors = self._load(infos)
         return tree.unpack(packed, lambda ext, name: _leaf(ext, tensors[name]), file)
 
     def _lazy_leaf(self, ext: int, name: str) -> Callable[[], object]:
@@ -197,13 +200,15 @@ class Checkpoint(Mapping[str, TensorInfo]):
         ``"bfloat16"``. ``verify`` checks every block's digest; None: unless the environment has ZCKPT_VERIFY=0.
         ``out``: contiguous tensors by key, of the stored shapes, on any device, which are read into and converted to
         their dtype; after an error they hold undefined values. ``progress``: such as ``zckpt.ProgressBar()``. Reads
-        nothing but these tensors, the index chunks that list them and the digests that cover them.
+        nothing but these tensors, the index chunks that list them and the digests that cover them, and nothing at all
+        for tensors on the device "meta".
 
-        Raises KeyNotFoundError, also for a key of ``out`` and where ``keys`` matches nothing; TypeError where ``out``
-        is no mapping to tensors; ValueError for a ``dtype`` that does not exist; CastError; MismatchError (a tensor of
-        ``out`` does not fit, or ``keys`` does not ask for it); FormatError (damaged or missing data) and StorageError;
-        then nothing is returned.
+        Raises DeviceError, which names the devices there are; KeyNotFoundError, also for a key of ``out`` and where
+        ``keys`` matches nothing; TypeError where ``out`` is no mapping to tensors; ValueError for a ``dtype`` that does
+        not exist; CastError; MismatchError (a tensor of ``out`` does not fit, or ``keys`` does not ask for it);
+        FormatError (damaged or missing data) and StorageError; then nothing is returned.
         """
+        device = check_device(device)
         given = {} if out is None else out
         if not isinstance(given, Mapping):
             raise TypeError(f"out must be a dict of tensors by key, such as 'master/embed', got a {type(out).__name__}")
@@ -211,17 +216,13 @@ class Checkpoint(Mapping[str, TensorInfo]):
         unused = [key for key in given if key not in infos]
         if unused:
             raise MismatchError(f"out has {', '.join(unused[:5])}, which keys does not ask for", key=unused[0])
-        wanted = dtype_of(dtype)
-
-        def target_of(key: str, info: TensorInfo) -> torch.Tensor:
-            if key in given:
-                return self._given(info, given[key])
-            return self._empty(info, info.shape, device, wanted)
-
+        dtypes = dict.fromkeys(infos, dtype_of(dtype))
+        given = {key: self._given(infos[key], tensor) for key, tensor in given.items()}
+        check_devices(tensor for tensor in given.values() if not tensor.is_meta)
         left = ["the tensors in `out` have undefined values; nothing else was changed"] if given else []
         nbytes = sum(info.nbytes for info in infos.values())
         with self._advised(*left), reported(progress, "load", nbytes) as advance:
-            return self._load(infos, target_of, verify, advance)
+            return self._load(infos, device, dtypes, given, verify=verify, advance=advance)
 
     def iter(
         self,
@@ -233,11 +234,18 @@ class Checkpoint(Mapping[str, TensorInfo]):
         progress: Progress | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Like ``load``, one ``(key, tensor)`` at a time: only one is in memory, unless the caller keeps more."""
+        device = check_device(device)
         infos = {key: self[key] for key in self._select(keys)}
         wanted = dtype_of(dtype)
-        with self._advised(), reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance:
+        staging = self.staging([device])
+        with (
+            self._advised(),
+            reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance,
+            staging.kept(),
+        ):
             for key, info in infos.items():
-                yield key, self._one(info, device, wanted, verify, advance)
+                one = self._load({key: info}, device, {key: wanted}, verify=verify, advance=advance, staging=staging)
+                yield key, one[key]
 
     def load_slice(
         self,
@@ -252,10 +260,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         With ``verify`` the blocks (1 MiB) at the edges are read whole.
         """
+        device = check_device(device)
         info = self[key]
         shape, spans = slice_spans(info.shape, index if isinstance(index, tuple) else (index,))
         with self._advised():
-            self.contents.check_sizes([info])
+            self.contents.check_sizes([] if device.type == "meta" else [info])
             target = self._empty(info, shape, device, dtype_of(dtype))
             self.read([Want(info, spans, target)], verify=verify)
         return target
@@ -264,6 +273,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self, rank: int, keys: Keys = None, *, device: Device = "cpu", verify: bool | None = None
     ) -> dict[tuple[str, int, int], torch.Tensor]:
         """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``."""
+        device = check_device(device)
         wants: dict[tuple[str, int, int], Want] = {}
         infos = {key: self[key] for key in self._select(keys)}
         with self._advised():
@@ -288,7 +298,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     ) -> dict[str, torch.Tensor]:
         """What ``model.load_state_dict`` takes: weights (from ``master``, else ``param``), buffers, and tied weights by
         every name. ``dtype`` applies to floating point weights; buffers keep theirs."""
-        wanted = dtype_of(dtype)
+        device, wanted = check_device(device), dtype_of(dtype)
         sources: dict[str, TensorInfo] = {}
         for part in (BUFFER, PARAM, MASTER):
             sources |= {info.name: info for info in self.values() if info.part == part}
@@ -297,11 +307,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
             for name, info in sources.items()
         }
 
-        def target_of(name: str, info: TensorInfo) -> torch.Tensor:
-            return self._empty(info, info.shape, device, casts[name])
-
         with self._advised(), reported(progress, "load", sum(info.nbytes for info in sources.values())) as advance:
-            targets = self._load(sources, target_of, verify, advance)
+            targets = self._load(sources, device, casts, verify=verify, advance=advance)
         return targets | {alias: targets[name] for alias, name in self.aliases.items() if name in targets}
 
     def read(
@@ -311,31 +318,41 @@ class Checkpoint(Mapping[str, TensorInfo]):
         rank: int | None = None,
         verify: bool | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
+        staging: Staging | None = None,
     ) -> None:
         """Fills the target of every want. The one way in which tensor data is read.
 
-        Where a tensor has several copies, that which ``rank`` alone holds is read if there is one, else the first.
-        ``advance`` is told the bytes that have been read.
+        Where a tensor has several copies, that which ``rank`` alone holds is read if there is one, else the first. For
+        a target on the device "meta" nothing is read. ``advance`` is told the bytes that have been read. ``staging``:
+        what the method of that name returns, for several calls inside of its ``kept``; None: for this call alone.
         """
         verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
         manifest = self.manifest
+        for want in wants:
+            if want.target.is_meta:
+                advance(want.info.nbytes)
+        wants = [want for want in wants if not want.target.is_meta]
         infos, spans, targets, copies = zip(*wants, strict=True) if wants else ((),) * 4
         found = extents(self.contents.stored(infos, copies, rank), spans, [info.dtype.itemsize for info in infos])
         files = {number: self.contents.read_file(number, verify=verify) for number in set(found.file.tolist())}
+        sinks = Sinks([info.key for info in infos], targets, [info.dtype for info in infos])
+        staging = staging or self.staging(sinks.devices)
         ops = plan_reads(
             found,
             data_starts=manifest.files.data_start,
             block_bytes=manifest.block_bytes,
             verify=verify,
-            batch_bytes=self.batch_bytes,
+            batch_bytes=staging.batch_bytes,
         )
-        sinks = Sinks([info.key for info in infos], targets, [info.dtype for info in infos])
-        staging = staging_for(self.batch_bytes, cuda_device(targets))
         run_reads(self.reader, ops, files, sinks, self.budget, staging, advance)
+
+    def staging(self, devices: Iterable[torch.device]) -> Staging:
+        """Buffers for ``read``, into memory of these devices and of the host."""
+        return staging_for(devices, self.budget, self.manifest.block_bytes)
 
     @property
     def batch_bytes(self) -> int:
-        """Of one read, at most."""
+        """Of one read into the host's memory, at most."""
         return self.budget.batch_bytes(self.manifest.block_bytes)
 
     def _select(self, keys: Keys) -> list[str]:
@@ -347,31 +364,30 @@ class Checkpoint(Mapping[str, TensorInfo]):
         keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
         return select(list(self), keys, self.aliases)
 
-    def _one(
-        self,
-        info: TensorInfo,
-        device: Device = "cpu",
-        dtype: torch.dtype | None = None,
-        verify: bool | None = None,
-        advance: Callable[[int], None] = lambda nbytes: None,
-    ) -> torch.Tensor:
-        def target_of(key: str, info: TensorInfo) -> torch.Tensor:
-            return self._empty(info, info.shape, device, dtype)
-
-        return self._load({info.key: info}, target_of, verify, advance)[info.key]
+    def _one(self, info: TensorInfo) -> torch.Tensor:
+        return self._load({info.key: info})[info.key]
 
     def _load(
         self,
         infos: Mapping[str, TensorInfo],
-        target_of: Callable[[str, TensorInfo], torch.Tensor],
+        device: torch.device = HOST,
+        dtypes: Mapping[str, torch.dtype | None] | None = None,
+        given: Mapping[str, torch.Tensor] | None = None,
+        *,
         verify: bool | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
+        staging: Staging | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Whole tensors, in the memory that ``target_of`` gives for each."""
-        self.contents.check_sizes(infos.values())
-        targets = {name: target_of(name, info) for name, info in infos.items()}
+        """Whole tensors, in the memory that is ``given`` for some of them, all others in memory of their own."""
+        dtypes, given = dtypes or {}, given or {}
+        unread = {name for name in infos if (given[name].is_meta if name in given else device.type == "meta")}
+        self.contents.check_sizes(info for name, info in infos.items() if name not in unread)
+        targets = {
+            name: given[name] if name in given else self._empty(info, info.shape, device, dtypes.get(name))
+            for name, info in infos.items()
+        }
         wants = [Want(info, _all_of(math.prod(info.shape)), targets[name]) for name, info in infos.items()]
-        self.read(wants, verify=verify, advance=advance)
+        self.read(wants, verify=verify, advance=advance, staging=staging)
         return targets
 
     def _empty(

@@ -20,7 +20,8 @@ NBYTES, THREADS = 256 * MIB, 4
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """``threads`` workers, each with one staging buffer; together they hold at most ``nbytes`` bytes, on every rank.
+    """``threads`` workers, each with one staging buffer, or with two where copies to or from a device overlap with
+    reads and writes; together they hold at most ``nbytes`` bytes, on every rank.
 
     ``direct``: go past the page cache where the file system allows it, so that a write does not fill it and a read
     evicts nothing; pages that are cached already are read from there all the same. Raises ValueError for a bound that

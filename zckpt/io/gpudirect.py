@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from zckpt.errors import StorageError
-from zckpt.io.memory import wait_for_caller
 
 
 @lru_cache(maxsize=1)
@@ -27,8 +26,9 @@ def _kvikio() -> Any:
         return None
 
 
-def is_available() -> bool:
-    return _kvikio() is not None
+def serves(device: torch.device) -> bool:
+    """Whether ``read`` can fill memory of this device."""
+    return device.type == "cuda" and _kvikio() is not None
 
 
 def read(fd: int, path: str, target: torch.Tensor, offset: int) -> int:
@@ -40,7 +40,7 @@ def read(fd: int, path: str, target: torch.Tensor, offset: int) -> int:
     try:
         # That file, wherever a link now leads
         with torch.cuda.device(target.device), _kvikio().CuFile(f"/proc/self/fd/{fd}") as file:
-            wait_for_caller(target.device)  # and so this thread has a context, without which the driver refuses
+            torch.cuda.current_stream().synchronize()  # gives this thread a context: without one the driver refuses
             return int(file.raw_read(target, target.nbytes, offset))
     except RuntimeError as error:
         raise StorageError(

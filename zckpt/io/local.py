@@ -106,7 +106,7 @@ class LocalReader:
         return done
 
     def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
-        if not gpudirect.is_available():
+        if not gpudirect.serves(target.device):
             return 0
         with self.file(path) as fd:
             got = gpudirect.read(fd, self._full(path), target, offset)

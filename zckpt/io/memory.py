@@ -1,22 +1,19 @@
-"""Tensors as bytes: fresh and staging memory, views of host memory, and sinks that loaded bytes go to."""
+"""Tensors as bytes: fresh memory, views of host memory, and sinks that loaded bytes go to."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-import threading
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from zckpt.errors import CastError
-from zckpt.io import linux
+from zckpt.transfer.devices import ToDevice, devices_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -43,13 +40,14 @@ def fresh_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device 
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
     return (
-        _aligned(torch.from_numpy(np.empty(nbytes + _CACHE_LINE_BYTES, np.uint8)), nbytes, _CACHE_LINE_BYTES)
+        aligned(torch.from_numpy(np.empty(nbytes + _CACHE_LINE_BYTES, np.uint8)), nbytes, _CACHE_LINE_BYTES)
         .view(dtype)
         .view(tuple(shape))
     )
 
 
-def _aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int) -> torch.Tensor:
+def aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int) -> torch.Tensor:
+    """``nbytes`` of ``room`` from a multiple of ``alignment_bytes`` on. It is uint8, 1-D, in host memory."""
     return room.narrow(0, -room.data_ptr() % alignment_bytes, nbytes)
 
 
@@ -88,7 +86,8 @@ class Sinks:
     """Where loaded elements go: all of each target, a contiguous tensor on any device. Stored elements of another dtype
     are converted on the way. ``keys`` name them in errors.
 
-    A target's memory is found by its address: to make views of many small tensors would take longer than to fill them.
+    A target's memory on the host is found by its address: to make views of many small tensors would take longer than to
+    fill them.
     """
 
     def __init__(self, keys: Sequence[str], targets: Sequence[torch.Tensor], stored: Sequence[torch.dtype]) -> None:
@@ -104,13 +103,12 @@ class Sinks:
         )
         """Where in HOST_MEMORY stored bytes can be read straight into; less than 0 where they cannot."""
         self._nbytes = np.array([t.numel() * d.itemsize for t, d in zip(targets, stored, strict=True)], np.int64)
+        self.devices = devices_of(targets)
+        numbers = {device: number for number, device in enumerate(self.devices)}
+        self.device = np.array([-1 if target.is_cpu else numbers[target.device] for target in targets], np.int64)
+        """Of each target: the position of its device in ``devices``; -1 for the host's memory."""
         if not all(target.is_contiguous() for target in targets):
             raise ValueError("what is filled by its address must have no gaps")
-
-    def wait_for_caller(self) -> None:
-        """Until what this thread has queued on the targets' devices is done."""
-        for device in {target.device for target in self._targets if is_on_gpu(target)}:
-            wait_for_caller(device)
 
     def check(self, sink: Ints, stop: Ints) -> None:
         """Raises ValueError where a stored byte is meant for a place behind its target: an address has no bounds."""
@@ -120,12 +118,19 @@ class Sinks:
     def device_memory(self, sink: int, start: int, nbytes: int) -> torch.Tensor | None:
         """Where on a device stored bytes from byte ``start`` go as they are, 1-D uint8; None where they do not."""
         target = self._targets[sink]
-        if target.dtype != self._stored[sink] or not is_on_gpu(target):
+        if target.dtype != self._stored[sink] or target.is_cpu:
             return None
         return byte_tensor(target)[start : start + nbytes]
 
+    def to_device(self, sink: int, start: int, nbytes: int, staged_at: int) -> ToDevice:
+        """The copy of stored bytes, from byte ``staged_at`` of a staging buffer on, to byte ``start``, on a device."""
+        dtype = self._stored[sink]
+        first = start // dtype.itemsize
+        flat = self._targets[sink].detach().reshape(-1)
+        return ToDevice(staged_at, dtype, flat[first : first + nbytes // dtype.itemsize])
+
     def put(self, sink: int, start: int, staged: Bytes) -> None:
-        """Copies stored bytes in host memory to byte ``start``; to a device, queued on the current stream."""
+        """Copies stored bytes to byte ``start``, in host memory."""
         place = int(self.places[sink]) + start
         if self.places[sink] >= 0:
             HOST_MEMORY[place : place + len(staged)] = staged
@@ -135,117 +140,4 @@ class Sinks:
             values = values.clone()  # behind smaller elements in a file that another writer has ordered
         values = values.view(dtype)
         first = start // dtype.itemsize
-        flat = self._targets[sink].detach().reshape(-1)
-        # Where the target is on another device than the stage's stream, that does not wait for the copy
-        queued = is_on_gpu(flat) and flat.get_device() == torch.cuda.current_device()
-        flat[first : first + values.numel()].copy_(values, non_blocking=queued)
-
-
-def is_on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cuda"
-
-
-def cuda_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The device that staging has to serve, if any of ``tensors`` is on one."""
-    return next((tensor.device for tensor in tensors if is_on_gpu(tensor)), None)
-
-
-def wait_for_caller(device: torch.device | None) -> None:
-    """Until what this thread has queued on the device is done: no other stream may touch the memory before."""
-    if device is not None:
-        torch.cuda.current_stream(device).synchronize()
-
-
-class Stage:
-    """One staging buffer of ``nbytes``, and the stream on which copies between it and the device are queued."""
-
-    def __init__(self, nbytes: int, device: torch.device | None) -> None:
-        self._nbytes = nbytes
-        self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    @cached_property
-    def tensor(self) -> torch.Tensor:
-        """uint8, 1-D, aligned for direct I/O, pinned if there is a device. Allocated when it is first asked for."""
-        nbytes = self._nbytes + PAGE_BYTES
-        if self._stream is not None:
-            return _aligned(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), self._nbytes, PAGE_BYTES)
-        return _aligned(torch.from_numpy(np.empty(nbytes, np.uint8)), self._nbytes, PAGE_BYTES)
-
-    @cached_property
-    def bytes(self) -> Bytes:
-        """The same memory."""
-        array: Bytes = self.tensor.numpy()
-        return array
-
-    @cached_property
-    def address(self) -> int:
-        """Of the same memory."""
-        return self.tensor.data_ptr()
-
-    def stream(self) -> AbstractContextManager[object]:
-        """Context in which copies are queued; a no-op without a device."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def rest(self) -> None:
-        """Its content is not needed any more: the system may take the memory, and does when it runs short. What it
-        leaves is as quick to write to as it was."""
-        if self._stream is None:
-            linux.free_lazily(self.address, self._nbytes)
-
-    def wait(self) -> None:
-        """Until the queued copies are done, so that the buffer may be used again."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-
-class Staging:
-    """Staging buffers of ``nbytes``, made as they are needed and used again. Safe to use from several threads.
-
-    ``staging_for`` keeps them for the life of the process: to write to memory for the first time takes several times
-    longer than to write to it again.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device | None) -> None:
-        self.nbytes = nbytes
-        self.device = device
-        self._idle: list[Stage] = []
-        self._resting = 0
-        """Of these, the first ones: nobody has used them since they were put to rest."""
-        self._lock = threading.Lock()
-
-    def acquire(self) -> Stage:
-        """A buffer for the caller alone, until it is released."""
-        with self._lock:
-            stage = self._idle.pop() if self._idle else None
-            self._resting = min(self._resting, len(self._idle))
-        return stage or Stage(self.nbytes, self.device)
-
-    def release(self, stage: Stage) -> None:
-        """Waits until every copy that was queued on it is done."""
-        stage.wait()
-        with self._lock:
-            self._idle.append(stage)
-
-    def rest(self) -> None:
-        """To be called when the work is done. What is pinned goes back to torch, which keeps it for the next."""
-        with self._lock:
-            if self.device is not None:
-                self._idle.clear()
-            for stage in self._idle[self._resting :]:
-                stage.rest()
-            self._resting = len(self._idle)
-
-    @contextmanager
-    def lend(self) -> Iterator[Stage]:
-        """A buffer for the duration of a context."""
-        stage = self.acquire()
-        try:
-            yield stage
-        finally:
-            self.release(stage)
-
-
-@lru_cache(maxsize=4)
-def staging_for(batch_bytes: int, device: torch.device | None) -> Staging:
-    """Buffers that hold a read or a write of ``batch_bytes``, with a page to spare on either side."""
-    return Staging(batch_bytes + 2 * PAGE_BYTES, device)
+        self._targets[sink].detach().reshape(-1)[first : first + values.numel()].copy_(values)

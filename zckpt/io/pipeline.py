@@ -12,7 +12,7 @@ from zckpt.io.life import sign_of_life
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zckpt.io.memory import Stage, Staging
+    from zckpt.io.staging import Stage, Staging
 
 Item = TypeVar("Item")
 
@@ -43,12 +43,13 @@ class Snapshot:
 
 
 class Pipeline(Generic[Item]):
-    """``take`` fills a buffer from an item's source and returns what ``put``, which empties it, is to be given. Every
-    thread that calls ``work`` helps. There is at least one item.
+    """``take`` fills a buffer from an item's source, or queues the copies that fill it, and returns what ``put``, which
+    empties it, is to be given. Every thread that calls ``work`` helps. There is at least one item.
 
     Taking comes first: as long as there is a buffer, the sources are read, those of the first ``urgent`` items before
     all others. The snapshot is told when all urgent sources have been read, and again when all sources have been read.
-    While all ``buffers`` are full, no source is read until one buffer has been put.
+    While all ``buffers`` are in use, no source is read until one buffer has been put. While copies are under way,
+    buffers that are full are put.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class Pipeline(Generic[Item]):
         self._snapshot = snapshot
         self._urgent = urgent
         self._waiting = deque(enumerate(items))
+        self._filling: deque[tuple[int, Item, Stage]] = deque()
+        """Those with copies under way, and the number of each item."""
         self._full: deque[tuple[Item, Stage]] = deque()
         self._left = [urgent, len(items) - urgent]
         """The numbers of items whose source has not been read yet: of the urgent ones, and of the others."""
@@ -94,6 +97,9 @@ class Pipeline(Generic[Item]):
                     self._free -= 1
                     number, item = self._waiting.popleft()
                     return lambda: self._take_one(number, item)
+                if self._filling and (not self._full or self._filling[0][-1].is_done()):
+                    filling = self._filling.popleft()
+                    return lambda: self._finish_one(*filling)
                 if self._full:
                     one = self._full.popleft()
                     return lambda: self._put_one(*one)
@@ -105,6 +111,15 @@ class Pipeline(Generic[Item]):
     def _take_one(self, number: int, item: Item) -> None:
         stage = self._staging.acquire()
         taken = self._take(item, stage)
+        if stage.is_done():
+            self._finish_one(number, taken, stage)
+        else:
+            with self._changed:
+                self._filling.append((number, taken, stage))
+                self._changed.notify()
+
+    def _finish_one(self, number: int, taken: Item, stage: Stage) -> None:
+        stage.wait()
         with self._changed:
             self._full.append((taken, stage))
             self._left[number >= self._urgent] -= 1

@@ -1,7 +1,8 @@
 """Runs planned reads: parallel positional I/O, digests checked on the way.
 
 What is mostly in the page cache is read from there, straight into the destination where that can be; the rest by direct
-I/O into aligned staging buffers, so that it evicts nothing.
+I/O into aligned staging buffers, so that it evicts nothing. Copies to a device are queued once their bytes are in a
+buffer; while they run, the next read fills another buffer.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
 from zckpt.io.local import after
 from zckpt.io.memory import HOST_VIEW, PAGE_BYTES
+from zckpt.plan.coalesce import joined_copies
+from zckpt.transfer.devices import wait_for_caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zckpt.errors import FormatError
     from zckpt.io.budget import Budget
-    from zckpt.io.memory import Bytes, Sinks, Stage, Staging
+    from zckpt.io.memory import Bytes, Sinks
+    from zckpt.io.staging import Stage, Staging
     from zckpt.io.store import Reader
     from zckpt.plan.coalesce import ReadOp, Segments
 
@@ -53,22 +57,20 @@ def run_reads(
     advance: Callable[[int], None],
 ) -> None:
     """Carries out ``ops``, each of which fits in a buffer of ``staging`` with a page to spare on either side.
-    ``advance`` is told the bytes that have reached their sinks.
+    ``advance`` is told the bytes that are on their way to their sinks; on return, all of them are there.
 
     Raises FormatError (F001 to F003, D003) and StorageError; the sinks then hold undefined values.
     """
     for op in ops:
         sinks.check(op.segments.sink, op.segments.target + op.segments.copy_bytes)
-    sinks.wait_for_caller()
+    wait_for_caller(sinks.devices)
 
     def run(op: ReadOp) -> None:
         _run(reader, op, files[op.file], sinks, staging, budget.direct)
         advance(int(op.segments.copy_bytes.sum()))
 
-    try:
+    with staging.work(len(ops)):
         budget.run([partial(run, op) for op in ops])
-    finally:
-        staging.rest()
 
 
 def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Staging, direct: bool) -> None:
@@ -86,9 +88,9 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
     def key_at(byte: int) -> str:
         return key(bisect_right(starts, byte) - 1)
 
-    if not (verify or cached) and _to_device(reader, op, file, starts, sinks):
+    if not (verify or cached) and _to_device(reader, op, file, sinks):
         return
-    with staging.lend() as stage, stage.stream():
+    with staging.lend() as stage:
         places: list[memoryview | None] = _destinations(segments, sinks) if cached else [None] * len(blocks)
         views = [
             stage.bytes[start - base : stop - base] if place is None else place  # staged as they lie in the file
@@ -106,35 +108,31 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
                 if places[number] is None:
                     staged = cast("Bytes", views[number])
                     _put(segments, first_copy[number], int(segments.copies[number]), staged, sinks)
+        _queue(segments, op.offset - base, sinks, stage)
 
 
-def _to_device(reader: Reader, op: ReadOp, file: ReadFile, starts: Sequence[int], sinks: Sinks) -> bool:
+def _to_device(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks) -> bool:
     """Reads past the host's memory, if all goes to devices as it is, in pieces that are worth it, and the store can.
     False: nothing was read."""
-    segments = op.segments
-    if (segments.copies > 1).any():
+    if (op.segments.copies > 1).any():
         return False
-    goes_on = np.zeros(len(segments.nbytes), bool)  # where the segment before it ends, in the file and in the sink
-    goes_on[1:] = segments.sink[1:] == segments.sink[:-1]
-    goes_on[1:] &= segments.target[1:] == segments.target[:-1] + segments.nbytes[:-1]
-    first = np.flatnonzero(~goes_on)
-    if op.nbytes < DIRECT_BYTES_MIN * len(first):
+    copies = joined_copies(op.segments, sinks.device >= 0)
+    if int(copies.nbytes.sum()) < op.nbytes or op.nbytes < DIRECT_BYTES_MIN * len(copies.nbytes):
         return False
-    columns = (segments.sink[first], segments.target[first], np.add.reduceat(segments.nbytes, first))
+    columns = (copies.sink, copies.target, copies.nbytes)
     targets = []
     for place in zip(*(column.tolist() for column in columns), strict=True):
         target = sinks.device_memory(*place)
         if target is None:
             return False
         targets.append(target)
-    for target, number in zip(targets, first.tolist(), strict=True):
-        start = starts[number]
+    for number, (target, at) in enumerate(zip(targets, copies.start.tolist(), strict=True)):
+        start = op.offset + at
         got = reader.read_to_device(file.path, target, start)
         if got < target.nbytes:
-            if got == 0 and start == op.offset:
+            if got == 0 and number == 0:
                 return False
-            key = sinks.keys[int(segments.sink[number])]
-            raise _too_short(file, start + got, key, start, start + target.nbytes)
+            raise _too_short(file, start + got, sinks.keys[int(copies.sink[number])], start, start + target.nbytes)
     return True
 
 
@@ -161,7 +159,8 @@ def _portions(starts: Sequence[int], nbytes: int) -> Iterator[slice]:
 def read_op(
     reader: Reader, op: ReadOp, file: ReadFile, staging: Staging, direct: bool, look: Callable[[Bytes], None]
 ) -> None:
-    """Calls ``look`` with the bytes of ``op``, of which nothing has been checked. Raises as ``run_reads`` does."""
+    """Calls ``look`` with the bytes of ``op``, of which nothing has been checked. To be called inside of
+    ``staging.work``. Raises as ``run_reads`` does."""
     with staging.lend() as stage:
         first = op.offset % PAGE_BYTES
         view = stage.bytes[first : first + op.nbytes]
@@ -204,11 +203,21 @@ def _too_short(file: ReadFile, nbytes: int, key: str | None, start: int, stop: i
 
 
 def _put(segments: Segments, first: int, copies: int, staged: Bytes, sinks: Sinks) -> None:
-    """Brings a segment that was staged to its sinks."""
+    """Brings a segment that was staged to its sinks on the host."""
     for copy in range(first, first + copies):
-        start = int(segments.source[copy])
-        part = staged[start : start + int(segments.copy_bytes[copy])]
-        sinks.put(int(segments.sink[copy]), int(segments.target[copy]), part)
+        sink, start = int(segments.sink[copy]), int(segments.source[copy])
+        if sinks.device[sink] < 0:
+            sinks.put(sink, int(segments.target[copy]), staged[start : start + int(segments.copy_bytes[copy])])
+
+
+def _queue(segments: Segments, first: int, sinks: Sinks, stage: Stage) -> None:
+    """Queues the copies to devices of what was staged from byte ``first`` of the stage on."""
+    for number, device in enumerate(sinks.devices):
+        copies = joined_copies(segments, sinks.device == number)
+        columns = (copies.sink, copies.target, copies.nbytes, first + copies.start)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        if queued := [sinks.to_device(*row) for row in rows]:
+            stage.queue(device).to_device(queued)
 
 
 def _are_sound(file: ReadFile, blocks: Sequence[int], views: Sequence[Bytes | memoryview]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,25 +18,21 @@ import torch
 
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.io.local import read_from
-from zckpt.io.memory import PAGE_BYTES, byte_tensor, cuda_device, staging_for
+from zckpt.io.memory import PAGE_BYTES, byte_tensor
 from zckpt.io.pipeline import Pipeline
+from zckpt.io.staging import staging_for
 from zckpt.plan.layout import FILLER, HEADER, plan_writes
 from zckpt.state.inventory import FileSpan
+from zckpt.transfer.devices import FromDevice, devices_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from zckpt.io.budget import Budget
-    from zckpt.io.memory import Stage
     from zckpt.io.pipeline import Snapshot
+    from zckpt.io.staging import Stage
     from zckpt.io.store import Store, Writer
     from zckpt.plan.layout import ShardPlan, WriteOp
-    from zckpt.state.inventory import Fragment
-
-
-def cuda_device_of(fragments: Iterable[Fragment]) -> torch.device | None:
-    """The device that some of these are on."""
-    return cuda_device(fragment.data for fragment in fragments if isinstance(fragment.data, torch.Tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +94,9 @@ def write_shards(
     written. Returns the digest table. Raises StorageError, and ZckptError if the write was given up.
     """
     table = bytearray(sum(plan.blocks for plan in plans) * DIGEST_BYTES)
-    batch_bytes = budget.batch_bytes(block_bytes)
-    fragments = (fragment for plan in plans for fragment in plan.fragments)
-    staging = staging_for(batch_bytes, cuda_device_of(fragments))
+    sources = (fragment.data for plan in plans for fragment in plan.fragments)
+    devices = devices_of(source for source in sources if isinstance(source, torch.Tensor))
+    staging = staging_for(devices, budget, block_bytes, snapshot_bytes)
     files: list[Writer] = []
     try:
         jobs = []
@@ -107,7 +104,7 @@ def write_shards(
             # What lies in a swap file may not need any space.
             reserved_bytes = 0 if plan.shard.tier == "nvme" else plan.nbytes
             files.append(store.create(plan.shard.path, reserved_bytes, direct=budget.direct))
-            ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=block_bytes)
+            ops = plan_writes(plan, batch_bytes=staging.batch_bytes, block_bytes=block_bytes)
             jobs += [_Job(files[-1], plan, op) for op in ops]
         jobs.sort(key=lambda job: job.plan.shard.part in later)
 
@@ -115,15 +112,13 @@ def write_shards(
             _put(table, block_bytes, job, stage)
             advance(int(job.op.span_bytes[job.op.source >= 0].sum()))
 
-        pipeline = Pipeline(
-            jobs, _take, put, staging,
-            max(snapshot_bytes // staging.nbytes, budget.threads), snapshot,
-            sum(job.plan.shard.part not in later for job in jobs),
-        )  # fmt: skip
-        budget.run([pipeline.work] * budget.threads, lambda: snapshot.give_up("it was interrupted"))
+        urgent = sum(job.plan.shard.part not in later for job in jobs)
+        buffers = staging.buffers or max(snapshot_bytes // staging.nbytes, budget.threads)
+        with staging.work(len(jobs)):
+            pipeline = Pipeline(jobs, _take, put, staging, buffers, snapshot, urgent)
+            budget.run([pipeline.work] * budget.threads, lambda: snapshot.give_up("it was interrupted"))
         budget.run(file.sync for file in files)
     finally:
-        staging.rest()
         for file in files:
             file.close()
     return bytes(table)
@@ -136,10 +131,11 @@ def _take(job: _Job, stage: Stage) -> _Job:
         for edge in (slice(start, -(-start // PAGE_BYTES) * PAGE_BYTES), slice(stop - stop % PAGE_BYTES, stop)):
             read_from(source.path, source.offset + edge.start - start, stage.bytes[edge])
         return replace(job, shared=True)
-    with stage.stream():
-        for span, at in zip(job.spans, job.starts, strict=False):
-            _fill(stage, at, job.plan, *span)
-    stage.wait()
+    copies: defaultdict[torch.device, list[FromDevice]] = defaultdict(list)
+    for span, at in zip(job.spans, job.starts, strict=False):
+        _fill(stage, at, job.plan, *span, copies)
+    for device, queued in copies.items():
+        stage.queue(device).from_device(queued)
     return job
 
 
@@ -159,8 +155,16 @@ def _put(table: bytearray, block_bytes: int, job: _Job, stage: Stage) -> None:
         job.file.write(stage.bytes, job.op.offset, job.op.nbytes)
 
 
-def _fill(stage: Stage, at: int, plan: ShardPlan, source: int, start: int, nbytes: int) -> None:
-    """Puts one span at byte ``at`` of ``stage``; from a device, the copy is queued on its stream."""
+def _fill(
+    stage: Stage,
+    at: int,
+    plan: ShardPlan,
+    source: int,
+    start: int,
+    nbytes: int,
+    copies: Mapping[torch.device, list[FromDevice]],
+) -> None:
+    """Puts one span at byte ``at`` of ``stage``. What comes from a device is added to the ``copies`` from there."""
     if source == FILLER:
         stage.bytes[at : at + nbytes] = 0
         return
@@ -172,11 +176,11 @@ def _fill(stage: Stage, at: int, plan: ShardPlan, source: int, start: int, nbyte
     assert data is not None, "a fragment without data cannot be written"
     if isinstance(data, FileSpan):
         read_from(data.path, data.offset + start, stage.bytes[at : at + nbytes])
-    elif data.is_cpu:
+        return
+    assert data.numel() == fragment.stop - fragment.start, "a fragment's data are its elements"
+    assert data.is_contiguous(), "a fragment's data lie in order"
+    if data.is_cpu:
         # By address: to make views of many small tensors would take longer than to copy them.
-        assert data.numel() == fragment.stop - fragment.start, "a fragment's data are its elements"
-        assert data.is_contiguous(), "a fragment's data lie in order"
         ctypes.memmove(stage.address + at, data.data_ptr() + start, nbytes)
     else:
-        queued = data.get_device() == torch.cuda.current_device()  # as in Sinks.put
-        stage.tensor[at : at + nbytes].copy_(byte_tensor(data)[start : start + nbytes], non_blocking=queued)
+        copies[data.device].append(FromDevice(at, byte_tensor(data)[start : start + nbytes]))

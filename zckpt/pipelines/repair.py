@@ -30,8 +30,9 @@ from zckpt.format.digest import DIGEST_BYTES, block_count, blocks, digest
 from zckpt.format.rules import broken
 from zckpt.io.budget import Budget
 from zckpt.io.lock import WriteLock
-from zckpt.io.memory import PAGE_BYTES, staging_for
+from zckpt.io.memory import PAGE_BYTES
 from zckpt.io.read import ReadFile, read_op
+from zckpt.io.staging import host_staging
 from zckpt.io.store import open_store
 from zckpt.pipelines.gc import leftovers
 from zckpt.pipelines.open import StrPath, open_checkpoint
@@ -286,7 +287,7 @@ def compute_tables(
         rank: bytearray(DIGEST_BYTES * sum(file.block_count(block_bytes) for file in own))
         for rank, own in files.items()
     }
-    staging = staging_for(budget.batch_bytes(block_bytes), None)
+    staging = host_staging(budget.batch_bytes(block_bytes))
 
     def put(rank: int, block: int, data: Bytes | bytes) -> None:
         tables[rank][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES] = digest(data)
@@ -316,10 +317,8 @@ def compute_tables(
                 visit = partial(look, rank, first_blocks[rank][op.file], op)
                 yield partial(read_op, reader, op, source, staging, budget.direct, visit)
 
-    try:
+    with staging.work():
         budget.run(reads())
-    finally:
-        staging.rest()
     return {rank: bytes(table) for rank, table in tables.items()}
 
 
@@ -372,7 +371,7 @@ def _put(
 def _copy(reader: Reader, store: Store, found: FoundSave, budget: Budget) -> None:
     """All data files, durable."""
     batch_bytes = budget.batch_bytes(PAGE_BYTES)
-    staging = staging_for(batch_bytes, None)
+    staging = host_staging(batch_bytes)
 
     def copy(file: FoundFile) -> None:
         path = file.header.shard.path
@@ -391,10 +390,8 @@ def _copy(reader: Reader, store: Store, found: FoundSave, budget: Budget) -> Non
 
     for rank in found.files:
         store.make_directories(names.rank_dir(found.save_id, rank))
-    try:
+    with staging.work():
         budget.run([partial(copy, file) for own in found.files.values() for file in own])
-    finally:
-        staging.rest()
     for rank in found.files:
         store.sync_names(names.rank_dir(found.save_id, rank))
 

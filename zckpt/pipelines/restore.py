@@ -431,8 +431,10 @@ def _fill(plan: _RestorePlan, rank: int | None, verify: bool | None, progress: P
     checkpoint, sources = plan.checkpoint, plan.sources
     nbytes = sum((f.stop - f.start) * sources[f.key].dtype.itemsize for f in plan.wanted if f.key in sources)
     wait_for_caller(plan.adapter.devices)
+    staging = checkpoint.staging(plan.adapter.devices)
     with (
         _changing_the_engine(checkpoint),
+        staging.kept(),
         reported(progress, "restore", nbytes) as advance,
         closing(plan.adapter.fill(plan.wanted)) as batches,
     ):
@@ -446,7 +448,7 @@ def _fill(plan: _RestorePlan, rank: int | None, verify: bool | None, progress: P
                     continue
                 span = Span(fragment.start, fragment.stop, 0)
                 wants.append(Want(info, [span], fragment.data))
-            checkpoint.read(wants, rank=rank, verify=verify, advance=advance)
+            checkpoint.read(wants, rank=rank, verify=verify, advance=advance, staging=staging)
 
 
 def _set_state(plan: _RestorePlan, rng: bool) -> None:

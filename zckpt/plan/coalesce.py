@@ -12,6 +12,8 @@ from zckpt.format.index import ragged, runs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from zckpt.format.index import Ints
     from zckpt.plan.reshard import Extents
 
@@ -45,6 +47,34 @@ class ReadOp:
     offset: int
     nbytes: int
     segments: Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Bytes of a read and where they go, as int64 columns: ``nbytes`` from byte ``start`` of the read on, to byte
+    ``target`` of sink ``sink``."""
+
+    start: Ints
+    nbytes: Ints
+    sink: Ints
+    target: Ints
+
+
+def joined_copies(segments: Segments, wanted: NDArray[np.bool_]) -> Copies:
+    """The copies to sinks that are ``wanted``, by sink; what adjacent segments bring to adjacent bytes of one sink is
+    one copy."""
+    segment = np.repeat(np.arange(len(segments.nbytes)), segments.copies)
+    at = (np.cumsum(segments.nbytes) - segments.nbytes)[segment] + segments.source
+    order = np.lexsort((at, segments.sink))
+    order = order[wanted[segments.sink[order]]]
+    start, nbytes, sink, target = (
+        column[order] for column in (at, segments.copy_bytes, segments.sink, segments.target)
+    )
+    begins = np.ones(len(order), bool)
+    begins[1:] = (sink[1:] != sink[:-1]) | (start[1:] != start[:-1] + nbytes[:-1])
+    begins[1:] |= target[1:] != target[:-1] + nbytes[:-1]
+    first = np.flatnonzero(begins)
+    return Copies(start[first], np.add.reduceat(nbytes, first) if len(first) else nbytes, sink[first], target[first])
 
 
 def plan_reads(

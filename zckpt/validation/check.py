@@ -19,8 +19,8 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.index import check_claims, spans
 from zckpt.format.names import digests_path, index_path, piece_name, split_piece_name
 from zckpt.format.rules import broken
-from zckpt.io.memory import staging_for
 from zckpt.io.read import ReadFile, check_block, read_op
+from zckpt.io.staging import host_staging
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import file_extents
 from zckpt.progress import Progress, reported
@@ -87,7 +87,7 @@ class _Check:
         self.findings: list[Finding] = []
         self.values = Values({})
         self._data, self._deep = level != "structure", level == "deep"
-        self._staging = staging_for(checkpoint.batch_bytes, None)
+        self._staging = host_staging(checkpoint.batch_bytes)
         self._lock = threading.Lock()
 
     @property
@@ -107,10 +107,8 @@ class _Check:
             self.values = Values(_derived(self.manifest, rows))
         # A rank's headers are parsed while another one's data is being read
         units = (self._unit(rows, *unit, advance) for unit in self.share.units(world_size))
-        try:
+        with self._staging.work():
             self.checkpoint.budget.run(chain.from_iterable(units))
-        finally:
-            self._staging.rest()
         if self._data and rows is not None:
             own = [rank for rank, k, _ in self.share.units(world_size) if k == 0]
             self._note(*_failures(*(partial(self.checkpoint.rank_state, rank) for rank in own)))

@@ -1,0 +1,338 @@
+"""How bytes come to a device and from it, on the simulated accelerator: in which order, in how many copies, and in how
+much pinned memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+import accelerator
+import zckpt
+from states import fragment, write_state
+from zckpt.io import staging
+from zckpt.io import write as io_write
+from zckpt.io.local import LocalReader, NewFile
+from zckpt.io.pipeline import Snapshot
+from zckpt.pipelines.write import begin_write, write_rank
+from zckpt.plan.layout import plan_shards
+from zckpt.transfer import devices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from zckpt.plan.layout import ShardPlan
+
+KIB, MIB = 1 << 10, 1 << 20
+BLOCK_BYTES = 64 * KIB
+ONE_THREAD = zckpt.Budget(2 * MIB, 1)
+"""With buffers of 15 blocks."""
+LARGE = {"a": (700_001,), "b": (3, 5), "c": (1100, 1000)}
+SMALL = {f"layer.{number}": (number % 7 + 1, 50) for number in range(400)}
+SAVE_ID = "0" * 16
+
+pytestmark = pytest.mark.sim
+
+
+def write(path: Path, shapes: Mapping[str, tuple[int, ...]], ranks: int = 1) -> dict[str, torch.Tensor]:
+    write_state(path, ranks, shapes, parts=["master"], block_bytes=BLOCK_BYTES)
+    loaded = zckpt.open(path).load()
+    forget()
+    return loaded
+
+
+def forget() -> None:
+    """From here on, what the test asks for is counted."""
+    for device in ("sim:0", "sim:1"):
+        torch.zeros(1, device=device)
+        assert devices.has_streams(torch.device(device))
+    accelerator.reset()
+
+
+def same(loaded: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    return loaded.keys() == expected.keys() and all(torch.equal(loaded[key].cpu(), expected[key]) for key in expected)
+
+
+def to_devices() -> list[accelerator.Operation]:
+    return [copy for copy in accelerator.copies() if copy.name == "host to device"]
+
+
+def to_host() -> list[accelerator.Operation]:
+    """Without the byte by which a device is tried."""
+    return [copy for copy in accelerator.copies() if copy.name == "device to host" and copy.nbytes > 1]
+
+
+@contextmanager
+def marked(**functions: tuple[object, str]) -> Iterator[None]:
+    """Calls of these functions are marked in the order of events, each under the name it is given here."""
+    with ExitStack() as patches:
+        for text, (owner, name) in functions.items():
+            original = getattr(owner, name)
+
+            def call(*args: Any, text: str = text, original: Any = original) -> Any:
+                accelerator.mark(text)
+                return original(*args)
+
+            patches.enter_context(mock.patch.object(owner, name, call))
+        yield
+
+
+def ticks(text: str) -> list[int]:
+    return [mark.tick for mark in accelerator.marks() if mark.text == text]
+
+
+# To a device
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["past the page cache", "through it"])
+def test_the_next_read_begins_while_a_copy_is_under_way(tmp_path: Path, direct: bool) -> None:
+    """With one thread too. The host waits for a buffer once before it uses it again, not for each copy."""
+    tensors = write(tmp_path / "c", LARGE)
+    budget = zckpt.Budget(2 * MIB, 1, direct)
+    reading = {name: (LocalReader, name) for name in ("read_direct", "read_into")}
+    with marked(**reading), mock.patch.object(LocalReader, "is_cached", return_value=False):
+        loaded = zckpt.open(tmp_path / "c", budget=budget).load(device="sim")
+        reads, copies, waits = [*ticks("read_direct"), *ticks("read_into")], to_devices(), accelerator.waits()
+    assert same(loaded, tensors)
+    assert len(reads) > 5
+    assert not any(copy.waited for copy in copies)
+    for before, tick in itertools.pairwise(sorted(reads)):
+        last = [copy for copy in copies if copy.queued < tick][-1]
+        assert before < last.queued < tick < last.ran
+        assert len([wait for wait in waits if before < wait.ended < tick]) <= 1
+
+
+def test_large_tensors_are_copied_in_one_copy_for_each_read(tmp_path: Path) -> None:
+    tensors = write(tmp_path / "c", LARGE)
+    keys = ["master/a", "master/c"]
+    loaded = zckpt.open(tmp_path / "c", budget=ONE_THREAD).load(keys, device="sim:1")
+    copies, waits = accelerator.copies(), accelerator.waits()
+    assert same(loaded, {key: tensors[key] for key in keys})
+    copies = [copy for copy in copies if copy.nbytes > 1]
+    assert {(copy.name, copy.device) for copy in copies} == {("host to device", 1)}
+    assert sum(copy.nbytes for copy in copies) == sum(loaded[key].nbytes for key in keys)
+    assert len(copies) <= sum(loaded[key].nbytes for key in keys) // (14 * BLOCK_BYTES) + 1
+    assert len([wait for wait in waits if wait.what == "stream"]) <= len(copies) + 2
+
+
+def test_small_tensors_are_copied_together_and_cut_on_the_device(tmp_path: Path) -> None:
+    tensors = write(tmp_path / "c", SMALL, ranks=2)
+    loaded = zckpt.open(tmp_path / "c").load(device="sim")
+    copies, waits = to_devices(), accelerator.waits()
+    assert same(loaded, tensors)
+    assert len(copies) == 2  # one for each file
+    assert sum(copy.nbytes for copy in copies) == sum(tensor.nbytes for tensor in tensors.values())
+    assert len([wait for wait in waits if wait.what == "stream"]) == 2
+
+
+def test_the_dtype_is_converted_on_the_device(tmp_path: Path) -> None:
+    tensors = write(tmp_path / "c", LARGE | SMALL)
+    loaded = zckpt.open(tmp_path / "c").load(device="sim", dtype="bfloat16")
+    assert same(loaded, {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()})
+    assert not ticks("converted on the host")
+    assert sum(copy.nbytes for copy in to_devices()) == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_targets_on_the_host_and_on_several_devices_in_one_load(tmp_path: Path) -> None:
+    """Of other dtypes too. All that they were used for on any stream is done before."""
+    tensors = write(tmp_path / "c", LARGE | SMALL, ranks=3)
+    places = ["sim:0", "cpu", "sim:1"]
+    dtypes = [torch.float32, torch.float16]
+    out = {}
+    for number, (key, tensor) in enumerate(tensors.items()):
+        out[key] = torch.empty(tensor.shape, dtype=dtypes[number % 2], device=places[number % 3])
+        if not out[key].is_cpu:
+            with torch.Stream(out[key].device):
+                out[key].fill_(number)
+    loaded = zckpt.open(tmp_path / "c").load(out=out)
+    assert same(loaded, {key: tensors[key].to(out[key].dtype) for key in tensors})
+    assert all(loaded[key] is out[key] for key in out)
+
+
+def test_elements_that_are_out_of_line(tmp_path: Path) -> None:
+    """A slice begins at any element, so what is read with it does not begin with whole elements of a larger type."""
+    write_state(tmp_path / "c", 1, {"a": torch.arange(5000, dtype=torch.int16), "b": torch.arange(9)}, parts=["master"])
+    checkpoint = zckpt.open(tmp_path / "c")
+    for verify in (True, False):
+        for index in (slice(0, 5000), slice(1, 4000), slice(4999, 5000)):
+            loaded = checkpoint.load_slice("master/a", index, device="sim", dtype="int64", verify=verify)
+            assert torch.equal(loaded.cpu(), torch.arange(5000)[index])
+
+
+def test_pinned_memory_stays_within_the_budget_and_goes_back(tmp_path: Path) -> None:
+    tensors = write(tmp_path / "c", LARGE | SMALL)
+    for threads in (1, 3, 16):
+        for nbytes in (2 * MIB * threads, 256 * MIB):
+            accelerator.reset()
+            loaded = zckpt.open(tmp_path / "c", budget=zckpt.Budget(nbytes, threads)).load(device="sim")
+            counters = accelerator.counters()
+            assert same(loaded, tensors)
+            assert 0 < counters["pinned_bytes_max"] <= nbytes
+            assert counters["in_flight_bytes_max"] <= counters["pinned_bytes_max"]
+            assert counters["pinned_bytes_taken"] == counters["pinned_bytes_max"]  # all at once
+            assert counters["pinned_bytes"] == 0
+
+
+def test_no_more_is_pinned_than_is_needed(tmp_path: Path) -> None:
+    write(tmp_path / "c", SMALL)
+    zckpt.open(tmp_path / "c").load("master/layer.1", device="sim")
+    assert accelerator.counters()["pinned_bytes_max"] == 8 * MIB  # one buffer of the usual size
+
+
+def test_memory_is_pinned_once_for_many_loads(tmp_path: Path) -> None:
+    tensors = write(tmp_path / "c", SMALL)
+    budget = zckpt.Budget(8 * MIB, 2)
+    found = dict(zckpt.open(tmp_path / "c", budget=budget).iter("master/layer.1*", device="sim"))
+    assert same(found, {key: tensor for key, tensor in tensors.items() if key.startswith("master/layer.1")})
+    counters = accelerator.counters()
+    assert counters["pinned_bytes_taken"] == counters["pinned_bytes_max"] == 8 * MIB
+    assert counters["pinned_bytes"] == 0
+
+
+def test_streams_and_the_memory_that_belongs_to_them_are_used_again(tmp_path: Path) -> None:
+    write(tmp_path / "c", SMALL)
+    found = []
+    for _ in range(3):
+        accelerator.reset()
+        zckpt.open(tmp_path / "c").load(device="sim")
+        found.append(({copy.stream for copy in to_devices()}, accelerator.counters()["device_bytes_max"]))
+    assert found[1:] == found[:-1]
+
+
+def test_damage_is_found_and_no_copy_is_left_under_way(tmp_path: Path) -> None:
+    write(tmp_path / "c", LARGE)
+    checkpoint = zckpt.open(tmp_path / "c", budget=ONE_THREAD)
+    with (tmp_path / "c" / checkpoint["master/c"].files[0]).open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"\xff")
+    with pytest.raises(zckpt.DigestError, match="the data is damaged"):
+        checkpoint.load(device="sim")
+    assert len(to_devices()) > 5
+    assert all(copy.ran for copy in accelerator.copies())
+    checkpoint.load("master/b", device="sim")
+    assert accelerator.counters()["pinned_bytes"] == 0  # what the error kept went with it
+
+
+def test_a_device_without_streams(tmp_path: Path) -> None:
+    """Every copy is waited for, and no memory is pinned."""
+    tensors = write(tmp_path / "c", LARGE | SMALL)
+    devices.has_streams.cache_clear()
+    with mock.patch.object(torch, "Stream", side_effect=RuntimeError("there are none")):
+        loaded = zckpt.open(tmp_path / "c").load(device="sim")
+        assert same(loaded, tensors)
+        converted = zckpt.open(tmp_path / "c").load(device="sim", dtype="bfloat16")
+        write_state(tmp_path / "d", 2, {key.partition("/")[2]: tensor for key, tensor in loaded.items()})
+    devices.has_streams.cache_clear()
+    assert same(converted, {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()})
+    assert same(zckpt.open(tmp_path / "d").load("master/*"), tensors)
+    assert all(copy.waited for copy in accelerator.copies() if "host" in copy.name)
+    assert accelerator.counters()["pinned_bytes_max"] == 0
+
+
+# From a device
+
+
+def plans_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[ShardPlan, ...]:
+    begin_write(str(path), SAVE_ID)
+    fragments = [fragment("master", name, tensor, 0, tensor.numel()) for name, tensor in tensors.items()]
+    return plan_shards(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
+
+
+def written(path: Path, tensors: Mapping[str, torch.Tensor], budget: zckpt.Budget, **options: Any) -> bool:
+    """Whether what was written is what the tensors hold."""
+    plans = plans_of(path, tensors)
+    expected = b"".join(tensor.cpu().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values())
+    forget()
+    write_rank(str(path), SAVE_ID, plans, 0, budget, block_bytes=BLOCK_BYTES, **options)
+    (plan,) = plans
+    return (path / plan.shard.path).read_bytes()[len(plan.header) :] == expected
+
+
+def on_device(shapes: Mapping[str, tuple[int, ...]], device: str = "sim") -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(shape).to(device) for name, shape in shapes.items()}
+
+
+def test_what_is_read_from_a_device_is_digested_while_the_next_copy_is_under_way(tmp_path: Path) -> None:
+    """With one thread too: it waits for a copy only when it has nothing else to do."""
+    slow = mock.patch.object(devices.CopyQueue, "is_done", return_value=False)
+    with marked(digest=(io_write, "digest"), write=(NewFile, "write")), slow:
+        assert written(tmp_path / "c", on_device(LARGE), ONE_THREAD)
+    copies = to_host()
+    assert len(copies) > 5
+    assert not any(copy.waited for copy in copies)
+    for copy in copies[1:]:
+        for text in ("digest", "write"):
+            assert [tick for tick in ticks(text) if copy.queued < tick < copy.ran]
+
+
+def test_small_tensors_come_from_a_device_together(tmp_path: Path) -> None:
+    assert written(tmp_path / "c", tensors := on_device(SMALL, "sim:1"), zckpt.Budget())
+    copies, waits = to_host(), accelerator.waits()
+    (copy,) = [copy for copy in copies if not copy.waited]
+    assert copy.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert len([wait for wait in waits if wait.what == "stream"]) == 2  # for the copy, and in the end for all
+
+
+def test_large_tensors_come_from_a_device_as_they_are(tmp_path: Path) -> None:
+    tensors = on_device(LARGE)
+    assert written(tmp_path / "c", tensors, zckpt.Budget())
+    copies = [copy for copy in accelerator.copies() if not copy.waited]
+    assert {copy.name for copy in copies} == {"device to host"}
+    assert sum(copy.nbytes for copy in copies) == sum(tensor.nbytes for tensor in tensors.values())
+    assert max(copy.nbytes for copy in copies) <= 8 * MIB
+
+
+def test_fragments_on_the_host_and_on_several_devices_in_one_file(tmp_path: Path) -> None:
+    tensors = on_device(LARGE | SMALL)
+    for number, name in enumerate(tensors):
+        tensors[name] = tensors[name].to(["sim:0", "cpu", "sim:1"][number % 3])
+    assert written(tmp_path / "c", tensors, ONE_THREAD)
+
+
+def test_a_write_pins_no_more_than_the_budget_or_the_snapshot_has(tmp_path: Path) -> None:
+    """What it pins holds as much of the state as there is room for."""
+    tensors = on_device({f"large.{number}": (1_000_000,) for number in range(12)})
+    for threads in (1, 4, 16):
+        for snapshot_bytes in (0, 5 * MIB, 100 * MIB):
+            budget = zckpt.Budget(2 * MIB * threads, threads)
+            path = tmp_path / f"{threads}.{snapshot_bytes}"
+            assert written(path, tensors, budget, snapshot_bytes=snapshot_bytes)
+            counters = accelerator.counters()
+            room = max(snapshot_bytes, budget.nbytes)
+            arena_bytes = staging.Arena.within(budget, BLOCK_BYTES).nbytes
+            assert min(room, 48_000_000) - arena_bytes <= counters["pinned_bytes_max"] <= room
+            assert counters["pinned_bytes"] == 0
+
+
+def test_the_snapshot_is_whole_when_it_is_said_to_be(tmp_path: Path) -> None:
+    """Then the device's memory may change, though nothing of it is on the disk yet."""
+    tensors = on_device({f"{number}": (300_000,) for number in range(20)})
+    plans = plans_of(tmp_path / "c", tensors)
+    expected = [tensor.cpu() for tensor in tensors.values()]
+
+    class Watched(threading.Event):
+        def set(self) -> None:
+            with torch.Stream("sim"):
+                for tensor in tensors.values():
+                    tensor.zero_()
+                torch.accelerator.current_stream().synchronize()
+            super().set()
+
+    snapshot = Snapshot()
+    snapshot.taken = Watched()
+    write_rank(
+        str(tmp_path / "c"), SAVE_ID, plans, 0, ONE_THREAD,
+        block_bytes=BLOCK_BYTES, snapshot=snapshot, snapshot_bytes=64 * MIB,
+    )  # fmt: skip
+    assert snapshot.taken.is_set()
+    content = (tmp_path / "c" / plans[0].shard.path).read_bytes()
+    assert content[len(plans[0].header) :] == b"".join(tensor.numpy().tobytes() for tensor in expected)
