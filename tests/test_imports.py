@@ -26,7 +26,7 @@ ALLOWED = {
     "plan": {"errors", "format", "state"},
     "io": BELOW_IO | {"torch_dtypes"},
     "engines": {"errors", "state", "torch_dtypes", "transfer"},
-    "testing": {"errors", "state", "engines"},
+    "testing": {"errors", "state", "engines", "transfer"},
     "background": {"errors", "io"},
     "progress": set(),
     "contents": BELOW_IO | {"torch_dtypes", "io"},

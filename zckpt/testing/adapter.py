@@ -13,6 +13,7 @@ from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name
 from zckpt.errors import FormatError, UnsupportedError
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, Fragment, Inventory
+from zckpt.transfer.devices import devices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterator
@@ -45,7 +46,8 @@ class ReferenceAdapter:
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        return frozenset({self._engine.device})
+        own = (tensor for tensors in self._engine.tensors.values() for tensor in tensors.values())
+        return frozenset({self._engine.device, *devices_of(own)})
 
     @property
     def parts(self) -> tuple[str, ...]:
