@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,8 @@ def _nvme(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if sys.platform != "linux" and (item.get_closest_marker("linux") or "cluster" in getattr(item, "fixturenames", ())):
+        pytest.skip("needs Linux")
     if item.get_closest_marker("gpu"):
         import torch
 

@@ -68,11 +68,13 @@ def check_flips(written: Written, file: Path, bits: Iterable[int]) -> int:
         sound = opened.read()
         for bit in bits:
             at = bit // 8
-            os.pwrite(opened.fileno(), bytes([sound[at] ^ 1 << bit % 8]), at)
+            opened.seek(at)
+            opened.write(bytes([sound[at] ^ 1 << bit % 8]))
             assert not zckpt.validate(written.path).ok, f"bit {bit} of {file}"
             if at >= header or at % 16 == 0:
                 assert is_refused(written.path) == (at >= header), f"bit {bit} of {file}"
-            os.pwrite(opened.fileno(), sound[at : at + 1], at)
+            opened.seek(at)
+            opened.write(sound[at : at + 1])
             count += 1
     assert zckpt.validate(written.path).ok
     return count

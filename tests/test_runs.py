@@ -64,11 +64,11 @@ def test_a_directory_of_checkpoints_lists_them(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     text = said(tmp_path)
     assert "newest first: s7, s6, s5, s4, s3 and 3 more" in text
-    (tmp_path / "latest").write_text("gone\n")
+    (tmp_path / "latest").write_bytes(b"gone\n")
     text = said(tmp_path)
     assert "L001" in text
     assert "newest first: s7, s6, s5, s4, s3 and 3 more" in text
-    (tmp_path / "latest").write_text("../gone\n")
+    (tmp_path / "latest").write_bytes(b"../gone\n")
     assert "newest first: s7, s6, s5, s4, s3 and 3 more" in said(tmp_path, FormatError)
 
 
@@ -107,7 +107,7 @@ def test_checkpoints_in_directories_of_a_run(tmp_path: Path) -> None:
     write(tmp_path / "other", "s3", latest=True)
     (tmp_path / "epoch0" / "link").symlink_to(tmp_path / "other" / "s3")
     assert "no checkpoint is here" in said(tmp_path)
-    (tmp_path / "latest").write_text("epoch2/s1\n")
+    (tmp_path / "latest").write_bytes(b"epoch2/s1\n")
     assert "newest first: epoch1/half/s2, epoch0/s1\n" in said(tmp_path) + "\n"
     assert runs.run_of(str(tmp_path / "epoch1" / "half" / "s2")) == str(tmp_path)
     assert runs.run_of(str(tmp_path / "other" / "s3")) == str(tmp_path / "other")

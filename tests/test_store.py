@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
+import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
 
+import zckpt
 from faults import faulty
+from states import write_state
 from store_contract import StoreContract
+from zckpt.io import local_store
 from zckpt.io.local_store import LocalStore
 from zckpt.io.store import open_store
 
@@ -27,6 +34,7 @@ class TestLocalStore(StoreContract):
         return LocalStore(str(tmp_path / "run" / "c"))
 
 
+@pytest.mark.linux
 class TestLocalStoreInMemory(StoreContract):
     @pytest.fixture
     def store(self) -> Iterator[Store]:
@@ -47,3 +55,59 @@ class TestFaultyStoreWithoutFaults(StoreContract):
         with faulty() as operations:
             yield open_store(str(tmp_path / "run" / "c"))
         assert operations.done
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL])
+def test_a_file_system_without_links(tmp_path: Path, number: int) -> None:
+    """They say it in many ways."""
+    store = LocalStore(str(tmp_path))
+    with mock.patch("os.link", side_effect=OSError(number, "no links here")):
+        assert store.claim("lock", b"mine")
+        assert not store.claim("lock", b"yours")
+    assert (tmp_path / "lock").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_that_syncs_no_directories(tmp_path: Path, number: int) -> None:
+    with only_directories_fail_to_sync(number):
+        write_state(tmp_path / "run" / "c", 1, {"w": (2,)})
+    assert zckpt.validate(tmp_path / "run" / "c").ok
+
+
+def test_a_directory_that_could_not_be_synced_is_an_error(tmp_path: Path) -> None:
+    with only_directories_fail_to_sync(errno.EIO), pytest.raises(zckpt.StorageError, match="cannot fsync"):
+        LocalStore(str(tmp_path)).make_directories("a")
+
+
+@contextmanager
+def only_directories_fail_to_sync(number: int) -> Iterator[None]:
+    if sys.platform != "linux":
+        pytest.skip("they are not synced here, or not by fsync")
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(fd)
+
+    with mock.patch("os.fsync", fsync):
+        yield
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="simulates Windows")
+def test_a_rename_waits_for_readers_on_windows(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path))
+    store.put("a", b"old")
+    real, refused = os.replace, iter([PermissionError(errno.EACCES, "somebody reads it")] * 3)
+
+    def replace(old: str, new: str) -> None:
+        for error in refused:
+            raise error
+        real(old, new)
+
+    with mock.patch("os.replace", replace), mock.patch("sys.platform", "win32"):
+        with mock.patch.object(local_store, "READ_SECONDS_MAX", 0), pytest.raises(zckpt.StorageError, match="rename"):
+            store.replace("a", b"new")
+        assert store.reader().read("a", 0, 9) == b"old"
+        store.replace("a", b"new")
+    assert store.reader().read("a", 0, 9) == b"new"

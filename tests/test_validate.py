@@ -214,6 +214,7 @@ def test_a_launcher_s_ranks_validate_together(cluster: Cluster, tmp_path: Path) 
     assert second == (0, ""), "rank 0 prints"
 
 
+@pytest.mark.linux
 def test_bounded_memory(tmp_path: Path) -> None:
     """Not one file, however large, is ever held."""
     numel = 40 << 20

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 BINARY: int = getattr(os, "O_BINARY", 0)
 """For opening a file: on Windows, so that its bytes come as they are."""
-IDLE_FILES_MAX = 0 if sys.platform == "win32" else 64
-"""Files that a reader keeps open between two reads. On Windows nobody could replace or remove them meanwhile."""
+IDLE_FILES_MAX = 64 if linux.POSITIONAL else 0
+"""Files that a reader keeps open between two reads. Without positional reads, a process that was forked would move the
+position of its parent's files; and on Windows nobody could replace or remove them meanwhile."""
 NAME_SURROGATE = 0x20000000
 """Of Windows: this bit of a reparse point's tag says that it leads elsewhere, as symbolic links and junctions do."""
 STEPS = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from zckpt.io.local import BINARY, LocalReader, NewFile, is_impossible_name, is_
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+READ_SECONDS_MAX = 5.0
+"""A reader has a manifest, a lock or a `latest` open for less than this."""
 _UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 """How file systems say that they do not have what was asked for."""
 _NO_SYNC = _UNKNOWN | {errno.EBADF}
@@ -128,7 +131,7 @@ class LocalStore:
 
     def commit(self, path: str, prepared: str) -> None:
         try:
-            os.replace(self._full(prepared), self._full(path))
+            _once_nobody_reads(lambda: os.replace(self._full(prepared), self._full(path)))
         except OSError as error:
             raise from_os_error(error, "rename", self._full(prepared)) from error
         _fsync_directory(os.path.dirname(self._full(path)))
@@ -164,7 +167,7 @@ class LocalStore:
         # Whoever moves it away has it alone: of those who do so at the same time, all but one find nothing.
         taken = self._full(temporary(path))
         try:
-            os.rename(self._full(path), taken)
+            _once_nobody_reads(lambda: os.rename(self._full(path), taken))
             found = Path(taken).read_bytes()
             if found != data:  # a third one may be as quick: then the holder will notice before it commits
                 self._put_where_none_is(path, found, taken)
@@ -230,6 +233,19 @@ class LocalStore:
 
     def _full(self, path: str) -> str:
         return os.path.join(self.root, path) if path else self.root
+
+
+def _once_nobody_reads(rename: Callable[[], None]) -> None:
+    """On Windows, a file that somebody is reading, or that a virus scanner looks at, can be neither moved nor replaced:
+    there it is tried for as long as that may take."""
+    deadline = time.monotonic() + (READ_SECONDS_MAX if sys.platform == "win32" else 0)
+    while True:
+        try:
+            return rename()
+        except PermissionError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.001)
 
 
 def _fsync_directory(path: str) -> None:
