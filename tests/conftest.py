@@ -75,7 +75,8 @@ def _nvme(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if sys.platform != "linux" and (item.get_closest_marker("linux") or "cluster" in getattr(item, "fixturenames", ())):
+    wants_linux = any(map(item.get_closest_marker, ("linux", "sim"))) or "cluster" in getattr(item, "fixturenames", ())
+    if wants_linux and sys.platform != "linux":
         pytest.skip("needs Linux")
     if item.get_closest_marker("gpu"):
         import torch
