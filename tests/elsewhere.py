@@ -60,13 +60,6 @@ def of_zckpt(call: Callable[..., Any], instead: Callable[..., Any]) -> Callable[
     return called
 
 
-def refused(number: int) -> Callable[..., Any]:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return refuse
-
-
 def never(*args: object, **kwargs: object) -> None:
     raise AssertionError(f"called with {args} {kwargs}, as it must not be on {SYSTEM}")
 
@@ -107,15 +100,25 @@ def become_macos() -> None:
     fcntl.F_FULLFSYNC = F_FULLFSYNC  # type: ignore[attr-defined]
     real_fcntl, real_fsync = fcntl.fcntl, os.fsync
 
+    unsynced: set[int] = set()
+
     def full_sync(fd: int, command: int) -> None:
         assert command == F_FULLFSYNC
-        if stat.S_ISDIR(os.fstat(fd).st_mode):
+        if stat.S_ISDIR(os.fstat(fd).st_mode) or fd % 3 == 0:  # as by a file system that cannot
+            unsynced.add(fd)
             raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        real_fsync(fd)
+
+    def sync(fd: int) -> None:
+        assert fd in unsynced, "F_FULLFSYNC was not tried"
+        unsynced.discard(fd)
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         real_fsync(fd)
 
     fcntl.fcntl = of_zckpt(real_fcntl, full_sync)  # type: ignore[assignment]
     fcntl.ioctl = of_zckpt(fcntl.ioctl, never)  # type: ignore[assignment]
-    os.fsync = of_zckpt(real_fsync, refused(errno.EINVAL))  # after F_FULLFSYNC, for directories alone
+    os.fsync = of_zckpt(real_fsync, sync)
 
 
 def become_windows() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import shutil
 import stat
 import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -18,7 +20,7 @@ import zckpt
 from faults import faulty
 from states import write_state
 from store_contract import StoreContract
-from zckpt.io import local_store
+from zckpt.io import linux, local, local_store
 from zckpt.io.local_store import LocalStore
 from zckpt.io.store import open_store
 
@@ -111,3 +113,33 @@ def test_a_rename_waits_for_readers_on_windows(tmp_path: Path) -> None:
         assert store.reader().read("a", 0, 9) == b"old"
         store.replace("a", b"new")
     assert store.reader().read("a", 0, 9) == b"new"
+
+
+def test_without_positional_reads_each_goes_on_where_the_last_one_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the system gives a few bytes at once, as it may."""
+
+    class Few(io.FileIO):
+        def readinto(self, view: Any) -> int:
+            return super().readinto(memoryview(view)[:7])
+
+    data = bytes(range(100))
+    (tmp_path / "a").write_bytes(data)
+    monkeypatch.setattr(linux, "POSITIONAL", False)
+    views = [memoryview(bytearray(nbytes)) for nbytes in (0, 5, 20, 0, 30)]
+    with mock.patch.object(local.io, "FileIO", Few):
+        assert LocalStore(str(tmp_path)).reader().read_into("a", views, 13) == 55
+    assert b"".join(views) == data[13:68]
+
+
+def test_what_was_read_can_be_replaced_and_removed(tmp_path: Path) -> None:
+    """On Windows too, where that cannot be done to an open file, though the checkpoint is open."""
+    paths = [tmp_path / "c", tmp_path / "other"]
+    checkpoints = [zckpt.open(write_state(path, 1, {"w": (2,)}).path) for path in paths]
+    for checkpoint in checkpoints:
+        assert checkpoint.load()
+        assert zckpt.validate(checkpoint.path).ok
+    os.replace(paths[0] / "manifest.msgpack", paths[1] / "manifest.msgpack")
+    for path in paths:
+        shutil.rmtree(path)
