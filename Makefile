@@ -4,7 +4,7 @@
 # make test-crash  writes killed at every operation and at 300 random times, 50,000 losses of power (half an hour)
 # make test-versions  some of the tests with every DeepSpeed version that zckpt is meant for
 # make bench     every comparison with the limit of the machine and with others; results in bench/results
-# make bench-gpu  loading to a GPU, with the loaders that are made for it
+# make bench-gpu  loading to a GPU, with the loaders that are made for it, and writing from it
 # make fuzz      random input to every parser and to whole checkpoints, FUZZ_SECONDS (60) for each
 # make setup     what the tests need; every target sets up for itself what it needs
 # make bench-index  size and speed of the index at 1024 ranks
@@ -77,6 +77,7 @@ bench: setup $(PLOTS)
 bench-gpu: setup $(PLOTS)
 	@$(PIP) install 'fastsafetensors>=0.5' 'instanttensor>=0.2' runai-model-streamer
 	@$(PY) bench/load_to_gpu.py $(BENCH)
+	@$(PY) bench/write_from_gpu.py $(BENCH)
 	@$(PY) bench/report.py
 
 bench-index: $(SETUP)

@@ -5,8 +5,12 @@
 
 The same fp32 tensors, in zckpt's files and in one safetensors file; loaders that are not installed are left out. Of
 these versions, all give tensors that own their memory. Cold: the files are dropped from the page cache; cached: they
-were read just before. The limit: one copy of as many bytes from pinned memory that stays the same. zckpt checks
-digests, the others check nothing; so once more without.
+were read just before. The limits: one copy of as many bytes from pinned memory that stays the same, and direct reads
+of as many bytes into memory that stays the same. zckpt checks digests, the others check nothing; so once more without,
+and once by GPUDirect Storage where there is kvikio and a driver for it.
+
+Overlap: 1 if a cold load takes no longer than the longer one of both limits, 0 if it takes as long as one after the
+other.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ import statistics
 import sys
 from functools import partial
 from typing import TYPE_CHECKING
+from unittest import mock
 
+import safetensors
 import safetensors.torch
 import torch
 
@@ -24,10 +30,12 @@ import zckpt
 from common import (
     MIB,
     Contestant,
+    Raw,
     Result,
     bring_into_cache,
     cut,
     drop_from_cache,
+    files_of,
     interleaved,
     make_state,
     parse_options,
@@ -37,15 +45,16 @@ from common import (
     write_checkpoint,
 )
 from peers import safetensors_save
+from zckpt.io import gpudirect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from peers import Tensors
 
 PINNED_BYTES = 256 * MIB
-LIMIT = "copy from pinned memory"
+COPY, READ = "copy from pinned memory", "direct reads"
 
 
 def main(device: str = "cuda") -> None:
@@ -59,61 +68,82 @@ def main(device: str = "cuda") -> None:
         ours, theirs = directory / "checkpoint", directory / "safetensors"
         write_checkpoint(ours, cut(state))
         safetensors_save(state, theirs)
-        peers = {label: load for label, (package, load) in PEERS.items() if importlib.util.find_spec(package)}
+        peers = {label: load for label, (there, load) in PEERS.items() if there()}
         loads: dict[str, tuple[Path, Callable[[Path, str], Tensors]]] = {
             "zckpt": (ours, partial(load_ours, verify=True)),
             "zckpt, unverified": (ours, partial(load_ours, verify=False)),
             **{label: (theirs, load) for label, load in peers.items()},
         }
+        if gpudirect.serves(torch.device(device)):
+            loads["zckpt, GPUDirect Storage"] = (ours, partial(load_ours, verify=False, direct=True))
         for label, (path, load) in loads.items():
             found = load(path, device)
             assert found.keys() == state.keys(), label
             assert all(torch.equal(found[key].cpu(), tensor) for key, tensor in state.items()), label
             del found
+        raw = Raw()
         for group, prepare in (("cold", drop_from_cache), ("cached", bring_into_cache)):
             contestants = []
             for label, (path, load) in loads.items():
                 action = partial(finished, load, path, device)
                 contestants.append(Contestant(label, action, partial(prepare, path), partial(drop_from_cache, path)))
-            contestants.append(Contestant(LIMIT, pinned_copy(nbytes, device)))
+            contestants.append(Contestant(COPY, pinned_copy(nbytes, device)))
+            if group == "cold":
+                contestants.append(Contestant(READ, partial(raw.read, files_of(ours))))
             seconds = interleaved(contestants, options.runs)
             result.add(seconds, nbytes, group)
             best = min(peers, key=lambda label: statistics.median(seconds[label]))
             result.at_least(
                 f"load to a GPU, {group}, against the best peer ({best})", speedup(seconds, "zckpt", best), 1
             )
+            if group == "cold":
+                result.at_least("share of overlap of reads and copies", overlap(seconds), 0.9, "")
         result.at_least(
-            "load to a GPU, cached, against a copy from pinned memory", speedup(seconds, "zckpt", LIMIT), 0.8
+            "load to a GPU, cached, against a copy from pinned memory", speedup(seconds, "zckpt", COPY), 0.8
         )
     result.finish()
 
 
+def overlap(seconds: Mapping[str, Sequence[float]]) -> float:
+    """Of the median round. More than 1 if the load is faster than the reads of the limit."""
+    rounds = zip(seconds["zckpt"], seconds[COPY], seconds[READ], strict=True)
+    return statistics.median((copy + read - load) / min(copy, read) for load, copy, read in rounds)
+
+
 def finished(load: Callable[[Path, str], Tensors], path: Path, device: str) -> Tensors:
     found = load(path, device)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device != "cpu":
+        torch.accelerator.synchronize()
     return found
 
 
 def pinned_copy(nbytes: int, device: str) -> Callable[[], None]:
-    pinned = torch.ones(min(PINNED_BYTES, nbytes), dtype=torch.uint8, pin_memory=device == "cuda")
+    pinned = torch.ones(min(PINNED_BYTES, nbytes), dtype=torch.uint8, pin_memory=device != "cpu")
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def copy() -> None:
         for part in target.split(len(pinned)):
             part.copy_(pinned[: len(part)], non_blocking=True)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        if device != "cpu":
+            torch.accelerator.synchronize()
 
     return copy
 
 
-def load_ours(path: Path, device: str, *, verify: bool) -> Tensors:
-    return zckpt.open(path).load("master/*", device=device, verify=verify)
+def load_ours(path: Path, device: str, *, verify: bool, direct: bool = False) -> Tensors:
+    """``direct``: by GPUDirect Storage, which is otherwise left out."""
+    with mock.patch.object(gpudirect, "serves", return_value=direct):
+        return zckpt.open(path).load("master/*", device=device, verify=verify)
 
 
 def load_safetensors(path: Path, device: str) -> Tensors:
     return safetensors.torch.load_file(path, device=device)
+
+
+def load_safetensors_prefetch(path: Path, device: str) -> Tensors:
+    with safetensors.safe_open(path, framework="pt", device=device, backend="pread") as file:
+        file.prefetch()
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  it is no dict
 
 
 def load_fastsafetensors(path: Path, device: str) -> Tensors:
@@ -139,12 +169,18 @@ def load_instanttensor(path: Path, device: str) -> Tensors:
         return dict(file.tensors())
 
 
-PEERS: dict[str, tuple[str, Callable[[Path, str], Tensors]]] = {
-    "safetensors": ("safetensors", load_safetensors),
-    "fastsafetensors": ("fastsafetensors", load_fastsafetensors),
-    "Run:ai streamer": ("runai_model_streamer", load_runai),
-    "InstantTensor": ("instanttensor", load_instanttensor),
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+PEERS: dict[str, tuple[Callable[[], bool], Callable[[Path, str], Tensors]]] = {
+    "safetensors": (partial(installed, "safetensors"), load_safetensors),
+    "safetensors, prefetch": (partial(hasattr, safetensors.safe_open, "prefetch"), load_safetensors_prefetch),
+    "fastsafetensors": (partial(installed, "fastsafetensors"), load_fastsafetensors),
+    "Run:ai streamer": (partial(installed, "runai_model_streamer"), load_runai),
+    "InstantTensor": (partial(installed, "instanttensor"), load_instanttensor),
 }
+"""Whether each is there, and how it loads."""
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ ORDER = (
     "memory_over_time",
     "limits",
 )
-ON_A_GPU = ("load_to_gpu",)
+ON_A_GPU = ("load_to_gpu", "write_from_gpu")
 IN_PICTURE = ("write_vs_raw", "write_vs_deepspeed", "write_vs_peers", "restore_vs_deepspeed", "load_vs_peers")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 NO_COMPARISONS = {"all", "common", "coverage", "index_scale", "peers", "report", "sampler", "training"}
-ON_A_GPU = {"load_to_gpu"}
+ON_A_GPU = {"load_to_gpu", "write_from_gpu"}
 NAMES = sorted({file.stem for file in BENCH.glob("*.py")} - NO_COMPARISONS - ON_A_GPU)
 
 
