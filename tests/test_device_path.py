@@ -221,6 +221,37 @@ def test_damage_is_found_and_no_copy_is_left_under_way(tmp_path: Path) -> None:
     assert accelerator.counters()["pinned_bytes"] == 0  # what the error kept went with it
 
 
+def test_an_interrupt_leaves_no_copy_under_way(tmp_path: Path) -> None:
+    write(tmp_path / "c", LARGE)
+    wait, interrupted = devices.CopyQueue.wait, []
+
+    def interrupted_once(queue: devices.CopyQueue) -> None:
+        if threading.current_thread() is threading.main_thread() and not interrupted:
+            interrupted.append(queue)
+            raise KeyboardInterrupt
+        wait(queue)
+
+    with mock.patch.object(devices.CopyQueue, "wait", interrupted_once), pytest.raises(KeyboardInterrupt):
+        zckpt.open(tmp_path / "c").load(device="sim")
+    assert len(to_devices()) > 1
+    assert all(copy.ran for copy in accelerator.copies())
+
+
+def test_memory_between_copies_belongs_to_their_stream(tmp_path: Path) -> None:
+    """The streams of the caller go on meanwhile, and what they have freed may still be in use there."""
+    tensors = write(tmp_path / "c", LARGE)
+    is_done = devices.CopyQueue.is_done
+
+    def meanwhile(queue: devices.CopyQueue) -> bool:
+        done = is_done(queue)
+        torch.accelerator.current_stream("sim").synchronize()
+        return done
+
+    with mock.patch.object(devices.CopyQueue, "is_done", meanwhile):
+        loaded = zckpt.open(tmp_path / "c", budget=ONE_THREAD).load(device="sim", dtype="bfloat16")
+    assert same(loaded, {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()})
+
+
 def test_a_device_without_streams(tmp_path: Path) -> None:
     """Every copy is waited for, and no memory is pinned."""
     tensors = write(tmp_path / "c", LARGE | SMALL)

@@ -144,9 +144,18 @@ class Staging:
         self._idle.appendleft(stage)  # it may still be in the processor's cache
 
     def _wait(self) -> None:
-        """Until all copies are done; those of others too."""
-        for stage in list(self._stages):
-            stage.wait()
+        """Until all copies are done; those of others too. An interrupt meanwhile is raised after that: the memory that
+        is copied to or from may be freed then."""
+        interrupts: list[KeyboardInterrupt] = []
+        left = list(self._stages)
+        while left:
+            try:
+                left[-1].wait()
+                left.pop()
+            except KeyboardInterrupt as error:  # raised below
+                interrupts.append(error)
+        if interrupts:
+            raise interrupts[0]
 
     def _make(self) -> list[Stage]:
         """More buffers; none where there may be no more."""
