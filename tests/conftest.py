@@ -26,6 +26,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Real ranks, with torch.distributed and DeepSpeed on the CPU: ``cluster.run(function, world_size, ...)``."""
+    accelerator.compiled()  # here, not in a rank, whose time is limited
     cluster = Cluster()
     yield cluster
     cluster.close()

@@ -48,6 +48,11 @@ def test_the_host_dies_where_it_touches_device_memory(cluster: Cluster, how: str
     assert outcome.signal == signal.SIGSEGV
 
 
+def test_other_tests_do_not_see_it() -> None:
+    with pytest.raises(RuntimeError, match="sim"):
+        torch.empty(1, device="sim")
+
+
 @pytest.mark.sim
 def test_torch_takes_it_for_the_machine_s_accelerator() -> None:
     assert torch.accelerator.is_available()
@@ -183,13 +188,16 @@ def test_freed_memory_is_used_again_on_its_stream_at_once(recorded: bool) -> Non
 
 
 @pytest.mark.sim
-def test_a_copy_between_devices_waits_for_both_of_their_streams() -> None:
+@pytest.mark.parametrize("first", ["sim:0", "sim:1"])
+def test_a_copy_between_devices_takes_its_turn_on_both(first: str) -> None:
     source, target = on("sim:0", KIB, 1), on("sim:1", KIB, 2)
     source.fill_(3)
     target.fill_(4)
     target.copy_(source)
+    source.fill_(5)
     with torch.Stream("sim:1"):
         assert set(target.tolist()) == {2}
+    torch.accelerator.current_stream(first).synchronize()
     assert set(target.tolist()) == {3}
 
 
@@ -217,6 +225,9 @@ def test_operators_are_queued_too() -> None:
         momentum.mul_(0.9).add_(gradient, alpha=0.1)
         weight.addcdiv_(momentum, gradient.square().sqrt().add_(1e-8), value=-0.1)
         torch._foreach_mul_([weight, momentum], 2.0)
+        factor = torch.tensor(3.0)
+        weight.mul_(factor)
+        factor.fill_(5.0)
         assert not accelerator.waits()
         results.append((weight.cpu(), momentum.cpu()))
     assert all(map(torch.equal, *results))
@@ -227,7 +238,10 @@ def test_operators_that_give_values_to_the_host() -> None:
     a, b = torch.arange(6, device="sim").view(2, 3), torch.randn(2, 3, device="sim")
     assert torch.equal(a, torch.tensor([[0, 1, 2], [3, 4, 5]], device="sim"))
     assert not torch.equal(a.float(), b)
+    accelerator.reset()
     assert a.sum().item() == 15
+    assert accelerator.waits()
+    assert not accelerator.copies()  # but the program's own
     assert torch.cat([a, a]).shape == (4, 3)
     assert torch.equal(torch.stack([b, b])[1].cpu(), b.cpu())
     assert "device='sim:0'" in repr(a)

@@ -21,6 +21,7 @@ from accelerator import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 DEVICE_TYPE = "sim"
 
@@ -66,11 +67,16 @@ class Mark(NamedTuple):
 
 @lru_cache(maxsize=1)
 def load() -> str:
-    """Makes the devices known to torch, in this process; compiles what has not been compiled. Returns their type,
-    "sim".
-    """
+    """Makes the devices known to torch, in this process. Returns their type, "sim"."""
     _sim()
     return DEVICE_TYPE
+
+
+def compiled() -> Path:
+    """The C++ module, which is compiled now if it has not been; by a process of its own, for the compiler loads it."""
+    if not build.built().exists():
+        subprocess.run([sys.executable, build.__file__], check=True)
+    return build.built()
 
 
 def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -83,9 +89,7 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _sim() -> Any:
     import torch
 
-    if not build.built().exists():
-        subprocess.run([sys.executable, build.__file__], check=True)
-    spec = importlib.util.spec_from_file_location(build.MODULE, build.built())
+    spec = importlib.util.spec_from_file_location(build.MODULE, compiled())
     assert spec is not None
     assert spec.loader is not None
     sim = importlib.util.module_from_spec(spec)

@@ -65,14 +65,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return torch_stream(current_stream(index_of(device)));
   }
 
-  c10::Stream getDefaultStream(Device device) const override {
-    return torch_stream({index_of(device), 0});
-  }
-
-  c10::Stream getStreamFromGlobalPool(Device device, bool) const override {
-    return getNewStream(device, 0);
-  }
-
   c10::Stream getNewStream(Device device, int) const override {
     return torch_stream({index_of(device), new_stream(index_of(device))});
   }
@@ -158,10 +150,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return exchange_device(device);
   }
 
-  Device getDeviceFromPtr(void* address) const override {
-    return torch_device(checked(device_of(address)));
-  }
-
   at::Allocator* getPinnedMemoryAllocator() const override {
     return &pinned_memory();
   }
@@ -198,12 +186,11 @@ Stream current_stream() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   namespace py = pybind11;
   sim::register_backend();
-  py::call_guard<py::gil_scoped_release> without_gil;
   module.attr("DEVICES") = sim::DEVICES;
   module.def("current_device", [] { return sim::current_stream().device; });
   module.def("set_device", [](int device) { sim::exchange_device(static_cast<c10::DeviceIndex>(device)); });
-  module.def("mark", sim::mark, without_gil);
-  module.def("reset", [] { sim::reset_log(); sim::reset_bytes(); }, without_gil);
+  module.def("mark", sim::mark);
+  module.def("reset", [] { sim::reset_log(); sim::reset_bytes(); });
   module.def("pinned_bytes", [] {
     sim::Bytes bytes = sim::pinned_bytes();
     return std::tuple(bytes.now, bytes.most, bytes.taken);
