@@ -13,10 +13,13 @@ from unittest import mock
 import pytest
 import torch
 
+import accelerator
 import zckpt
+from models import make_engine, train
 from states import same, same_all, write_state
 from test_background import slow
 from test_reference_engine import held
+from zckpt.engines import adapt
 from zckpt.io import gpudirect
 from zckpt.io.local import LocalReader
 from zckpt.testing import ReferenceEngine
@@ -24,6 +27,8 @@ from zckpt.testing import ReferenceEngine
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from cluster import Cluster
 
 KIB, MIB = 1 << 10, 1 << 20
 SHAPES = {"matrix": (1100, 1300), "vector": (63,), "one": (1,), "scalar": (), "empty": (0, 3)}
@@ -83,12 +88,18 @@ def assert_loaded(loaded: Mapping[str, torch.Tensor], expected: Mapping[str, tor
 
 
 @on_each
-@pytest.mark.parametrize("budget", [None, SMALL_BUFFERS], ids=["usual", "small buffers"])
-def test_device_tensors_come_back_as_they_were(kind: str, budget: zckpt.Budget | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("budget", "block_bytes"),
+    [(None, MIB), (SMALL_BUFFERS, 64 * KIB), (SMALL_BUFFERS, 2 * MIB)],
+    ids=["usual", "small buffers", "one buffer"],
+)
+def test_device_tensors_come_back_as_they_were(
+    kind: str, budget: zckpt.Budget | None, block_bytes: int, tmp_path: Path
+) -> None:
     for device in devices_of(kind):
         tensors = random_tensors(device)
         path = tmp_path / device
-        write_state(path, 3, tensors, parts=["master"], block_bytes=64 * KIB)
+        write_state(path, 3, tensors, parts=["master"], block_bytes=block_bytes)
         checkpoint = zckpt.open(path, budget=budget)
         for wanted in (*devices_of(kind), "cpu"):
             for loaded in (checkpoint.load(device=wanted), dict(checkpoint.iter(device=wanted))):
@@ -239,7 +250,9 @@ def test_a_write_is_of_the_state_at_the_call(kind: str, how: str, tmp_path: Path
             written = zckpt.write(engine, tmp_path / device, client_state=state, **WRITES[how])
             tokens.zero_()
             view.zero_()
+            torch.accelerator.synchronize(other)
             engine.train(2)
+            torch.accelerator.synchronize(device)
             if isinstance(written, zckpt.PendingWrite):
                 written.wait()
         assert zckpt.validate(tmp_path / device).ok
@@ -271,6 +284,27 @@ def test_state_on_its_way_to_host_memory_is_written(kind: str, tmp_path: Path) -
     assert {piece.tier for info in checkpoint.values() for piece in info.pieces} == {"host"}
     for key, tensor in checkpoint.load().items():
         assert same(tensor.reshape(expected[key].shape), expected[key])
+
+
+def write_deepspeed_state_on_its_way(path: str) -> None:
+    """Of a real engine on the CPU that has been told that it is on a device."""
+    engine = make_engine(stage=2)
+    train(engine, 1)
+    (master,) = engine.optimizer.single_partition_of_fp32_groups
+    values, buffer = master.detach().to("sim:1"), torch.zeros(7, device="sim:0")
+    expected = values.cpu()
+    engine.module.register_buffer("elsewhere", buffer)
+    with mock.patch.object(engine, "device", torch.device("sim:1")):
+        assert adapt(engine).devices == {torch.device("sim:0"), torch.device("sim:1")}
+        master.data = torch.zeros_like(master).pin_memory()
+        set_late(master.data, values)
+        zckpt.write(engine, path)
+    loaded = zckpt.open(path).load("master/*")
+    assert torch.equal(torch.cat([tensor.view(-1) for tensor in loaded.values()]), expected)
+
+
+def test_deepspeed_state_on_its_way_to_host_memory_is_written(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(accelerator.run, 1, write_deepspeed_state_on_its_way, str(tmp_path / "c"))
 
 
 @on_each

@@ -280,7 +280,8 @@ def test_scalars_that_differ_from_rank_to_rank_are_refused(cluster: Cluster, tmp
     assert not (tmp_path / "checkpoint").exists()
 
 
-@pytest.mark.parametrize(("device", "called"), [("cpu", True), ("meta", False)])
+@pytest.mark.sim
+@pytest.mark.parametrize(("device", "called"), [("cpu", True), ("sim", False)])
 def test_only_flats_in_host_memory_have_hidden_state(device: str, called: bool) -> None:
     """FusedAdam is another kernel on a device, and fails when it is given tensors in host memory."""
     calls = []
