@@ -17,7 +17,7 @@ from zckpt.errors import MismatchError
 from zckpt.format.digest import block_count, blocks
 from zckpt.format.index import Piece
 from zckpt.plan import coalesce
-from zckpt.plan.coalesce import plan_reads
+from zckpt.plan.coalesce import joined_copies, plan_reads
 from zckpt.plan.reshard import Extents, Span, StoredPieces, choose_copies, extents, slice_spans
 
 FILES = 3
@@ -122,6 +122,25 @@ def run(store: Store, ops: tuple[coalesce.ReadOp, ...], sinks: list[bytearray]) 
     return read
 
 
+def joined(
+    store: Store, ops: tuple[coalesce.ReadOp, ...], sinks: list[bytearray], wanted: list[bool]
+) -> list[bytearray]:
+    """What the joined copies bring to the sinks that are wanted. None of them could be joined with another one."""
+    found = [bytearray(len(sink)) for sink in sinks]
+    for op in ops:
+        copies = joined_copies(op.segments, np.array(wanted, bool))
+        data = store.contents[op.file][op.offset : op.offset + op.nbytes]
+        begins, ends = set(), set()
+        for start, nbytes, sink, target in np.stack(
+            [copies.start, copies.nbytes, copies.sink, copies.target], 1
+        ).tolist():
+            found[sink][target : target + nbytes] = data[start : start + nbytes]
+            begins.add((sink, start, target))
+            ends.add((sink, start + nbytes, target + nbytes))
+        assert not begins & ends
+    return found
+
+
 @given(st.data(), stores(), st.booleans(), st.integers(1, 5), st.integers(1, 4))
 def test_reads_give_what_indexing_gives(
     data: st.DataObject, store: Store, verify: bool, batch_blocks: int, segments_max: int
@@ -148,12 +167,15 @@ def test_reads_give_what_indexing_gives(
         )
     read = run(store, ops, sinks)
     assert sinks == expected
+    wanted = data.draw(st.lists(st.booleans(), min_size=len(sinks), max_size=len(sinks)))
+    expected = [sink if yes else bytes(len(sink)) for sink, yes in zip(sinks, wanted, strict=True)]
+    assert joined(store, ops, sinks, wanted) == expected
     assert all(op.nbytes <= batch_bytes and len(op.segments.nbytes) <= segments_max for op in ops)
     assert [(op.file, op.offset) for op in ops] == sorted((op.file, op.offset) for op in ops)
     assert all(times == 1 for times in read.values())
     assert all(((op.segments.block >= 0) == verify).all() for op in ops)
     if not verify:
-        assert len(read) == sum(map(len, expected))
+        assert len(read) == sum(map(len, sinks))
 
 
 @given(st.data(), stores(), st.booleans())

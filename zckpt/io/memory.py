@@ -135,9 +135,7 @@ class Sinks:
         if self.places[sink] >= 0:
             HOST_MEMORY[place : place + len(staged)] = staged
             return
-        values, dtype = torch.from_numpy(staged), self._stored[sink]
-        if values.data_ptr() % dtype.itemsize:
-            values = values.clone()  # behind smaller elements in a file that another writer has ordered
-        values = values.view(dtype)
+        dtype = self._stored[sink]
+        values = torch.from_numpy(staged).view(dtype)  # a stage begins with a page, so its elements lie in line
         first = start // dtype.itemsize
         self._targets[sink].detach().reshape(-1)[first : first + values.numel()].copy_(values)

@@ -96,8 +96,6 @@ class ToDevice(NamedTuple):
         stored = buffer[self.start : self.start + self.nbytes]
         if self.dtype == self.target.dtype:
             return self.target.view(torch.uint8), stored
-        if stored.storage_offset() % self.dtype.itemsize:
-            stored = stored.clone()  # behind smaller elements in a file that another writer has ordered
         return self.target, stored.view(self.dtype)
 
 
