@@ -244,14 +244,14 @@ def test_an_interrupt_leaves_no_copy_under_way(tmp_path: Path) -> None:
 def test_memory_between_copies_belongs_to_their_stream(tmp_path: Path) -> None:
     """The streams of the caller go on meanwhile, and what they have freed may still be in use there."""
     tensors = write(tmp_path / "c", LARGE)
-    is_done = devices.CopyQueue.is_done
+    wait = devices.CopyQueue.wait
 
-    def meanwhile(queue: devices.CopyQueue) -> bool:
-        done = is_done(queue)
+    def meanwhile(queue: devices.CopyQueue) -> None:
+        queue.is_done()  # which has its first copy done, and not the next ones
         torch.accelerator.current_stream("sim").synchronize()
-        return done
+        wait(queue)
 
-    with mock.patch.object(devices.CopyQueue, "is_done", meanwhile):
+    with mock.patch.object(devices.CopyQueue, "wait", meanwhile):
         loaded = zckpt.open(tmp_path / "c", budget=ONE_THREAD).load(device="sim", dtype="bfloat16")
     assert same(loaded, {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()})
 
@@ -335,8 +335,8 @@ def test_fragments_on_the_host_and_on_several_devices_in_one_file(tmp_path: Path
 
 def test_a_write_pins_no_more_than_the_budget_or_the_snapshot_has(tmp_path: Path) -> None:
     """What it pins holds as much of the state as there is room for."""
-    tensors = on_device({f"large.{number}": (1_000_000,) for number in range(12)})
-    for threads in (1, 4, 16):
+    tensors = on_device({f"large.{number}": (1_000_000,) for number in range(3)})
+    for threads in (1, 4):
         for snapshot_bytes in (0, 5 * MIB, 100 * MIB):
             budget = zckpt.Budget(2 * MIB * threads, threads)
             path = tmp_path / f"{threads}.{snapshot_bytes}"
@@ -344,7 +344,7 @@ def test_a_write_pins_no_more_than_the_budget_or_the_snapshot_has(tmp_path: Path
             counters = accelerator.counters()
             room = max(snapshot_bytes, budget.nbytes)
             arena_bytes = staging.Arena.within(budget, BLOCK_BYTES).nbytes
-            assert min(room, 48_000_000) - arena_bytes <= counters["pinned_bytes_max"] <= room
+            assert min(room, 12_000_000) - arena_bytes <= counters["pinned_bytes_max"] <= room
             assert counters["pinned_bytes"] == 0
 
 

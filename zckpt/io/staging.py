@@ -111,18 +111,15 @@ class Staging:
     def acquire(self) -> Stage:
         """A buffer for the caller alone, until it is released; the copies that were queued on it are done."""
         with self._changed:
-            while not (self._idle and self._idle[0].is_done()):
+            while not self._idle:
                 if made := self._make():
                     self._stages += made
-                    self._idle.extendleft(made)
-                elif self._idle:
-                    break
+                    self._idle += made
                 else:
                     self._changed.wait()
             stage = self._idle.popleft()
         stage.wake()
-        if not stage.is_done():
-            stage.wait()
+        stage.wait()
         return stage
 
     def release(self, stage: Stage) -> None:
