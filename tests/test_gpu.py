@@ -6,6 +6,8 @@ as zckpt returns. ``test_device_path.py`` has how the bytes go, and in how many 
 
 from __future__ import annotations
 
+import itertools
+import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -21,6 +23,7 @@ from test_background import slow
 from test_reference_engine import held
 from zckpt.engines import adapt
 from zckpt.io import gpudirect
+from zckpt.io import write as io_write
 from zckpt.io.local import LocalReader
 from zckpt.testing import ReferenceEngine
 
@@ -265,12 +268,24 @@ def test_a_write_is_of_the_state_at_the_call(kind: str, how: str, tmp_path: Path
         assert not same(values(engine)["master/matrix"], expected["master/matrix"])
 
 
+@on_each
+def test_client_state_on_a_device_that_the_engine_does_not_use(kind: str, tmp_path: Path) -> None:
+    tokens, view = torch.zeros(1000, device=kind), torch.zeros(100, 200, device=kind).t()
+    given = {"tokens": torch.rand(1000), "view": torch.rand(200, 100)}
+    torch.accelerator.synchronize(kind)
+    set_late(tokens, given["tokens"].pin_memory())
+    set_late(view, given["view"].pin_memory())
+    zckpt.write(ReferenceEngine(), tmp_path / "c", client_state={"tokens": tokens, "view": view})
+    assert same_all(zckpt.open(tmp_path / "c").state["client_state"], given)
+
+
 def offload(engine: ReferenceEngine, junk: bool = False) -> None:
     """As DeepSpeed's ``offload_states(non_blocking=True)``, with values on their way, or others than the engine's."""
     for own in engine.tensors.values():
         for name, tensor in own.items():
             own[name] = torch.zeros_like(tensor, device="cpu").pin_memory()
             set_late(own[name], torch.full_like(tensor, 7) if junk else tensor)
+    engine.beta_powers = engine.beta_powers.cpu()  # nothing is left on the device
 
 
 @on_each
@@ -334,6 +349,27 @@ def test_an_engine_holds_what_was_restored(kind: str, offloaded: bool, tmp_path:
             with torch.Stream(device):
                 other.train(2)
                 assert same_all(held(other), gone_on)
+
+
+@on_each
+def test_a_buffer_is_used_again_only_when_it_has_been_written(kind: str, tmp_path: Path) -> None:
+    """Of the first buffer that is full, it takes longer than of many others."""
+    put, full, others = io_write._put, itertools.count(), threading.Semaphore(0)
+
+    def put_late(*arguments: Any) -> None:
+        job = arguments[2]
+        if job.op.nbytes == MIB and next(full) == 0:
+            for _ in range(12):
+                others.acquire()
+        put(*arguments)
+        others.release()
+
+    engine = ReferenceEngine(SHAPES, device=kind)
+    with mock.patch("zckpt.io.write._put", put_late):
+        zckpt.write(engine, tmp_path / "c", budget=SMALL_BUFFERS)
+    expected = values(engine)
+    for key, tensor in zckpt.open(tmp_path / "c").load().items():
+        assert same(tensor.reshape(expected[key].shape), expected[key])
 
 
 @on_each
