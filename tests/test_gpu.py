@@ -26,6 +26,7 @@ from zckpt.io import gpudirect
 from zckpt.io import write as io_write
 from zckpt.io.local import LocalReader
 from zckpt.testing import ReferenceEngine
+from zckpt.transfer.devices import CopyQueue, ToDevice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -168,6 +169,22 @@ def test_loading_waits_for_what_the_memory_was_used_for(kind: str, tmp_path: Pat
         del scratch
         loaded = checkpoint.load("master/matrix", device=kind)
         assert_loaded(loaded, {"matrix": tensors["matrix"]})
+
+
+@pytest.mark.sim
+def test_a_queue_knows_whether_its_copies_are_done() -> None:
+    staged, target = (
+        torch.arange(100, dtype=torch.uint8).pin_memory(),
+        torch.zeros(100, dtype=torch.uint8, device="sim"),
+    )
+    torch.accelerator.synchronize()
+    queue = CopyQueue(staged, target.device)
+    assert queue.is_done()
+    queue.to_device([ToDevice(0, torch.uint8, target)])
+    assert not queue.is_done()
+    queue.wait()
+    assert queue.is_done()
+    assert torch.equal(target.cpu(), staged)
 
 
 @pytest.mark.gpu

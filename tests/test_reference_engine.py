@@ -124,3 +124,9 @@ def test_parts_and_trees_that_do_not_fit(tmp_path: Path) -> None:
     for state in ({"counters": {}}, {"optimizer": {"learning_rate": 1}}):
         with pytest.raises(zckpt.FormatError, match="is missing or not of type"):
             adapt(engine).check_state(state, None, (), ())
+
+
+def test_what_keeps_no_values_is_not_restored(tmp_path: Path) -> None:
+    path = zckpt.write(ReferenceEngine(), tmp_path / "c")
+    with pytest.raises(zckpt.MismatchError, match=r"device meta[^$]*key master/embedding"):
+        zckpt.restore(ReferenceEngine(device="meta"), path)

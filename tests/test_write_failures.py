@@ -245,11 +245,17 @@ def test_what_does_not_add_up_is_not_written(tmp_path: Path) -> None:
 
 
 def test_what_has_no_values_is_named(tmp_path: Path) -> None:
-    engine = Engine()
-    engine.weight = engine.weight.to("meta")
-    with pytest.raises(StateError, match="master/w is on the device meta"):
-        zckpt.write(engine, tmp_path / "c")
-    assert everything(tmp_path) == {}
+    nothing = torch.empty(3, device="meta")
+    for attribute, value, where in (
+        ("weight", nothing, "master/w"),
+        ("state", lambda: {"optimizer": {"d": nothing}}, "optimizer.d"),
+        ("rank_state", lambda: {"seen": nothing}, r"rank_state\[0\].seen"),
+    ):
+        engine = Engine()
+        setattr(engine, attribute, value)
+        with pytest.raises(StateError, match=f"{where} is on the device meta"):
+            zckpt.write(engine, tmp_path / "c")
+        assert everything(tmp_path) == {}
 
 
 @pytest.mark.parametrize(

@@ -442,6 +442,11 @@ def _fill(plan: _RestorePlan, rank: int | None, verify: bool | None, progress: P
             wants = []
             for fragment in fragments:
                 assert isinstance(fragment.data, torch.Tensor), "fill supplies the memory"
+                if fragment.data.is_meta:
+                    raise MismatchError(
+                        "the engine's tensor is on the device meta, which keeps no values", key=fragment.key,
+                        hint="give it memory before it is restored, such as by module.to_empty(device=...)",
+                    )  # fmt: skip
                 info = sources.get(fragment.key)
                 if info is None:
                     fragment.data.zero_()
