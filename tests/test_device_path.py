@@ -333,6 +333,18 @@ def test_fragments_on_the_host_and_on_several_devices_in_one_file(tmp_path: Path
     assert written(tmp_path / "c", tensors, ONE_THREAD)
 
 
+def test_a_buffer_is_done_when_the_copies_of_all_devices_are() -> None:
+    buffers = staging.staging_for([torch.device("sim:0")], ONE_THREAD, BLOCK_BYTES)
+    with buffers.work(1), buffers.lend() as stage:
+        for start, device in enumerate(("sim:0", "sim:1")):
+            source = torch.ones(1, dtype=torch.uint8, device=device)
+            stage.queue(source.device).from_device([devices.FromDevice(start, source)])
+        stage.queue(torch.device("sim:0")).wait()
+        assert not stage.is_done()
+        stage.wait()
+        assert stage.is_done()
+
+
 def test_a_write_pins_no_more_than_the_budget_or_the_snapshot_has(tmp_path: Path) -> None:
     """What it pins holds as much of the state as there is room for."""
     tensors = on_device({f"large.{number}": (1_000_000,) for number in range(3)})
