@@ -40,18 +40,21 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 export MAX_JOBS ?= 2
 
+# Most tests use one processor at a time.
+PYTEST := $(PY) -m pytest --numprocesses $(MAX_JOBS) --dist worksteal
+
 .PHONY: setup lint test test-all test-crash test-versions $(OLDER:%=test-%) demo bench bench-gpu bench-index bench-coverage fuzz clean
 
 setup: $(SETUP) $(OPS) $(SIM)
 
 test: setup lint
-	@$(PY) -m pytest
+	@$(PYTEST)
 
 test-all: setup lint
-	@$(PY) -m pytest -m "matrix or not matrix"
+	@$(PYTEST) -m "matrix or not matrix"
 
 test-crash: setup
-	@ZCKPT_TEST_EVERY=1 ZCKPT_TEST_KILLS=150 ZCKPT_TEST_VARIANTS=12000 $(PY) -m pytest -m "matrix or not matrix" \
+	@ZCKPT_TEST_EVERY=1 ZCKPT_TEST_KILLS=150 ZCKPT_TEST_VARIANTS=12000 $(PYTEST) -m "matrix or not matrix" \
 	    tests/test_crashes.py tests/test_power_loss.py tests/test_ranks.py tests/test_faults.py
 
 test-versions: setup $(OLDER:%=test-%)
