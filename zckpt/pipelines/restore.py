@@ -41,7 +41,7 @@ from zckpt.plan.select import several
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment
 from zckpt.torch_dtypes import TORCH_DTYPES
-from zckpt.transfer.devices import wait_for_caller
+from zckpt.transfer.devices import check_device, wait_for_caller
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -230,6 +230,11 @@ def _plan_restore(
 ) -> _RestorePlan:
     adapter = adapt(engine)
     adapter.refuse_unsupported(drop_gradients=True)
+    if any(check_device(device).type == "meta" for device in adapter.devices):
+        raise MismatchError(
+            "tensors of the engine are on the device meta, which keeps no values",
+            hint="give them memory before they are restored, such as by module.to_empty(device=...)",
+        )
     found = find(os.fspath(path))
     with advised(found):
         return _plan(
@@ -442,11 +447,6 @@ def _fill(plan: _RestorePlan, rank: int | None, verify: bool | None, progress: P
             wants = []
             for fragment in fragments:
                 assert isinstance(fragment.data, torch.Tensor), "fill supplies the memory"
-                if fragment.data.is_meta:
-                    raise MismatchError(
-                        "the engine's tensor is on the device meta, which keeps no values", key=fragment.key,
-                        hint="give it memory before it is restored, such as by module.to_empty(device=...)",
-                    )  # fmt: skip
                 info = sources.get(fragment.key)
                 if info is None:
                     fragment.data.zero_()
