@@ -25,6 +25,7 @@ from zckpt.engines import adapt
 from zckpt.io import gpudirect
 from zckpt.io import write as io_write
 from zckpt.io.local import LocalReader
+from zckpt.io.pipeline import Snapshot
 from zckpt.testing import ReferenceEngine
 from zckpt.transfer.devices import CopyQueue, ToDevice
 
@@ -366,6 +367,40 @@ def test_an_engine_holds_what_was_restored(kind: str, offloaded: bool, tmp_path:
             with torch.Stream(device):
                 other.train(2)
                 assert same_all(held(other), gone_on)
+
+
+@on_each
+@pytest.mark.parametrize("snapshot", ["copy", "lazy"])
+def test_training_goes_on_when_all_has_been_read_that_it_may_change(kind: str, snapshot: str, tmp_path: Path) -> None:
+    """Nothing of it is read before somebody waits for that, or the training has gone on without."""
+    take, reading = io_write._take, threading.Event()
+
+    class Waited(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            reading.set()
+            return super().wait(timeout)
+
+    class Watched(Snapshot):
+        def __init__(self) -> None:
+            super().__init__()
+            setattr(self, "taken" if snapshot == "lazy" else "copied", Waited())
+
+    def take_late(job: Any, stage: Any) -> Any:
+        if snapshot == "copy" or job.plan.shard.part == "master":
+            reading.wait(60)
+        return take(job, stage)
+
+    engine = ReferenceEngine(device=kind)
+    engine.train(1)
+    expected = values(engine)
+    with mock.patch("zckpt.background.Snapshot", Watched), mock.patch("zckpt.io.write._take", take_late):
+        pending = zckpt.write(engine, tmp_path / "c", background=True, snapshot=snapshot)  # type: ignore[call-overload]
+        engine.train(1)
+        torch.accelerator.synchronize()
+        reading.set()
+        pending.wait()
+    for key, tensor in zckpt.open(tmp_path / "c").load().items():
+        assert same(tensor.reshape(expected[key].shape), expected[key])
 
 
 @on_each

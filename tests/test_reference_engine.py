@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import accelerator
 import zckpt
 from states import same_all
 from zckpt.engines import adapt, group_of
@@ -39,8 +40,12 @@ def whole(ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor
     }
 
 
-def write_and_go_on(path: str, options: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    engine = ReferenceEngine()
+def device_of_rank(kind: str) -> str:
+    return kind if kind == "cpu" else f"{kind}:{torch.distributed.get_rank() % 2}"
+
+
+def write_and_go_on(path: str, options: dict[str, Any], kind: str = "cpu") -> list[dict[str, torch.Tensor]]:
+    engine = ReferenceEngine(device=device_of_rank(kind))
     engine.train(BEFORE)
     states = [held(engine)]
     written = zckpt.write(engine, path, client_state={"epoch": 3}, **options)
@@ -51,8 +56,8 @@ def write_and_go_on(path: str, options: dict[str, Any]) -> list[dict[str, torch.
     return states
 
 
-def restore_and_go_on(path: str, rng: bool) -> list[dict[str, torch.Tensor]]:
-    engine = ReferenceEngine(seed=1)
+def restore_and_go_on(path: str, rng: bool, kind: str = "cpu") -> list[dict[str, torch.Tensor]]:
+    engine = ReferenceEngine(device=device_of_rank(kind), seed=1)
     engine.train(1)
     assert zckpt.restore(engine, path, rng=rng) == {"epoch": 3}
     states = [held(engine)]
@@ -89,6 +94,17 @@ def test_it_goes_on_at_another_number_of_ranks(cluster: Cluster, tmp_path: Path,
         assert same_all(whole([rank[when] for rank in through]), whole([rank[when] for rank in resumed]))
         mean = "buffer/running_mean"
         assert when or all(torch.equal(rank[when][mean], through[0][when][mean]) for rank in resumed)
+
+
+def test_each_rank_has_a_device_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    through = cluster.run(accelerator.run, 2, write_and_go_on, path, SNAPSHOTS["lazy"], "sim")
+    for readers, kind in ((2, "sim"), (3, "sim"), (1, "cpu")):
+        resumed = cluster.run(accelerator.run, readers, restore_and_go_on, path, readers == 2, kind)
+        for when in (0, 1):
+            assert same_all(whole([rank[when] for rank in through]), whole([rank[when] for rank in resumed]))
+            if readers == 2:
+                assert all(same_all(one[when], other[when]) for one, other in zip(through, resumed, strict=True))
 
 
 def test_adapt_finds_it() -> None:

@@ -118,14 +118,14 @@ def write(
     ``path`` is the checkpoint's directory, on a file system that all ranks share; None: ``checkpoints/global_step<N>``.
     ``parts``: which parts of the state; None: all that a bit-exact resume needs. ``exclude``: parts to leave out, such
     as the ``param`` of frozen weights. Both take one name or several. Further names of a tied tensor that is left out
-    are left out too. ``client_state``: the caller's own plain values, tensors and arrays, taken from rank 0; a warning
-    says so where another rank gives other ones. Some values come back as plain ones: a numpy scalar as Python's number
-    or string, ``torch.Size`` as a tuple, a path as a string, a date or time as a string in ISO 8601, a set as a sorted
-    list, a ``defaultdict`` as a dict. ``overwrite``: replace the checkpoint at ``path``, which stays whole until the
-    new one is committed; after that, files of a checkpoint in DeepSpeed's own format go too. ``latest``: have the file
-    ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O; None:
-    ``Budget.from_environment()``. ``progress``: such as ``zckpt.ProgressBar()``. ``pending_gradients``: what is done
-    where gradients wait for an optimizer step, which no checkpoint holds: "refuse" the write, or "drop" them.
+    are left out too. ``client_state``: the caller's own plain values, tensors on any device and arrays, taken from rank
+    0; a warning says so where another rank gives other ones. Some values come back as plain ones: a numpy scalar as
+    Python's number or string, ``torch.Size`` as a tuple, a path as a string, a date or time as a string in ISO 8601, a
+    set as a sorted list, a ``defaultdict`` as a dict. ``overwrite``: replace the checkpoint at ``path``, which stays
+    whole until the new one is committed; after that, files of a checkpoint in DeepSpeed's own format go too.
+    ``latest``: have the file ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O;
+    None: ``Budget.from_environment()``. ``progress``: such as ``zckpt.ProgressBar()``. ``pending_gradients``: what is
+    done where gradients wait for an optimizer step, which no checkpoint holds: "refuse" the write, or "drop" them.
 
     ``background``: return a PendingWrite as soon as training may go on; the checkpoint is of the state at this call.
     With ``snapshot="copy"`` that is once the state has been copied. With "lazy" it is once that has been copied which
@@ -137,12 +137,12 @@ def write(
     shows as soon as it happens.
 
     Returns the checkpoint's absolute path. Raises on every rank, and leaves nothing behind, if any rank fails:
-    UnsupportedError (also for more than the format can hold), StateError, ValueError for a part that the engine does
-    not have and for a path that ``latest`` cannot name, CheckpointExistsError (also where ``path`` is the directory of
-    a run or lies in a checkpoint: whoever opens the outer of two gets that), LockedError (somebody else is writing
-    there), RankError, StorageError, NoSpaceError. All that can be known from the state is checked before a byte is
-    written. KeyboardInterrupt on one rank makes the others raise RankError, unless it comes when all have agreed to
-    commit: then the write has happened.
+    UnsupportedError (also for more than the format can hold), StateError, DeviceError (a device that gives no bytes),
+    ValueError for a part that the engine does not have and for a path that ``latest`` cannot name,
+    CheckpointExistsError (also where ``path`` is the directory of a run or lies in a checkpoint: whoever opens the
+    outer of two gets that), LockedError (somebody else is writing there), RankError, StorageError, NoSpaceError. All
+    that can be known from the state is checked before a byte is written. KeyboardInterrupt on one rank makes the others
+    raise RankError, unless it comes when all have agreed to commit: then the write has happened.
     """
     return write_engine(
         engine,
