@@ -27,6 +27,7 @@ from zckpt.io import write as io_write
 from zckpt.io.local import LocalReader
 from zckpt.io.pipeline import Snapshot
 from zckpt.testing import ReferenceEngine
+from zckpt.testing.adapter import ReferenceAdapter
 from zckpt.transfer.devices import CopyQueue, ToDevice
 
 if TYPE_CHECKING:
@@ -422,6 +423,19 @@ def test_a_buffer_is_used_again_only_when_it_has_been_written(kind: str, tmp_pat
     expected = values(engine)
     for key, tensor in zckpt.open(tmp_path / "c").load().items():
         assert same(tensor.reshape(expected[key].shape), expected[key])
+
+
+@pytest.mark.sim
+def test_a_restore_in_many_batches_pins_memory_once(tmp_path: Path) -> None:
+    engine, fill = ReferenceEngine(device="sim"), ReferenceAdapter.fill
+    path = zckpt.write(engine, tmp_path / "c")
+    accelerator.reset()
+    with mock.patch.object(
+        ReferenceAdapter, "fill", lambda *given: ((one,) for batch in fill(*given) for one in batch)
+    ):
+        zckpt.restore(engine, path)
+    counters = accelerator.counters()
+    assert 0 < counters["pinned_bytes_taken"] == counters["pinned_bytes_max"]
 
 
 @on_each
