@@ -3,11 +3,11 @@ be simulated, before zckpt is imported::
 
     ZCKPT_TEST_SYSTEM=win32 python -m pytest -p tests.elsewhere @tests/elsewhere.txt
 
-Both: no C library to call, no ``/proc``, no direct I/O, no ``preadv`` and ``pwritev``, no signals. macOS: no fsync of
-directories; fsync of files by ``F_FULLFSYNC``. Windows: no ``fcntl``, no ``resource``, no ``dir_fd=``, no flags of
-POSIX, no opening of directories, no positional I/O, no removal or replacement of a file that is open, and no file that
-is opened without ``O_BINARY``. Not simulated: ``\\`` in paths, drives, names that Windows reserves, its shares and
-rights, and what another file system does.
+On both, zckpt may not use the C library, ``/proc``, direct I/O, ``preadv``, ``pwritev`` or ``os.kill``. macOS has some
+of these; zckpt does without them there. macOS: no fsync of directories; fsync of files by ``F_FULLFSYNC``. Windows: no
+``fcntl``, no ``resource``, no ``dir_fd=``, no flags of POSIX, no opening of directories, no positional I/O, no removal
+or replacement of a file that is open, and no file that is opened without ``O_BINARY``. Not simulated: ``\\`` in paths,
+drives, names that Windows reserves, its shares and rights, and what another file system does.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ GONE_FROM_WINDOWS = [
 ]  # fmt: skip
 O_BINARY = 0x8000
 F_FULLFSYNC = 51
+if SYSTEM == "win32":  # already here, before conftest.py is imported
+    sys.modules["fcntl"] = sys.modules["resource"] = None  # type: ignore[assignment]
 
 
 def is_zckpts(depth: int = 2) -> bool:
@@ -123,7 +125,6 @@ def become_macos() -> None:
 
 def become_windows() -> None:
     os.environ.setdefault("USERNAME", "nobody")  # as there; pytest asks for it
-    sys.modules["fcntl"] = sys.modules["resource"] = None  # type: ignore[assignment]
     for name in GONE_FROM_WINDOWS:
         delattr(os, name)
     del signal.SIGKILL

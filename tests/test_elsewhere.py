@@ -1,4 +1,4 @@
-"""The tests of reading where there are none of Linux's own calls; that is simulated, see ``elsewhere.py``."""
+"""What works on every system, tested without Linux's own calls; ``elsewhere.py`` simulates that they are not there."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CORE = [f"tests/test_{name}.py" for name in ("links", "load", "runs", "store")]
+CORE = [
+    "tests/test_links.py", "tests/test_load.py::test_load_gives_what_was_written", "tests/test_store.py",
+    "tests/test_gc.py::test_leftovers_go_and_nothing_else", "tests/test_repair.py::test_a_manifest",
+    "-knot replace_shows",  # which takes long
+]  # fmt: skip
 OTHERWISE = "--deselect=tests/test_load.py::test_it_all_works_without_deepspeed"
 """It starts a process of its own, in which nothing is simulated."""
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
-@pytest.mark.parametrize("tests", [CORE, pytest.param(["@tests/elsewhere.txt"], marks=pytest.mark.matrix)], ids=len)
-def test_checkpoints_are_read_without_linux(tmp_path: Path, system: str, tests: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("tests", "count_min"),
+    [(CORE, 90), pytest.param(["@tests/elsewhere.txt"], 500, marks=pytest.mark.matrix)],
+    ids=["core", "all"],
+)
+def test_checkpoints_are_read_without_linux(tmp_path: Path, system: str, tests: list[str], count_min: int) -> None:
     options = ["-qpno:cacheprovider", "-ptests.elsewhere", f"--basetemp={tmp_path}/t", OTHERWISE]
     environment = os.environ | {"ZCKPT_TEST_SYSTEM": system}
     ran = subprocess.run(
@@ -28,4 +36,4 @@ def test_checkpoints_are_read_without_linux(tmp_path: Path, system: str, tests: 
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert passed is not None
-    assert int(passed[1]) > 150, "tests that do not run find nothing"
+    assert int(passed[1]) >= count_min, "tests that do not run find nothing"

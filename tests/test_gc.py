@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,6 +133,7 @@ def test_a_file_of_another_program_with_the_name_of_a_lock_stays(tmp_path: Path)
     assert (tmp_path / "other" / "write.lock").read_text() == "4711"
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_live_write_keeps_its_files(tmp_path: Path, dry_run: bool) -> None:
     write(tmp_path, 1, 2)
@@ -147,6 +149,7 @@ def test_a_live_write_keeps_its_files(tmp_path: Path, dry_run: bool) -> None:
     assert zckpt.validate(tmp_path / "s1").ok
 
 
+@pytest.mark.linux
 def test_a_killed_write_leaves_nothing_after_it(tmp_path: Path) -> None:
     write(tmp_path, 1)
     before = tree(tmp_path)
@@ -337,6 +340,7 @@ def test_the_manifest_goes_first_for_good(tmp_path: Path) -> None:
     assert number == 3
 
 
+@pytest.mark.linux
 def test_a_reader_of_what_is_removed_gets_right_bytes_or_an_error(tmp_path: Path) -> None:
     def work(number: int) -> set[str]:
         if number == 0:
@@ -370,9 +374,11 @@ def test_a_reader_that_holds_a_checkpoint_open_while_it_is_removed(tmp_path: Pat
     before = {key: tensor.clone() for key, tensor in opened.load().items()}
     zckpt.gc(tmp_path, keep=1)
     assert not (tmp_path / "s1").exists()
-    assert all(torch.equal(tensor, before[key]) for key, tensor in opened.load().items()), "its files are open"
+    if sys.platform == "linux":  # others keep no file open between two reads
+        assert all(torch.equal(tensor, before[key]) for key, tensor in opened.load().items()), "its files are open"
+        opened = other
     with pytest.raises(MissingFileError, match="F001"):
-        other.load()
+        opened.load()
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -28,6 +27,8 @@ def built() -> Path:
 
 def build() -> None:
     """Compiles the module, unless that has been done. Takes a minute."""
+    import fcntl
+
     module = built()
     module.parent.parent.mkdir(parents=True, exist_ok=True)
     with (module.parent.parent / "building").open("w") as building:
