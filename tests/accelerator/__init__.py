@@ -73,7 +73,9 @@ def load() -> str:
 
 
 def compiled() -> Path:
-    """The C++ module, which is compiled now if it has not been; by a process of its own, for the compiler loads it."""
+    """Returns the path of the compiled module, and compiles it first if needed. A separate process compiles, because
+    torch's build function also loads the module, which would give this process the devices.
+    """
     if not build.built().exists():
         subprocess.run([sys.executable, build.__file__], check=True)
     return build.built()
@@ -155,7 +157,7 @@ def marks() -> list[Mark]:
     return [Mark(*row) for row in _sim().marks()]
 
 
-def bytes_in_flight_max() -> int:
+def _in_flight_bytes_max() -> int:
     """The most bytes of copies between host and devices that were under way at the same time."""
     changes = []
     for copy in copies():
@@ -169,22 +171,20 @@ def bytes_in_flight_max() -> int:
 
 
 def counters() -> dict[str, Any]:
-    """What has happened since the start, or since ``reset``: ``copies``, ``waits`` and ``marks`` as lists, and bytes.
-
-    Of memory, ``_bytes`` is what is allocated now, ``_bytes_max`` the most at any time, ``_bytes_taken`` what was
-    allocated in all. Pinned memory is counted with what torch keeps for later; device memory is a list, by device.
+    """Bytes of memory: ``_bytes`` is what is allocated now, ``_bytes_max`` the most at any time since the start or the
+    last ``reset``, ``_bytes_taken`` what was allocated in that time. Pinned memory is counted with what torch keeps for
+    later; device memory is a list, by device. ``in_flight`` is said of copies between host and devices.
     """
     sim = _sim()
     pinned = sim.pinned_bytes()
     devices = [sim.device_bytes(device) for device in range(sim.DEVICES)]
-    result: dict[str, Any] = {"copies": copies(), "waits": waits(), "marks": marks()}
+    result: dict[str, Any] = {"in_flight_bytes_max": _in_flight_bytes_max()}
     for number, suffix in enumerate(("", "_max", "_taken")):
         result[f"pinned_bytes{suffix}"] = pinned[number]
         result[f"device_bytes{suffix}"] = [counts[number] for counts in devices]
-    result["in_flight_bytes_max"] = bytes_in_flight_max()
     return result
 
 
 def reset() -> None:
-    """Forgets what has happened. The clock goes on."""
+    """Clears the log and the byte counts; the clock goes on."""
     _sim().reset()

@@ -38,7 +38,7 @@ Bytes pinned_bytes();
 // Of one device's tensors.
 Bytes device_bytes(int device);
 
-// The present becomes the most that was taken, and what was taken so far is forgotten.
+// Sets `most` to the present value and `taken` to 0.
 void reset_bytes();
 
 c10::Device torch_device(int device);
