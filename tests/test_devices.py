@@ -23,7 +23,7 @@ HOST, META = torch.zeros(3), torch.zeros(3, device="meta")
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_is_always_there(device: str) -> None:
+def test_cpu_and_meta_are_always_accepted(device: str) -> None:
     assert check_device(device) == check_device(torch.device(device)) == torch.device(device)
 
 

@@ -107,7 +107,7 @@ def test_each_rank_has_a_device_of_its_own(cluster: Cluster, tmp_path: Path) -> 
                 assert all(same_all(one[when], other[when]) for one, other in zip(through, resumed, strict=True))
 
 
-def test_adapt_finds_it() -> None:
+def test_adapt_finds_the_reference_engine() -> None:
     engine = ReferenceEngine()
     assert type(adapt(engine)).__name__ == "ReferenceAdapter"
     assert adapt(engine).devices == {torch.device("cpu")}

@@ -108,7 +108,8 @@ def test_a_rename_waits_for_readers_on_windows(tmp_path: Path) -> None:
         real(old, new)
 
     with mock.patch("os.replace", replace), mock.patch("sys.platform", "win32"):
-        with mock.patch.object(local_store, "READ_SECONDS_MAX", 0), pytest.raises(zckpt.StorageError, match="rename"):
+        at_once = mock.patch.object(local_store, "RENAME_WAIT_SECONDS", 0)
+        with at_once, pytest.raises(zckpt.StorageError, match="rename"):
             store.replace("a", b"new")
         assert store.reader().read("a", 0, 9) == b"old"
         store.replace("a", b"new")
@@ -126,7 +127,7 @@ def test_without_positional_reads_each_goes_on_where_the_last_one_ended(
 
     data = bytes(range(100))
     (tmp_path / "a").write_bytes(data)
-    monkeypatch.setattr(linux, "POSITIONAL", False)
+    monkeypatch.setattr(linux, "HAS_POSITIONAL_IO", False)
     views = [memoryview(bytearray(nbytes)) for nbytes in (0, 5, 20, 0, 30)]
     with mock.patch.object(local.io, "FileIO", Few):
         assert LocalStore(str(tmp_path)).reader().read_into("a", views, 13) == 55

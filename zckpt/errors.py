@@ -132,7 +132,7 @@ class StateError(ZckptError, TypeError):
 
 
 class DeviceError(ZckptError, RuntimeError):
-    """A device that is not there, or that bytes cannot be copied to and from."""
+    """A device that does not exist, or that bytes cannot be copied to and from."""
 
 
 class UnsupportedError(ZckptError, NotImplementedError):

@@ -51,10 +51,10 @@ class EngineAdapter(Protocol):
 
     @property
     def devices(self) -> Collection[torch.device]:
-        """The devices that the engine uses, the CPU or not.
+        """The devices that the engine uses; the CPU may be among them.
 
-        A write and a restore wait for all that is under way on these devices before they read or fill the engine's
-        memory. So a device belongs here too that still copies to host memory in which the engine keeps its state.
+        A write and a restore first wait for everything queued on these devices. A device from which state is still
+        being copied to host memory therefore belongs here too.
         """
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:

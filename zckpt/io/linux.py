@@ -1,7 +1,7 @@
 """What only Linux has, guarded in one place.
 
-Each function also tells that it cannot, or does nothing, where the kernel or the file system refuses. On another
-operating system all of them do.
+Where the kernel or the file system refuses, a function returns a value that says so, or does nothing. The same holds on
+other systems, except that `is_running` must not be called there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if sys.platform == "linux":
     import fcntl
 
 O_DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
-"""For opening a file so that what is read and written goes past the page cache. 0: there is no such thing."""
-POSITIONAL = sys.platform == "linux"
-"""Whether preadv(2) and pwritev(2) are there, and take any number of bytes."""
+"""The flag of open(2) for direct I/O; 0 where there is none."""
+HAS_POSITIONAL_IO = sys.platform == "linux"
+"""Whether preadv(2) and pwritev(2) are used."""
 libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 CACHESTAT = 451
-"""The number of that system call, on every processor that torch runs on."""
+"""The number of cachestat(2), the same on every processor that torch runs on."""
 FICLONERANGE = 0x4020940D
 """ioctl_ficlonerange(2)."""
 MADV_FREE = 8
@@ -34,7 +34,7 @@ MADV_FREE = 8
 OVERLAYFS = 0x794C7630
 """What statfs(2) calls an overlay, such as a container's root."""
 _STATFS_BYTES = 256
-"""More than fstatfs(2) fills in."""
+"""More bytes than fstatfs(2) writes."""
 
 
 def cached_bytes(fd: int, offset: int, nbytes: int) -> int:
@@ -77,9 +77,9 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def share_blocks(fd: int, source_fd: int, source_offset: int, nbytes: int, offset: int) -> bool:
-    """Makes ``nbytes`` from byte ``offset`` of a file the blocks of another one, which takes neither time nor space.
-    False where the file system cannot, or ``offset``, ``source_offset`` or ``nbytes`` are no multiple of its blocks:
-    then nothing has happened."""
+    """Makes ``nbytes`` from byte ``offset`` of a file share the disk blocks of another file, without copying them.
+    Returns False, having changed nothing, where the file system cannot, or where ``offset``, ``source_offset`` or
+    ``nbytes`` is not a multiple of its block size."""
     if sys.platform != "linux":
         return False
     try:
@@ -98,8 +98,7 @@ def free_lazily(address: int, nbytes: int) -> None:
 
 
 def boot_id() -> str | None:
-    """A string that identifies this start of this machine. Host names may repeat; this does not. None where the system
-    does not tell."""
+    """Identifies the current boot of this machine (host names may repeat); None where the system does not tell."""
     if sys.platform != "linux":
         return None
     try:

@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from zckpt.state.inventory import FileSpan
 
 BINARY: int = getattr(os, "O_BINARY", 0)
-"""For opening a file: on Windows, so that its bytes come as they are."""
-IDLE_FILES_MAX = 64 if linux.POSITIONAL else 0
-"""Files that a reader keeps open between two reads. Without positional reads, a process that was forked would move the
-position of its parent's files; and on Windows nobody could replace or remove them meanwhile."""
+"""The flag that keeps Windows from translating line ends."""
+IDLE_FILES_MAX = 64 if linux.HAS_POSITIONAL_IO else 0
+"""The most files that a reader keeps open between reads. It is 0 without positional reads, because a forked process
+would move its parent's position, and because Windows cannot replace an open file."""
 NAME_SURROGATE = 0x20000000
 """Of Windows: this bit of a reparse point's tag says that it leads elsewhere, as symbolic links and junctions do."""
-STEPS = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
+CAN_OPEN_BY_COMPONENT = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
 """Whether a file can be opened component by component, so that no link is followed whatever others do meanwhile."""
 _REFUSED_LINK = {errno.ELOOP, errno.EMLINK, getattr(errno, "EFTYPE", errno.ELOOP), errno.ENOTDIR, errno.ENXIO}
-"""How systems say that a name leads to a link, or to no regular file or directory: Linux and macOS, FreeBSD, NetBSD,
-and all for a component of a path, and for a socket or a FIFO."""
+"""The errors by which systems refuse a link, or something that is neither a file nor a directory: Linux and macOS
+ELOOP, FreeBSD EMLINK, NetBSD EFTYPE; ENOTDIR for a component of a path; ENXIO for a socket."""
 UNSYNCED_BYTES_MAX = 32 << 20
 """Of one file, where its writes go through the page cache."""
 
@@ -168,7 +168,7 @@ class LocalReader:
 
     def _open(self, path: str, more_flags: int) -> int:
         """So that no link inside the checkpoint is followed."""
-        opened = _open_by_steps if STEPS else _open_after_a_look
+        opened = _open_by_steps if CAN_OPEN_BY_COMPONENT else _open_after_a_look
         try:
             fd = opened(self.root, path.split("/"), os.O_RDONLY | BINARY | more_flags)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -215,7 +215,7 @@ def _open_after_a_look(root: str, names: Sequence[str], flags: int) -> int:
 
 
 def is_link(status: os.stat_result) -> bool:
-    """Of what lstat says: whether it leads elsewhere."""
+    """Whether the result of ``os.lstat`` is a symbolic link or a junction."""
     return stat.S_ISLNK(status.st_mode) or bool(getattr(status, "st_reparse_tag", 0) & NAME_SURROGATE)
 
 
@@ -226,9 +226,9 @@ def is_impossible_name(error: OSError) -> bool:
 
 
 def _read_at(fd: int, views: Sequence[Bytes | memoryview], offset: int) -> int:
-    """Reads from byte ``offset`` into ``views``, one after the other; returns the bytes read, fewer than asked for
-    perhaps, and 0 at the end of the file alone. Nobody else may be using ``fd``: this may move its position."""
-    if linux.POSITIONAL:
+    """Reads from byte ``offset`` into ``views``, one after the other. Returns the number of bytes read: perhaps fewer
+    than asked for, 0 only at the end of the file. No other thread may use ``fd``, because its position may move."""
+    if linux.HAS_POSITIONAL_IO:
         return os.preadv(fd, views, offset)
     os.lseek(fd, offset, os.SEEK_SET)
     done = 0
@@ -339,7 +339,7 @@ class NewFile:
             raise from_os_error(error, "write", self.path, offset + done, offset + len(view)) from error
 
     def _write_at(self, fd: int, view: Bytes, offset: int) -> int:
-        if linux.POSITIONAL:
+        if linux.HAS_POSITIONAL_IO:
             return os.pwritev(fd, [view], offset)
         with self._position:
             os.lseek(fd, offset, os.SEEK_SET)

@@ -18,14 +18,14 @@ from zckpt.io.local import BINARY, LocalReader, NewFile, is_impossible_name, is_
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-READ_SECONDS_MAX = 5.0
-"""A reader has a manifest, a lock or a `latest` open for less than this."""
-_UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""How file systems say that they do not have what was asked for."""
-_NO_SYNC = _UNKNOWN | {errno.EBADF}
-"""The same of fsync(2) of a directory."""
-_NO_LINKS = _UNKNOWN | {errno.EPERM, errno.EACCES, errno.EMLINK}
-"""The same of link(2)."""
+RENAME_WAIT_SECONDS = 5.0
+"""On Windows, how long a rename waits for readers of the file."""
+_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""Errors that say that the file system does not support a call."""
+_NO_SYNC = _UNSUPPORTED | {errno.EBADF}
+"""The same for fsync(2) of a directory. Some systems sync only what is open for writing, and say EBADF."""
+_NO_LINKS = _UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK}
+"""The same for link(2)."""
 
 
 class LocalStore:
@@ -236,9 +236,8 @@ class LocalStore:
 
 
 def _once_nobody_reads(rename: Callable[[], None]) -> None:
-    """On Windows, a file that somebody is reading, or that a virus scanner looks at, can be neither moved nor replaced:
-    there it is tried for as long as that may take."""
-    deadline = time.monotonic() + (READ_SECONDS_MAX if sys.platform == "win32" else 0)
+    """Renames; on Windows, tries again for up to ``RENAME_WAIT_SECONDS`` while somebody has the file open."""
+    deadline = time.monotonic() + (RENAME_WAIT_SECONDS if sys.platform == "win32" else 0)
     while True:
         try:
             return rename()

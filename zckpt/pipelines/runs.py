@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from contextlib import closing
 from itertools import islice
 from pathlib import PurePath
@@ -67,7 +68,7 @@ def read_latest(run: Store) -> str:
         raw = reader.read(names.LATEST, 0, LATEST_BYTES_MAX + 1)
     file = os.path.join(run.root, names.LATEST)
     name = names.decode_latest(raw, file)
-    if os.sep == "\\" and not {os.sep, ":"}.isdisjoint(name):  # there it would be another path, or another drive
+    if sys.platform == "win32" and not {"\\", ":"}.isdisjoint(name):  # there it would be another path, or another drive
         raise broken("L001", f"no directory can have the name {name!r} on this system", file=file)
     return name
 

@@ -637,7 +637,7 @@ def write_rank(
             hint="write to a file system that all ranks share",
         )  # fmt: skip
     store.make_directories(names.rank_dir(save_id, rank))
-    # What did not lie in order has been copied, on the stream of whoever planned the write.
+    # Tensors that were not contiguous were copied while the write was planned, on another thread's stream.
     wait_for_caller(devices_of(_tensors(fragment for plan in plans for fragment in plan.fragments)))
     nbytes = sum(int(plan.pieces.nbytes.sum()) for plan in plans)
     with reported(progress, "write", nbytes) as advance:

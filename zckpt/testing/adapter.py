@@ -1,4 +1,6 @@
-"""A ``ReferenceEngine`` as ``EngineAdapter``: the shortest adapter that does all that the pipelines ask for."""
+"""An ``EngineAdapter`` for ``ReferenceEngine``. It has no framework to work around, so it shows what every adapter has
+to do.
+"""
 
 from __future__ import annotations
 
