@@ -144,3 +144,24 @@ def test_what_was_read_can_be_replaced_and_removed(tmp_path: Path) -> None:
     os.replace(paths[0] / "manifest.msgpack", paths[1] / "manifest.msgpack")
     for path in paths:
         shutil.rmtree(path)
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize(("number", "told"), [(errno.EIO, True), (errno.ENOSPC, True), (errno.ENOTSUP, False)])
+def test_a_disk_that_fails_to_sync_on_macos_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, told: bool
+) -> None:
+    import fcntl
+
+    def refuse(fd: int, command: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    store = LocalStore(str(tmp_path))
+    if told:
+        with pytest.raises(zckpt.StorageError):
+            store.put("file", b"content")
+    else:
+        store.put("file", b"content")

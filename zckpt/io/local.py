@@ -37,6 +37,8 @@ NAME_SURROGATE = 0x20000000
 """Of Windows: this bit of a reparse point's tag says that it leads elsewhere, as symbolic links and junctions do."""
 CAN_OPEN_BY_COMPONENT = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
 """Whether a file can be opened component by component, so that no link is followed whatever others do meanwhile."""
+UNSUPPORTED = {errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""Errors that say that the file system does not support a call."""
 _REFUSED_LINK = {errno.ELOOP, errno.EMLINK, getattr(errno, "EFTYPE", errno.ELOOP), errno.ENOTDIR, errno.ENXIO}
 """The errors by which systems refuse a link, or something that is neither a file nor a directory: Linux and macOS
 ELOOP, FreeBSD EMLINK, NetBSD EFTYPE; ENOTDIR for a component of a path; ENXIO for a socket."""
@@ -396,7 +398,10 @@ def sync_data(fd: int) -> None:
     if sys.platform == "darwin":  # whose fsync(2) leaves it in the disk's own cache
         import fcntl
 
-        with suppress(OSError):  # such as a file system that cannot tell the disk
+        try:
             fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
             return
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
     os.fsync(fd)

@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format.names import LOCK, temporary
-from zckpt.io.local import BINARY, LocalReader, NewFile, is_impossible_name, is_link, sync_data
+from zckpt.io.local import BINARY, UNSUPPORTED, LocalReader, NewFile, is_impossible_name, is_link, sync_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 RENAME_WAIT_SECONDS = 5.0
 """On Windows, how long a rename waits for readers of the file."""
-_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""Errors that say that the file system does not support a call."""
-_NO_SYNC = _UNSUPPORTED | {errno.EBADF}
+_NO_SYNC = UNSUPPORTED | {errno.EBADF}
 """The same for fsync(2) of a directory. Some systems sync only what is open for writing, and say EBADF."""
-_NO_LINKS = _UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK}
+_NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK}
 """The same for link(2)."""
 
 
