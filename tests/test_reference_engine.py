@@ -151,3 +151,8 @@ def test_what_keeps_no_values_is_not_restored(tmp_path: Path) -> None:
     with pytest.raises(zckpt.MismatchError, match="on the device meta"):
         zckpt.restore(engine, path)
     assert torch.equal(engine.tensors[MASTER]["bias"], before)
+
+
+def test_it_has_no_methods_to_attach_to() -> None:
+    with pytest.raises(zckpt.UnsupportedError, match="has no save_checkpoint and load_checkpoint"):
+        zckpt.attach(ReferenceEngine())

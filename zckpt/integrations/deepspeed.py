@@ -57,7 +57,14 @@ def attach(engine: Any, *, background: bool = False, replace_deepspeed: bool = F
     show their errors. ``replace_deepspeed``: a save to a tag that holds a checkpoint in DeepSpeed's own format removes
     that once its own is complete; otherwise it raises CheckpointExistsError and changes nothing. Attaching twice
     changes nothing; ``detach`` undoes it.
+
+    Raises UnsupportedError for an object that has no such methods.
     """
+    if not all(hasattr(engine, method) for method in _METHODS):
+        raise zckpt.UnsupportedError(
+            f"a {type(engine).__name__} has no {' and '.join(_METHODS)}",
+            hint="attach the engine that deepspeed.initialize returns; any other one: zckpt.write and zckpt.restore",
+        )
     if "load_checkpoint" not in vars(engine):
         stock: Callable[..., Any] = engine.load_checkpoint
         engine.save_checkpoint = functools.partial(_save_checkpoint, engine, background, replace_deepspeed)

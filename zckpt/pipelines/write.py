@@ -533,7 +533,7 @@ def _check_has_values(tensor: torch.Tensor, path: str) -> None:
     if tensor.is_meta:
         raise StateError(
             f"{path} is on the device meta, which keeps no values", key=path,
-            hint="leave it out, or give it memory (torch.empty_like(tensor, device=...)) and values",
+            hint="give it memory (torch.empty_like(tensor, device=...)) and values before the write, or leave it out",
         )  # fmt: skip
 
 
