@@ -14,12 +14,12 @@ import pytest
 from zckpt.errors import MissingFileError, StorageError
 from zckpt.format.names import temporary
 from zckpt.io.memory import PAGE_BYTES
-from zckpt.io.staging import Staging
+from zckpt.io.staging import StagingPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zckpt.io.staging import Stage
+    from zckpt.io.staging import StagingBuffer
     from zckpt.io.store import Store
 
 
@@ -27,8 +27,8 @@ def content(nbytes: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8).tobytes()
 
 
-def staged(data: bytes, start: int, stop: int) -> Stage:
-    stage = Staging(-(-(stop - start) // PAGE_BYTES) * PAGE_BYTES).acquire()
+def staged(data: bytes, start: int, stop: int) -> StagingBuffer:
+    stage = StagingPool(-(-(stop - start) // PAGE_BYTES) * PAGE_BYTES).acquire()
     behind = start % PAGE_BYTES
     stage.bytes[behind : behind + stop - start] = np.frombuffer(data[start:stop], np.uint8)
     return stage
@@ -152,7 +152,7 @@ class StoreContract:
         assert reader.read_into("data/a", views, 77) == 5010
         assert b"".join(view.tobytes() for view in views) == data[77 : 77 + 5010]
         assert reader.read_into("data/a", [np.zeros(5000, np.uint8)], 99_990) == 10
-        stage = Staging(6 * PAGE_BYTES).acquire()
+        stage = StagingPool(6 * PAGE_BYTES).acquire()
         got = reader.read_direct("data/a", stage.bytes, 20 * PAGE_BYTES)
         assert got in (0, len(data) - 20 * PAGE_BYTES)
         assert stage.bytes[:got].tobytes() == data[20 * PAGE_BYTES :][:got]

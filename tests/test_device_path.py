@@ -36,6 +36,7 @@ BLOCK_BYTES = 64 * KIB
 ONE_THREAD = zckpt.Budget(2 * MIB, 1)
 """With buffers of 15 blocks."""
 LARGE = {"a": (700_001,), "b": (3, 5), "c": (1100, 1000)}
+LARGE_KEYS = ["master/a", "master/c"]
 SMALL = {f"layer.{number}": (number % 7 + 1, 50) for number in range(400)}
 SAVE_ID = "0" * 16
 
@@ -112,7 +113,7 @@ def test_the_next_read_begins_while_a_copy_is_under_way(tmp_path: Path, direct: 
 
 def test_large_tensors_are_copied_in_one_copy_for_each_read(tmp_path: Path) -> None:
     tensors = write(tmp_path / "c", LARGE)
-    keys = ["master/a", "master/c"]
+    keys = LARGE_KEYS
     loaded = zckpt.open(tmp_path / "c", budget=ONE_THREAD).load(keys, device="sim:1")
     copies, waits = accelerator.copies(), accelerator.waits()
     assert same(loaded, {key: tensors[key] for key in keys})
@@ -120,7 +121,7 @@ def test_large_tensors_are_copied_in_one_copy_for_each_read(tmp_path: Path) -> N
     assert {(copy.name, copy.device) for copy in copies} == {("host to device", 1)}
     assert sum(copy.nbytes for copy in copies) == sum(loaded[key].nbytes for key in keys)
     assert len(copies) <= sum(loaded[key].nbytes for key in keys) // (14 * BLOCK_BYTES) + 1
-    assert len([wait for wait in waits if wait.what == "stream"]) <= len(copies) + 2
+    assert len([wait for wait in waits if wait.what in ("stream", "event")]) <= len(copies) + 2
 
 
 def test_small_tensors_are_copied_together_and_cut_on_the_device(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_small_tensors_are_copied_together_and_cut_on_the_device(tmp_path: Path)
     assert len(copies) == 2  # one for each file
     assert not any(copy.waited for copy in copies)
     assert sum(copy.nbytes for copy in copies) == sum(tensor.nbytes for tensor in tensors.values())
-    assert len([wait for wait in waits if wait.what == "stream"]) == 2
+    assert len([wait for wait in waits if wait.what in ("stream", "event")]) == 1
 
 
 def test_the_dtype_is_converted_on_the_device(tmp_path: Path) -> None:
@@ -225,6 +226,67 @@ def test_damage_is_found_and_no_copy_is_left_under_way(tmp_path: Path) -> None:
     assert accelerator.counters()["pinned_bytes"] == 0  # what the error kept went with it
 
 
+def test_a_failed_load_keeps_no_pinned_memory(tmp_path: Path) -> None:
+    """Nor does a failed write, though the caller keeps the error."""
+    tensors = write(tmp_path / "c", LARGE)
+    checkpoint = zckpt.open(tmp_path / "c")
+    with (tmp_path / "c" / checkpoint["master/c"].files[0]).open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"\xff")
+    with pytest.raises(zckpt.DigestError) as damaged:
+        checkpoint.load(device="sim")
+    assert accelerator.counters()["pinned_bytes"] == 0
+
+    def fail(*args: object) -> None:
+        raise OSError("the disk is gone")
+
+    with mock.patch.object(NewFile, "write", fail), pytest.raises(OSError, match="the disk is gone") as gone:
+        written(tmp_path / "d", {key: tensor.to("sim") for key, tensor in tensors.items()}, ONE_THREAD)
+    assert accelerator.counters()["pinned_bytes"] == 0
+    assert damaged.value.__traceback__ is not None
+    assert gone.value.__traceback__ is not None
+
+
+def test_a_device_that_fails_leaves_no_copy_of_another_device_under_way(tmp_path: Path) -> None:
+    tensors = write(tmp_path / "c", LARGE)
+    out = {key: torch.empty_like(tensors[key], device=f"sim:{number % 2}") for number, key in enumerate(LARGE_KEYS)}
+    for failing in ("sim:0", "sim:1"):
+        wait = devices.CopyQueue.wait
+
+        def failed(queue: devices.CopyQueue, failing: str = failing, wait: Any = wait) -> None:
+            if queue.device == torch.device(failing):
+                raise RuntimeError("the device failed")
+            wait(queue)
+
+        forget()
+        with (
+            mock.patch.object(devices.CopyQueue, "wait", failed),
+            pytest.raises(RuntimeError, match="the device failed"),
+        ):
+            zckpt.open(tmp_path / "c").load(out=out)
+        other = 1 - int(failing[-1])
+        ran = [copy.ran for copy in to_devices() if copy.device == other]
+        assert ran
+        assert all(ran)
+        torch.accelerator.synchronize(failing)
+
+
+def test_too_little_memory_says_what_to_do(tmp_path: Path) -> None:
+    write(tmp_path / "c", SMALL)
+    checkpoint, empty = zckpt.open(tmp_path / "c"), torch.empty
+
+    def full(*args: Any, **options: Any) -> torch.Tensor:
+        if options.get("pin_memory") or torch.device(options.get("device", "cpu")).type == "sim":
+            raise torch.OutOfMemoryError("out of memory. Advice\nand the stack")
+        return empty(*args, **options)
+
+    with mock.patch.object(torch, "empty", full):
+        with pytest.raises(zckpt.DeviceError, match="allocate 1200 bytes on the device sim:0: out of memory\n  free"):
+            checkpoint.load("master/layer.5", device="sim")
+        with pytest.raises(zckpt.DeviceError, match=r"pin \d+ bytes of host memory: out of memory\n  a smaller budget"):
+            checkpoint.load(out={"master/layer.5": torch.zeros(6, 50, device="sim")})
+
+
 def test_an_interrupt_leaves_no_copy_under_way(tmp_path: Path) -> None:
     write(tmp_path / "c", LARGE)
     wait, interrupted = devices.CopyQueue.wait, []
@@ -244,14 +306,14 @@ def test_an_interrupt_leaves_no_copy_under_way(tmp_path: Path) -> None:
 def test_memory_between_copies_belongs_to_their_stream(tmp_path: Path) -> None:
     """The streams of the caller go on meanwhile, and what they have freed may still be in use there."""
     tensors = write(tmp_path / "c", LARGE)
-    wait = devices.CopyQueue.wait
+    wait = staging.StagingBuffer.wait
 
-    def meanwhile(queue: devices.CopyQueue) -> None:
-        queue.is_done()  # which has its first copy done, and not the next ones
+    def meanwhile(buffer: staging.StagingBuffer) -> None:
+        buffer.is_done()  # which has its first copy done, and not the next ones
         torch.accelerator.current_stream("sim").synchronize()
-        wait(queue)
+        wait(buffer)
 
-    with mock.patch.object(devices.CopyQueue, "wait", meanwhile):
+    with mock.patch.object(staging.StagingBuffer, "wait", meanwhile):
         loaded = zckpt.open(tmp_path / "c", budget=ONE_THREAD).load(device="sim", dtype="bfloat16")
     assert same(loaded, {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()})
 
@@ -259,13 +321,14 @@ def test_memory_between_copies_belongs_to_their_stream(tmp_path: Path) -> None:
 def test_a_device_without_streams(tmp_path: Path) -> None:
     """Every copy is waited for, and no memory is pinned."""
     tensors = write(tmp_path / "c", LARGE | SMALL)
-    devices.has_streams.cache_clear()
-    with mock.patch.object(torch, "Stream", side_effect=RuntimeError("there are none")):
+    with (
+        mock.patch.object(devices, "_with_streams", set()),
+        mock.patch.object(torch, "Stream", side_effect=RuntimeError("there are none")),
+    ):
         loaded = zckpt.open(tmp_path / "c").load(device="sim")
         assert same(loaded, tensors)
         converted = zckpt.open(tmp_path / "c").load(device="sim", dtype="bfloat16")
         write_state(tmp_path / "d", 2, {key.partition("/")[2]: tensor for key, tensor in loaded.items()})
-    devices.has_streams.cache_clear()
     assert same(converted, {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()})
     assert same(zckpt.open(tmp_path / "d").load("master/*"), tensors)
     assert all(copy.waited for copy in accelerator.copies() if "host" in copy.name)
@@ -298,7 +361,7 @@ def on_device(shapes: Mapping[str, tuple[int, ...]], device: str = "sim") -> dic
 
 def test_what_is_read_from_a_device_is_digested_while_the_next_copy_is_under_way(tmp_path: Path) -> None:
     """With one thread too: it waits for a copy only when it has nothing else to do."""
-    slow = mock.patch.object(devices.CopyQueue, "is_done", return_value=False)
+    slow = mock.patch.object(staging.StagingBuffer, "is_done", return_value=False)
     with marked(digest=(io_write, "digest"), write=(NewFile, "write")), slow:
         assert written(tmp_path / "c", on_device(LARGE), ONE_THREAD)
     copies = to_host()
@@ -314,7 +377,9 @@ def test_small_tensors_come_from_a_device_together(tmp_path: Path) -> None:
     copies, waits = to_host(), accelerator.waits()
     (copy,) = [copy for copy in copies if not copy.waited]
     assert copy.nbytes == sum(tensor.nbytes for tensor in tensors.values())
-    assert len([wait for wait in waits if wait.what == "stream"]) == 2  # for the copy, and in the end for all
+    assert (
+        len([wait for wait in waits if wait.what in ("stream", "event")]) == 2
+    )  # for the copy, and in the end for all
 
 
 def test_large_tensors_come_from_a_device_as_they_are(tmp_path: Path) -> None:
@@ -334,15 +399,17 @@ def test_fragments_on_the_host_and_on_several_devices_in_one_file(tmp_path: Path
 
 
 def test_a_buffer_is_done_when_the_copies_of_all_devices_are() -> None:
-    buffers = staging.staging_for([torch.device("sim:0")], ONE_THREAD, BLOCK_BYTES)
-    with buffers.work(1), buffers.lend() as stage:
-        for start, device in enumerate(("sim:0", "sim:1")):
-            source = torch.ones(1, dtype=torch.uint8, device=device)
-            stage.queue(source.device).from_device([devices.FromDevice(start, source)])
-        stage.queue(torch.device("sim:0")).wait()
-        assert not stage.is_done()
-        stage.wait()
-        assert stage.is_done()
+    buffers = staging.pool_for([torch.device("sim:0")], ONE_THREAD, BLOCK_BYTES)
+    with buffers.work(1), buffers.lend() as buffer:
+        sources = [torch.ones(1, dtype=torch.uint8, device=device) for device in ("sim:0", "sim:1")]
+        devices.synchronize(devices.devices_of(sources))
+        for start, source in enumerate(sources):
+            buffer.from_device(source.device, [devices.FromDevice(start, source)])
+        torch.accelerator.synchronize("sim:0")
+        assert not buffer.is_done()
+        buffer.wait()
+        assert buffer.is_done()
+        assert buffer.bytes[:2].tolist() == [1, 1]
 
 
 def test_a_write_pins_no_more_than_the_budget_or_the_snapshot_has(tmp_path: Path) -> None:
@@ -358,6 +425,18 @@ def test_a_write_pins_no_more_than_the_budget_or_the_snapshot_has(tmp_path: Path
             arena_bytes = staging.Arena.within(budget, BLOCK_BYTES).nbytes
             assert min(room, 12_000_000) - arena_bytes <= counters["pinned_bytes_max"] <= room
             assert counters["pinned_bytes"] == 0
+
+
+def test_a_write_of_small_tensors_takes_the_device_memory_of_one_buffer(tmp_path: Path) -> None:
+    """However much of the state its snapshot holds in host memory."""
+    tensors = on_device({f"{number}": (20_000,) for number in range(60)})
+    forget()
+    before = accelerator.counters()["device_bytes"][0]
+    for snapshot_bytes in (64 * MIB, 0):
+        assert written(tmp_path / f"{snapshot_bytes}", tensors, ONE_THREAD, snapshot_bytes=snapshot_bytes)
+        counters = accelerator.counters()
+        assert ONE_THREAD.nbytes // 4 < counters["device_bytes_max"][0] - before < ONE_THREAD.nbytes
+        assert len({copy.stream for copy in to_host() if not copy.waited}) == 1
 
 
 def test_the_snapshot_is_whole_when_it_is_said_to_be(tmp_path: Path) -> None:

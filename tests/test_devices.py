@@ -13,7 +13,7 @@ import torch
 
 import zckpt
 from states import write_state
-from zckpt.transfer.devices import check_device, check_devices, devices_of, wait_for_caller
+from zckpt.transfer.devices import check_device, check_devices, devices_of, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ def test_what_is_not_there_is_named_with_what_is(device: torch.device | str) -> 
 def test_memory_of_the_host_is_on_no_device() -> None:
     assert devices_of([HOST, META, HOST, META]) == (META.device,)
     assert check_devices([HOST]) == ()
-    wait_for_caller(devices_of([HOST, META]))  # there is nothing to wait for
+    synchronize(devices_of([HOST, META]))  # there is nothing to wait for
 
 
 def test_what_has_no_bytes_cannot_be_written() -> None:

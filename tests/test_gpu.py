@@ -180,19 +180,19 @@ def test_a_queue_knows_whether_its_copies_are_done() -> None:
         torch.zeros(100, dtype=torch.uint8, device="sim"),
     )
     torch.accelerator.synchronize()
-    queue = CopyQueue(staged, target.device)
-    assert queue.is_done()
-    queue.to_device([ToDevice(0, torch.uint8, target)])
-    assert not queue.is_done()
+    queue = CopyQueue(target.device, len(staged), pinned=True)
+    done = queue.to_device(staged, [ToDevice(0, torch.uint8, target)])
+    assert done is not None
+    assert not done.query()
     queue.wait()
-    assert queue.is_done()
+    assert done.query()
     assert torch.equal(target.cpu(), staged)
 
 
 @pytest.mark.gpu
 def test_gpudirect_storage(tmp_path: Path) -> None:
     """Without digests, from the disk straight to the device; so do pieces that begin anywhere in a page."""
-    if not gpudirect.is_available():
+    if not gpudirect.serves(torch.device("cuda")):
         pytest.skip("no kvikio, or no driver for GPUDirect Storage")
     numels = {"a": 3_000_001, "b": 7, "c": 5_000_003}
     tensors = {name: torch.randn(numel, device="cuda") for name, numel in numels.items()}

@@ -59,7 +59,7 @@ def check(loaded: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor], dty
 
 
 @pytest.mark.sim
-def test_all_of_it_without_digests(tmp_path: Path) -> None:
+def test_unverified_loads_go_straight_to_the_device(tmp_path: Path) -> None:
     tensors = write(tmp_path / "c")
     with direct() as reads:
         check(zckpt.open(tmp_path / "c").load(device="sim", verify=False), tensors, torch.float32)
@@ -82,7 +82,7 @@ def test_not_what_is_checked_converted_or_cached(
 
 
 @pytest.mark.sim
-def test_not_what_goes_to_the_host_too(tmp_path: Path) -> None:
+def test_a_read_that_also_fills_host_memory_is_staged(tmp_path: Path) -> None:
     """A read of which some bytes go to the host is staged, all of it."""
     tensors = write(tmp_path / "c")
     checkpoint = zckpt.open(tmp_path / "c")
@@ -97,7 +97,7 @@ def test_not_what_goes_to_the_host_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.sim
-def test_a_store_that_cannot(tmp_path: Path) -> None:
+def test_without_gpudirect_a_load_is_staged(tmp_path: Path) -> None:
     """What is no device of CUDA's is not asked for; nor is one without kvikio or its driver."""
     tensors = write(tmp_path / "c")
     with mock.patch.object(gpudirect, "_kvikio", return_value=None) as asked:

@@ -22,7 +22,7 @@ from zckpt.checkpoint import Want
 from zckpt.io import linux, local
 from zckpt.io.local import LocalReader, NewFile
 from zckpt.io.memory import PAGE_BYTES
-from zckpt.io.staging import Arena, Staging
+from zckpt.io.staging import Arena, StagingPool
 from zckpt.plan.reshard import Span
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def test_a_write_of_any_offset_and_length(tmp_path: Path) -> None:
         cuts = sorted(set(cuts))
         spans = list(itertools.pairwise(cuts))
         for start, stop in random.permutation(spans).tolist():
-            stage = Staging(stop - start).acquire()
+            stage = StagingPool(stop - start).acquire()
             stage.bytes[start % PAGE_BYTES : start % PAGE_BYTES + stop - start] = content[start:stop]
             file.write(stage.bytes, start, stop - start)
         file.sync()

@@ -483,6 +483,7 @@ def test_a_dtype_by_its_name(tmp_path: Path) -> None:
     [
         (torch.empty(5, 1), zckpt.MismatchError),
         (torch.empty(10)[::2], zckpt.MismatchError),
+        (torch._neg_view(torch.empty(5)), zckpt.MismatchError),
         (torch.empty(5, dtype=torch.int32), zckpt.CastError),
     ],
 )

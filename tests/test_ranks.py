@@ -169,7 +169,7 @@ def test_a_rank_that_hangs_for_a_while(cluster: Cluster, tmp_path: Path, backgro
 
 
 def out_of_memory() -> Any:
-    return mock.patch("zckpt.io.staging.Staging.acquire", side_effect=MemoryError("no memory for a buffer"))
+    return mock.patch("zckpt.io.staging.StagingPool.acquire", side_effect=MemoryError("no memory for a buffer"))
 
 
 ON_ONE_RANK: dict[str, tuple[Callable[[], Any], str]] = {

@@ -16,9 +16,9 @@ from zckpt.format import names, tree
 from zckpt.format.limits import TREE_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.io.budget import Budget, flag
-from zckpt.io.memory import Sinks, check_cast, fresh_tensor
+from zckpt.io.memory import Sinks, check_cast, fresh_tensor, lies_in_order
 from zckpt.io.read import run_reads
-from zckpt.io.staging import Staging, staging_for
+from zckpt.io.staging import StagingPool, pool_for
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Span, extents, slice_spans
 from zckpt.plan.select import Keys, nearest, select
@@ -203,10 +203,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
         nothing but these tensors, the index chunks that list them and the digests that cover them, and nothing at all
         for tensors on the device "meta".
 
-        Raises DeviceError, which names the devices there are; KeyNotFoundError, also for a key of ``out`` and where
-        ``keys`` matches nothing; TypeError where ``out`` is no mapping to tensors; ValueError for a ``dtype`` that does
-        not exist; CastError; MismatchError (a tensor of ``out`` does not fit, or ``keys`` does not ask for it);
-        FormatError (damaged or missing data) and StorageError; then nothing is returned.
+        Raises DeviceError for a device that does not exist or does not work, which names the devices there are, and for
+        too little memory; KeyNotFoundError, also for a key of ``out`` and where ``keys`` matches nothing; TypeError
+        where ``out`` is no mapping to tensors; ValueError for a ``dtype`` that does not exist; CastError; MismatchError
+        (a tensor of ``out`` does not fit, or ``keys`` does not ask for it); FormatError (damaged or missing data) and
+        StorageError; then nothing is returned.
         """
         device = check_device(device)
         given = {} if out is None else out
@@ -258,7 +259,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     ) -> torch.Tensor:
         """``tensor[index]`` without reading the rest; ``index`` is a slice, or one per leading dimension, of step 1.
 
-        With ``verify`` the blocks (1 MiB) at the edges are read whole.
+        With ``verify`` the blocks (1 MiB) at the edges are read whole. Raises as ``load`` does.
         """
         device = check_device(device)
         info = self[key]
@@ -273,7 +274,10 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def load_pieces(
         self, rank: int, keys: Keys = None, *, device: Device = "cpu", verify: bool | None = None
     ) -> dict[tuple[str, int, int], torch.Tensor]:
-        """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``."""
+        """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``.
+
+        Raises as ``load`` does.
+        """
         device = check_device(device)
         wants: dict[tuple[str, int, int], Want] = {}
         infos = {key: self[key] for key in self._select(keys)}
@@ -299,7 +303,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         progress: Progress | None = None,
     ) -> dict[str, torch.Tensor]:
         """What ``model.load_state_dict`` takes: weights (from ``master``, else ``param``), buffers, and tied weights by
-        every name. ``dtype`` applies to floating point weights; buffers keep theirs."""
+        every name. ``dtype`` applies to floating point weights; buffers keep theirs. Raises as ``load`` does."""
         device, wanted = check_device(device), dtype_of(dtype)
         sources: dict[str, TensorInfo] = {}
         for part in (BUFFER, PARAM, MASTER):
@@ -320,7 +324,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         rank: int | None = None,
         verify: bool | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
-        staging: Staging | None = None,
+        staging: StagingPool | None = None,
     ) -> None:
         """Fills the target of every want. The one way in which tensor data is read.
 
@@ -348,13 +352,13 @@ class Checkpoint(Mapping[str, TensorInfo]):
         )
         run_reads(self.reader, ops, files, sinks, self.budget, staging, advance)
 
-    def staging(self, devices: Iterable[torch.device]) -> Staging:
-        """Buffers for ``read``, into memory of these devices and of the host."""
-        return staging_for(devices, self.budget, self.manifest.block_bytes)
+    def staging(self, devices: Iterable[torch.device]) -> StagingPool:
+        """Makes a pool of buffers for ``read`` into memory of these devices and of the host."""
+        return pool_for(devices, self.budget, self.manifest.block_bytes)
 
     @property
     def batch_bytes(self) -> int:
-        """Of one read into the host's memory, at most."""
+        """The most bytes of one read into host memory."""
         return self.budget.batch_bytes(self.manifest.block_bytes)
 
     def _select(self, keys: Keys) -> list[str]:
@@ -378,7 +382,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         *,
         verify: bool | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
-        staging: Staging | None = None,
+        staging: StagingPool | None = None,
     ) -> dict[str, torch.Tensor]:
         """Whole tensors, in the memory that is ``given`` for some of them, all others in memory of their own."""
         dtypes, given = dtypes or {}, given or {}
@@ -409,7 +413,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
                 f"out[{info.key!r}] must be a torch.Tensor, got a {what}; torch.from_numpy shares an array's memory"
             )
         check_cast(info.dtype, target.dtype, info.key)
-        if tuple(target.shape) != info.shape or not target.is_contiguous():
-            what = f"{list(target.shape)}{'' if target.is_contiguous() else ', not contiguous'}"
+        if tuple(target.shape) != info.shape or not lies_in_order(target):
+            what = str(list(target.shape)) if lies_in_order(target) else "a view whose elements do not lie in order"
             raise MismatchError(f"out has {what}, the checkpoint {list(info.shape)}", key=info.key)
         return target

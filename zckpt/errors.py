@@ -15,7 +15,7 @@
     ├── KeyNotFoundError             (KeyError)            no such key; names the nearest ones
     ├── CastError                    (TypeError)           a dtype that cannot be converted without nonsense
     ├── StateError                   (TypeError)           a value that the state tree cannot hold
-    ├── DeviceError                  (RuntimeError)        a device that is not there, or gives no bytes
+    ├── DeviceError                  (RuntimeError)        a device that is not there, fails, or is full
     ├── UnsupportedError             (NotImplementedError) an engine or mode that is not supported, by name
     ├── MismatchError                (ValueError)          engine and checkpoint do not fit; lists everything
     ├── RankError                    (RuntimeError)        another rank failed, or the ranks disagree
@@ -132,7 +132,8 @@ class StateError(ZckptError, TypeError):
 
 
 class DeviceError(ZckptError, RuntimeError):
-    """A device that does not exist, or that bytes cannot be copied to and from."""
+    """A device that does not exist, that bytes cannot be copied to and from, or that has too little memory; or host
+    memory that cannot be pinned for the copies."""
 
 
 class UnsupportedError(ZckptError, NotImplementedError):

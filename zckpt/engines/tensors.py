@@ -54,12 +54,6 @@ def persistent_buffers(root: torch.nn.Module) -> tuple[dict[str, torch.Tensor], 
     )
 
 
-def lies_in_order(tensor: torch.Tensor) -> bool:
-    """Whether the memory of ``tensor`` holds its elements as they are, one after the other: it is contiguous, and not a
-    view that PyTorch conjugates or negates when it is read."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
 def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
     """Writes these values to the memory of ``target``, so that its views and what it is a view of have them too.
 

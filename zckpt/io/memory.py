@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from zckpt.errors import CastError
-from zckpt.transfer.devices import ToDevice, devices_of
+from zckpt.transfer.devices import ToDevice, device_memory, devices_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,20 +24,19 @@ PAGE_BYTES = 4096
 """Direct I/O wants file offsets, lengths and memory addresses to be multiples of it."""
 _CACHE_LINE_BYTES = 64
 HOST_MEMORY: Bytes = np.frombuffer((ctypes.c_uint8 * (1 << 57)).from_address(PAGE_BYTES), np.uint8)
-"""The memory of this process from its second page on: nothing lies in the first, and no processor's addresses are
-longer. A view of it keeps nothing alive."""
+"""This process's address space, without its first page, in which nothing lies. A view of it keeps no memory alive."""
 HOST_VIEW = memoryview(HOST_MEMORY)
 """The same; slices of it are made in half the time."""
 
 
 def fresh_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """An uninitialised contiguous tensor.
+    """Returns an uninitialised contiguous tensor. Raises DeviceError if the device has too little memory.
 
     On the host its memory is numpy's, which asks for huge pages: first touched, it is several times faster than
     ``torch.empty``'s.
     """
     if torch.device(device).type != "cpu":
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return device_memory(shape, dtype, torch.device(device))
     nbytes = math.prod(shape) * dtype.itemsize
     return (
         aligned(torch.from_numpy(np.empty(nbytes + _CACHE_LINE_BYTES, np.uint8)), nbytes, _CACHE_LINE_BYTES)
@@ -49,6 +48,12 @@ def fresh_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device 
 def aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int) -> torch.Tensor:
     """``nbytes`` of ``room`` from a multiple of ``alignment_bytes`` on. It is uint8, 1-D, in host memory."""
     return room.narrow(0, -room.data_ptr() % alignment_bytes, nbytes)
+
+
+def lies_in_order(tensor: torch.Tensor) -> bool:
+    """Whether the memory of ``tensor`` holds its elements as they are, one after the other: it is contiguous, and not a
+    view that PyTorch conjugates or negates when it is read."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,8 +88,8 @@ def check_cast(stored: torch.dtype, wanted: torch.dtype, key: str) -> None:
 
 
 class Sinks:
-    """Where loaded elements go: all of each target, a contiguous tensor on any device. Stored elements of another dtype
-    are converted on the way. ``keys`` name them in errors.
+    """The targets of a load. Each is a contiguous tensor on any device, and is filled entirely; elements stored with
+    another dtype are converted. ``keys`` name the targets in errors.
 
     A target's memory on the host is found by its address: to make views of many small tensors would take longer than to
     fill them.
@@ -116,14 +121,16 @@ class Sinks:
             raise ValueError("a span is longer than the memory that it goes to")
 
     def device_memory(self, sink: int, start: int, nbytes: int) -> torch.Tensor | None:
-        """Where on a device stored bytes from byte ``start`` go as they are, 1-D uint8; None where they do not."""
+        """Returns the ``nbytes`` of device memory from byte ``start`` of the target on, as a 1-D uint8 tensor; None if
+        the target is in host memory or has another dtype."""
         target = self._targets[sink]
         if target.dtype != self._stored[sink] or target.is_cpu:
             return None
         return byte_tensor(target)[start : start + nbytes]
 
     def to_device(self, sink: int, start: int, nbytes: int, staged_at: int) -> ToDevice:
-        """The copy of stored bytes, from byte ``staged_at`` of a staging buffer on, to byte ``start``, on a device."""
+        """Returns the copy that brings stored bytes, from byte ``staged_at`` of a staging buffer on, to byte ``start``
+        of a target on a device. Both are counted in stored bytes."""
         dtype = self._stored[sink]
         first = start // dtype.itemsize
         flat = self._targets[sink].detach().reshape(-1)

@@ -12,7 +12,7 @@ from zckpt.io.life import sign_of_life
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zckpt.io.staging import Stage, Staging
+    from zckpt.io.staging import StagingBuffer, StagingPool
 
 Item = TypeVar("Item")
 
@@ -43,8 +43,9 @@ class Snapshot:
 
 
 class Pipeline(Generic[Item]):
-    """``take`` fills a buffer from an item's source, or queues the copies that fill it, and returns what ``put``, which
-    empties it, is to be given. Every thread that calls ``work`` helps. There is at least one item.
+    """Two steps: ``take`` fills a buffer from an item's source, or queues copies that fill it; ``put`` empties the
+    buffer. ``put`` gets what ``take`` returned. All threads that call ``work`` share the steps. There is at least one
+    item.
 
     Taking comes first: as long as there is a buffer, the sources are read, those of the first ``urgent`` items before
     all others. The snapshot is told when all urgent sources have been read, and again when all sources have been read.
@@ -55,9 +56,9 @@ class Pipeline(Generic[Item]):
     def __init__(
         self,
         items: Sequence[Item],
-        take: Callable[[Item, Stage], Item],
-        put: Callable[[Item, Stage], None],
-        staging: Staging,
+        take: Callable[[Item, StagingBuffer], Item],
+        put: Callable[[Item, StagingBuffer], None],
+        staging: StagingPool,
         buffers: int,
         snapshot: Snapshot,
         urgent: int,
@@ -67,9 +68,9 @@ class Pipeline(Generic[Item]):
         self._snapshot = snapshot
         self._urgent = urgent
         self._waiting = deque(enumerate(items))
-        self._filling: deque[tuple[int, Item, Stage]] = deque()
-        """Those with copies under way, and the number of each item."""
-        self._full: deque[tuple[Item, Stage]] = deque()
+        self._filling: deque[tuple[int, Item, StagingBuffer]] = deque()
+        """Buffers with copies under way: the number of the item, what ``take`` returned, and the buffer."""
+        self._full: deque[tuple[Item, StagingBuffer]] = deque()
         self._left = [urgent, len(items) - urgent]
         """The numbers of items whose source has not been read yet: of the urgent ones, and of the others."""
         self._free = buffers
@@ -118,7 +119,7 @@ class Pipeline(Generic[Item]):
                 self._filling.append((number, taken, stage))
                 self._changed.notify()
 
-    def _finish_one(self, number: int, taken: Item, stage: Stage) -> None:
+    def _finish_one(self, number: int, taken: Item, stage: StagingBuffer) -> None:
         stage.wait()
         with self._changed:
             self._full.append((taken, stage))
@@ -130,7 +131,7 @@ class Pipeline(Generic[Item]):
         if last:
             self._snapshot.taken.set()
 
-    def _put_one(self, item: Item, stage: Stage) -> None:
+    def _put_one(self, item: Item, stage: StagingBuffer) -> None:
         self._put(item, stage)
         self._staging.release(stage)
         with self._changed:

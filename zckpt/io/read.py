@@ -20,7 +20,7 @@ from zckpt.format.rules import broken
 from zckpt.io.local import after
 from zckpt.io.memory import HOST_VIEW, PAGE_BYTES
 from zckpt.plan.coalesce import joined_copies
-from zckpt.transfer.devices import wait_for_caller
+from zckpt.transfer.devices import synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from zckpt.errors import FormatError
     from zckpt.io.budget import Budget
     from zckpt.io.memory import Bytes, Sinks
-    from zckpt.io.staging import Stage, Staging
+    from zckpt.io.staging import StagingBuffer, StagingPool
     from zckpt.io.store import Reader
     from zckpt.plan.coalesce import ReadOp, Segments
 
 DIRECT_BYTES_MIN = 256 << 10
 """Smaller reads go through the page cache: the kernel serves them better."""
 PORTION_BYTES = 2 << 20
-"""Is read from the page cache and checked before the next is read: meanwhile it stays in the processor's own cache."""
+"""This much is read from the page cache and checked before the next read, so that it stays in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def run_reads(
     files: Mapping[int, ReadFile],
     sinks: Sinks,
     budget: Budget,
-    staging: Staging,
+    staging: StagingPool,
     advance: Callable[[int], None],
 ) -> None:
     """Carries out ``ops``, each of which fits in a buffer of ``staging`` with a page to spare on either side.
@@ -63,7 +63,7 @@ def run_reads(
     """
     for op in ops:
         sinks.check(op.segments.sink, op.segments.target + op.segments.copy_bytes)
-    wait_for_caller(sinks.devices)
+    synchronize(sinks.devices)
 
     def run(op: ReadOp) -> None:
         _run(reader, op, files[op.file], sinks, staging, budget.direct)
@@ -73,7 +73,7 @@ def run_reads(
         budget.run([partial(run, op) for op in ops])
 
 
-def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Staging, direct: bool) -> None:
+def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: StagingPool, direct: bool) -> None:
     segments = op.segments
     base = op.offset - op.offset % PAGE_BYTES  # the stage begins with it
     starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]
@@ -88,7 +88,7 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
     def key_at(byte: int) -> str:
         return key(bisect_right(starts, byte) - 1)
 
-    if not (verify or cached) and _to_device(reader, op, file, sinks):
+    if not (verify or cached) and _read_to_device(reader, op, file, sinks):
         return
     with staging.lend() as stage:
         places: list[memoryview | None] = _destinations(segments, sinks) if cached else [None] * len(blocks)
@@ -111,9 +111,9 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
         _queue(segments, op.offset - base, sinks, stage)
 
 
-def _to_device(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks) -> bool:
-    """Reads past the host's memory, if all goes to devices as it is, in pieces that are worth it, and the store can.
-    False: nothing was read."""
+def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks) -> bool:
+    """Reads straight into device memory, if all bytes of ``op`` go to devices unconverted, in pieces of
+    ``DIRECT_BYTES_MIN`` on average, and the store can. Returns False if nothing was read."""
     if (op.segments.copies > 1).any():
         return False
     copies = joined_copies(op.segments, sinks.device >= 0)
@@ -157,7 +157,7 @@ def _portions(starts: Sequence[int], nbytes: int) -> Iterator[slice]:
 
 
 def read_op(
-    reader: Reader, op: ReadOp, file: ReadFile, staging: Staging, direct: bool, look: Callable[[Bytes], None]
+    reader: Reader, op: ReadOp, file: ReadFile, staging: StagingPool, direct: bool, look: Callable[[Bytes], None]
 ) -> None:
     """Calls ``look`` with the bytes of ``op``, of which nothing has been checked. To be called inside of
     ``staging.work``. Raises as ``run_reads`` does."""
@@ -180,7 +180,7 @@ def _fill(
     start: int,
     stop: int,
     views: Sequence[Bytes | memoryview],
-    stage: Stage | None,
+    stage: StagingBuffer | None,
     key_at: Callable[[int], str | None],
 ) -> None:
     """Reads bytes ``start`` to ``stop`` of the file into ``views``, one after the other. ``stage``: what all of these
@@ -210,14 +210,14 @@ def _put(segments: Segments, first: int, copies: int, staged: Bytes, sinks: Sink
             sinks.put(sink, int(segments.target[copy]), staged[start : start + int(segments.copy_bytes[copy])])
 
 
-def _queue(segments: Segments, first: int, sinks: Sinks, stage: Stage) -> None:
+def _queue(segments: Segments, first: int, sinks: Sinks, stage: StagingBuffer) -> None:
     """Queues the copies to devices of what was staged from byte ``first`` of the stage on."""
     for number, device in enumerate(sinks.devices):
         copies = joined_copies(segments, sinks.device == number)
         columns = (copies.sink, copies.target, copies.nbytes, first + copies.start)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         if queued := [sinks.to_device(*row) for row in rows]:
-            stage.queue(device).to_device(queued)
+            stage.to_device(device, queued)
 
 
 def _are_sound(file: ReadFile, blocks: Sequence[int], views: Sequence[Bytes | memoryview]) -> bool:

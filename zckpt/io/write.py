@@ -20,7 +20,7 @@ from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.io.local import read_from
 from zckpt.io.memory import PAGE_BYTES, byte_tensor
 from zckpt.io.pipeline import Pipeline
-from zckpt.io.staging import staging_for
+from zckpt.io.staging import pool_for
 from zckpt.plan.layout import FILLER, HEADER, plan_writes
 from zckpt.state.inventory import FileSpan
 from zckpt.transfer.devices import FromDevice, devices_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from zckpt.io.budget import Budget
     from zckpt.io.pipeline import Snapshot
-    from zckpt.io.staging import Stage
+    from zckpt.io.staging import StagingBuffer
     from zckpt.io.store import Store, Writer
     from zckpt.plan.layout import ShardPlan, WriteOp
 
@@ -96,7 +96,7 @@ def write_shards(
     table = bytearray(sum(plan.blocks for plan in plans) * DIGEST_BYTES)
     sources = (fragment.data for plan in plans for fragment in plan.fragments)
     devices = devices_of(source for source in sources if isinstance(source, torch.Tensor))
-    staging = staging_for(devices, budget, block_bytes, snapshot_bytes)
+    staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
     files: list[Writer] = []
     try:
         jobs = []
@@ -108,7 +108,7 @@ def write_shards(
             jobs += [_Job(files[-1], plan, op) for op in ops]
         jobs.sort(key=lambda job: job.plan.shard.part in later)
 
-        def put(job: _Job, stage: Stage) -> None:
+        def put(job: _Job, stage: StagingBuffer) -> None:
             _put(table, block_bytes, job, stage)
             advance(int(job.op.span_bytes[job.op.source >= 0].sum()))
 
@@ -124,7 +124,7 @@ def write_shards(
     return bytes(table)
 
 
-def _take(job: _Job, stage: Stage) -> _Job:
+def _take(job: _Job, stage: StagingBuffer) -> _Job:
     source = job.source
     if source is not None and job.file.share(source, job.op.offset):
         start, stop = job.starts[0], job.starts[-1]
@@ -135,11 +135,11 @@ def _take(job: _Job, stage: Stage) -> _Job:
     for span, at in zip(job.spans, job.starts, strict=False):
         _fill(stage, at, job.plan, *span, copies)
     for device, queued in copies.items():
-        stage.queue(device).from_device(queued)
+        stage.from_device(device, queued)
     return job
 
 
-def _put(table: bytearray, block_bytes: int, job: _Job, stage: Stage) -> None:
+def _put(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) -> None:
     if job.shared:
         job.file.read_back(stage.bytes, job.op.offset, job.op.nbytes)
     blocks = [
@@ -156,7 +156,7 @@ def _put(table: bytearray, block_bytes: int, job: _Job, stage: Stage) -> None:
 
 
 def _fill(
-    stage: Stage,
+    stage: StagingBuffer,
     at: int,
     plan: ShardPlan,
     source: int,

@@ -32,7 +32,7 @@ from zckpt.io.budget import Budget
 from zckpt.io.lock import WriteLock
 from zckpt.io.memory import PAGE_BYTES
 from zckpt.io.read import ReadFile, read_op
-from zckpt.io.staging import host_staging
+from zckpt.io.staging import host_pool
 from zckpt.io.store import open_store
 from zckpt.pipelines.gc import leftovers
 from zckpt.pipelines.open import StrPath, open_checkpoint
@@ -287,7 +287,7 @@ def compute_tables(
         rank: bytearray(DIGEST_BYTES * sum(file.block_count(block_bytes) for file in own))
         for rank, own in files.items()
     }
-    staging = host_staging(budget.batch_bytes(block_bytes))
+    staging = host_pool(budget.batch_bytes(block_bytes))
 
     def put(rank: int, block: int, data: Bytes | bytes) -> None:
         tables[rank][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES] = digest(data)
@@ -371,7 +371,7 @@ def _put(
 def _copy(reader: Reader, store: Store, found: FoundSave, budget: Budget) -> None:
     """All data files, durable."""
     batch_bytes = budget.batch_bytes(PAGE_BYTES)
-    staging = host_staging(batch_bytes)
+    staging = host_pool(batch_bytes)
 
     def copy(file: FoundFile) -> None:
         path = file.header.shard.path

@@ -41,7 +41,7 @@ from zckpt.plan.select import several
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment
 from zckpt.torch_dtypes import TORCH_DTYPES
-from zckpt.transfer.devices import check_device, wait_for_caller
+from zckpt.transfer.devices import check_device, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -169,7 +169,7 @@ def restore_engine(
         errors: list[BaseException] = []
         try:
             plan.adapter.finish_restore()
-            wait_for_caller(plan.adapter.devices)  # so that every stream may use what was restored
+            synchronize(plan.adapter.devices)  # so that every stream may use what was restored
         except BaseException as error:  # raised again below, for the others to know
             errors.append(error)
         ranks.together(lambda: _raise_first(errors), "restore")
@@ -435,7 +435,7 @@ def _without_moments(
 def _fill(plan: _RestorePlan, rank: int | None, verify: bool | None, progress: Progress | None) -> None:
     checkpoint, sources = plan.checkpoint, plan.sources
     nbytes = sum((f.stop - f.start) * sources[f.key].dtype.itemsize for f in plan.wanted if f.key in sources)
-    wait_for_caller(plan.adapter.devices)
+    synchronize(plan.adapter.devices)
     staging = checkpoint.staging(plan.adapter.devices)
     with (
         _changing_the_engine(checkpoint),

@@ -46,7 +46,7 @@ from zckpt.plan.select import several
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, PARAM, STATE, Fragment
 from zckpt.torch_dtypes import DTYPE_NAMES
-from zckpt.transfer.devices import check_devices, devices_of, wait_for_caller
+from zckpt.transfer.devices import check_devices, devices_of, synchronize
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ class _Write:
         unknown = sorted(set(options.exclude) - set(adapter.parts))
         if unknown:
             raise ValueError(f"exclude: the engine has no part {', '.join(unknown)}; it has {', '.join(adapter.parts)}")
-        wait_for_caller(adapter.devices)
+        synchronize(adapter.devices)
         inventory = adapter.inventory(options.parts)
         self._fragments = [fragment for fragment in inventory.fragments if fragment.part not in options.exclude]
         for fragment in self._fragments:  # a part's name is a file's name
@@ -497,7 +497,7 @@ def _pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -
             return tree.NDARRAY, name
         if isinstance(leaf, torch.Tensor) and _is_plain(leaf):
             _check_has_values(leaf, where)
-            wait_for_caller(check_devices([leaf]))
+            synchronize(check_devices([leaf]))
             fragments.append(_state_fragment(name, leaf.detach().resolve_conj().resolve_neg().contiguous()))
             return tree.TENSOR, name
         return _plain(leaf) if where.startswith(client_state) else None
@@ -638,7 +638,7 @@ def write_rank(
         )  # fmt: skip
     store.make_directories(names.rank_dir(save_id, rank))
     # Tensors that were not contiguous were copied while the write was planned, on another thread's stream.
-    wait_for_caller(devices_of(_tensors(fragment for plan in plans for fragment in plan.fragments)))
+    synchronize(devices_of(_tensors(fragment for plan in plans for fragment in plan.fragments)))
     nbytes = sum(int(plan.pieces.nbytes.sum()) for plan in plans)
     with reported(progress, "write", nbytes) as advance:
         table = write_shards(

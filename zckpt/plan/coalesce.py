@@ -61,8 +61,8 @@ class Copies:
 
 
 def joined_copies(segments: Segments, wanted: NDArray[np.bool_]) -> Copies:
-    """The copies to sinks that are ``wanted``, by sink; what adjacent segments bring to adjacent bytes of one sink is
-    one copy."""
+    """Returns the copies to the sinks for which ``wanted`` is true, in order of their sinks. Copies of adjacent bytes
+    to adjacent bytes of one sink are joined into one."""
     segment = np.repeat(np.arange(len(segments.nbytes)), segments.copies)
     at = (np.cumsum(segments.nbytes) - segments.nbytes)[segment] + segments.source
     order = np.lexsort((at, segments.sink))

@@ -1,12 +1,13 @@
-"""The one module that knows devices: which there are, when they are done, and how copies to and from them are queued.
+"""Which devices there are, how to wait for them, and how copies to and from them are queued.
 
-All of it is generic: ``torch.accelerator``, ``torch.Stream`` and the tensor's own device.
+Only ``zckpt.io.gpudirect`` asks for a particular type of accelerator.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, lru_cache
+import math
+import threading
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 JOINED_BYTES = 256 << 10
-"""Copies that are smaller than this on average go to or from a device as one copy, through a buffer there."""
+"""If the copies of a batch are smaller than this many bytes on average, they go through a buffer on the device, so that
+host and device exchange one copy."""
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -34,41 +36,65 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def check_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """The devices that these are on, host memory left out. Raises DeviceError for one that bytes cannot be copied from,
+    """The devices of these tensors, without the CPU. Raises DeviceError for a device that bytes cannot be copied from,
     such as "meta"."""
     return tuple(_tried(device) for device in devices_of(tensors))
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """The devices that these are on, host memory left out."""
+    """The devices of these tensors, without the CPU."""
     return tuple(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu))
 
 
-def wait_for_caller(devices: Iterable[torch.device]) -> None:
-    """Until all that was queued on these devices is done, on any stream: memory that is to be read or written may have
-    been used on another stream than the current one of this thread."""
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Returns when everything that was queued on these devices, on any stream, is done. Memory that is about to be read
+    or written may have been used on a stream other than this thread's current one."""
     for device in devices:
         if _is_accelerator(device):
             torch.accelerator.synchronize(device)
 
 
-@lru_cache
 def has_streams(device: torch.device) -> bool:
     """Whether copies between the device and pinned memory can be queued, so that the host goes on meanwhile."""
-    if not _is_accelerator(device):
-        return False
+    if device not in _with_streams and _is_accelerator(device):
+        try:
+            torch.Stream(device).record_event().synchronize()
+            if pinned_memory(1).is_pinned():
+                _with_streams.add(device)
+        except (RuntimeError, NotImplementedError):
+            return False
+        give_back_pinned_memory()
+    return device in _with_streams
+
+
+_with_streams: set[torch.device] = set()
+"""The devices that have shown that they have streams. A failure may pass, such as too little memory: it is not kept."""
+
+
+def device_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns an uninitialised contiguous tensor. Raises DeviceError if the device has too little memory."""
     try:
-        torch.Stream(device).synchronize()
-        found = pinned_memory(1).is_pinned()
-    except (RuntimeError, NotImplementedError):
-        return False
-    give_back_pinned_memory()
-    return found
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    except RuntimeError as error:
+        nbytes = math.prod(shape) * dtype.itemsize
+        raise DeviceError(
+            f"cannot allocate {nbytes} bytes on the device {device}: {_first_sentence(error)}",
+            hint="free memory there, load less at a time, or load to the CPU",
+        ) from error
 
 
 def pinned_memory(nbytes: int) -> torch.Tensor:
-    """uint8, 1-D. torch's allocator takes the next power of two of it."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    """Returns a 1-D uint8 tensor in pinned host memory. torch's allocator rounds ``nbytes`` up to a power of two.
+
+    Raises DeviceError if so much cannot be pinned.
+    """
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"cannot pin {nbytes} bytes of host memory: {_first_sentence(error)}",
+            hint="a smaller budget (ZCKPT_BUDGET_BYTES) and a smaller snapshot_bytes need less",
+        ) from error
 
 
 def give_back_pinned_memory() -> None:
@@ -79,8 +105,8 @@ def give_back_pinned_memory() -> None:
 
 
 class ToDevice(NamedTuple):
-    """Stored elements of ``dtype`` from byte ``start`` of a staging buffer on, and the 1-D tensor that they fill. They
-    are converted to its dtype."""
+    """One copy from a staging buffer to a device: elements of ``dtype``, stored from byte ``start`` of the buffer on,
+    fill ``target``, a 1-D tensor, and are converted to its dtype."""
 
     start: int
     dtype: torch.dtype
@@ -88,11 +114,11 @@ class ToDevice(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """As stored."""
+        """The bytes of the stored elements."""
         return self.target.numel() * self.dtype.itemsize
 
     def of(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target, and what of the buffer is copied to it."""
+        """Returns the target, and the part of ``buffer`` that is copied to it."""
         stored = buffer[self.start : self.start + self.nbytes]
         if self.dtype == self.target.dtype:
             return self.target.view(torch.uint8), stored
@@ -100,79 +126,90 @@ class ToDevice(NamedTuple):
 
 
 class FromDevice(NamedTuple):
-    """1-D uint8 on a device, and the byte of a staging buffer from which on its bytes go there."""
+    """One copy from a device: the bytes of ``source``, a 1-D uint8 tensor, go to the staging buffer from byte ``start``
+    on."""
 
     start: int
     source: torch.Tensor
 
 
 class CopyQueue:
-    """Copies between one staging buffer and one device, in their order.
+    """Copies between staging buffers and one device, in the order of the calls. Safe to use from several threads.
 
-    Where the buffer is pinned and the device has streams, they are queued on a stream that no other queue uses;
-    elsewhere each is done when its function returns. PyTorch's allocators do not know that this stream uses the
-    tensors: whoever calls keeps them, and calls ``wait`` before he gives them to anybody else.
+    Where the buffers are pinned and the device has streams, copies are queued on a side stream. Elsewhere each copy is
+    done when its method returns. PyTorch's allocators do not know that this stream uses the tensors: the caller keeps
+    them until the copies are done.
+
+    ``to_device`` and ``from_device`` return the event that happens when their copies are done; None if they are.
     """
 
-    def __init__(self, staged: torch.Tensor, device: torch.device) -> None:
-        """``staged``: the buffer, uint8, 1-D, in host memory."""
-        self._staged = staged
-        self._device = device
-        self._stream = _take_stream(device) if staged.is_pinned() and has_streams(device) else None
+    def __init__(self, device: torch.device, buffer_bytes: int, *, pinned: bool) -> None:
+        """``buffer_bytes``: the size of each buffer. ``pinned``: whether the buffers are pinned."""
+        self.device = device
+        self._buffer_bytes = buffer_bytes
+        self._stream = _take_stream(device) if pinned and has_streams(device) else None
+        self._queueing = threading.Lock()
 
-    def to_device(self, copies: Sequence[ToDevice]) -> None:
+    def to_device(self, buffer: torch.Tensor, copies: Sequence[ToDevice]) -> torch.Event | None:
         """Copies to targets that do not overlap. Their dtype is converted on the device, if it has streams."""
-        with self._queueing():
+        if self._stream is None:
+            for one in copies:
+                target, stored = one.of(buffer)
+                target.copy_(stored)
+            return None
+        with self._queueing, self._stream:
             same = all(one.dtype == one.target.dtype for one in copies)
-            if self._stream is None or (same and _are_large([one.target.nbytes for one in copies])):
+            if same and _are_large([one.target.nbytes for one in copies]):
                 for one in copies:
-                    target, stored = one.of(self._staged)
-                    target.copy_(stored, non_blocking=self._stream is not None)
-                return
-            first = min(one.start for one in copies)
-            stop = max(one.start + one.nbytes for one in copies)
-            self._mirror[first:stop].copy_(self._staged[first:stop], non_blocking=True)
-            targets, stored_there = zip(*(one.of(self._mirror) for one in copies), strict=True)
-            torch._foreach_copy_(targets, stored_there)
+                    target, stored = one.of(buffer)
+                    target.copy_(stored, non_blocking=True)
+            else:
+                first = min(one.start for one in copies)
+                stop = max(one.start + one.nbytes for one in copies)
+                self._mirror[first:stop].copy_(buffer[first:stop], non_blocking=True)
+                targets, stored_there = zip(*(one.of(self._mirror) for one in copies), strict=True)
+                torch._foreach_copy_(targets, stored_there)
+            return self._stream.record_event()
 
-    def from_device(self, copies: Sequence[FromDevice]) -> None:
+    def from_device(self, buffer: torch.Tensor, copies: Sequence[FromDevice]) -> torch.Event | None:
         """Copies to places in the buffer that do not overlap, in their order."""
         places = [slice(one.start, one.start + len(one.source)) for one in copies]
-        with self._queueing():
-            if self._stream is None or _are_large([len(one.source) for one in copies]):
+        if self._stream is None:
+            for place, one in zip(places, copies, strict=True):
+                buffer[place].copy_(one.source)
+            return None
+        with self._queueing, self._stream:
+            if _are_large([len(one.source) for one in copies]):
                 for place, one in zip(places, copies, strict=True):
-                    self._staged[place].copy_(one.source, non_blocking=self._stream is not None)
-                return
-            torch._foreach_copy_([self._mirror[place] for place in places], [one.source for one in copies])
-            for place in _joined(places):
-                self._staged[place].copy_(self._mirror[place], non_blocking=True)
-
-    def is_done(self) -> bool:
-        return self._stream is None or self._stream.query()
+                    buffer[place].copy_(one.source, non_blocking=True)
+            else:
+                torch._foreach_copy_([self._mirror[place] for place in places], [one.source for one in copies])
+                for place in _joined(places):
+                    buffer[place].copy_(self._mirror[place], non_blocking=True)
+            return self._stream.record_event()
 
     def wait(self) -> None:
-        """Until all copies are done."""
+        """Waits for all copies."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def close(self) -> None:
         """Leaves the stream to the next queue. All copies are done."""
         if self._stream is not None:
-            _idle_streams.setdefault(self._device, []).append(self._stream)
+            _idle_streams.setdefault(self.device, []).append(self._stream)
             self._stream = None
-
-    def _queueing(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else self._stream
 
     @cached_property
     def _mirror(self) -> torch.Tensor:
-        """As large as the buffer, on the device. It belongs to this stream, on which it is first asked for: torch's
-        allocator may give out what another stream still uses, to that stream alone."""
-        return torch.empty_like(self._staged, device=self._device, pin_memory=False)
+        """A buffer on the device, as large as a staging buffer. There is one for all of them: the copies through it
+        follow each other on one stream. It is allocated while that stream is current, because torch's allocator may
+        hand out memory that another stream still uses."""
+        return device_memory((self._buffer_bytes,), torch.uint8, self.device)
 
 
 _idle_streams: dict[torch.device, list[torch.Stream]] = {}
-"""Used again: torch's allocators keep memory apart for each stream that there has been."""
+"""Streams that no queue uses now. They are used again, because torch's allocators keep separate memory for each
+stream."""
 
 
 def _take_stream(device: torch.device) -> torch.Stream:
@@ -184,12 +221,12 @@ def _take_stream(device: torch.device) -> torch.Stream:
 
 
 def _are_large(sizes: Sequence[int]) -> bool:
-    """Whether these copies, of so many bytes each, are worth to be made one by one."""
+    """Whether copies of these sizes, in bytes, are large enough to be made one by one."""
     return len(sizes) == 1 or sum(sizes) >= JOINED_BYTES * len(sizes)
 
 
 def _joined(places: Sequence[slice]) -> list[slice]:
-    """One for each run of adjacent ones."""
+    """Returns these places, with adjacent ones joined into one."""
     joined = [places[0]]
     for place in places[1:]:
         if place.start == joined[-1].stop:
@@ -219,4 +256,11 @@ def _unusable(device: object, error: Exception) -> DeviceError:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator is not None else 0
     there = ["cpu", *(f"{accelerator}:{index}" for index in range(count))]
-    return DeviceError(f"cannot use the device {device}: {error}", hint=f"the devices there are: {', '.join(there)}")
+    return DeviceError(
+        f"cannot use the device {device}: {_first_sentence(error)}", hint=f"the devices there are: {', '.join(there)}"
+    )
+
+
+def _first_sentence(error: Exception) -> str:
+    """What torch says, without its stack and its advice, which can be pages long."""
+    return (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]

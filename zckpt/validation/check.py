@@ -20,7 +20,7 @@ from zckpt.format.index import check_claims, spans
 from zckpt.format.names import digests_path, index_path, piece_name, split_piece_name
 from zckpt.format.rules import broken
 from zckpt.io.read import ReadFile, check_block, read_op
-from zckpt.io.staging import host_staging
+from zckpt.io.staging import host_pool
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import file_extents
 from zckpt.progress import Progress, reported
@@ -87,7 +87,7 @@ class _Check:
         self.findings: list[Finding] = []
         self.values = Values({})
         self._data, self._deep = level != "structure", level == "deep"
-        self._staging = host_staging(checkpoint.batch_bytes)
+        self._staging = host_pool(checkpoint.batch_bytes)
         self._lock = threading.Lock()
 
     @property

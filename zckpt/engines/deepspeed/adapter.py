@@ -19,13 +19,13 @@ from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import (
     dtype_name,
-    lies_in_order,
     named_parameters,
     persistent_buffers,
     set_in_place,
     unwrapped,
 )
 from zckpt.errors import FormatError, UnsupportedError
+from zckpt.io.memory import lies_in_order
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileSpan, Fragment, Inventory
 from zckpt.transfer.devices import devices_of
 
