@@ -120,8 +120,9 @@ def test_device_tensors_come_back_as_they_were(
 def test_conversion_on_the_way(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = random_tensors("cpu")
     write_state(tmp_path / "c", 2, tensors, parts=["master"])
-    for budget in (None, SMALL_BUFFERS):
-        loaded = zckpt.open(tmp_path / "c", budget=budget).load("master/*", device=kind, dtype=dtype)
+    for budget, inference in ((None, False), (None, True), (SMALL_BUFFERS, False)):
+        with torch.inference_mode(inference):
+            loaded = zckpt.open(tmp_path / "c", budget=budget).load("master/*", device=kind, dtype=dtype)
         assert_loaded(loaded, {name: tensor.to(dtype) for name, tensor in tensors.items()})
 
 

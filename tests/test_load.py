@@ -461,6 +461,16 @@ def test_out_says_what_is_loaded(tmp_path: Path) -> None:
         checkpoint.load(out={"master/b": np.zeros(5)})  # type: ignore[dict-item]
 
 
+def test_a_load_in_inference_mode_is_converted_too(tmp_path: Path) -> None:
+    write_state(tmp_path / "c", 2, {"a": torch.arange(6.0)})
+    checkpoint = zckpt.open(tmp_path / "c")
+    with torch.inference_mode():
+        assert torch.equal(checkpoint.state_dict(dtype="bfloat16")["a"], torch.arange(6.0, dtype=torch.bfloat16))
+    trained = torch.nn.Parameter(torch.zeros(6, dtype=torch.float16))
+    checkpoint.load(out={"master/a": trained})
+    assert torch.equal(trained, torch.arange(6.0, dtype=torch.float16))
+
+
 def test_a_dtype_by_its_name(tmp_path: Path) -> None:
     state = write_state(tmp_path / "c", 1, {"a": (30,)}, parts=("master",))
     checkpoint, value = zckpt.open(tmp_path / "c"), state.full["master/a"]

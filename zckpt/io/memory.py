@@ -112,6 +112,8 @@ class Sinks:
         numbers = {device: number for number, device in enumerate(self.devices)}
         self.device = np.array([-1 if target.is_cpu else numbers[target.device] for target in targets], np.int64)
         """Of each target: the position of its device in ``devices``; -1 for the host's memory."""
+        self.inference = any(target.is_inference() for target in targets)
+        """Whether some were made in ``torch.inference_mode()``: only a thread in that mode may change these."""
         if not all(target.is_contiguous() for target in targets):
             raise ValueError("what is filled by its address must have no gaps")
 

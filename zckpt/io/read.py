@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import torch
 
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
@@ -66,7 +67,8 @@ def run_reads(
     synchronize(sinks.devices)
 
     def run(op: ReadOp) -> None:
-        _run(reader, op, files[op.file], sinks, staging, budget.direct)
+        with torch.inference_mode(sinks.inference):
+            _run(reader, op, files[op.file], sinks, staging, budget.direct)
         advance(int(op.segments.copy_bytes.sum()))
 
     with staging.work(len(ops)):
