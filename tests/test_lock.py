@@ -109,8 +109,8 @@ def test_the_age_is_by_the_clock_of_the_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[1]", '{"machine": null}', "[" * 4000, '{"machine": "OWN", "pid": "a\\u0000b"}', "x" * 100_000],
-    ids=["empty", "cut off", "list", "null", "deep", "no process id", "long"],
+    ["", "{", "[1]", '{"machine": null}', "[" * 4000, '{"machine": "OWN", "pid": "a\\u0000b"}'],
+    ids=["empty", "cut off", "list", "null", "deep", "no process id"],
 )
 def test_a_lock_that_tells_nothing_is_judged_by_its_age(tmp_path: Path, content: str) -> None:
     lock = tmp_path / "write.lock"

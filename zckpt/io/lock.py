@@ -29,6 +29,7 @@ HEARTBEAT_SECONDS = 10.0
 DEAD_SECONDS = 120.0
 """Without a heartbeat, after which a writer is taken for dead. More than a client of a network file system may show old
 times for."""
+_LOCK_BYTES_MAX = 4096
 _ATTEMPTS = 5
 _held: set[str] = set()
 """The save ids of the locks that this process holds. A lock of this process whose save id is missing here was left
@@ -122,7 +123,7 @@ def read_lock(store: Store) -> bytes | None:
     """What the lock of a checkpoint holds; None if there is none. Raises StorageError, FormatError (F002)."""
     with closing(store.reader()) as reader:
         try:
-            return reader.read(names.LOCK, 0, reader.size(names.LOCK))
+            return reader.read(names.LOCK, 0, _LOCK_BYTES_MAX)
         except MissingFileError:
             return None
 
