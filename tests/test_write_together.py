@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cluster import Cluster
 
 OURS = str(Path(zckpt.__file__).parent)
-NOT_STEPS = {"write", "write_engine", "group_of", "_is_deepspeed", "__init__", "finish", "after", "__exit__"}
+NOT_STEPS = {"write", "write_engine", "group_of", "_adapter_of", "__init__", "finish", "after", "__exit__"}
 """Functions that do nothing but call the steps, or come before the first or after the last."""
 
 

@@ -16,7 +16,7 @@ from zckpt.format import names, tree
 from zckpt.format.limits import TREE_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.io.budget import Budget, flag
-from zckpt.io.memory import Sinks, check_cast, fresh_tensor, lies_in_order
+from zckpt.io.memory import Sinks, check_cast, fresh_tensor
 from zckpt.io.read import run_reads
 from zckpt.io.staging import StagingPool, pool_for
 from zckpt.plan.coalesce import plan_reads
@@ -26,6 +26,7 @@ from zckpt.progress import Progress, reported
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.torch_dtypes import dtype_of
 from zckpt.transfer.devices import check_device, check_devices
+from zckpt.transfer.tensors import lies_in_order
 
 if TYPE_CHECKING:
     from zckpt.format.manifest import Manifest

@@ -50,12 +50,6 @@ def aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int) -> torch.Tens
     return room.narrow(0, -room.data_ptr() % alignment_bytes, nbytes)
 
 
-def lies_in_order(tensor: torch.Tensor) -> bool:
-    """Whether the memory of ``tensor`` holds its elements as they are, one after the other: it is contiguous, and not a
-    view that PyTorch conjugates or negates when it is read."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor as a 1-D uint8 tensor that shares its memory."""
     return tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)

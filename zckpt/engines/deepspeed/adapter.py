@@ -25,9 +25,9 @@ from zckpt.engines.tensors import (
     unwrapped,
 )
 from zckpt.errors import FormatError, UnsupportedError
-from zckpt.io.memory import lies_in_order
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileSpan, Fragment, Inventory
 from zckpt.transfer.devices import devices_of
+from zckpt.transfer.tensors import lies_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Iterator
