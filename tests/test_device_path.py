@@ -157,6 +157,8 @@ def test_targets_on_the_host_and_on_several_devices_in_one_load(tmp_path: Path) 
             with torch.Stream(out[key].device):
                 out[key].fill_(number)
     loaded = zckpt.open(tmp_path / "c").load(out=out)
+    for device in ("sim:0", "sim:1"):
+        torch.accelerator.synchronize(device)  # what the load has not waited for comes now
     assert same(loaded, {key: tensors[key].to(out[key].dtype) for key in tensors})
     assert all(loaded[key] is out[key] for key in out)
 
@@ -303,19 +305,87 @@ def test_an_interrupt_leaves_no_copy_under_way(tmp_path: Path) -> None:
     assert all(copy.ran for copy in accelerator.copies())
 
 
-def test_memory_between_copies_belongs_to_their_stream(tmp_path: Path) -> None:
+@pytest.mark.parametrize("direction", ["to_device", "from_device"])
+def test_memory_between_copies_belongs_to_their_stream(tmp_path: Path, direction: str) -> None:
     """The streams of the caller go on meanwhile, and what they have freed may still be in use there."""
-    tensors = write(tmp_path / "c", LARGE)
-    wait = staging.StagingBuffer.wait
+    tensors, queued = write(tmp_path / "c", SMALL), getattr(devices.CopyQueue, direction)
 
-    def meanwhile(buffer: staging.StagingBuffer) -> None:
-        buffer.is_done()  # which has its first copy done, and not the next ones
+    def meanwhile(queue: devices.CopyQueue, buffer: torch.Tensor, copies: Any) -> torch.Event:
+        done: torch.Event = queued(queue, buffer, copies)
+        done.query()  # which has the first copy done, and not the next ones
         torch.accelerator.current_stream("sim").synchronize()
-        wait(buffer)
+        return done
 
-    with mock.patch.object(staging.StagingBuffer, "wait", meanwhile):
-        loaded = zckpt.open(tmp_path / "c", budget=ONE_THREAD).load(device="sim", dtype="bfloat16")
-    assert same(loaded, {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()})
+    with mock.patch.object(devices.CopyQueue, direction, meanwhile):
+        if direction == "to_device":
+            assert same(zckpt.open(tmp_path / "c").load(device="sim"), tensors)
+        else:
+            assert written(tmp_path / "d", on_device(SMALL), ONE_THREAD)
+
+
+@pytest.mark.parametrize("to_device", [True, False])
+def test_copies_of_two_threads_do_not_mix(to_device: bool) -> None:
+    """They go through the same memory on the device. One thread comes while the other one queues its copies."""
+    buffers = [torch.full((4,), value, dtype=torch.uint8).pin_memory() for value in (1, 2)]
+    tensors = [torch.full((4,), value, dtype=torch.uint8, device="sim") for value in (3, 4)]
+    torch.accelerator.synchronize()
+    queue = devices.CopyQueue(tensors[0].device, 4, pinned=True)
+
+    def copy(number: int) -> None:
+        halves = [(0, tensors[number][:2]), (2, tensors[number][2:])]
+        if to_device:
+            queue.to_device(buffers[number], [devices.ToDevice(at, torch.uint8, half) for at, half in halves])
+        else:
+            queue.from_device(buffers[number], [devices.FromDevice(at, half) for at, half in halves])
+
+    owner, name = (torch, "_foreach_copy_") if to_device else (devices, "_joined")
+    original, other = getattr(owner, name), threading.Thread(target=copy, args=(1,))
+
+    def meanwhile(*args: Any) -> Any:
+        if other.ident is None:
+            other.start()
+            other.join(0.5)  # it queues nothing before this thread has queued all
+        return original(*args)
+
+    with mock.patch.object(owner, name, meanwhile):
+        copy(0)
+        other.join()
+    queue.wait()
+    expected = [1, 2] if to_device else [3, 4]
+    assert [buffer.tolist() for buffer in buffers] == [[value] * 4 for value in expected]
+    assert [tensor.tolist() for tensor in tensors] == [[value] * 4 for value in expected]
+
+
+def test_threads_that_begin_at_once_share_one_queue() -> None:
+    source = torch.ones(1, dtype=torch.uint8, device="sim")
+    devices.synchronize([source.device])
+    copies, make = [devices.FromDevice(0, source)], devices.CopyQueue
+    pool = staging.pool_for([source.device], ONE_THREAD, BLOCK_BYTES)
+    with pool.work(2), pool.lend() as one, pool.lend() as two:
+        other = threading.Thread(target=two.from_device, args=(source.device, copies))
+
+        def meanwhile(*args: Any, **options: Any) -> devices.CopyQueue:
+            if other.ident is None:
+                other.start()
+                other.join(0.5)  # it waits for the queue that is being made
+            return make(*args, **options)
+
+        with mock.patch.object(staging, "CopyQueue", meanwhile):
+            one.from_device(source.device, copies)
+            other.join()
+    queued = [copy for copy in accelerator.copies() if not copy.waited]
+    assert len({copy.stream for copy in queued}) == 1
+    assert all(copy.ran for copy in queued)
+
+
+def test_a_buffer_goes_back_after_an_error() -> None:
+    """Another thread may be waiting for it."""
+    pool = staging.PinnedPool(staging.Arena.within(ONE_THREAD, BLOCK_BYTES), 1)
+    with pool.work(1):
+        with pytest.raises(OSError, match="damaged"), pool.lend() as buffer:
+            raise OSError("damaged")
+        with pool.lend() as again:
+            assert again is buffer
 
 
 def test_a_device_without_streams(tmp_path: Path) -> None:

@@ -130,11 +130,12 @@ def test_conversion_on_the_way(kind: str, dtype: torch.dtype, tmp_path: Path) ->
 def test_all_devices_and_the_host_at_once(kind: str, tmp_path: Path) -> None:
     """Though each piece of memory is still being written to on a stream of its own when it is handed over."""
     tensors = random_tensors("cpu")
-    write_state(tmp_path / "c", 2, tensors, parts=["master", "exp_avg"])
+    places = dict(zip(["master", "exp_avg", "exp_avg_sq"], ["cpu", *devices_of(kind)], strict=False))
+    write_state(tmp_path / "c", 2, tensors, parts=[*places])
     out = {}
-    for number, device in enumerate((*devices_of(kind), "cpu")):
+    for part, device in places.items():
         for name, tensor in tensors.items():
-            key = f"{('master', 'exp_avg')[number % 2]}/{name}"
+            key = f"{part}/{name}"
             out[key] = torch.empty_like(tensor, device=device)
             if device != "cpu":
                 set_late(out[key], junk_like(tensor))
