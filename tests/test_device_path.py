@@ -51,7 +51,7 @@ def write(path: Path, shapes: Mapping[str, tuple[int, ...]], ranks: int = 1) -> 
 
 
 def forget() -> None:
-    """From here on, what the test asks for is counted."""
+    """Sets the counters to zero. A test that calls this sees only what happens after the call."""
     for device in ("sim:0", "sim:1"):
         torch.zeros(1, device=device)
         assert devices.has_streams(torch.device(device))
@@ -325,7 +325,8 @@ def test_memory_between_copies_belongs_to_their_stream(tmp_path: Path, direction
 
 @pytest.mark.parametrize("to_device", [True, False])
 def test_copies_of_two_threads_do_not_mix(to_device: bool) -> None:
-    """They go through the same memory on the device. One thread comes while the other one queues its copies."""
+    """The copies of both threads go through the same memory on the device. The second thread begins while the first one
+    is queueing its copies."""
     buffers = [torch.full((4,), value, dtype=torch.uint8).pin_memory() for value in (1, 2)]
     tensors = [torch.full((4,), value, dtype=torch.uint8, device="sim") for value in (3, 4)]
     torch.accelerator.synchronize()

@@ -9,6 +9,8 @@ import mmap
 import os
 import resource
 import subprocess
+import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -22,7 +24,8 @@ from zckpt.checkpoint import Want
 from zckpt.io import linux, local
 from zckpt.io.local import LocalReader, NewFile
 from zckpt.io.memory import PAGE_BYTES
-from zckpt.io.staging import Arena, StagingPool
+from zckpt.io.pipeline import Pipeline, Snapshot
+from zckpt.io.staging import Arena, StagingBuffer, StagingPool, host_pool
 from zckpt.plan.reshard import Span
 
 if TYPE_CHECKING:
@@ -308,3 +311,33 @@ def test_files_stay_open_for_a_while(tmp_path: Path) -> None:
     (tmp_path / "a").unlink()
     assert reader.read("a", 2, 3) == bytes(3)
     reader.close()
+
+
+def test_a_thread_of_a_pipeline_that_fails_ends_those_that_wait_for_it() -> None:
+    taking, waiting = threading.Event(), threading.Event()
+
+    class Condition(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            waiting.set()
+            return super().wait(timeout)
+
+    def take(item: int, stage: StagingBuffer) -> int:
+        taking.set()
+        assert waiting.wait(10)
+        raise ValueError
+
+    def work() -> None:
+        with suppress(ValueError):
+            pipeline.work()
+
+    pool = host_pool(MIB)
+    pipeline = Pipeline([0], take, lambda item, stage: None, pool, 1, Snapshot(), 1)
+    pipeline._changed = Condition()
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+    with pool.work():
+        threads[0].start()
+        assert taking.wait(10)
+        threads[1].start()
+        for thread in threads:
+            thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LARGE = 1 << 16
-"""A page of some processors, in bytes."""
+"""The size in bytes of a page of memory on some processors, such as those of ARM."""
 
 
 @pytest.fixture

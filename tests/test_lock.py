@@ -145,7 +145,8 @@ def test_a_process_that_is_hidden_is_not_taken_for_dead(tmp_path: Path) -> None:
 
 
 def test_where_process_ids_tell_nothing_the_heartbeat_does(tmp_path: Path) -> None:
-    """On another system than Linux, the locks of the dead on the same machine too."""
+    """On systems other than Linux the age of a lock alone tells whether its holder is dead, on the same machine
+    too."""
     store = LocalStore(str(tmp_path))
     with (
         mock.patch.object(linux, "pid_space", return_value=None),

@@ -272,7 +272,7 @@ class NewFile:
         self.path = path
         self._unsynced_bytes = 0
         self._position = threading.Lock()
-        """Where there are no positional writes, for whoever moves the file's position."""
+        """Without positional writes, a thread holds this lock while it moves the file's position and writes there."""
         self._direct_fd = -1
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
