@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from zckpt.pipelines import write as pipeline
+from zckpt.api import write as pipeline
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.state.inventory import MASTER, Fragment

@@ -45,7 +45,7 @@ from common import (
     write_checkpoint,
 )
 from peers import safetensors_save
-from zckpt.io import gpudirect
+from zckpt.storage import gpudirect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

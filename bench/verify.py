@@ -28,9 +28,9 @@ from common import (
     workspace,
     write_checkpoint,
 )
+from zckpt.api.write import BLOCK_BYTES
 from zckpt.format.digest import digest
-from zckpt.io.memory import host_bytes
-from zckpt.pipelines.write import BLOCK_BYTES
+from zckpt.transfer.memory import host_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

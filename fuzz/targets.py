@@ -30,7 +30,7 @@ from zckpt.format import shard as shard_format
 from zckpt.format import tree as tree_format
 from zckpt.format.digest import digest
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
-from zckpt.torch_dtypes import DTYPE_NAMES
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

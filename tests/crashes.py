@@ -16,7 +16,7 @@ import zckpt
 from faults import Fault, faulty, kill
 from test_write_failures import Engine
 from zckpt.format import names
-from zckpt.io import life
+from zckpt.ranks import heartbeat as life
 from zckpt.state.inventory import Inventory
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def write_and_die(
     if dies and at is None:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
     with (
-        nullcontext() if real else mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine),
+        nullcontext() if real else mock.patch("zckpt.api.write.adapt", lambda engine: engine),
         faulty(Fault(kill, at) if dies and at is not None else None) as operations,
     ):
         try:
@@ -94,7 +94,7 @@ def check_after(run: Path, name: str, old: str) -> bool:
 def check_next(run: Path, name: str) -> None:
     """That the next write to the path works, and leaves nothing of the dead one."""
     engine = Engine(seed=NEXT, step=NEXT)
-    with mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine):
+    with mock.patch("zckpt.api.write.adapt", lambda engine: engine):
         zckpt.write(engine, run / name, overwrite=True)
     assert zckpt.open(run).step == NEXT
     assert zckpt.validate(run).ok

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from zckpt.errors import from_os_error
-from zckpt.io.local import LocalReader, NewFile
-from zckpt.io.local_store import LocalStore
+from zckpt.storage.local_files import LocalReader, NewFile
+from zckpt.storage.local_store import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,7 +78,7 @@ class Watched:
 def faulty(fault: Fault | None = None) -> Iterator[Operations]:
     """Every store that is opened meanwhile is watched, and has this fault."""
     operations = Operations(fault)
-    with mock.patch("zckpt.io.store.LocalStore", lambda root: Watched(LocalStore(root), operations, root)):
+    with mock.patch("zckpt.storage.schemes.LocalStore", lambda root: Watched(LocalStore(root), operations, root)):
         yield operations
 
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from zckpt.io import linux, local, local_store
+from zckpt.storage import local_files as local
+from zckpt.storage import local_store
+from zckpt.system import linux
 
 if TYPE_CHECKING:
     import random

@@ -11,12 +11,12 @@ from unittest import mock
 import torch
 
 import zckpt
+from zckpt.api import write as pipeline
 from zckpt.errors import FormatError
 from zckpt.format.names import check_tensor_name
-from zckpt.pipelines import write as pipeline
 from zckpt.plan import catalog
 from zckpt.state.inventory import BUFFER, MASTER, TIERS, FileSpan, Fragment, Inventory
-from zckpt.torch_dtypes import DTYPE_NAMES
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -181,5 +181,5 @@ def write_through(path: Path, value: torch.Tensor, *, step: int = 1, **options: 
         rank_state=dict,
         after_write=lambda: None,
     )
-    with mock.patch("zckpt.pipelines.write.adapt", return_value=adapter):
+    with mock.patch("zckpt.api.write.adapt", return_value=adapter):
         return zckpt.write(object(), path, **options)

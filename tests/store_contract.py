@@ -13,14 +13,14 @@ import pytest
 
 from zckpt.errors import MissingFileError, StorageError
 from zckpt.format.names import temporary
-from zckpt.io.memory import PAGE_BYTES
-from zckpt.io.staging import StagingPool
+from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.transfer.staging import StagingPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zckpt.io.staging import StagingBuffer
-    from zckpt.io.store import Store
+    from zckpt.storage.contract import Store
+    from zckpt.transfer.staging import StagingBuffer
 
 
 def content(nbytes: int, seed: int = 0) -> bytes:

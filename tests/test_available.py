@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from zckpt.io.available import available_bytes
+from zckpt.system.available import available_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,7 +127,7 @@ def group_of_version_1() -> Iterator[Path]:
 
 def test_a_real_group_of_version_1() -> None:
     program = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid()))\n"
-    program += "from zckpt.io.available import available_bytes; print(available_bytes())"
+    program += "from zckpt.system.available import available_bytes; print(available_bytes())"
     with group_of_version_1() as group:
         tasks = str(group / "below" / "cgroup.procs")
         ended = subprocess.run([sys.executable, "-c", program, tasks], capture_output=True, text=True, check=False)

@@ -21,9 +21,9 @@ from models import make_engine, train
 from runs import AFTER, BEFORE, assert_goes_on_alike, held, raw, restore_and_go_on, settings
 from test_offload import memory
 from test_write_failures import Engine
+from zckpt.api import write as pipeline
 from zckpt.engines.hooks import call_before
-from zckpt.io import write as io_write
-from zckpt.pipelines import write as pipeline
+from zckpt.transfer import write as io_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,7 @@ def slow(seconds: float) -> AbstractContextManager[Any]:
 
         return call
 
-    return mock.patch.multiple("zckpt.io.write", _take=slowed(io_write._take), _put=slowed(io_write._put))
+    return mock.patch.multiple("zckpt.transfer.write", _take=slowed(io_write._take), _put=slowed(io_write._put))
 
 
 def write_in_background_and_go_on(path: str, setup: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -202,15 +202,15 @@ import os, sys, time
 import torch
 sys.path.insert(0, {tests!r})
 from test_write_failures import Engine
-import zckpt, zckpt.io.write, zckpt.pipelines.write
-zckpt.pipelines.write.adapt = lambda engine: engine
-put = zckpt.io.write._put
+import zckpt, zckpt.transfer.write, zckpt.api.write
+zckpt.api.write.adapt = lambda engine: engine
+put = zckpt.transfer.write._put
 def slow(*args):
     time.sleep(1)
     if {fails!r}:
         raise OSError(5, "Input/output error")
     put(*args)
-zckpt.io.write._put = slow
+zckpt.transfer.write._put = slow
 zckpt.write(Engine(), {path!r}, background=True)
 print("main thread done", flush=True)
 """
@@ -267,7 +267,7 @@ def test_an_attached_engine_saves_in_the_background(cluster: Cluster, tmp_path: 
 def test_copies_take_no_more_memory_than_allowed(tmp_path: Path, snapshot_bytes: int) -> None:
     """Of a state of 128 MiB, while the disk is slow."""
     engine = Engine(64 * MIB)
-    with mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine), slow(0.01):
+    with mock.patch("zckpt.api.write.adapt", lambda engine: engine), slow(0.01):
         Path("/proc/self/clear_refs").write_text("5")
         before = memory("VmRSS")
         pending = zckpt.write(engine, tmp_path / "c", background=True, snapshot_bytes=snapshot_bytes)

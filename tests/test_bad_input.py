@@ -18,6 +18,7 @@ import torch
 
 import zckpt
 from states import Written, edit, fragment, same_all, write_state
+from zckpt.api import write as pipeline
 from zckpt.cli import main
 from zckpt.errors import (
     CheckpointNotFoundError,
@@ -32,7 +33,6 @@ from zckpt.errors import (
 )
 from zckpt.format import names
 from zckpt.format.digest import digest
-from zckpt.pipelines import write as pipeline
 from zckpt.plan import catalog
 
 if TYPE_CHECKING:

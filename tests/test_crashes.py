@@ -35,7 +35,7 @@ def run() -> Iterator[Path]:
 
 def crash(cluster: Cluster, run: Path, name: str, who: int, **how: Any) -> tuple[list[Outcome], bool]:
     """An older checkpoint, a write to ``name`` that dies, and the next one. Returns whether the dead one committed."""
-    with mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine):
+    with mock.patch("zckpt.api.write.adapt", lambda engine: engine):
         zckpt.write(Engine(seed=OLD, step=OLD), run / "old", overwrite=True)
     outcomes = cluster.outcomes(write_and_die, 2, str(run / name), who, **how, timeout=60, grace=20)
     committed = check_after(run, name, "old")

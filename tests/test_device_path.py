@@ -17,13 +17,12 @@ import torch
 import accelerator
 import zckpt
 from states import fragment, write_state
-from zckpt.io import staging
-from zckpt.io import write as io_write
-from zckpt.io.local import LocalReader, NewFile
-from zckpt.io.pipeline import Snapshot
-from zckpt.pipelines.write import begin_write, write_rank
+from zckpt.api.write import begin_write, write_rank
 from zckpt.plan.layout import plan_shards
-from zckpt.transfer import devices
+from zckpt.storage.local_files import LocalReader, NewFile
+from zckpt.transfer import devices, staging
+from zckpt.transfer import write as io_write
+from zckpt.transfer.pipeline import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -22,13 +22,13 @@ from states import same, same_all, write_state
 from test_background import slow
 from test_reference_engine import held
 from zckpt.engines import adapt
-from zckpt.io import gpudirect
-from zckpt.io import write as io_write
-from zckpt.io.local import LocalReader
-from zckpt.io.pipeline import Snapshot
+from zckpt.storage import gpudirect
+from zckpt.storage.local_files import LocalReader
 from zckpt.testing import ReferenceEngine
 from zckpt.testing.adapter import ReferenceAdapter
+from zckpt.transfer import write as io_write
 from zckpt.transfer.devices import CopyQueue, ToDevice
+from zckpt.transfer.pipeline import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -396,7 +396,7 @@ def test_training_goes_on_when_all_has_been_read_that_it_may_change(kind: str, s
     engine = ReferenceEngine(device=kind)
     engine.train(1)
     expected = values(engine)
-    with mock.patch("zckpt.background.Snapshot", Watched), mock.patch("zckpt.io.write._take", take_late):
+    with mock.patch("zckpt.api.background.Snapshot", Watched), mock.patch("zckpt.transfer.write._take", take_late):
         pending = zckpt.write(engine, tmp_path / "c", background=True, snapshot=snapshot)  # type: ignore[call-overload]
         engine.train(1)
         torch.accelerator.synchronize()
@@ -420,7 +420,7 @@ def test_a_buffer_is_used_again_only_when_it_has_been_written(kind: str, tmp_pat
         others.release()
 
     engine = ReferenceEngine(SHAPES, device=kind)
-    with mock.patch("zckpt.io.write._put", put_late):
+    with mock.patch("zckpt.transfer.write._put", put_late):
         zckpt.write(engine, tmp_path / "c", budget=SMALL_BUFFERS)
     expected = values(engine)
     for key, tensor in zckpt.open(tmp_path / "c").load().items():

@@ -13,9 +13,9 @@ import torch
 
 import zckpt
 from states import write_state
-from zckpt.io import gpudirect
-from zckpt.io.local import LocalReader
-from zckpt.io.memory import host_bytes
+from zckpt.storage import gpudirect
+from zckpt.storage.local_files import LocalReader
+from zckpt.transfer.memory import host_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

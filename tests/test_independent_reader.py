@@ -21,7 +21,7 @@ import zckpt
 from independent_reader import Reader
 from states import edit, write_state
 from zckpt.format.digest import digest
-from zckpt.torch_dtypes import DTYPE_NAMES
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

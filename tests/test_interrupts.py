@@ -17,11 +17,11 @@ import zckpt
 from crashes import Half
 from interrupts import interrupt_after, threads_left
 from test_write_failures import Engine
-from zckpt.io.budget import Budget
-from zckpt.io.interrupts import Interrupts
-from zckpt.io.ranks import Ranks
-from zckpt.io.threads import Worker, stop
-from zckpt.pipelines import write as pipeline
+from zckpt.api import write as pipeline
+from zckpt.ranks.collectives import Ranks
+from zckpt.ranks.interrupts import Interrupts
+from zckpt.system.threads import Worker, stop
+from zckpt.transfer.budget import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def engines_of_ours() -> Iterator[None]:
-    with mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine):
+    with mock.patch("zckpt.api.write.adapt", lambda engine: engine):
         yield
 
 
@@ -134,7 +134,7 @@ def interrupt_everywhere(path: str, who: int, options: dict[str, Any]) -> list[t
 
     found: list[tuple[tuple[str, ...], bool]] = []
     with (
-        mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine),
+        mock.patch("zckpt.api.write.adapt", lambda engine: engine),
         mock.patch.object(Ranks, "gather", interrupted),
     ):
         while not found or found[-1][0][who] != "ok":
@@ -230,7 +230,7 @@ def wait_interrupted(path: str) -> list[str]:
         commit_write(*arguments, **options)
 
     with (
-        mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine),
+        mock.patch("zckpt.api.write.adapt", lambda engine: engine),
         mock.patch.object(pipeline, "commit_write", commit),
     ):
         pending = zckpt.write(Half(5), f"{path}/first", background=True)

@@ -20,13 +20,14 @@ import torch
 
 import zckpt
 from states import same_all, write_state
-from zckpt.checkpoint import Want
-from zckpt.io import linux, local
-from zckpt.io.local import LocalReader, NewFile
-from zckpt.io.memory import PAGE_BYTES
-from zckpt.io.pipeline import Pipeline, Snapshot
-from zckpt.io.staging import Arena, StagingBuffer, StagingPool, host_pool
 from zckpt.plan.reshard import Span
+from zckpt.reading.checkpoint import Want
+from zckpt.storage import local_files as local
+from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.storage.local_files import LocalReader, NewFile
+from zckpt.system import linux
+from zckpt.transfer.pipeline import Pipeline, Snapshot
+from zckpt.transfer.staging import Arena, StagingBuffer, StagingPool, host_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,8 +16,8 @@ import pytest
 import zckpt
 from states import Written, same_all, write_state
 from zckpt.format import names
-from zckpt.io import local
-from zckpt.io.local_store import LocalStore
+from zckpt.storage import local_files as local
+from zckpt.storage.local_store import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

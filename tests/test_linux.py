@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from zckpt.io import linux
+from zckpt.system import linux
 
 if TYPE_CHECKING:
     from pathlib import Path

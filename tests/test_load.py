@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 import zckpt
 from states import PARTS, SHAPES, Written, fragment, same, same_all, write_state
-from zckpt.io.budget import MIB
-from zckpt.pipelines import write as pipeline
+from zckpt.api import write as pipeline
 from zckpt.plan import catalog, layout
+from zckpt.transfer.budget import MIB
 
 WORLD_SIZE = 3
 BUFFERS = {
@@ -364,7 +364,7 @@ def test_threads_share_a_checkpoint(written: Written) -> None:
     checkpoint = zckpt.open(written.path)
     choice = random.Random(0)
     wanted = [choice.sample(sorted(written.full), 4) for _ in range(24)]
-    with ThreadPoolExecutor(8) as pool, mock.patch("zckpt.io.local.IDLE_FILES_MAX", 2):
+    with ThreadPoolExecutor(8) as pool, mock.patch("zckpt.storage.local_files.IDLE_FILES_MAX", 2):
         results = list(pool.map(checkpoint.load, wanted))
     for keys, found in zip(wanted, results, strict=True):
         assert same_all(found, {key: written.full[key] for key in keys})

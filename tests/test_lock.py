@@ -17,12 +17,12 @@ import torch
 import zckpt
 from forks import in_processes, stopped_at
 from states import write_through
+from zckpt.api import write as pipeline
 from zckpt.errors import CheckpointExistsError, LockedError, MissingFileError, StorageError
-from zckpt.io import linux
-from zckpt.io import lock as lock_module
-from zckpt.io.local_store import LocalStore
-from zckpt.io.lock import DEAD_SECONDS, WriteLock
-from zckpt.pipelines import write as pipeline
+from zckpt.storage import lock as lock_module
+from zckpt.storage.local_store import LocalStore
+from zckpt.storage.lock import DEAD_SECONDS, WriteLock
+from zckpt.system import linux
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,7 +213,7 @@ def test_a_write_holds_the_lock_and_gives_it_back(tmp_path: Path) -> None:
         write_through(path, value(2))
     assert names_in(path) == COMMITTED
     with (
-        mock.patch("zckpt.pipelines.write.write_shards", side_effect=OSError("no")),
+        mock.patch("zckpt.api.write.write_shards", side_effect=OSError("no")),
         pytest.raises(OSError, match="no"),
     ):
         write_through(tmp_path / "other", value(1))

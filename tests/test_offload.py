@@ -17,7 +17,7 @@ import zckpt
 from models import make_engine, train
 from runs import assert_at_rest, fingerprint, settings, told
 from states import same_all, write_state
-from zckpt.pipelines import write as pipeline
+from zckpt.api import write as pipeline
 from zckpt.plan import catalog
 from zckpt.state.inventory import FileSpan, Fragment
 

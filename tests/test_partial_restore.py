@@ -15,9 +15,9 @@ import zckpt
 from models import Mlp, make_engine, train
 from runs import assert_same, held, inner
 from runs import weights as weights_of
+from zckpt.api.restore import restore_engine
+from zckpt.api.write import write_engine
 from zckpt.engines import adapt
-from zckpt.pipelines.restore import restore_engine
-from zckpt.pipelines.write import write_engine
 
 if TYPE_CHECKING:
     from pathlib import Path

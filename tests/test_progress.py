@@ -87,7 +87,7 @@ def test_writes_and_restores(cluster: Cluster, tmp_path: Path, stage: int) -> No
 def test_a_failure_ends_it(tmp_path: Path) -> None:
     told = Told()
     with (
-        mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine),
+        mock.patch("zckpt.api.write.adapt", lambda engine: engine),
         mock.patch("os.pwritev", side_effect=OSError(5, "Input/output error")),
         pytest.raises(zckpt.StorageError),
     ):

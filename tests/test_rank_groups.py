@@ -16,8 +16,8 @@ from models import make_engine, train
 from runs import held
 from test_ranks import give_up_after
 from zckpt.engines import group_of
-from zckpt.io import life
-from zckpt.io.ranks import Ranks
+from zckpt.ranks import heartbeat as life
+from zckpt.ranks.collectives import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,8 +21,8 @@ from crashes import Half
 from faults import Fault, faulty
 from models import make_engine, train
 from states import write_state
-from zckpt.io import life
-from zckpt.io.ranks import Ranks
+from zckpt.ranks import heartbeat as life
+from zckpt.ranks.collectives import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,7 +169,7 @@ def test_a_rank_that_hangs_for_a_while(cluster: Cluster, tmp_path: Path, backgro
 
 
 def out_of_memory() -> Any:
-    return mock.patch("zckpt.io.staging.StagingPool.acquire", side_effect=MemoryError("no memory for a buffer"))
+    return mock.patch("zckpt.transfer.staging.StagingPool.acquire", side_effect=MemoryError("no memory for a buffer"))
 
 
 ON_ONE_RANK: dict[str, tuple[Callable[[], Any], str]] = {
@@ -184,7 +184,7 @@ def fail_on_one_rank(path: str) -> list[tuple[str, str, int | None]]:
     held, errors = [], []
     for (act, _), background in itertools.product(ON_ONE_RANK.values(), (False, True)):
         with (
-            mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine),
+            mock.patch("zckpt.api.write.adapt", lambda engine: engine),
             act() if os.environ["RANK"] == "1" else nullcontext(),
         ):
             try:
@@ -193,13 +193,13 @@ def fail_on_one_rank(path: str) -> list[tuple[str, str, int | None]]:
                     pending.wait()
             except (zckpt.ZckptError, MemoryError) as error:
                 errors.append((type(error).__name__, str(error), getattr(error, "rank", None)))
-        with mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine), suppress(zckpt.ZckptError, MemoryError):
+        with mock.patch("zckpt.api.write.adapt", lambda engine: engine), suppress(zckpt.ZckptError, MemoryError):
             zckpt.wait()  # the background's, once more
         torch.distributed.barrier()
         assert zckpt.open(path).step == 5
         assert zckpt.validate(path).ok
         torch.distributed.barrier()
-        with mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine):
+        with mock.patch("zckpt.api.write.adapt", lambda engine: engine):
             zckpt.write(Half(5), f"{path}/c", overwrite=True)
         gc.collect()
         held.append((len(os.listdir("/proc/self/fd")), threading.active_count()))

@@ -27,8 +27,8 @@ from zckpt.errors import (
     VersionError,
 )
 from zckpt.format.names import is_old
-from zckpt.io.local_store import LocalStore
-from zckpt.io.lock import WriteLock
+from zckpt.storage.local_store import LocalStore
+from zckpt.storage.lock import WriteLock
 
 if TYPE_CHECKING:
     from states import Written

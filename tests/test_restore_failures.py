@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 DEEPSPEED = "zckpt.engines.deepspeed"
 POINTS = (
-    "zckpt.pipelines.restore.open_checkpoint",
-    "zckpt.checkpoint.Checkpoint.read",
-    "zckpt.checkpoint.Checkpoint.rank_state",
+    "zckpt.api.restore.open_checkpoint",
+    "zckpt.reading.checkpoint.Checkpoint.read",
+    "zckpt.reading.checkpoint.Checkpoint.rank_state",
     f"{DEEPSPEED}.adapter.set_in_place",
     f"{DEEPSPEED}.adapter.rng.restore",
     f"{DEEPSPEED}.adapter.rng.to_tensor",
@@ -133,7 +133,7 @@ def restore_two(path: str) -> str:
     train(engine, 1)
     before = held(engine)
     seen = f"{path}/{'ab'[engine.global_rank]}"
-    with mock.patch("zckpt.pipelines.restore.find", return_value=seen), pytest.raises(zckpt.RankError) as caught:
+    with mock.patch("zckpt.api.restore.find", return_value=seen), pytest.raises(zckpt.RankError) as caught:
         zckpt.restore(engine, path)
     assert_same(held(engine), before)
     return str(caught.value)

@@ -12,8 +12,8 @@ import zckpt
 from states import write_state
 from zckpt.cli import main
 from zckpt.errors import CheckpointNotFoundError, FormatError, UnfinishedWriteError
-from zckpt.pipelines import runs
-from zckpt.pipelines.runs import whole_neighbours
+from zckpt.reading import runs
+from zckpt.reading.runs import whole_neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ from zckpt.format import shard as shard_format
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.names import piece_name, split_piece_name
 from zckpt.format.shard import Entry, ShardId, decode_header, encode_header, regions
-from zckpt.torch_dtypes import TORCH_DTYPES
+from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
 SHARD = ShardId("0123456789abcdef", 1, 4, "exp_avg", "nvme")
 

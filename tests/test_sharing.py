@@ -15,9 +15,9 @@ from states import same_all, write_state
 from test_offload import CASES, restore_and_go_on, write_and_go_on
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES
 from zckpt.format.shard import decode_header
-from zckpt.io.local import NewFile
 from zckpt.plan.layout import FILLER, HEADER, SHARED_BYTES_MIN, plan_shards, plan_writes
 from zckpt.state.inventory import FileSpan, Fragment
+from zckpt.storage.local_files import NewFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,7 +87,7 @@ def test_a_shared_checkpoint_takes_no_space_and_keeps_its_bytes(shares: Path) ->
     swap, count = shares / "swap", 16 * MIB
     value = torch.randn(count)
     swap.write_bytes(value.numpy().tobytes())
-    from zckpt.pipelines import write as pipeline
+    from zckpt.api import write as pipeline
     from zckpt.plan import catalog
 
     before = used_bytes(shares)

@@ -24,9 +24,9 @@ from runs import (
     weights,
     write_and_go_on,
 )
+from zckpt.api import restore as pipeline
 from zckpt.engines.deepspeed import replicas
 from zckpt.engines.deepspeed.group import rank_group_of
-from zckpt.pipelines import restore as pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import zckpt
 from independent_reader import Reader
 from states import Written, fragment, same_all, write_state
+from zckpt.api import write as pipeline
 from zckpt.format import names
-from zckpt.pipelines import write as pipeline
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 

@@ -20,14 +20,16 @@ import zckpt
 from faults import faulty
 from states import write_state
 from store_contract import StoreContract
-from zckpt.io import linux, local, local_store
-from zckpt.io.local_store import LocalStore
-from zckpt.io.store import open_store
+from zckpt.storage import local_files as local
+from zckpt.storage import local_store
+from zckpt.storage.local_store import LocalStore
+from zckpt.storage.schemes import open_store
+from zckpt.system import linux
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from zckpt.io.store import Store
+    from zckpt.storage.contract import Store
 
 
 class TestLocalStore(StoreContract):

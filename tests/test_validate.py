@@ -106,7 +106,7 @@ def test_weights_in_a_checkpoint_are_compared_with_their_masters(tmp_path: Path)
 def write_parts(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """One rank's checkpoint of tensors by key."""
     from states import fragment
-    from zckpt.pipelines import write as pipeline
+    from zckpt.api import write as pipeline
     from zckpt.plan import catalog
 
     fragments = []

@@ -19,6 +19,7 @@ import torch
 
 import zckpt
 from states import fragment, same_all
+from zckpt.api.write import write_engine
 from zckpt.errors import (
     CheckpointExistsError,
     DigestError,
@@ -28,7 +29,6 @@ from zckpt.errors import (
     StateError,
     StorageError,
 )
-from zckpt.pipelines.write import write_engine
 from zckpt.state.inventory import Fragment, Inventory
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def engines_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zckpt.pipelines.write.adapt", lambda engine: engine)
+    monkeypatch.setattr("zckpt.api.write.adapt", lambda engine: engine)
 
 
 def is_whole(path: Path, engine: Engine) -> bool:
@@ -212,7 +212,10 @@ def test_any_system_call_may_fail(tmp_path: Path, call: str, overwrite: bool) ->
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    with mock.patch("zckpt.io.local.NewFile.write", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        mock.patch("zckpt.storage.local_files.NewFile.write", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         zckpt.write(Engine(), tmp_path / "c")
     assert everything(tmp_path) == {}
 
@@ -223,7 +226,7 @@ def test_a_name_that_the_format_cannot_hold_stops_the_write(tmp_path: Path, part
     odd = fragment(part, name, engine.weight, 0, len(engine.weight))
     with (
         mock.patch.object(engine, "fragments", return_value=[odd]),
-        mock.patch("zckpt.pipelines.write.begin_write", side_effect=AssertionError("a byte was written")),
+        mock.patch("zckpt.api.write.begin_write", side_effect=AssertionError("a byte was written")),
         pytest.raises(FormatError) as caught,
     ):
         zckpt.write(engine, tmp_path / "run" / "c")
@@ -236,7 +239,7 @@ def test_what_does_not_add_up_is_not_written(tmp_path: Path) -> None:
     half = fragment("master", "w", engine.weight, 0, 7)
     with (
         mock.patch.object(engine, "fragments", return_value=[half]),
-        mock.patch("zckpt.pipelines.write.begin_write", side_effect=AssertionError("a byte was written")),
+        mock.patch("zckpt.api.write.begin_write", side_effect=AssertionError("a byte was written")),
         pytest.raises(FormatError) as caught,
     ):
         zckpt.write(engine, tmp_path / "c")
@@ -403,7 +406,9 @@ def fail_to_write(directory: str) -> dict[str, Any]:
     attempt("paths", f"{directory}/{rank}")
     attempt("client state", f"{directory}/c", client_state={"fn": print})
     attempt("part", f"{directory}/c", parts=["master", "exp_abs"])
-    broken = mock.patch("zckpt.io.local.NewFile.write", side_effect=OSError(errno.EIO, "the disk is on fire"))
+    broken = mock.patch(
+        "zckpt.storage.local_files.NewFile.write", side_effect=OSError(errno.EIO, "the disk is on fire")
+    )
     if rank == 1:
         broken.start()
     attempt("one rank", f"{directory}/c")

@@ -24,12 +24,12 @@ from crashes import Half
 from models import make_engine, train
 from states import fragment, same
 from test_write_failures import Engine, everything
-from zckpt.io import life
-from zckpt.io import write as io_write
-from zckpt.io.local_store import LocalStore
-from zckpt.pipelines import write as pipeline
-from zckpt.pipelines.write import write_engine
+from zckpt.api import write as pipeline
+from zckpt.api.write import write_engine
+from zckpt.ranks import heartbeat as life
 from zckpt.state.inventory import Inventory
+from zckpt.storage.local_store import LocalStore
+from zckpt.transfer import write as io_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ class Whole(Half):
 
 @contextmanager
 def ours() -> Iterator[None]:
-    with mock.patch("zckpt.pipelines.write.adapt", lambda engine: engine):
+    with mock.patch("zckpt.api.write.adapt", lambda engine: engine):
         yield
 
 
@@ -394,14 +394,14 @@ def test_files_of_deepspeed_s_are_not_left_beside_a_checkpoint(tmp_path: Path) -
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "mine.txt"):
         (tmp_path / "c" / name).write_bytes(b"x")
     before = everything(tmp_path)
-    with mock.patch("zckpt.pipelines.write.write_rank", side_effect=AssertionError("a byte was written")):
+    with mock.patch("zckpt.api.write.write_rank", side_effect=AssertionError("a byte was written")):
         with pytest.raises(zckpt.CheckpointExistsError, match=r"DeepSpeed's own format here .*model_states\.pt"):
             zckpt.write(Engine(), tmp_path / "c")
         with pytest.raises(zckpt.CheckpointExistsError, match="replace_deepspeed=True"):
             write_engine(Engine(), tmp_path / "c", overwrite=True, replace_foreign=False)
     assert everything(tmp_path) == before
     with (
-        mock.patch("zckpt.pipelines.write.commit_write", side_effect=OSError("no")),
+        mock.patch("zckpt.api.write.commit_write", side_effect=OSError("no")),
         pytest.raises(OSError, match="no"),
     ):
         zckpt.write(Engine(), tmp_path / "c", overwrite=True)

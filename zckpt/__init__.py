@@ -1,8 +1,18 @@
 """zckpt: sharded, verified checkpoints of ZeRO training states. See README.md; the format is in ``spec/``."""
 
-from zckpt.background import PendingWrite, wait
-from zckpt.checkpoint import Checkpoint
-from zckpt.contents import PieceInfo, TensorInfo
+from zckpt.api.attach import attach, attach_all, detach
+from zckpt.api.background import PendingWrite, wait
+from zckpt.api.gc import Cleanup, Removed, gc
+from zckpt.api.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
+from zckpt.api.repair import RepairReport, repair
+from zckpt.api.restore import Restored, restore
+from zckpt.api.validate import validate
+from zckpt.api.write import write
+from zckpt.api.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
 from zckpt.errors import (
     CastError,
     CheckpointExistsError,
@@ -27,20 +37,10 @@ from zckpt.errors import (
     VersionError,
     ZckptError,
 )
-from zckpt.integrations.deepspeed import attach, attach_all, detach
-from zckpt.integrations.zero_to_fp32 import (
-    convert_zero_checkpoint_to_fp32_state_dict,
-    get_fp32_state_dict_from_zero_checkpoint,
-    load_state_dict_from_zero_checkpoint,
-)
-from zckpt.io.budget import Budget
-from zckpt.pipelines.gc import Cleanup, Removed, gc
-from zckpt.pipelines.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
-from zckpt.pipelines.repair import RepairReport, repair
-from zckpt.pipelines.restore import Restored, restore
-from zckpt.pipelines.validate import validate
-from zckpt.pipelines.write import write
 from zckpt.progress import Progress, ProgressBar
+from zckpt.reading.checkpoint import Checkpoint
+from zckpt.reading.contents import PieceInfo, TensorInfo
+from zckpt.transfer.budget import Budget
 from zckpt.validation.report import Finding, Observation, Report
 from zckpt.version import __version__
 

@@ -11,8 +11,8 @@ import sys
 
 import torch
 
+from zckpt.api import write as pipeline
 from zckpt.format import tree
-from zckpt.pipelines import write as pipeline
 from zckpt.plan import catalog
 from zckpt.state.inventory import BUFFER, MASTER, STATE, Fragment
 

@@ -11,7 +11,7 @@ from zckpt.errors import UnsupportedError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from zckpt.engines.base import EngineAdapter
+    from zckpt.engines.contract import EngineAdapter
 
 __all__ = ["adapt", "group_of"]
 

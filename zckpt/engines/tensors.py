@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from zckpt.errors import UnsupportedError
-from zckpt.torch_dtypes import DTYPE_NAMES
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -1,6 +1,6 @@
 """Which devices there are, how to wait for them, and how copies to and from them are queued.
 
-Only ``zckpt.io.gpudirect`` asks for a particular type of accelerator.
+Only ``zckpt.storage.gpudirect`` asks for a particular type of accelerator.
 """
 
 from __future__ import annotations

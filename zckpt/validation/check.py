@@ -19,25 +19,25 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.index import check_claims, spans
 from zckpt.format.names import digests_path, index_path, piece_name, split_piece_name
 from zckpt.format.rules import broken
-from zckpt.io.read import ReadFile, check_block, read_op
-from zckpt.io.staging import host_pool
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import file_extents
 from zckpt.progress import Progress, reported
 from zckpt.state.inventory import MASTER, PARAM
+from zckpt.transfer.read import ReadFile, check_block, read_op
+from zckpt.transfer.staging import host_pool
 from zckpt.validation.report import Finding
 from zckpt.validation.values import Values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from zckpt.checkpoint import Checkpoint
     from zckpt.format.index import Ints, Layout
     from zckpt.format.manifest import Manifest
     from zckpt.format.shard import Entry, Header
-    from zckpt.io.memory import Bytes
-    from zckpt.io.store import Reader
     from zckpt.plan.coalesce import ReadOp
+    from zckpt.reading.checkpoint import Checkpoint
+    from zckpt.storage.buffers import Bytes
+    from zckpt.storage.contract import Reader
     from zckpt.validation.report import Level
 
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from zckpt.state.inventory import MASTER, PARAM, STATE
-from zckpt.torch_dtypes import TORCH_DTYPES
+from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 from zckpt.validation.report import Observation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from zckpt.io.memory import Bytes
+    from zckpt.storage.buffers import Bytes
 
 NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 """Parts that are sums or means of squares."""

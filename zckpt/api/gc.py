@@ -1,0 +1,280 @@
+"""What dead writers have left, and checkpoints that are not wanted any more: found, and removed safely."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zckpt.api.open import StrPath, open_checkpoint
+from zckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+    LockedError,
+    StorageError,
+    ZckptError,
+)
+from zckpt.format import names
+from zckpt.reading.runs import directories, entries_of, is_begun, is_leftover, is_of_trainer, nothing_at, read_latest
+from zckpt.repairing.salvage import is_complete
+from zckpt.storage.lock import DEAD_SECONDS, WriteLock, is_alive, is_lock, read_lock
+from zckpt.storage.schemes import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from zckpt.storage.contract import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Something that ``zckpt.gc`` has removed, or would remove."""
+
+    path: str
+    nbytes: int
+    reason: str
+    """``leftover``: of a write that died, failed or was replaced. ``retention``: of an older checkpoint. ``discarded``:
+    of a checkpoint without a manifest, which ``discard`` has named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cleanup:
+    """What ``zckpt.gc`` did, or with ``dry_run`` would do."""
+
+    removed: tuple[Removed, ...]
+    in_use: tuple[str, ...]
+    """Checkpoints that were left alone because somebody writes there now."""
+    dry_run: bool
+    recoverable: tuple[str, ...] = ()
+    """Checkpoints without a manifest that were left alone because all of their data are there: ``zckpt.repair`` can
+    make a checkpoint of each."""
+    checkpoints: int = 0
+    """How many checkpoints, committed or only begun, were found in the directory."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.removed)
+
+    def __str__(self) -> str:
+        lines = [f"{one.reason:9}  {one.nbytes:>15,}  {one.path}" for one in self.removed]
+        lines += [f"in use                      {path}" for path in self.in_use]
+        lines += [f"recoverable                 {path}" for path in self.recoverable]
+        if self.recoverable:
+            lines.append("recoverable: the manifest is lost, or was never written, and all data are there")
+            lines.append("  `zckpt repair DIR` makes a checkpoint of it, `zckpt gc --discard DIR` removes it")
+        if not self.checkpoints:
+            lines.append("no checkpoint was found there: give the directory of a run or checkpoint")
+        verb = "would remove" if self.dry_run else "removed"
+        return "\n".join([*lines, f"{verb} {len(self.removed)} files and directories, {self.nbytes:,} bytes"])
+
+
+def gc(
+    path: StrPath, *, keep: int | None = None, dry_run: bool = False, discard: StrPath | Collection[StrPath] = ()
+) -> Cleanup:
+    """Removes what dead writers have left in a run, or in one checkpoint: data that no manifest names, temporary files,
+    checkpoints that were never committed. What somebody writes at this moment is left alone, and so is what
+    ``zckpt.repair`` could make a checkpoint of: there is no manifest, but all data of a save.
+
+    The checkpoints of a run are those directly in it, those in directories of it where ``latest`` may name them, and
+    those in the ``checkpoint-<N>`` of Hugging Face's Trainer. Another run inside of it is left alone.
+
+    ``keep``: remove checkpoints of the run too, all but this many, those that were committed last, and the one that
+    ``latest`` names. ``dry_run``: only say what would be removed. ``discard``: the directory of
+    a checkpoint without a manifest, or several, relative to ``path`` or not, that are to be removed although they could
+    be repaired. Call it on one rank.
+
+    Raises CheckpointNotFoundError if there is no such directory, of the run or of ``discard``; CheckpointExistsError if
+    one of ``discard`` has a manifest; FormatError if ``latest`` cannot be read; StorageError. ValueError for ``keep``
+    below 1.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep must be 1 or more, got {keep}")
+    root = os.fspath(path)
+    run = open_store(root)
+    if run.entries() is None:
+        raise nothing_at(root)
+    checkpoints = [name for name, entries in directories(root) if is_begun(entries)]
+    unwanted = set() if keep is None else _unwanted(root, checkpoints, keep)
+    paths = [root] * is_begun(run.entries() or ()) + [os.path.join(root, name) for name in checkpoints]
+    work = _Work(dry_run, _discarded(root, paths, discard))
+    for one in paths:
+        work.clean(one, root if os.path.relpath(one, root) in unwanted else None)
+    work.remove(run, run_leftovers(root), "leftover")
+    return Cleanup(tuple(work.removed), tuple(work.in_use), dry_run, tuple(work.recoverable), len(paths))
+
+
+def _discarded(root: str, paths: Sequence[str], discard: StrPath | Collection[StrPath]) -> set[str]:
+    """The ones among ``paths`` that ``discard`` names."""
+    found = set()
+    for given in (discard,) if isinstance(discard, (str, os.PathLike)) else discard:
+        one = os.fspath(given)
+        named = {os.path.abspath(one), os.path.abspath(os.path.join(root, one))}
+        matching = [path for path in paths if os.path.abspath(path) in named]
+        if not matching:
+            raise CheckpointNotFoundError(f"no checkpoint was begun in {one!r}, which discard names", file=root)
+        for path in matching:
+            if open_store(path).exists(names.MANIFEST):
+                raise CheckpointExistsError(
+                    "discard names a checkpoint that has a manifest", file=path, hint="keep=N removes older checkpoints"
+                )
+        found.update(matching)
+    return found
+
+
+def leftovers(path: str) -> list[str]:
+    """The names in a checkpoint's directory that belong to writes which died, failed or were replaced, or to the write
+    under way: the manifest does not name them. If the manifest cannot be read, it may name any of them, and the list
+    is empty. Whoever removes them holds the lock."""
+    named = None
+    try:
+        named = names.data_dir(open_checkpoint(path).manifest.save_id)
+    except CheckpointNotFoundError:
+        pass
+    except ZckptError:  # it may name any of them
+        return []
+    return [name for name in entries_of(path) if is_leftover(name) and name != named]
+
+
+def run_leftovers(path: str) -> list[str]:
+    """The temporary files of ``latest`` in a run that dead writers have left. A run has no lock, so a file counts as
+    left over when it is older than ``DEAD_SECONDS``; a commit needs it for an instant only."""
+    run = open_store(path)
+    found = [name for name in entries_of(path) if names.is_temporary(name, names.LATEST)]
+    changed_at = {name: run.changed_at(name) for name in found}
+    now = run.now() if found else 0.0
+    return [name for name, at in changed_at.items() if at is not None and now - at > DEAD_SECONDS]
+
+
+def recoverable(path: str) -> list[str]:
+    """The names of the data directories in a checkpoint's directory from which ``zckpt.repair`` could make a
+    checkpoint: there is no manifest, but the data directory has all files of a save. They are among the
+    ``leftovers``."""
+    store = open_store(path)
+    try:
+        found = [] if store.exists(names.MANIFEST) else store.directories()
+    except StorageError:
+        return []
+    return [name for name in found if names.is_data_dir(name) and is_complete(path, name.removeprefix("data-"))]
+
+
+def clear_for_write(path: str, *, overwrite: bool, dead: Collection[str] = ()) -> None:
+    """Removes the leftovers of a checkpoint, whose lock the caller holds, for a new write. What cannot be removed
+    stays, and so does what could be repaired, until the new write has committed.
+
+    ``dead``: the save ids of writers whose lock was taken over. They have not committed, so nobody misses their data.
+    Raises CheckpointExistsError for what could be repaired, unless it is to be overwritten.
+    """
+    store = open_store(path)
+    for name in prepared_manifests(path):
+        store.remove(name)
+    kept = [name for name in recoverable(path) if name.removeprefix("data-") not in dead]
+    if kept and not overwrite:
+        raise CheckpointExistsError(
+            "here is a checkpoint whose manifest was lost",
+            file=path,
+            hint="zckpt.repair makes a manifest of its data; write elsewhere, or pass overwrite=True",
+        )
+    for name in leftovers(path):
+        if name not in kept:
+            store.remove(name)
+
+
+def remove_run_leftovers(path: str) -> None:
+    """Removes the ``run_leftovers`` of a run. What cannot be removed stays."""
+    for name in run_leftovers(path):
+        open_store(path).remove(name)
+
+
+def prepared_manifests(path: str) -> list[str]:
+    """The names of the temporary manifests of writers that died, or were taken for dead. Once these files are removed,
+    none of those writers can commit any more, so no later manifest names what ``leftovers`` finds then."""
+    return [name for name in entries_of(path) if names.is_temporary(name, names.MANIFEST)]
+
+
+def _unwanted(root: str, checkpoints: Sequence[str], keep: int) -> set[str]:
+    """All committed checkpoints but the newest, whatever ``latest`` names. One whose manifest is damaged does not
+    count, and stays."""
+    committed: list[tuple[float, int, str]] = []
+    for name in checkpoints:
+        path = os.path.join(root, name)
+        try:
+            step = open_checkpoint(path).step
+        except (CheckpointNotFoundError, FormatError):
+            continue
+        changed_at = open_store(path).changed_at(names.MANIFEST)
+        if changed_at is not None:
+            committed.append((changed_at, step, name))
+    return {name for *_, name in sorted(committed)[:-keep]}
+
+
+def _is_latest(run: str, path: str) -> bool:
+    """Whether the ``latest`` of a run names the checkpoint at ``path``. What it names need not exist."""
+    store = open_store(run)
+    if not store.exists(names.LATEST):
+        return False
+    return os.path.realpath(os.path.join(run, read_latest(store))) == os.path.realpath(path)
+
+
+class _Work:
+    def __init__(self, dry_run: bool, discarded: Collection[str]) -> None:
+        self.dry_run = dry_run
+        self.discarded = discarded
+        self.removed: list[Removed] = []
+        self.in_use: list[str] = []
+        self.recoverable: list[str] = []
+
+    def clean(self, path: str, unwanted_in: str | None = None) -> None:
+        """One checkpoint. ``unwanted_in``: the run that it is to be removed from."""
+        store = open_store(path)
+        found, holder = leftovers(path), read_lock(store)
+        if unwanted_in is None and not found and (holder is None or not is_lock(holder)):
+            return  # no lock is taken for nothing: a write may be about to begin
+        if holder is not None and is_alive(store, holder):
+            self.in_use.append(path)
+            return
+        kept = recoverable(path) if path not in self.discarded else []
+        if kept:
+            self.recoverable.append(path)
+            if kept == found:
+                return
+        if self.dry_run:
+            self._clean(store, unwanted_in)
+            return
+        lock = WriteLock(store)
+        try:
+            with lock:
+                self._clean(store, unwanted_in)
+        except LockedError:
+            self.in_use.append(path)
+        else:
+            store.remove_if_empty("")
+
+    def _clean(self, store: Store, unwanted_in: str | None) -> None:
+        prepared = prepared_manifests(store.root)
+        self.remove(store, prepared, "leftover")
+        complete = recoverable(store.root)
+        if store.root in self.discarded:
+            self.remove(store, complete, "discarded")
+        spared = {*complete, *prepared}
+        self.remove(store, [name for name in leftovers(store.root) if name not in spared], "leftover")
+        if unwanted_in is not None and not _is_latest(unwanted_in, store.root):
+            above = open_store(os.path.dirname(store.root))
+            if is_of_trainer(above.root) and _is_latest(above.root, store.root):  # of this checkpoint alone
+                self.remove(above, [names.LATEST], "retention")
+            kept = [name for name in sorted(store.entries() or ()) if names.is_data_dir(name) or names.is_old(name)]
+            self.remove(store, [names.MANIFEST, *kept], "retention")
+
+    def remove(self, store: Store, found: Sequence[str], reason: str) -> None:
+        """The manifest goes first, for good, before any of its data."""
+        for name in found:
+            nbytes = store.nbytes(name)
+            if not self.dry_run:
+                store.remove(name)
+                if name == names.MANIFEST:
+                    store.sync_names("")
+                    if store.exists(name):
+                        raise StorageError("cannot remove the manifest", file=os.path.join(store.root, name))
+                elif store.exists(name):
+                    continue  # it stays, and is a leftover still
+            self.removed.append(Removed(os.path.join(store.root, name), nbytes, reason))

@@ -1,0 +1,93 @@
+"""From a path to a Report: one process's, or that of all ranks of a job together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import astuple
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgpack
+
+from zckpt.api.open import StrPath, find, open_checkpoint
+from zckpt.errors import CheckpointNotFoundError, FormatError
+from zckpt.ranks.collectives import Ranks
+from zckpt.validation.check import Share, check_checkpoint
+from zckpt.validation.report import LEVELS, Finding, Level, Report, in_order
+from zckpt.validation.values import Values
+
+if TYPE_CHECKING:
+    from zckpt.progress import Progress
+    from zckpt.transfer.budget import Budget
+
+
+def validate(
+    path: StrPath, *, level: Level = "digests", budget: Budget | None = None, progress: Progress | None = None
+) -> Report:
+    """Checks a checkpoint against the specification.
+
+    ``level``: "structure" reads all but the tensors' data: names, sizes, headers, index, digest tables. "digests" reads
+    every byte too and compares it with its digest. "deep" looks at the values on the way: NaN, infinities, negative
+    moments of squares, 16-bit weights that are not their masters rounded. Those are observations; no rule is about
+    them. ``budget``: memory, threads and kind of I/O; None: ``Budget.from_environment()``. ``progress``: such as
+    ``zckpt.ProgressBar()``.
+
+    Where torch.distributed is initialised, every rank calls it; they share the work, and each gets the whole report.
+
+    Never raises for what is wrong with the checkpoint: that is in the report, one finding per broken rule and place.
+    Raises CheckpointNotFoundError if there is nothing to check, StorageError and RankError.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
+    ranks = Ranks(call="zckpt.validate")
+    given = ranks.agree(os.fspath(path), "paths")
+    share = Share(ranks.rank, ranks.size)
+    place = ranks.first(lambda: _find(given), "find the checkpoint")
+    while True:
+        found, _, *finding = msgpack.unpackb(place)
+        if finding:
+            return Report(given, level, (Finding(*finding[0]),), files=1)
+        report = _join(found, level, ranks.share(partial(_check, found, level, share, budget, progress), "validate"))
+        checked, place = place, b"" if report.ok else ranks.first(lambda: _find(given), "find the checkpoint")
+        # Another place: somebody has replaced it meanwhile, and what is missing says nothing about what is there now.
+        if report.ok or place == checked:
+            return report
+
+
+def _find(path: str) -> bytes:
+    """The directory of the checkpoint and its save id, or what is wrong with its manifest."""
+    try:
+        found = find(path)
+        place: list[object] = [found, open_checkpoint(found).manifest.save_id]
+    except FormatError as error:
+        place = ["", "", astuple(Finding.of(error))]
+    return _pack(place)
+
+
+def _pack(value: object) -> bytes:
+    packed: bytes = msgpack.packb(value)
+    return packed
+
+
+def _check(path: str, level: Level, share: Share, budget: Budget | None, progress: Progress | None) -> bytes:
+    """This rank's share, to be sent to the others."""
+    try:
+        checkpoint = open_checkpoint(path, budget)
+    except (CheckpointNotFoundError, FormatError) as error:  # replaced just now
+        return _pack([[["", error.message]], Values({}).pack(), 0, 0])
+    findings, values, bytes_read = check_checkpoint(checkpoint, level, share, progress)
+    manifest = checkpoint.manifest
+    files = 2 + manifest.world_size + len(manifest.files)  # manifest, index, a digest table for each rank
+    return _pack([[astuple(one) for one in findings], values.pack(), files, bytes_read])
+
+
+def _join(path: str, level: Level, packed: list[bytes]) -> Report:
+    findings: list[Finding] = []
+    values = Values({})
+    files = bytes_read = 0
+    for own_findings, own_values, own_files, own_bytes in map(msgpack.unpackb, packed):
+        findings += [Finding(*fields) for fields in own_findings]
+        values.add(own_values)
+        files = max(files, own_files)
+        bytes_read += own_bytes
+    return Report(path, level, in_order(findings), values.observations(), files, bytes_read)

@@ -1,1 +1,0 @@
-"""zckpt inside other programs."""

@@ -1,0 +1,309 @@
+"""Signs of life: which rank gets on, and which has died or hangs.
+
+Every rank that is inside a call of zckpt keeps an entry in the store of the job: that it is inside, and how many steps
+it has taken. Rank 0 watches all other ranks while it waits for them, and they watch rank 0, so at least one rank sees
+which rank takes no more steps. It tells the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from zckpt.errors import RankError
+from zckpt.system.threads import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch._C._distributed_c10d import Store
+
+TIMEOUT_SECONDS = 1800
+"""As torch.distributed's own."""
+
+PERIOD_SECONDS = 1.0
+"""The longest time between two looks at the entries of other ranks."""
+
+WAITING_SECONDS = 60
+"""If a rank has not come, or has taken no step, for this many seconds, one of the waiting ranks prints a message."""
+
+FIRST_FEW = 8
+"""A message about late ranks names at most this many of them. Only a rank with a lower number than this prints it."""
+
+GRACE_SECONDS = 5
+"""The other ranks wait this many seconds longer than rank 0, because rank 0 tells them which rank is missing."""
+
+_steps = 0
+
+
+def sign_of_life() -> None:
+    """This process has taken a step: a read or write has ended."""
+    global _steps  # noqa: PLW0603  that one of several at the same time is lost does not matter
+    _steps += 1
+
+
+def timeout_seconds() -> int:
+    """Without a sign of life from a rank, after which it is given up. Raises ValueError."""
+    value = os.environ.get("ZCKPT_RANK_TIMEOUT", str(TIMEOUT_SECONDS))
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"ZCKPT_RANK_TIMEOUT must be a number of seconds, 1 or more, got {value!r}")
+    return int(value)
+
+
+@contextmanager
+def _using_the_store() -> Iterator[None]:
+    try:
+        yield
+    except RankError:
+        raise
+    except RuntimeError as error:
+        raise RankError("rank 0 has died, or the process that holds the job's store has died", rank=0) from error
+
+
+def meet(store: Store, about: str, rank: int, members: Sequence[int], call: str) -> str:
+    """A name that no group has had before, the same on all ranks of a group, once all of them have come. Collective.
+
+    ``about``: says which group it is, and for what. ``members``: its ranks' numbers in the job. ``call``: what all of
+    them have to call. Every rank stores a random word under its own key. The first rank removes these words and answers
+    each rank. So a word that a rank left when it gave up does no harm, and ranks may meet any number of times.
+    """
+    timeout, word, name = timeout_seconds(), secrets.token_hex(8), secrets.token_hex(8)
+    words = [f"zckpt/{about}/word/{other}" for other in members]
+    answers = f"zckpt/{about}/answer"
+
+    def late() -> None:
+        missing = [other for other, key in zip(members, words, strict=True) if not store.check([key])]
+        if missing and _is_to_say(rank, lambda other: store.check([words[other]])):
+            _say_late(members[rank], missing, call, "begin", timeout)
+
+    with _using_the_store():
+        store.set(words[rank], word)
+        if rank:
+            if _await(store, [f"{answers}/{word}"], timeout + GRACE_SECONDS, late):
+                ok, _, said = store.get(f"{answers}/{word}").decode().partition(" ")
+                store.delete_key(f"{answers}/{word}")
+                if ok == "name":
+                    return said
+                missing = int(said)
+            else:
+                missing = next((m for m, key in zip(members, words, strict=True) if not store.check([key])), members[0])
+                store.delete_key(words[rank])
+        else:
+            here = [True] * len(members)
+            if not _await(store, words, timeout, late):
+                here = [store.check([key]) for key in words]
+            missing = next((m for m, came in zip(members, here, strict=True) if not came), -1)
+            answer = f"name {name}" if missing < 0 else f"missing {missing}"
+            for key, came in zip(words, here, strict=True):
+                if came:
+                    if key != words[rank]:
+                        store.set(f"{answers}/{store.get(key).decode()}", answer)
+                    store.delete_key(key)
+            if missing < 0:
+                return name
+    raise RankError(f"rank {missing} has not come for {timeout} s: every rank must call {call}", rank=missing)
+
+
+def _await(store: Store, keys: list[str], seconds: float, late: Callable[[], None]) -> bool:
+    """Whether all these keys are in the store within ``seconds``. ``late`` is called once if they are not there after
+    ``WAITING_SECONDS``."""
+    soon = min(WAITING_SECONDS, seconds)
+    for part in (soon, seconds - soon):
+        try:
+            store.wait(keys, timedelta(seconds=part))
+        except RuntimeError:
+            if part < seconds and part == soon:
+                late()
+        else:
+            return True
+    return False
+
+
+def _is_to_say(rank: int, is_here: Callable[[int], bool]) -> bool:
+    """Whether this rank prints the message about late ranks. The lowest-numbered rank that is present does so, if it is
+    among the first ``FIRST_FEW``."""
+    return rank < FIRST_FEW and not any(is_here(other) for other in range(rank))
+
+
+def _say_late(waiting: int, missing: Sequence[int], call: str, doing: str, timeout: int) -> None:
+    few = ", ".join(map(str, missing[:FIRST_FEW])) + (", ..." if len(missing) > FIRST_FEW else "")
+    ranks = f"rank {few}" if len(missing) == 1 else f"{len(missing)} ranks ({few})"
+    print(
+        f"zckpt: rank {waiting} has waited for {ranks} for {WAITING_SECONDS} s, in {call} (to {doing}). "
+        f"Every rank must call {call}; one that has called it may be held up, by its disk for instance. "
+        f"A rank without a sign of life is given up after {timeout} s (ZCKPT_RANK_TIMEOUT).",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+class Lives:
+    """The signs of life of the ranks of one group. To make one is collective.
+
+    ``name``: one that no group has had before. ``rank``: this rank's number in the group. ``members``: the numbers in
+    the job of all ranks of the group.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, members: Sequence[int]) -> None:
+        self._store, self._rank, self._members = store, rank, members
+        self._timeout = timeout_seconds()
+        self.period = min(PERIOD_SECONDS, self._timeout / 4)
+        self._keys = [f"zckpt/{name}/{other}" for other in range(len(members))]
+        self._verdict_key = f"zckpt/{name}/gone"
+        self._watched = [0] if rank else range(1, len(members))
+        self._beats = 0
+        self._waits = False
+        self._said = False
+        """Whether late ranks were found in this wait already; there is no second message about them."""
+        self._waits_since = 0.0
+        self._call = ""
+        self._heard: dict[int, tuple[str, float]] = {}
+        """The last number of steps of each rank that is watched, and when it was first seen."""
+        self._verdict: tuple[int, str] | None = None
+        self._doing: str | None = None
+        """What this rank is doing; None outside of a call of zckpt."""
+        self._here = False
+        """Whether this rank's entry in the store says that it is inside a call of zckpt."""
+        self._lock = threading.Lock()
+        with _using_the_store():
+            self._show()
+            self._await_all()
+        self._closed = threading.Event()
+        self._worker = Worker(self._exchange, "zckpt-life", daemon=True)
+        self._worker.start()
+        atexit.register(self.close)
+
+    def _await_all(self) -> None:
+        try:
+            self._store.wait(self._keys, timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            for rank, key in zip(self._members, self._keys, strict=True):
+                if not self._store.check([key]):
+                    raise RankError(f"rank {rank} has not come for {self._timeout} s", rank=rank) from error
+            raise
+
+    @contextmanager
+    def shown(self, doing: str, call: str) -> Iterator[None]:
+        """Inside this block, this rank is doing something. If it shows no sign of life meanwhile, the others take it
+        for dead or hanging. ``call``: the function that all ranks have to call."""
+        if self._doing is not None:
+            yield
+            return
+        self._heard = dict.fromkeys(self._watched, ("", time.monotonic()))
+        with self._lock, _using_the_store():
+            if not self._here:  # The thread would do this later, when this process may be dead already.
+                self._here = True
+                self._show()
+            self._doing, self._call = doing, call
+        try:
+            yield
+        finally:
+            self._doing = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside this block, waiting for other ranks counts as a sign of life."""
+        self._waits_since, self._said = time.monotonic(), False
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    def _exchange(self) -> None:
+        """Runs in a thread of its own, because all other threads may be busy or hang."""
+        try:
+            while not self._closed.wait(self.period):
+                self._beats += 1
+                with self._lock:
+                    was_here, self._here = self._here, self._doing is not None
+                    if self._waits:
+                        sign_of_life()
+                    if was_here or self._here:
+                        self._show()
+                if self._here:
+                    self._look()
+                    if self._waits and not self._said:
+                        self._say_who_is_late()
+        except RuntimeError:
+            return  # The store and the process that holds it are gone. The watched ranks count as silent from now on.
+
+    def close(self) -> None:
+        """Ends the thread. To be called when the group is given up, and before the interpreter ends, which would abort
+        a thread that is inside the store."""
+        atexit.unregister(self.close)
+        self._closed.set()
+        self._worker.wait(self.period)  # no longer: it may be stuck there
+
+    def _show(self) -> None:
+        self._store.set(self._keys[self._rank], f"{int(self._here)} {self._beats} {_steps}")
+
+    def _entry(self, rank: int) -> list[str]:
+        entry: bytes = self._store.get(self._keys[rank])
+        return entry.decode().split()
+
+    def _look(self) -> None:
+        for rank in self._watched:
+            steps = self._entry(rank)[2]
+            if steps != self._heard[rank][0]:
+                self._heard[rank] = (steps, time.monotonic())
+        if self._store.check([self._verdict_key]):
+            gone, _, why = self._store.get(self._verdict_key).decode().partition(" ")
+            self._verdict = int(gone), why
+
+    def _say_who_is_late(self) -> None:
+        since = time.monotonic() - WAITING_SECONDS
+        late = [rank for rank, (_, heard) in self._heard.items() if heard < since]
+        if late and self._waits_since < since:
+            self._said = True
+            if _is_to_say(self._rank, lambda other: self._entry(other)[0] == "1"):
+                names = [self._members[rank] for rank in late]
+                _say_late(self._members[self._rank], names, self._call, self._doing or "go on", self._timeout)
+
+    def check(self) -> None:
+        """Raises RankError if a watched rank has shown no sign of life for too long, or if another rank says so of
+        any."""
+        if self._verdict is None:
+            since = time.monotonic() - self._timeout
+            silent = [rank for rank, (_, heard) in self._heard.items() if heard < since]
+            if silent:
+                # Rank 0 may hold the store, so the store may be gone too; every rank watches rank 0 itself.
+                why = f"has shown no sign of life for {self._timeout} s (ZCKPT_RANK_TIMEOUT)"
+                self._give_up(silent[0], why, tell=silent[0] != 0)
+        if self._verdict is not None:
+            rank, why = self._members[self._verdict[0]], self._verdict[1]
+            raise RankError(f"rank {rank} {why}; the ranks were to {self._doing or 'begin'}", rank=rank)
+
+    def lost(self, error: Exception) -> RankError:
+        """The error after the connection to another rank was lost; it names the rank, if it can be told which."""
+        try:
+            with _using_the_store():
+                before = [self._entry(rank) for rank in range(len(self._keys))]
+                for _ in range(3):
+                    time.sleep(self.period)
+                    self._look()
+                    self.check()
+                for rank, entry in enumerate(before):
+                    if rank != self._rank and entry[0] == "1" and self._entry(rank) == entry:
+                        self._give_up(rank, "has died", tell=True)
+                        self.check()
+        except RankError as found:
+            return found
+        return RankError(f"lost the connection to another rank: {error}")
+
+    def give_up_self(self, why: str) -> None:
+        """Tells the others that this rank cannot go on."""
+        with suppress(RankError), _using_the_store():
+            self._give_up(self._rank, why, tell=True)
+
+    def _give_up(self, rank: int, why: str, *, tell: bool) -> None:
+        self._verdict = rank, why
+        if tell:
+            self._store.set(self._verdict_key, f"{rank} {why}")

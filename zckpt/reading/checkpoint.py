@@ -1,0 +1,419 @@
+"""An opened checkpoint: what it holds, and any part of it as tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from zckpt.errors import KeyNotFoundError, MismatchError
+from zckpt.format import names, tree
+from zckpt.format.limits import TREE_BYTES_MAX
+from zckpt.format.rules import broken
+from zckpt.plan.coalesce import plan_reads
+from zckpt.plan.reshard import Span, extents, slice_spans
+from zckpt.plan.select import Keys, nearest, select
+from zckpt.progress import Progress, reported
+from zckpt.reading.contents import Contents, TensorInfo
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
+from zckpt.transfer.budget import Budget, flag
+from zckpt.transfer.devices import check_device, check_devices
+from zckpt.transfer.memory import Sinks, check_cast, fresh_tensor
+from zckpt.transfer.read import run_reads
+from zckpt.transfer.staging import StagingPool, pool_for
+from zckpt.transfer.tensors import lies_in_order
+from zckpt.transfer.torch_dtypes import dtype_of
+
+if TYPE_CHECKING:
+    from zckpt.format.manifest import Manifest
+    from zckpt.storage.contract import IOCount, Reader
+
+Device = torch.device | str
+HOST = torch.device("cpu")
+
+
+class Want(NamedTuple):
+    """Elements of one tensor, and the contiguous memory that they go to. ``copy`` is the copy of the tensor to be read;
+    None: whichever suits."""
+
+    info: TensorInfo
+    spans: Sequence[Span]
+    target: torch.Tensor
+    copy: int | None = None
+
+
+@lru_cache
+def _all_of(numel: int) -> tuple[Span]:
+    """The span of a whole tensor: few objects where there are many tensors."""
+    return (Span(0, numel, 0),)
+
+
+def _leaf(ext: int, tensor: torch.Tensor) -> object:
+    return tensor if ext == tree.TENSOR else tensor.numpy()
+
+
+class Checkpoint(Mapping[str, TensorInfo]):
+    """A mapping from key (``<part>/<parameter name>``) to TensorInfo. Made by ``zckpt.open``; safe to share by threads.
+
+    Nothing but the manifest is read until it is asked for.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        manifest: Manifest,
+        reader: Reader,
+        budget: Budget | None = None,
+        advised: Callable[..., AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.reader = reader
+        self.budget = budget or Budget.from_environment()
+        self.contents = Contents(manifest, reader)
+        self._advised = advised
+        """Makes a context manager that may add to the hint of an error which leaves it. Its argument says what an error
+        leaves behind; without it, an error leaves everything unchanged."""
+
+    # What it holds
+
+    def __getitem__(self, key: str) -> TensorInfo:
+        """A tied weight is found under every name. Raises KeyNotFoundError, which names the nearest keys."""
+        info = self._find(key)
+        if info is None:
+            raise KeyNotFoundError(f"there is no key {key!r}", key=key, hint=nearest(list(self), key))
+        return info
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._find(key) is not None
+
+    def _find(self, key: str) -> TensorInfo | None:
+        part, _, name = key.partition("/")
+        return None if part == STATE else self.contents.find(part, self.aliases.get(name, name))
+
+    def __iter__(self) -> Iterator[str]:
+        for part in self.manifest.parts:
+            if part.name != STATE:
+                for name in part.names:
+                    yield f"{part.name}/{self.manifest.names[name]}"
+
+    def __len__(self) -> int:
+        return sum(len(part.names) for part in self.manifest.parts if part.name != STATE)
+
+    def __repr__(self) -> str:
+        return f"<zckpt.Checkpoint {self.path!r}: step {self.step}, {len(self)} tensors of {', '.join(self.parts)}>"
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def world_size(self) -> int:
+        return self.manifest.world_size
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(part.name for part in self.manifest.parts if part.name != STATE)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """From each further name of a tied weight to the one it is stored under."""
+        return self.manifest.aliases
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files, as the manifest records them."""
+        return sum(self.manifest.files.nbytes)
+
+    @property
+    def io(self) -> IOCount:
+        """What reading this checkpoint has cost so far."""
+        return self.reader.count
+
+    @cached_property
+    def state(self) -> Any:
+        """The tree of non-tensor state that all ranks share; tensors inside it are on the CPU."""
+        with self._advised():
+            return self._tree(self.manifest.state, names.MANIFEST)
+
+    def rank_state(self, rank: int, *, lazy: bool = False) -> Any:
+        """The tree of state that ``rank`` alone had, such as its random number generators; None if there is none.
+
+        ``lazy``: for each tensor and array, a function without arguments that reads it.
+        """
+        with self._advised():
+            return self._rank_state(rank, lazy)
+
+    def _rank_state(self, rank: int, lazy: bool) -> Any:
+        info = self.contents.find(STATE, f"rank/{rank}")
+        if info is None:
+            return None
+        if info.dtype != torch.uint8 or len(info.shape) != 1:
+            raise broken("T001", f"a packed tree that is {info.dtype} {list(info.shape)}", key=info.key)
+        if info.nbytes > TREE_BYTES_MAX:
+            raise broken("T004", f"a packed tree of {info.nbytes} bytes", key=info.key)
+        packed = self._one(info).numpy().tobytes()
+        return tree.unpack(packed, self._lazy_leaf, info.key) if lazy else self._tree(packed, info.key)
+
+    def _tree(self, packed: bytes, file: str) -> Any:
+        """With all tensors that it refers to, which are read at once: so they cannot take more than their files."""
+        infos: dict[str, TensorInfo] = {}
+        found = tree.unpack(packed, lambda ext, name: infos.setdefault(name, self._state_info(name)), file)
+        if not infos:
+            return found
+        tensors = self._load(infos)
+        return tree.unpack(packed, lambda ext, name: _leaf(ext, tensors[name]), file)
+
+    def _lazy_leaf(self, ext: int, name: str) -> Callable[[], object]:
+        info = self._state_info(name)
+        return lambda: _leaf(ext, self._one(info))
+
+    def _state_info(self, name: str) -> TensorInfo:
+        info = self.contents.find(STATE, name)
+        if info is None:
+            raise broken("T003", f"there is no tensor {STATE}/{name}", file=names.MANIFEST)
+        return info
+
+    # Any part of it
+
+    def load(
+        self,
+        keys: Keys = None,
+        *,
+        device: Device = "cpu",
+        dtype: torch.dtype | str | None = None,
+        verify: bool | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Whole tensors by key, assembled from the pieces of all ranks, in memory of their own on ``device``.
+
+        ``keys``: one key, a glob (``"master/*"``), several of either, a predicate over keys, or None for the keys of
+        ``out``, and for all where there is no ``out``. A glob that matches only a further name of a tied weight finds
+        it under that name; one that matches the name under which it is stored too, as ``"master/*"`` does, gives it
+        once, under that one. A predicate is asked about the keys under which tensors are stored. ``dtype`` converts
+        between floating point types, or between integer types, on the way; it is a ``torch.dtype`` or its name, such as
+        ``"bfloat16"``. ``verify`` checks every block's digest; None: unless the environment has ZCKPT_VERIFY=0.
+        ``out``: contiguous tensors by key, of the stored shapes, on any device, which are read into and converted to
+        their dtype; after an error they hold undefined values. ``progress``: such as ``zckpt.ProgressBar()``. Reads
+        nothing but these tensors, the index chunks that list them and the digests that cover them, and nothing at all
+        for tensors on the device "meta".
+
+        Raises DeviceError for a device that does not exist or does not work, which names the devices there are, and for
+        too little memory; KeyNotFoundError, also for a key of ``out`` and where ``keys`` matches nothing; TypeError
+        where ``out`` is no mapping to tensors; ValueError for a ``dtype`` that does not exist; CastError; MismatchError
+        (a tensor of ``out`` does not fit, or ``keys`` does not ask for it); FormatError (damaged or missing data) and
+        StorageError; then nothing is returned.
+        """
+        device = check_device(device)
+        given = {} if out is None else out
+        if not isinstance(given, Mapping):
+            raise TypeError(f"out must be a dict of tensors by key, such as 'master/embed', got a {type(out).__name__}")
+        infos = {key: self[key] for key in (given if keys is None and out is not None else self._select(keys))}
+        unused = [key for key in given if key not in infos]
+        if unused:
+            raise MismatchError(f"out has {', '.join(unused[:5])}, which keys does not ask for", key=unused[0])
+        dtypes = dict.fromkeys(infos, dtype_of(dtype))
+        given = {key: self._given(infos[key], tensor) for key, tensor in given.items()}
+        check_devices(tensor for tensor in given.values() if not tensor.is_meta)
+        left = ["the tensors in `out` have undefined values; nothing else was changed"] if given else []
+        nbytes = sum(info.nbytes for info in infos.values())
+        with self._advised(*left), reported(progress, "load", nbytes) as advance:
+            return self._load(infos, device, dtypes, given, verify=verify, advance=advance)
+
+    def iter(
+        self,
+        keys: Keys = None,
+        *,
+        device: Device = "cpu",
+        dtype: torch.dtype | str | None = None,
+        verify: bool | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Like ``load``, one ``(key, tensor)`` at a time: only one is in memory, unless the caller keeps more."""
+        device = check_device(device)
+        infos = {key: self[key] for key in self._select(keys)}
+        wanted = dtype_of(dtype)
+        staging = self.staging([device])
+        with (
+            self._advised(),
+            reported(progress, "load", sum(info.nbytes for info in infos.values())) as advance,
+            staging.kept(),
+        ):
+            for key, info in infos.items():
+                one = self._load({key: info}, device, {key: wanted}, verify=verify, advance=advance, staging=staging)
+                yield key, one[key]
+
+    def load_slice(
+        self,
+        key: str,
+        index: slice | tuple[slice, ...],
+        *,
+        device: Device = "cpu",
+        dtype: torch.dtype | str | None = None,
+        verify: bool | None = None,
+    ) -> torch.Tensor:
+        """``tensor[index]`` without reading the rest; ``index`` is a slice, or one per leading dimension, of step 1.
+
+        With ``verify`` the blocks (1 MiB) at the edges are read whole. Raises as ``load`` does.
+        """
+        device = check_device(device)
+        info = self[key]
+        shape, spans = slice_spans(info.shape, index if isinstance(index, tuple) else (index,))
+        with self._advised():
+            if device.type != "meta":
+                self.contents.check_sizes([info])
+            target = self._empty(info, shape, device, dtype_of(dtype))
+            self.read([Want(info, spans, target)], verify=verify)
+        return target
+
+    def load_pieces(
+        self, rank: int, keys: Keys = None, *, device: Device = "cpu", verify: bool | None = None
+    ) -> dict[tuple[str, int, int], torch.Tensor]:
+        """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``.
+
+        Raises as ``load`` does.
+        """
+        device = check_device(device)
+        wants: dict[tuple[str, int, int], Want] = {}
+        infos = {key: self[key] for key in self._select(keys)}
+        with self._advised():
+            own = {key: [one for one in self.contents.pieces(info) if one.rank == rank] for key, info in infos.items()}
+            copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in own[key]}
+            if device.type != "meta":
+                self.contents.check_copies(list(copies.values()), [copy for _, copy in copies])
+            for key, info in infos.items():
+                for piece in own[key]:
+                    span = Span(piece.start, piece.stop, 0)
+                    target = self._empty(info, (piece.stop - piece.start,), device)
+                    wants[key, piece.start, piece.stop] = Want(info, [span], target, piece.copy)
+            self.read(list(wants.values()), verify=verify)
+        return {place: want.target for place, want in wants.items()}
+
+    def state_dict(
+        self,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: Device = "cpu",
+        verify: bool | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """What ``model.load_state_dict`` takes: weights (from ``master``, else ``param``), buffers, and tied weights by
+        every name. ``dtype`` applies to floating point weights; buffers keep theirs. Raises as ``load`` does."""
+        device, wanted = check_device(device), dtype_of(dtype)
+        sources: dict[str, TensorInfo] = {}
+        for part in (BUFFER, PARAM, MASTER):
+            sources |= {info.name: info for info in self.values() if info.part == part}
+        casts = {
+            name: wanted if info.part != BUFFER and info.dtype.is_floating_point else None
+            for name, info in sources.items()
+        }
+
+        with self._advised(), reported(progress, "load", sum(info.nbytes for info in sources.values())) as advance:
+            targets = self._load(sources, device, casts, verify=verify, advance=advance)
+        return targets | {alias: targets[name] for alias, name in self.aliases.items() if name in targets}
+
+    def read(
+        self,
+        wants: Sequence[Want],
+        *,
+        rank: int | None = None,
+        verify: bool | None = None,
+        advance: Callable[[int], None] = lambda nbytes: None,
+        staging: StagingPool | None = None,
+    ) -> None:
+        """Fills the target of every want. The one way in which tensor data is read.
+
+        Where a tensor has several copies, that which ``rank`` alone holds is read if there is one, else the first. For
+        a target on the device "meta" nothing is read. ``advance`` is told the bytes that have been read. ``staging``:
+        what the method of that name returns, for several calls inside of its ``kept``; None: for this call alone.
+        """
+        verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
+        manifest = self.manifest
+        for want in wants:
+            if want.target.is_meta:
+                advance(want.info.nbytes)
+        wants = [want for want in wants if not want.target.is_meta]
+        infos, spans, targets, copies = zip(*wants, strict=True) if wants else ((),) * 4
+        found = extents(self.contents.stored(infos, copies, rank), spans, [info.dtype.itemsize for info in infos])
+        files = {number: self.contents.read_file(number, verify=verify) for number in set(found.file.tolist())}
+        sinks = Sinks([info.key for info in infos], targets, [info.dtype for info in infos])
+        staging = staging or self.staging(sinks.devices)
+        ops = plan_reads(
+            found,
+            data_starts=manifest.files.data_start,
+            block_bytes=manifest.block_bytes,
+            verify=verify,
+            batch_bytes=staging.batch_bytes,
+        )
+        run_reads(self.reader, ops, files, sinks, self.budget, staging, advance)
+
+    def staging(self, devices: Iterable[torch.device]) -> StagingPool:
+        """Makes a pool of buffers for ``read`` into memory of these devices and of the host."""
+        return pool_for(devices, self.budget, self.manifest.block_bytes)
+
+    @property
+    def batch_bytes(self) -> int:
+        """The most bytes of one read into host memory."""
+        return self.budget.batch_bytes(self.manifest.block_bytes)
+
+    def _select(self, keys: Keys) -> list[str]:
+        """The keys asked for."""
+        if keys is None or callable(keys):
+            return select(list(self), keys)
+        if isinstance(keys, str) and keys in self:  # one of very many: need not list them
+            return [keys]
+        keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
+        return select(list(self), keys, self.aliases)
+
+    def _one(self, info: TensorInfo) -> torch.Tensor:
+        return self._load({info.key: info})[info.key]
+
+    def _load(
+        self,
+        infos: Mapping[str, TensorInfo],
+        device: torch.device = HOST,
+        dtypes: Mapping[str, torch.dtype | None] | None = None,
+        given: Mapping[str, torch.Tensor] | None = None,
+        *,
+        verify: bool | None = None,
+        advance: Callable[[int], None] = lambda nbytes: None,
+        staging: StagingPool | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Whole tensors, in the memory that is ``given`` for some of them, all others in memory of their own."""
+        dtypes, given = dtypes or {}, given or {}
+        unread = {name for name in infos if (given[name].is_meta if name in given else device.type == "meta")}
+        self.contents.check_sizes(info for name, info in infos.items() if name not in unread)
+        targets = {
+            name: given[name] if name in given else self._empty(info, info.shape, device, dtypes.get(name))
+            for name, info in infos.items()
+        }
+        wants = [Want(info, _all_of(math.prod(info.shape)), targets[name]) for name, info in infos.items()]
+        self.read(wants, verify=verify, advance=advance, staging=staging)
+        return targets
+
+    def _empty(
+        self, info: TensorInfo, shape: tuple[int, ...], device: Device = "cpu", dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Memory for elements of ``info``. Its sizes are checked before, so that there is never more asked for than the
+        files really hold, whatever the manifest says."""
+        check_cast(info.dtype, dtype or info.dtype, info.key)
+        return fresh_tensor(shape, dtype or info.dtype, device)
+
+    def _given(self, info: TensorInfo, target: torch.Tensor) -> torch.Tensor:
+        """Memory of the caller's, if it can hold ``info``. Raises TypeError, MismatchError, CastError."""
+        given: object = target
+        if not isinstance(given, torch.Tensor):
+            what = f"{type(given).__module__}.{type(given).__name__}"
+            raise TypeError(
+                f"out[{info.key!r}] must be a torch.Tensor, got a {what}; torch.from_numpy shares an array's memory"
+            )
+        check_cast(info.dtype, target.dtype, info.key)
+        if tuple(target.shape) != info.shape or not lies_in_order(target):
+            what = str(list(target.shape)) if lies_in_order(target) else "a view whose elements do not lie in order"
+            raise MismatchError(f"out has {what}, the checkpoint {list(info.shape)}", key=info.key)
+        return target

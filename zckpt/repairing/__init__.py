@@ -1,0 +1,1 @@
+"""What a repair consists of, for ``zckpt.repair``."""

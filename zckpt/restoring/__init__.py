@@ -1,0 +1,1 @@
+"""What a restore consists of, for ``zckpt.restore``."""

@@ -1,0 +1,267 @@
+"""A directory of a local or mounted file system: names, commits, locks, and what is removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zckpt.errors import StorageError, from_os_error
+from zckpt.format.names import LOCK, temporary
+from zckpt.storage.local_files import BINARY, UNSUPPORTED, LocalReader, NewFile, is_impossible_name, is_link, sync_data
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RENAME_WAIT_SECONDS = 5.0
+"""On Windows, how long a rename waits for readers of the file."""
+_NO_SYNC = UNSUPPORTED | {errno.EBADF}
+"""The same for fsync(2) of a directory. Some systems sync only what is open for writing, and say EBADF."""
+_NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK}
+"""The same for link(2)."""
+
+
+class LocalStore:
+    """A directory."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def reader(self) -> LocalReader:
+        return LocalReader(self.root)
+
+    def exists(self, path: str) -> bool:
+        try:
+            os.lstat(self._full(path)) if path else os.stat(self.root)
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have such a name.
+            return False
+        except OSError as error:
+            if is_impossible_name(error):
+                return False
+            raise from_os_error(error, "look for", self._full(path)) from error
+        return True
+
+    def entries(self) -> list[str] | None:
+        try:
+            return os.listdir(self.root)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+        except OSError as error:
+            if is_impossible_name(error):
+                return None
+            raise from_os_error(error, "list", self.root) from error
+
+    def directories(self) -> list[str]:
+        try:
+            with os.scandir(self.root) as entries:
+                return sorted(
+                    entry.name
+                    for entry in entries
+                    if entry.is_dir(follow_symlinks=False) and not is_link(entry.stat(follow_symlinks=False))
+                )
+        except OSError as error:
+            raise from_os_error(error, "list", self.root) from error
+
+    def nbytes(self, path: str) -> int:
+        total = 0
+        with suppress(FileNotFoundError):
+            total += os.lstat(self._full(path)).st_size if not os.path.isdir(self._full(path)) else 0
+        for directory, _, files in os.walk(self._full(path)):
+            for file in files:
+                with suppress(FileNotFoundError):
+                    total += os.lstat(os.path.join(directory, file)).st_size
+        return total
+
+    def make_directories(self, path: str) -> None:
+        path = self._full(path)
+        missing = []
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path) or "."
+        # A writer that died may have made the last one that there is, and not have come to sync its name.
+        if os.access(os.path.dirname(path) or ".", os.R_OK):
+            _fsync_directory(os.path.dirname(path) or ".")
+        try:
+            for directory in reversed(missing):
+                try:
+                    os.makedirs(directory, exist_ok=True)
+                except OSError as error:
+                    raise from_os_error(error, "create the directory", directory) from error
+                _fsync_directory(os.path.dirname(directory) or ".")
+        except BaseException:
+            for directory in missing:
+                _quietly(os.rmdir, directory)
+            raise
+
+    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> NewFile:
+        return NewFile(self._full(path), reserved_bytes, direct)
+
+    def put(self, path: str, data: bytes) -> None:
+        path = self._full(path)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view) :]
+                sync_data(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise from_os_error(error, "write", path, 0, len(data)) from error
+
+    def sync_names(self, path: str) -> None:
+        _fsync_directory(self._full(path))
+
+    def prepare(self, path: str, data: bytes, digits: str = "") -> str:
+        prepared = temporary(path, digits)
+        try:
+            self.put(prepared, data)
+        except BaseException:
+            _quietly(os.unlink, self._full(prepared))
+            raise
+        return prepared
+
+    def commit(self, path: str, prepared: str) -> None:
+        try:
+            _once_nobody_reads(lambda: os.replace(self._full(prepared), self._full(path)))
+        except OSError as error:
+            raise from_os_error(error, "rename", self._full(prepared)) from error
+        _fsync_directory(os.path.dirname(self._full(path)))
+
+    def replace(self, path: str, data: bytes) -> None:
+        prepared = self.prepare(path, data)
+        try:
+            self.commit(path, prepared)
+        except BaseException:
+            self.remove(prepared)
+            raise
+
+    def remove(self, path: str) -> None:
+        _quietly(os.unlink, self._full(path))
+        shutil.rmtree(self._full(path), ignore_errors=True)
+
+    def remove_if_empty(self, path: str) -> None:
+        _quietly(os.rmdir, self._full(path))
+
+    def claim(self, path: str, data: bytes) -> bool:
+        prepared = temporary(path)
+        try:
+            self.put(prepared, data)
+            return self._put_where_none_is(path, data, self._full(prepared))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):  # whoever holds it has cleaned up
+                return False
+            raise
+        finally:
+            _quietly(os.unlink, self._full(prepared))
+
+    def withdraw(self, path: str, data: bytes) -> bool:
+        # Whoever moves it away has it alone: of those who do so at the same time, all but one find nothing.
+        taken = self._full(temporary(path))
+        try:
+            _once_nobody_reads(lambda: os.rename(self._full(path), taken))
+            found = Path(taken).read_bytes()
+            if found != data:  # a third one may be as quick: then the holder will notice before it commits
+                self._put_where_none_is(path, found, taken)
+            os.unlink(taken)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise from_os_error(error, "remove", self._full(path)) from error
+        return found == data
+
+    def _put_where_none_is(self, path: str, data: bytes, same: str) -> bool:
+        """``data``, which the file ``same`` holds, at ``path`` if nothing is there; whether that is so."""
+        try:
+            # Of all calls, link(2) is the one that network file systems do once or not at all.
+            os.link(same, self._full(path))
+        except FileExistsError:
+            # It may be this one: where the server's answer is lost, the client asks again.
+            return os.stat(same).st_nlink == 2
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise from_os_error(error, "link", self._full(path)) from error
+            return self._create(path, data)
+        return True
+
+    def _create(self, path: str, data: bytes) -> bool:
+        """The same where the file system has no links: others may see the file before its content."""
+        try:
+            self.put(path, data)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileExistsError):
+                return False
+            raise
+        return True
+
+    def touch(self, path: str) -> None:
+        try:
+            os.utime(self._full(path))
+        except OSError as error:
+            raise from_os_error(error, "touch", self._full(path)) from error
+
+    def changed_at(self, path: str) -> float | None:
+        try:
+            with open(self._full(path), "rb") as file:  # it is looked at anew, whatever this host has cached
+                return os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise from_os_error(error, "look at", self._full(path)) from error
+
+    def now(self) -> float:
+        probe = self._full(temporary(LOCK))
+        try:
+            with open(probe, "xb") as file:
+                # By the file server's clock, not by this host's. Windows takes the name alone.
+                os.utime(file.fileno() if os.utime in os.supports_fd else probe)
+                return os.fstat(file.fileno()).st_mtime
+        except OSError as error:
+            raise from_os_error(error, "create", probe) from error
+        finally:
+            _quietly(os.unlink, probe)
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self.root, path) if path else self.root
+
+
+def _once_nobody_reads(rename: Callable[[], None]) -> None:
+    """Renames; on Windows, tries again for up to ``RENAME_WAIT_SECONDS`` while somebody has the file open."""
+    deadline = time.monotonic() + (RENAME_WAIT_SECONDS if sys.platform == "win32" else 0)
+    while True:
+        try:
+            return rename()
+        except PermissionError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.001)
+
+
+def _fsync_directory(path: str) -> None:
+    """Makes the names in a directory durable, where the system and the file system let a program ask for it."""
+    if sys.platform == "win32":  # which opens no directories
+        return
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise from_os_error(error, "open", path) from error
+    try:
+        sync_data(fd)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise from_os_error(error, "fsync", path) from error
+    finally:
+        os.close(fd)
+
+
+def _quietly(action: Callable[[str], None], path: str) -> None:
+    with suppress(OSError):  # what cannot be removed stays, and the first error is the one to report
+        action(path)

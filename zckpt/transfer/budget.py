@@ -1,0 +1,107 @@
+"""How input and output are done: the bound on bytes in flight, the workers that share it, direct or not."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zckpt.ranks.heartbeat import sign_of_life
+from zckpt.system.threads import Worker, stop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+MIB = 1 << 20
+NBYTES, THREADS = 256 * MIB, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """``threads`` workers, each with one staging buffer, or with two where copies to or from a device overlap with
+    reads and writes; together they hold at most ``nbytes`` bytes, on every rank.
+
+    ``direct``: go past the page cache where the file system allows it, so that a write does not fill it and a read
+    evicts nothing; pages that are cached already are read from there all the same. Raises ValueError for a bound that
+    no buffer fits in.
+    """
+
+    nbytes: int = NBYTES
+    threads: int = THREADS
+    direct: bool = True
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ValueError(f"threads must be 1 or more, got {self.threads}")
+        if self.nbytes < 2 * MIB * self.threads:
+            raise ValueError(f"nbytes must be 2 MiB or more for each thread, got {self.nbytes} for {self.threads}")
+
+    @classmethod
+    def from_environment(cls) -> Budget:
+        """The defaults, or what ZCKPT_BUDGET_BYTES, ZCKPT_THREADS and ZCKPT_DIRECT (0 or 1) say instead.
+
+        Raises ValueError, which names the variable, for anything else.
+        """
+        return cls(_number("ZCKPT_BUDGET_BYTES", NBYTES), _number("ZCKPT_THREADS", THREADS), flag("ZCKPT_DIRECT", True))
+
+    def run(self, tasks: Iterable[Callable[[], None]], interrupted: Callable[[], None] = lambda: None) -> None:
+        """Runs ``tasks`` on the workers; raises the first failure, in their order, once none is running any more. Each
+        is taken from the iterable, by one worker at a time, when a worker is free. ``interrupted`` is called where this
+        thread is interrupted while it waits for them, by Ctrl-C for instance: it has long tasks end soon. Further
+        interrupts do not shorten that wait, for the caller closes the files that the tasks use."""
+        numbered = enumerate(tasks)
+        lock = threading.Lock()
+        failures: dict[int, BaseException] = {}
+
+        def work() -> None:
+            number = -1
+            while not failures:
+                try:
+                    with lock:
+                        number, task = next(numbered, (number, None))
+                    if task is None:
+                        return
+                    task()
+                except BaseException as error:  # raised below
+                    failures[number] = error
+                sign_of_life()
+
+        # Not a ThreadPoolExecutor: that takes no more tasks once the interpreter exits, and a background write goes on.
+        count = min(self.threads, len(tasks)) if isinstance(tasks, Sized) else self.threads
+        workers = [Worker(work, f"zckpt-{i}") for i in range(count)]
+        try:
+            try:
+                for worker in workers:
+                    worker.start()
+                for worker in workers:
+                    worker.wait()
+            except BaseException as error:  # raised below
+                failures[-1] = error
+                interrupted()
+            finally:
+                stop(workers)
+            if failures:
+                raise failures[min(failures)]
+        finally:
+            failures.clear()  # their tracebacks hold it: the cycle would keep buffers and open files
+
+    def batch_bytes(self, block_bytes: int) -> int:
+        """Bytes of one read or write: whole blocks, 8 MiB where the budget allows, and never less than a block."""
+        return max(min(8 * MIB, self.nbytes // self.threads - MIB) // block_bytes, 1) * block_bytes
+
+
+def flag(variable: str, default: bool) -> bool:
+    """A switch among the environment variables. Raises ValueError unless it is 0 or 1."""
+    value = os.environ.get(variable, "1" if default else "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{variable} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def _number(variable: str, default: int) -> int:
+    value = os.environ.get(variable, str(default))
+    if not value.isdecimal():
+        raise ValueError(f"{variable} must be a number, got {value!r}")
+    return int(value)

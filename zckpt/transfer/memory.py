@@ -1,0 +1,144 @@
+"""Tensors as bytes: fresh memory, views of host memory, and sinks that loaded bytes go to."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from zckpt.errors import CastError
+from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.transfer.devices import ToDevice, device_memory, devices_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from zckpt.storage.buffers import Bytes
+
+    Ints = NDArray[np.int64]
+
+_CACHE_LINE_BYTES = 64
+HOST_MEMORY: Bytes = np.frombuffer((ctypes.c_uint8 * (1 << 57)).from_address(PAGE_BYTES), np.uint8)
+"""This process's address space, without its first page, in which nothing lies. A view of it keeps no memory alive."""
+HOST_VIEW = memoryview(HOST_MEMORY)
+"""The same; slices of it are made in half the time."""
+
+
+def fresh_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Returns an uninitialised contiguous tensor. Raises DeviceError if the device has too little memory.
+
+    On the host its memory is numpy's, which asks for huge pages: first touched, it is several times faster than
+    ``torch.empty``'s.
+    """
+    if torch.device(device).type != "cpu":
+        return device_memory(shape, dtype, torch.device(device))
+    nbytes = math.prod(shape) * dtype.itemsize
+    return (
+        aligned(torch.from_numpy(np.empty(nbytes + _CACHE_LINE_BYTES, np.uint8)), nbytes, _CACHE_LINE_BYTES)
+        .view(dtype)
+        .view(tuple(shape))
+    )
+
+
+def aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int) -> torch.Tensor:
+    """``nbytes`` of ``room`` from a multiple of ``alignment_bytes`` on. It is uint8, 1-D, in host memory."""
+    return room.narrow(0, -room.data_ptr() % alignment_bytes, nbytes)
+
+
+def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor as a 1-D uint8 tensor that shares its memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def host_bytes(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a contiguous tensor in host memory, shared."""
+    array: Bytes = byte_tensor(tensor).numpy()
+    return array
+
+
+def check_cast(stored: torch.dtype, wanted: torch.dtype, key: str) -> None:
+    """Raises CastError unless both are the same, or both are floating point, or both are integers."""
+    if stored == wanted:
+        return
+    kinds = [
+        "floating point"
+        if d.is_floating_point
+        else "complex"
+        if d.is_complex
+        else "bool"
+        if d is torch.bool
+        else "integer"
+        for d in (stored, wanted)
+    ]
+    if kinds[0] != kinds[1] or kinds[0] in ("bool", "complex"):
+        raise CastError(
+            f"cannot load {stored} as {wanted}", key=key, hint="load it without dtype and convert it yourself"
+        )
+
+
+class Sinks:
+    """The targets of a load. Each is a contiguous tensor on any device, and is filled entirely; elements stored with
+    another dtype are converted. ``keys`` name the targets in errors.
+
+    A target's memory on the host is found by its address: to make views of many small tensors would take longer than to
+    fill them.
+    """
+
+    def __init__(self, keys: Sequence[str], targets: Sequence[torch.Tensor], stored: Sequence[torch.dtype]) -> None:
+        self.keys = keys
+        self._targets = targets
+        self._stored = stored
+        self.places = np.array(
+            [
+                target.data_ptr() - PAGE_BYTES if target.is_cpu and target.dtype == dtype else -1
+                for target, dtype in zip(targets, stored, strict=True)
+            ],
+            np.int64,
+        )
+        """Where in HOST_MEMORY stored bytes can be read straight into; less than 0 where they cannot."""
+        self._nbytes = np.array([t.numel() * d.itemsize for t, d in zip(targets, stored, strict=True)], np.int64)
+        self.devices = devices_of(targets)
+        numbers = {device: number for number, device in enumerate(self.devices)}
+        self.device = np.array([-1 if target.is_cpu else numbers[target.device] for target in targets], np.int64)
+        """Of each target: the position of its device in ``devices``; -1 for the host's memory."""
+        self.inference = any(target.is_inference() for target in targets)
+        """Whether some were made in ``torch.inference_mode()``: only a thread in that mode may change these."""
+        if not all(target.is_contiguous() for target in targets):
+            raise ValueError("what is filled by its address must have no gaps")
+
+    def check(self, sink: Ints, stop: Ints) -> None:
+        """Raises ValueError where a stored byte is meant for a place behind its target: an address has no bounds."""
+        if not (stop <= self._nbytes[sink]).all():
+            raise ValueError("a span is longer than the memory that it goes to")
+
+    def device_memory(self, sink: int, start: int, nbytes: int) -> torch.Tensor | None:
+        """Returns the ``nbytes`` of device memory from byte ``start`` of the target on, as a 1-D uint8 tensor; None if
+        the target is in host memory or has another dtype."""
+        target = self._targets[sink]
+        if target.dtype != self._stored[sink] or target.is_cpu:
+            return None
+        return byte_tensor(target)[start : start + nbytes]
+
+    def to_device(self, sink: int, start: int, nbytes: int, staged_at: int) -> ToDevice:
+        """Returns the copy that brings stored bytes, from byte ``staged_at`` of a staging buffer on, to byte ``start``
+        of a target on a device. Both are counted in stored bytes."""
+        dtype = self._stored[sink]
+        first = start // dtype.itemsize
+        flat = self._targets[sink].detach().reshape(-1)
+        return ToDevice(staged_at, dtype, flat[first : first + nbytes // dtype.itemsize])
+
+    def put(self, sink: int, start: int, staged: Bytes) -> None:
+        """Copies stored bytes to byte ``start``, in host memory."""
+        place = int(self.places[sink]) + start
+        if self.places[sink] >= 0:
+            HOST_MEMORY[place : place + len(staged)] = staged
+            return
+        dtype = self._stored[sink]
+        values = torch.from_numpy(staged).view(dtype)  # a stage begins with a page, so its elements lie in line
+        first = start // dtype.itemsize
+        self._targets[sink].detach().reshape(-1)[first : first + values.numel()].copy_(values)

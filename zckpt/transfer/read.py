@@ -1,0 +1,242 @@
+"""Runs planned reads: parallel positional I/O, digests checked on the way.
+
+What is mostly in the page cache is read from there, straight into the destination where that can be; the rest by direct
+I/O into aligned staging buffers, so that it evicts nothing. Copies to a device are queued once their bytes are in a
+buffer; while they run, the next read fills another buffer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from zckpt.format.digest import DIGEST_BYTES, digest
+from zckpt.format.rules import broken
+from zckpt.plan.coalesce import joined_copies
+from zckpt.storage.buffers import PAGE_BYTES, after
+from zckpt.transfer.devices import synchronize
+from zckpt.transfer.memory import HOST_VIEW
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from zckpt.errors import FormatError
+    from zckpt.plan.coalesce import ReadOp, Segments
+    from zckpt.storage.buffers import Bytes
+    from zckpt.storage.contract import Reader
+    from zckpt.transfer.budget import Budget
+    from zckpt.transfer.memory import Sinks
+    from zckpt.transfer.staging import StagingBuffer, StagingPool
+
+DIRECT_BYTES_MIN = 256 << 10
+"""Smaller reads go through the page cache: the kernel serves them better."""
+PORTION_BYTES = 2 << 20
+"""This much is read from the page cache and checked before the next read, so that it stays in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """A data file: its path, its size in bytes, and its blocks' digests, 16 bytes each (empty: not to be checked)."""
+
+    path: str
+    nbytes: int
+    digests: memoryview
+
+
+def run_reads(
+    reader: Reader,
+    ops: Sequence[ReadOp],
+    files: Mapping[int, ReadFile],
+    sinks: Sinks,
+    budget: Budget,
+    staging: StagingPool,
+    advance: Callable[[int], None],
+) -> None:
+    """Carries out ``ops``, each of which fits in a buffer of ``staging`` with a page to spare on either side.
+    ``advance`` is told the bytes that are on their way to their sinks; on return, all of them are there.
+
+    Raises FormatError (F001 to F003, D003) and StorageError; the sinks then hold undefined values.
+    """
+    for op in ops:
+        sinks.check(op.segments.sink, op.segments.target + op.segments.copy_bytes)
+    synchronize(sinks.devices)
+
+    def run(op: ReadOp) -> None:
+        with torch.inference_mode(sinks.inference):
+            _run(reader, op, files[op.file], sinks, staging, budget.direct)
+        advance(int(op.segments.copy_bytes.sum()))
+
+    with staging.work(len(ops)):
+        budget.run([partial(run, op) for op in ops])
+
+
+def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: StagingPool, direct: bool) -> None:
+    segments = op.segments
+    base = op.offset - op.offset % PAGE_BYTES  # the stage begins with it
+    starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]
+    first_copy = (np.cumsum(segments.copies) - segments.copies).tolist()
+    blocks = segments.block.tolist()
+    verify = blocks[0] >= 0
+    cached = _is_cached(reader, op, file, direct)
+
+    def key(number: int) -> str:
+        return sinks.keys[int(segments.sink[first_copy[number]])]
+
+    def key_at(byte: int) -> str:
+        return key(bisect_right(starts, byte) - 1)
+
+    if not (verify or cached) and _read_to_device(reader, op, file, sinks):
+        return
+    with staging.lend() as stage:
+        places: list[memoryview | None] = _destinations(segments, sinks) if cached else [None] * len(blocks)
+        views = [
+            stage.bytes[start - base : stop - base] if place is None else place  # staged as they lie in the file
+            for (start, stop), place in zip(itertools.pairwise(starts), places, strict=True)
+        ]
+        if not cached:
+            _fill(reader, file, op.offset, starts[-1], views, stage, key_at)
+        for part in _portions(starts, PORTION_BYTES if verify else op.nbytes):
+            if cached:
+                _fill(reader, file, starts[part.start], starts[part.stop], views[part], None, key_at)
+            if verify and not _are_sound(file, blocks[part], views[part]):
+                for number in range(part.start, part.stop):
+                    check_block(views[number], blocks[number], file, starts[number], key(number))
+            for number in range(part.start, part.stop):
+                if places[number] is None:
+                    staged = cast("Bytes", views[number])
+                    _put(segments, first_copy[number], int(segments.copies[number]), staged, sinks)
+        _queue(segments, op.offset - base, sinks, stage)
+
+
+def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks) -> bool:
+    """Reads straight into device memory, if all bytes of ``op`` go to devices unconverted, in pieces of
+    ``DIRECT_BYTES_MIN`` on average, and the store can. Returns False if nothing was read."""
+    if (op.segments.copies > 1).any():
+        return False
+    copies = joined_copies(op.segments, sinks.device >= 0)
+    if int(copies.nbytes.sum()) < op.nbytes or op.nbytes < DIRECT_BYTES_MIN * len(copies.nbytes):
+        return False
+    columns = (copies.sink, copies.target, copies.nbytes)
+    targets = []
+    for place in zip(*(column.tolist() for column in columns), strict=True):
+        target = sinks.device_memory(*place)
+        if target is None:
+            return False
+        targets.append(target)
+    for number, (target, at) in enumerate(zip(targets, copies.start.tolist(), strict=True)):
+        start = op.offset + at
+        got = reader.read_to_device(file.path, target, start)
+        if got < target.nbytes:
+            if got == 0 and number == 0:
+                return False
+            raise _too_short(file, start + got, sinks.keys[int(copies.sink[number])], start, start + target.nbytes)
+    return True
+
+
+def _destinations(segments: Segments, sinks: Sinks) -> list[memoryview | None]:
+    """For each segment the destination's own memory, if all of it goes to one place in host memory as it is."""
+    first = np.cumsum(segments.copies) - segments.copies
+    base = sinks.places[segments.sink[first]]
+    alone = (segments.copies == 1) & (segments.copy_bytes[first] == segments.nbytes) & (base >= 0)
+    start = base + segments.target[first]
+    columns = (alone.tolist(), start.tolist(), (start + segments.nbytes).tolist())
+    return [HOST_VIEW[at:stop] if one else None for one, at, stop in zip(*columns, strict=True)]
+
+
+def _portions(starts: Sequence[int], nbytes: int) -> Iterator[slice]:
+    """Cuts consecutive segments into runs of at most ``nbytes``, or of one segment. ``starts``: the bytes at which they
+    begin, and where the last one ends."""
+    first = 0
+    while first < len(starts) - 1:
+        last = max(bisect_right(starts, starts[first] + nbytes) - 1, first + 1)
+        yield slice(first, last)
+        first = last
+
+
+def read_op(
+    reader: Reader, op: ReadOp, file: ReadFile, staging: StagingPool, direct: bool, look: Callable[[Bytes], None]
+) -> None:
+    """Calls ``look`` with the bytes of ``op``, of which nothing has been checked. To be called inside of
+    ``staging.work``. Raises as ``run_reads`` does."""
+    with staging.lend() as stage:
+        first = op.offset % PAGE_BYTES
+        view = stage.bytes[first : first + op.nbytes]
+        cached = _is_cached(reader, op, file, direct)
+        _fill(reader, file, op.offset, op.offset + op.nbytes, [view], None if cached else stage, lambda byte: None)
+        look(view)
+
+
+def _is_cached(reader: Reader, op: ReadOp, file: ReadFile, direct: bool) -> bool:
+    """Whether to read by way of the page cache."""
+    return not direct or op.nbytes < DIRECT_BYTES_MIN or reader.is_cached(file.path, op.offset, op.nbytes)
+
+
+def _fill(
+    reader: Reader,
+    file: ReadFile,
+    start: int,
+    stop: int,
+    views: Sequence[Bytes | memoryview],
+    stage: StagingBuffer | None,
+    key_at: Callable[[int], str | None],
+) -> None:
+    """Reads bytes ``start`` to ``stop`` of the file into ``views``, one after the other. ``stage``: what all of these
+    lie in, to be filled by direct I/O where there is any. Raises FormatError (F003) if the file is too short; it names
+    the key of the byte at which it ends."""
+    got = start
+    if stage is not None:
+        base = start - start % PAGE_BYTES
+        pages = stage.bytes[: -(-stop // PAGE_BYTES) * PAGE_BYTES - base]
+        got = min(max(got, base + reader.read_direct(file.path, pages, base)), stop)
+    if got < stop:
+        got += reader.read_into(file.path, after(views, got - start), got)
+    if got < stop:
+        raise _too_short(file, got, key_at(got), start, stop)
+
+
+def _too_short(file: ReadFile, nbytes: int, key: str | None, start: int, stop: int) -> FormatError:
+    what = f"the file ends at byte {nbytes}, expected {file.nbytes}"
+    return broken("F003", what, file=file.path, key=key, start=start, stop=stop)
+
+
+def _put(segments: Segments, first: int, copies: int, staged: Bytes, sinks: Sinks) -> None:
+    """Brings a segment that was staged to its sinks on the host."""
+    for copy in range(first, first + copies):
+        sink, start = int(segments.sink[copy]), int(segments.source[copy])
+        if sinks.device[sink] < 0:
+            sinks.put(sink, int(segments.target[copy]), staged[start : start + int(segments.copy_bytes[copy])])
+
+
+def _queue(segments: Segments, first: int, sinks: Sinks, stage: StagingBuffer) -> None:
+    """Queues the copies to devices of what was staged from byte ``first`` of the stage on."""
+    for number, device in enumerate(sinks.devices):
+        copies = joined_copies(segments, sinks.device == number)
+        columns = (copies.sink, copies.target, copies.nbytes, first + copies.start)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        if queued := [sinks.to_device(*row) for row in rows]:
+            stage.to_device(device, queued)
+
+
+def _are_sound(file: ReadFile, blocks: Sequence[int], views: Sequence[Bytes | memoryview]) -> bool:
+    """Whether these blocks are neighbours, as mostly, and have their digests."""
+    first, last = blocks[0], blocks[-1]
+    expected = file.digests[first * DIGEST_BYTES : (last + 1) * DIGEST_BYTES]
+    return last - first == len(blocks) - 1 and b"".join(map(digest, views)) == expected
+
+
+def check_block(view: Bytes | memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:
+    """Raises FormatError (D001, D003) unless ``view`` has the digest of ``block``."""
+    expected = file.digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+    if len(expected) != DIGEST_BYTES:
+        raise broken("D001", f"the table has no digest of block {block}", file=file.path, key=key)
+    if digest(view) != expected:
+        raise broken(
+            "D003", "the data is damaged", file=file.path, key=key, start=start, stop=start + view.nbytes,
+            hint="restore the file from a copy, or load from another checkpoint",
+        )  # fmt: skip

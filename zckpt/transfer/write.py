@@ -1,0 +1,187 @@
+"""Runs planned writes: through aligned staging buffers, digests on the way, large positional writes, durable.
+
+A state goes to disk piece by piece from where it is, a device or a swap file too: a write needs no memory for a whole
+state, and by direct I/O it leaves nothing in the page cache. What lies in a swap file is not even written where the
+file system can share pages between files; it is read, once, for its digests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from zckpt.format.digest import DIGEST_BYTES, digest
+from zckpt.plan.layout import FILLER, HEADER, plan_writes
+from zckpt.state.inventory import FileSpan
+from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.storage.local_files import read_from
+from zckpt.transfer.devices import FromDevice, devices_of
+from zckpt.transfer.memory import byte_tensor
+from zckpt.transfer.pipeline import Pipeline
+from zckpt.transfer.staging import pool_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from zckpt.plan.layout import ShardPlan, WriteOp
+    from zckpt.storage.contract import Store, Writer
+    from zckpt.transfer.budget import Budget
+    from zckpt.transfer.pipeline import Snapshot
+    from zckpt.transfer.staging import StagingBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One write to one of the files."""
+
+    file: Writer
+    plan: ShardPlan
+    op: WriteOp
+    shared: bool = False
+    """Its whole pages are in the file already."""
+
+    @property
+    def source(self) -> FileSpan | None:
+        """The adjacent bytes of one swap file that all of it comes from, if it does."""
+        found: FileSpan | None = None
+        for source, start, nbytes in self.spans:
+            data = self.plan.fragments[source].data if source >= 0 else None
+            if not isinstance(data, FileSpan):
+                return None
+            part = data.narrow(start, nbytes)
+            if found is None:
+                found = part
+            elif (part.path, part.offset) == (found.path, found.offset + found.nbytes):
+                found = FileSpan(found.path, found.offset, found.nbytes + part.nbytes)
+            else:
+                return None
+        return found
+
+    @property
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """Source, first byte in it, and bytes of each span."""
+        op = self.op
+        return zip(op.source.tolist(), op.span_start.tolist(), op.span_bytes.tolist(), strict=True)
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each span begins in a staging buffer, and where the last one ends: as far behind the start of a page as
+        in the file."""
+        return [*itertools.accumulate(self.op.span_bytes.tolist(), initial=self.op.offset % PAGE_BYTES)]
+
+
+def write_shards(
+    store: Store,
+    plans: Sequence[ShardPlan],
+    budget: Budget,
+    block_bytes: int,
+    *,
+    snapshot: Snapshot,
+    snapshot_bytes: int = 0,
+    later: Collection[str] = (),
+    advance: Callable[[int], None],
+) -> bytes:
+    """Writes the files of one rank to ``store``, where their directories exist, and makes their data durable.
+
+    ``snapshot`` is told when all parts of the state but those in ``later`` have been copied, and again when all of the
+    state has been copied. At that time, up to ``snapshot_bytes`` of the copies are not on disk yet, or as much as the
+    budget has for buffers if that is more. ``advance`` is called with the number of tensor bytes that have been
+    written. Returns the digest table. Raises StorageError, and ZckptError if the write was given up.
+    """
+    table = bytearray(sum(plan.blocks for plan in plans) * DIGEST_BYTES)
+    sources = (fragment.data for plan in plans for fragment in plan.fragments)
+    devices = devices_of(source for source in sources if isinstance(source, torch.Tensor))
+    staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
+    files: list[Writer] = []
+    try:
+        jobs = []
+        for plan in plans:
+            # What lies in a swap file may not need any space.
+            reserved_bytes = 0 if plan.shard.tier == "nvme" else plan.nbytes
+            files.append(store.create(plan.shard.path, reserved_bytes, direct=budget.direct))
+            ops = plan_writes(plan, batch_bytes=staging.batch_bytes, block_bytes=block_bytes)
+            jobs += [_Job(files[-1], plan, op) for op in ops]
+        jobs.sort(key=lambda job: job.plan.shard.part in later)
+
+        def put(job: _Job, stage: StagingBuffer) -> None:
+            _put(table, block_bytes, job, stage)
+            advance(int(job.op.span_bytes[job.op.source >= 0].sum()))
+
+        urgent = sum(job.plan.shard.part not in later for job in jobs)
+        buffers = staging.buffers or max(snapshot_bytes // staging.nbytes, budget.threads)
+        with staging.work(len(jobs)):
+            pipeline = Pipeline(jobs, _take, put, staging, buffers, snapshot, urgent)
+            budget.run([pipeline.work] * budget.threads, lambda: snapshot.give_up("it was interrupted"))
+        budget.run(file.sync for file in files)
+    finally:
+        for file in files:
+            file.close()
+    return bytes(table)
+
+
+def _take(job: _Job, stage: StagingBuffer) -> _Job:
+    source = job.source
+    if source is not None and job.file.share(source, job.op.offset):
+        start, stop = job.starts[0], job.starts[-1]
+        for edge in (slice(start, -(-start // PAGE_BYTES) * PAGE_BYTES), slice(stop - stop % PAGE_BYTES, stop)):
+            read_from(source.path, source.offset + edge.start - start, stage.bytes[edge])
+        return replace(job, shared=True)
+    copies: defaultdict[torch.device, list[FromDevice]] = defaultdict(list)
+    for span, at in zip(job.spans, job.starts, strict=False):
+        _fill(stage, at, job.plan, *span, copies)
+    for device, queued in copies.items():
+        stage.from_device(device, queued)
+    return job
+
+
+def _put(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) -> None:
+    if job.shared:
+        job.file.read_back(stage.bytes, job.op.offset, job.op.nbytes)
+    blocks = [
+        stage.bytes[first : min(first + block_bytes, stop)]
+        for start, stop in itertools.pairwise(job.starts)
+        for first in range(start, stop, block_bytes)
+    ]
+    first_byte = job.op.block * DIGEST_BYTES
+    table[first_byte : first_byte + len(blocks) * DIGEST_BYTES] = b"".join(map(digest, blocks))
+    if job.shared:
+        job.file.write_edges(stage.bytes, job.op.offset, job.op.nbytes)
+    else:
+        job.file.write(stage.bytes, job.op.offset, job.op.nbytes)
+
+
+def _fill(
+    stage: StagingBuffer,
+    at: int,
+    plan: ShardPlan,
+    source: int,
+    start: int,
+    nbytes: int,
+    copies: Mapping[torch.device, list[FromDevice]],
+) -> None:
+    """Puts one span at byte ``at`` of ``stage``. What comes from a device is added to the ``copies`` from there."""
+    if source == FILLER:
+        stage.bytes[at : at + nbytes] = 0
+        return
+    if source == HEADER:
+        stage.bytes[at : at + nbytes] = np.frombuffer(plan.header, np.uint8, nbytes, start)
+        return
+    fragment = plan.fragments[source]
+    data = fragment.data
+    assert data is not None, "a fragment without data cannot be written"
+    if isinstance(data, FileSpan):
+        read_from(data.path, data.offset + start, stage.bytes[at : at + nbytes])
+        return
+    assert data.numel() == fragment.stop - fragment.start, "a fragment's data are its elements"
+    assert data.is_contiguous(), "a fragment's data lie in order"
+    if data.is_cpu:
+        # By address: to make views of many small tensors would take longer than to copy them.
+        ctypes.memmove(stage.address + at, data.data_ptr() + start, nbytes)
+    else:
+        copies[data.device].append(FromDevice(at, byte_tensor(data)[start : start + nbytes]))

@@ -1,0 +1,1 @@
+"""What a write consists of, for ``zckpt.write``."""
