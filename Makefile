@@ -55,7 +55,7 @@ test-all: setup lint
 
 test-crash: setup
 	@ZCKPT_TEST_EVERY=1 ZCKPT_TEST_KILLS=150 ZCKPT_TEST_VARIANTS=12000 $(PYTEST) -m "matrix or not matrix" \
-	    tests/test_crashes.py tests/test_power_loss.py tests/test_ranks.py tests/test_faults.py
+	    tests/faults/test_crashes.py tests/faults/test_power_loss.py tests/ranks/test_ranks.py tests/faults/test_faults.py
 
 test-versions: setup $(OLDER:%=test-%)
 	@$(PY) -m pytest $(SMOKE)
@@ -113,28 +113,28 @@ $(SETUP): constraints.txt pyproject.toml Makefile
 	@touch $@
 
 # DeepSpeed compiles its C++ ops where they are first used, half a minute each: here, once, and not inside a test.
-$(OPS): $(SETUP) tests/ops.py
+$(OPS): $(SETUP) tests/support/ops.py
 	@$(needs_compiler)
 	@mkdir -p .cache
 	@$(install_packages)
 	@echo "setup: DeepSpeed's C++ ops (three minutes at first)"
-	@$(PY) tests/ops.py
+	@$(PY) -m tests.support.ops
 	@touch $@
 
 # The accelerator that the tests simulate: a backend of torch.
-$(SIM): $(SETUP) tests/accelerator/build.py $(wildcard tests/accelerator/*.h tests/accelerator/*.cpp)
+$(SIM): $(SETUP) tests/support/accelerator/build.py $(wildcard tests/support/accelerator/*.h tests/support/accelerator/*.cpp)
 	@$(needs_compiler)
 	@mkdir -p .cache
 	@echo "setup: the simulated accelerator (a minute)"
-	@$(PY) tests/accelerator/build.py
+	@$(PY) -m tests.support.accelerator.build
 	@touch $@
 
 # The two that its engines use.
-$(DEMO_OPS): $(SETUP) tests/ops.py
+$(DEMO_OPS): $(SETUP) tests/support/ops.py
 	@$(needs_compiler)
 	@mkdir -p .cache
 	@echo "setup: two of DeepSpeed's C++ ops (a minute at first)"
-	@$(PY) tests/ops.py shm_comm fused_adam
+	@$(PY) -m tests.support.ops shm_comm fused_adam
 	@touch $@
 
 define needs_compiler
@@ -150,7 +150,7 @@ $(OLDER:%=.cache/versions/%/stamp): .cache/versions/%/stamp: $(SETUP)
 	@rm -rf $(@D)
 	@env -u PIP_CONSTRAINT $(PIP) install --no-deps --no-build-isolation --target $(@D)/site deepspeed==$*
 	@$(with_version) $(PY) -c 'import importlib.metadata; assert importlib.metadata.version("deepspeed") == "$*"'
-	@$(with_version) $(PY) tests/ops.py
+	@$(with_version) $(PY) -m tests.support.ops
 	@touch $@
 
 $(FUZZER): $(SETUP)

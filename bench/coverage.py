@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402
 
 import zckpt  # noqa: E402
-from cluster import Cluster, Outcome  # noqa: E402
+from tests.support.cluster import Cluster, Outcome  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +83,7 @@ class Row:
 
 
 def save(directory: str, setup: dict[str, Any], library: str, row: dict[str, Any]) -> list[float]:
-    from models import train
+    from tests.support.models import train
 
     engine = make(setup, f"{directory}/swap", library)
     train(engine, STEPS)
@@ -100,7 +100,7 @@ def save(directory: str, setup: dict[str, Any], library: str, row: dict[str, Any
 
 
 def load(directory: str, setup: dict[str, Any], library: str, row: dict[str, Any]) -> dict[str, Any]:
-    from models import train
+    from tests.support.models import train
 
     engine = make(setup, f"{directory}/other", library, seed=1)
     train(engine, row["trained"], 100)
@@ -127,7 +127,7 @@ def load(directory: str, setup: dict[str, Any], library: str, row: dict[str, Any
 
 def load_and_die(directory: str, setup: dict[str, Any], library: str, victim: int, tag: str) -> None:
     """One rank kills itself in the middle of the file that it writes second."""
-    from models import train
+    from tests.support.models import train
 
     engine = make(setup, f"{directory}/swap-kill", library)
     engine.load_checkpoint(f"{directory}/saved")
@@ -161,7 +161,7 @@ def load_and_die(directory: str, setup: dict[str, Any], library: str, victim: in
 
 
 def make(setup: dict[str, Any], swap: str, library: str, seed: int = 0) -> Any:
-    from models import make_engine
+    from tests.support.models import make_engine
 
     engine = make_engine(**setup, swap=swap, seed=seed)
     return zckpt.attach(engine) if library == "zckpt" else engine
@@ -465,7 +465,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="these rows; others stay as they are in DIR")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write coverage.json and coverage.md here")
     options = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "bench")])
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
     rows = [row for row in ROWS if re.search(options.only, f"{row.group} {row.change}")]
     cluster, cache = Cluster(), {}

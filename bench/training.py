@@ -1,6 +1,7 @@
 """A real ZeRO-3 run on the CPU, what its ranks do for the comparisons, and how they are started.
 
-The functions of the first half run on every rank, under ``tests/cluster.py``. A round lasts until all ranks are done.
+The functions of the first half run on every rank, under ``tests/support/cluster.py``. A round lasts until all
+ranks are done.
 """
 
 from __future__ import annotations
@@ -299,10 +300,10 @@ def remove_on_first(path: Path) -> None:
 
 def start_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 1800) -> list[Any]:
     """Calls a function of this file on every rank; returns their values."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT))
     paths = [str(ROOT / "bench"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    from cluster import Cluster
+    from tests.support.cluster import Cluster
 
     cluster = Cluster()
     try:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from apart import PIECE, ROW, SEALS, Apart, get
+from tests.support.apart import PIECE, ROW, SEALS, Apart, get
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

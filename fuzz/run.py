@@ -13,7 +13,7 @@ from pathlib import Path
 import atheris
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "fuzz"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "fuzz"), str(ROOT)]
 
 import torch  # noqa: E402,F401  before what is instrumented
 

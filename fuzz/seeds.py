@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "fuzz"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "fuzz"), str(ROOT)]
 
 import msgpack  # noqa: E402
 import numpy as np  # noqa: E402
 import zstandard  # noqa: E402
 
-from apart import PIECE, ROW  # noqa: E402
+from tests.support.apart import PIECE, ROW  # noqa: E402
 from zckpt.format.tree import pack  # noqa: E402
 
 EXAMPLE = ROOT / "spec" / "example" / "run" / "global_step7"

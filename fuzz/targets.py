@@ -20,9 +20,9 @@ import torch
 import zstandard
 
 import zckpt
-from apart import Apart
-from independent_reader import Reader
 from mutate import Draw, spoil
+from tests.support.apart import Apart
+from tests.support.independent_reader import Reader
 from zckpt.errors import FormatError, StateError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-import accelerator
-from cluster import Cluster
-from interrupts import threads_left
+from tests.support import accelerator
+from tests.support.cluster import Cluster
+from tests.support.interrupts import threads_left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

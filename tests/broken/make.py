@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parents[1]))
 
-from apart import Apart, columns, digest, envelope, frame, write  # noqa: E402
+from tests.support.apart import Apart, columns, digest, envelope, frame, write  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

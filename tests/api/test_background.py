@@ -1,0 +1,320 @@
+"""Writes in the background: what they hold is the state at the call, whatever the training does meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+import zckpt
+from tests.api.test_write_failures import Engine
+from tests.engines.test_offload import memory
+from tests.support.models import make_engine, train
+from tests.support.runs import AFTER, BEFORE, assert_goes_on_alike, held, raw, restore_and_go_on, settings
+from zckpt.api import write as pipeline
+from zckpt.engines.hooks import call_before
+from zckpt.transfer import write as io_write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from tests.support.cluster import Cluster
+
+MIB = 1 << 20
+CPU = {"offload_optimizer": {"device": "cpu"}}
+MODES: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0, "model": "odd"},
+    "0-fp32": {"stage": 0, "dtype": "fp32", "model": "odd"},
+    "1-bf16-optimizer": {"stage": 1, "model": "odd", "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    "2-cpu": {"stage": 2, "model": "odd", **CPU},
+    "3": {"stage": 3, "model": "odd", "groups": True, "scheduler": True},
+    "3-cpu": {"stage": 3, "model": "odd", **CPU},
+}
+SNAPSHOTS = {"copy": {}, "little-memory": {"snapshot_bytes": 0}, "lazy": {"snapshot": "lazy"}}
+
+
+def slow(seconds: float) -> AbstractContextManager[Any]:
+    """Each copy out of the state and each write takes this long: training goes on while they last."""
+
+    def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            time.sleep(seconds)
+            return function(*args)
+
+        return call
+
+    return mock.patch.multiple("zckpt.transfer.write", _take=slowed(io_write._take), _put=slowed(io_write._put))
+
+
+def write_in_background_and_go_on(path: str, setup: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    engine = make_engine(**setup)
+    train(engine, BEFORE)
+    before = held(engine), raw(engine), settings(engine)
+    where = torch.arange(3)
+    trained = threading.Event()
+    commit_write = pipeline.commit_write
+
+    def commit(*arguments: Any, **options: Any) -> None:
+        trained.wait(60)
+        commit_write(*arguments, **options)
+
+    with slow(0.2), mock.patch.object(pipeline, "commit_write", commit):
+        pending = zckpt.write(
+            engine, path, client_state={"note": "made by a test", "where": where}, background=True, **options
+        )
+        where.zero_()
+        losses = train(engine, AFTER, BEFORE)
+        after = held(engine), raw(engine), settings(engine)
+        assert not Path(path, "manifest.msgpack").exists()
+        trained.set()
+        assert pending.wait() == pending.path == path
+    assert pending.done
+    assert pending.error is None
+    return {"path": path, "before": before, "losses": losses, "after": after}
+
+
+EVERY_TIME = {("0", "copy"), ("3", "lazy"), ("2-cpu", "lazy"), ("0-fp32", "lazy"), ("3-cpu", "little-memory")}
+
+
+@pytest.mark.parametrize(
+    ("mode", "snapshot"),
+    [
+        pytest.param(mode, snapshot, marks=[] if (mode, snapshot) in EVERY_TIME else pytest.mark.matrix)
+        for mode in MODES
+        for snapshot in SNAPSHOTS
+    ],
+)
+def test_the_checkpoint_is_of_the_state_at_the_call(cluster: Cluster, tmp_path: Path, mode: str, snapshot: str) -> None:
+    """Though training went on, with other weights, moments, buffers and a changed client_state, before it was there."""
+    path = str(tmp_path / "run" / "global_step3")
+    through = cluster.run(write_in_background_and_go_on, 2, path, MODES[mode], SNAPSHOTS[snapshot])
+    assert zckpt.validate(path).ok
+    resumed = cluster.run(restore_and_go_on, 2, path, MODES[mode], 0)
+    assert_goes_on_alike(through, resumed)
+
+
+def fail_in_background(path: str, next_call: str) -> str:
+    """The disk fails under rank 1 while training goes on."""
+    engine = make_engine(model="odd")
+    train(engine, 1)
+    zckpt.write(engine, f"{path}/old")
+    failing = engine.global_rank == 1
+    full = OSError(28, "No space left on device")
+    with mock.patch.object(os, "pwritev", side_effect=full) if failing else nullcontext():
+        pending = zckpt.write(engine, f"{path}/new", background=True)
+        train(engine, 2, 1)
+        while not pending.done:
+            time.sleep(0.01)
+    assert pending.error is not None
+    calls: dict[str, Callable[[], object]] = {
+        "write": lambda: zckpt.write(engine, f"{path}/third"),
+        "restore": lambda: zckpt.restore(engine, f"{path}/old"),
+        "wait": pending.wait,
+    }
+    with pytest.raises(zckpt.ZckptError) as caught:
+        calls[next_call]()
+    assert caught.value is pending.error
+    train(engine, 1, 3)
+    zckpt.write(engine, f"{path}/fourth", background=True).wait()
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("next_call", ["write", "restore", "wait"])
+def test_an_error_comes_out_at_the_next_call_on_every_rank(cluster: Cluster, tmp_path: Path, next_call: str) -> None:
+    assert cluster.run(fail_in_background, 2, str(tmp_path), next_call) == ["RankError", "NoSpaceError"]
+    assert sorted(os.listdir(tmp_path)) == ["fourth", "latest", "old"]
+    assert zckpt.validate(tmp_path / "old").ok
+    assert zckpt.validate(tmp_path).ok  # the fourth
+
+
+def see_on_one_rank(path: str) -> str:
+    """Rank 0 alone asks how it went, then both go on: none may be left alone in what is collective."""
+    engine = make_engine()
+    train(engine, 1)
+    full = OSError(28, "No space left on device")
+    with mock.patch.object(os, "pwritev", side_effect=full) if engine.global_rank == 1 else nullcontext():
+        pending = zckpt.write(engine, f"{path}/new", background=True)
+        while not pending.done:
+            time.sleep(0.01)
+    if engine.global_rank == 0:
+        with pytest.raises(zckpt.RankError):
+            pending.wait()
+    with pytest.raises(zckpt.ZckptError) as caught:
+        zckpt.wait()
+    zckpt.wait()
+    zckpt.write(engine, f"{path}/next")
+    return type(caught.value).__name__
+
+
+def test_an_error_that_one_rank_has_seen_is_still_everybodys(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.run(see_on_one_rank, 2, str(tmp_path)) == ["RankError", "NoSpaceError"]
+
+
+def die_in_background(path: str) -> str:
+    engine = make_engine()
+    train(engine, 1)
+    zckpt.write(engine, f"{path}/old")
+    with slow(1):
+        pending = zckpt.write(engine, f"{path}/new", background=True)
+        if engine.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(zckpt.RankError) as caught:
+            pending.wait()
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_is_noticed(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = cluster.outcomes(die_in_background, 2, str(tmp_path))
+    assert first.value.startswith("rank 1 has died")
+    assert second.signal == signal.SIGKILL
+    assert sorted(os.listdir(tmp_path)) == ["latest", "old"]
+    assert zckpt.validate(tmp_path).ok
+
+
+def give_up_process_groups(path: str) -> None:
+    engine = make_engine()
+    train(engine, 1)
+    with slow(0.5):
+        pending = zckpt.write(engine, path, background=True)
+        torch.distributed.destroy_process_group()
+        pending.wait()
+
+
+def test_it_needs_no_process_group_of_the_trainings(cluster: Cluster, tmp_path: Path) -> None:
+    """Which gives them up at its end."""
+    cluster.run(give_up_process_groups, 2, str(tmp_path / "c"))
+    assert zckpt.validate(tmp_path).ok
+
+
+SCRIPT = """
+import os, sys, time
+import torch
+sys.path.insert(0, {root!r})
+from tests.api.test_write_failures import Engine
+import zckpt, zckpt.transfer.write, zckpt.api.write
+zckpt.api.write.adapt = lambda engine: engine
+put = zckpt.transfer.write._put
+def slow(*args):
+    time.sleep(1)
+    if {fails!r}:
+        raise OSError(5, "Input/output error")
+    put(*args)
+zckpt.transfer.write._put = slow
+zckpt.write(Engine(), {path!r}, background=True)
+print("main thread done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_of_the_process_waits_and_shows_an_error(tmp_path: Path, fails: bool) -> None:
+    script = SCRIPT.format(root=str(Path(__file__).parents[2]), path=str(tmp_path / "c"), fails=fails)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.stdout == "main thread done\n"
+    if fails:
+        assert "Input/output error" in ended.stderr
+        assert os.listdir(tmp_path) == []
+    else:
+        assert ended.stderr == ""
+        assert zckpt.validate(tmp_path).ok
+
+
+def one_at_a_time(path: str) -> None:
+    engine = make_engine()
+    train(engine, 1)
+    with slow(0.3):
+        first = zckpt.write(engine, f"{path}/first", background=True)
+        with pytest.raises(TimeoutError, match="first"):
+            first.wait(timeout=0)
+        second = zckpt.write(engine, f"{path}/second", background=True, snapshot="lazy")
+        assert first.done
+        zckpt.restore(engine, f"{path}/first")
+        assert second.done
+
+
+def test_one_write_is_under_way_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(one_at_a_time, 2, str(tmp_path))
+    assert all(zckpt.validate(tmp_path / name).ok for name in ("first", "second"))
+
+
+def save_with_an_attached_engine(path: str) -> float:
+    engine = zckpt.attach(make_engine(), background=True)
+    train(engine, 1)
+    with slow(0.3):
+        assert engine.save_checkpoint(path) is True
+        (loss,) = train(engine, 1, 1)
+        assert not Path(path, "latest").exists()
+        engine.load_checkpoint(path)
+    assert train(engine, 1, 1) == [loss]
+    return loss
+
+
+def test_an_attached_engine_saves_in_the_background(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(save_with_an_attached_engine, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("snapshot_bytes", [0, 40 * MIB])
+def test_copies_take_no_more_memory_than_allowed(tmp_path: Path, snapshot_bytes: int) -> None:
+    """Of a state of 128 MiB, while the disk is slow."""
+    engine = Engine(64 * MIB)
+    with mock.patch("zckpt.api.write.adapt", lambda engine: engine), slow(0.01):
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory("VmRSS")
+        pending = zckpt.write(engine, tmp_path / "c", background=True, snapshot_bytes=snapshot_bytes)
+        engine.weight.zero_()
+        pending.wait()
+    buffers = max(snapshot_bytes, 4 * 8 * MIB)
+    assert memory("VmHWM") - before < buffers + 24 * MIB
+    assert torch.equal(zckpt.open(tmp_path / "c").load()["exp_avg/w"], Engine(64 * MIB).weight)
+
+
+def test_an_unknown_snapshot_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'copy' or 'lazy'"):
+        zckpt.write(Engine(), tmp_path / "c", background=True, snapshot="eager")  # type: ignore[call-overload]
+
+
+class Light:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on(self, level: int = 1) -> int:
+        self.calls.append(f"on {level}")
+        return level
+
+    def off(self) -> None:
+        self.calls.append("off")
+
+
+def test_an_action_comes_once_before_the_first_of_several_calls() -> None:
+    light = Light()
+    call_before(lambda: light.calls.append("action"), [(light, "on"), (light, "off")])
+    assert light.on(level=3) == 3
+    light.off()
+    assert light.calls == ["action", "on 3", "off"]
+    assert vars(light).keys() == {"calls"}
+
+
+def test_a_method_that_others_have_replaced_is_left_as_it_is() -> None:
+    light = Light()
+    light.off = lambda: light.calls.append("my own")  # type: ignore[method-assign]
+    own = light.off
+    call_before(lambda: light.calls.append("action"), [(light, "on"), (light, "off")])
+    wrapper = light.on
+    light.on = lambda: wrapper(7)  # type: ignore[method-assign,assignment]
+    theirs = light.on
+    assert light.on() == 7
+    assert light.on() == 7
+    light.off()
+    assert light.calls == ["action", "on 7", "on 7", "my own"]
+    assert light.off is own
+    assert light.on is theirs

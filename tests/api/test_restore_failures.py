@@ -1,0 +1,192 @@
+"""A restore that fails on one rank, wherever that is: every rank raises, none waits, and the next restore works."""
+
+from __future__ import annotations
+
+import functools
+import os
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.models import make_engine, train
+from tests.support.runs import assert_same, held, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.support.cluster import Cluster
+
+DEEPSPEED = "zckpt.engines.deepspeed"
+POINTS = (
+    "zckpt.api.restore.open_checkpoint",
+    "zckpt.reading.checkpoint.Checkpoint.read",
+    "zckpt.reading.checkpoint.Checkpoint.rank_state",
+    f"{DEEPSPEED}.adapter.set_in_place",
+    f"{DEEPSPEED}.adapter.rng.restore",
+    f"{DEEPSPEED}.adapter.rng.to_tensor",
+    f"{DEEPSPEED}.adapter.cpu_adam.replay",
+    f"{DEEPSPEED}.adapter.scaler.restore",
+    f"{DEEPSPEED}.adapter.optimizer.problems",
+    f"{DEEPSPEED}.adapter.optimizer.restore",
+    f"{DEEPSPEED}.optimizer._placed",
+    f"{DEEPSPEED}.adapter.DeepSpeedAdapter.wanted",
+    f"{DEEPSPEED}.adapter.DeepSpeedAdapter.fill",
+    f"{DEEPSPEED}.adapter.DeepSpeedAdapter._restore_scheduler",
+    f"{DEEPSPEED}.replicas.gathering",
+    f"{DEEPSPEED}.zero12.Zero12.before_restore",
+    f"{DEEPSPEED}.zero12.Zero12.after_fill",
+    f"{DEEPSPEED}.zero12.Zero12._drop_gradients",
+    f"{DEEPSPEED}.bf16_optimizer.Bf16Optimizer._drop_gradients",
+    f"{DEEPSPEED}.zero3.Zero3.before_restore",
+    f"{DEEPSPEED}.zero3.Zero3._derive_weights",
+    f"{DEEPSPEED}.zero3.Zero3.after_fill",
+    f"{DEEPSPEED}.stage0.Unwrapped.after_fill",
+    f"{DEEPSPEED}.stage0.PerParameter.after_fill",
+)
+"""What a rank does in a restore and that can fail on it alone."""
+
+
+@contextmanager
+def failing(at: int | None) -> Iterator[list[str]]:
+    """Has the call number ``at`` of all these fail. Yields the list of those that have begun."""
+    calls: list[str] = []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            if len(calls) - 1 == at:
+                raise MemoryError(name)
+            return function(*args, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in POINTS:
+            patcher = mock.patch(name)
+            original, _ = patcher.get_original()
+            stack.enter_context(mock.patch(name, counted(name, original)))
+        yield calls
+
+
+def fail_everywhere(path: str, setup: dict[str, Any]) -> set[str]:
+    """Restores again and again, and each time rank 1 fails a call later. Returns where it has failed."""
+    engine = make_engine(**setup)
+    train(engine, 1)
+    zckpt.write(engine, path)
+    expected, expected_settings = held(engine), settings(engine)
+    train(engine, 1, 1)
+    with failing(None) as points:
+        zckpt.restore(engine, path, rng=True)
+    number = torch.tensor(len(points))
+    torch.distributed.broadcast(number, 1)
+    for at in range(int(number)):
+        fails = os.environ["RANK"] == "1"
+        with (
+            failing(at if fails else None) as calls,
+            pytest.raises(MemoryError if fails else zckpt.RankError) as caught,
+        ):
+            zckpt.restore(engine, path, rng=True)
+        assert not fails or calls[at:] == [str(caught.value)]
+        assert fails or getattr(caught.value, "rank", None) == 1
+    zckpt.restore(engine, path, rng=True)
+    found = held(engine)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert settings(engine) == expected_settings
+    train(engine, 1, 1)
+    return set(points)
+
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "2": {"stage": 2, "model": "odd", "scheduler": True},
+    "3": {"stage": 3, "model": "odd", "scheduler": True},
+    "0-fp16": {"stage": 0, "dtype": "fp16"},
+    "0-fp32": {"stage": 0, "dtype": "fp32", "optimizer": "factored"},
+    "1-bf16-optimizer": {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    "2-factored": {"stage": 2, "optimizer": "factored"},
+    "3-factored": {"stage": 3, "optimizer": "factored"},
+}
+EVERY_COMMIT = ("2-factored", "3", "0-fp16")
+
+
+@pytest.mark.parametrize(
+    "setup", [name if name in EVERY_COMMIT else pytest.param(name, marks=pytest.mark.matrix) for name in SETUPS]
+)
+def test_a_failure_at_any_point_is_every_ranks(cluster: Cluster, tmp_path: Path, setup: str) -> None:
+    points = cluster.run(fail_everywhere, 2, str(tmp_path / "c"), SETUPS[setup], timeout=300)[1]
+    wrapper = {"0": "stage0", "1": "zero12", "2": "zero12", "3": "zero3"}[setup[0]]
+    assert any(wrapper in point for point in points)
+    assert len(points) > 8
+
+
+def restore_two(path: str) -> str:
+    engine = make_engine()
+    train(engine, 1)
+    for name in ("a", "b"):
+        zckpt.write(engine, f"{path}/{name}")
+    train(engine, 1)
+    before = held(engine)
+    seen = f"{path}/{'ab'[engine.global_rank]}"
+    with mock.patch("zckpt.api.restore.find", return_value=seen), pytest.raises(zckpt.RankError) as caught:
+        zckpt.restore(engine, path)
+    assert_same(held(engine), before)
+    return str(caught.value)
+
+
+def test_ranks_that_see_two_checkpoints_at_one_path(cluster: Cluster, tmp_path: Path) -> None:
+    for message in cluster.run(restore_two, 2, str(tmp_path), timeout=60):
+        assert "different checkpoints" in message
+
+
+def restore_damaged(path: str) -> list[tuple[str, int | None, str]]:
+    """Restores what an optimizer has bound to its flats, of which one byte has changed in a tensor of rank 1's; then a
+    checkpoint of which a file is missing."""
+    engine = make_engine(stage=2, optimizer="factored")
+    train(engine, 1)
+    zckpt.write(engine, path)
+    zckpt.write(engine, f"{path}-whole", latest=False)
+    if engine.global_rank == 0:
+        contents = zckpt.open(path).contents
+        part = contents.manifest.parts[contents.manifest.part_ids["state"]]
+        (name, *_) = (
+            name for name in map(contents.manifest.names.__getitem__, part.names) if name.startswith("tree/1/")
+        )
+        piece = contents.find("state", name).pieces[0]  # type: ignore[union-attr]
+        with (Path(path) / piece.file).open("r+b") as file:
+            file.seek(piece.offset)
+            byte = file.read(1)[0]
+            file.seek(piece.offset)
+            file.write(bytes([byte ^ 1]))
+    torch.distributed.barrier()
+    errors = []
+    for _ in range(2):
+        with pytest.raises(zckpt.ZckptError) as caught:
+            zckpt.restore(engine, path)
+        errors.append((type(caught.value).__name__, caught.value.rank, str(caught.value)))
+        torch.distributed.barrier()
+        if engine.global_rank == 0:
+            next(Path(path).rglob("master.safetensors")).unlink(missing_ok=True)
+        torch.distributed.barrier()
+    zckpt.restore(engine, f"{path}-whole")
+    train(engine, 1, 1)
+    return errors
+
+
+def test_a_damaged_tensor_of_one_ranks_tree(cluster: Cluster, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    (first, missing), (second, missing_too) = cluster.run(restore_damaged, 2, path, timeout=60)
+    assert first[:2] == ("RankError", 1)
+    assert second[0] == "DigestError"
+    assert "DigestError" in first[2]
+    assert "the engine is restored in part" in second[2]
+    assert second[2].endswith(f"{path}-whole")
+    for error, _, message in (missing, missing_too):
+        assert error in ("MissingFileError", "RankError")
+        assert "nothing was changed" in message
+        assert f"{path}-whole" in message

@@ -1,0 +1,150 @@
+"""Restores into another compute dtype, and of a model of which little is trained."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+import zckpt
+from tests.engines.test_stages import ADAM, link_all, restore_whole, write_whole
+from tests.support.models import ADAMW, train
+from tests.support.runs import BEFORE, assert_same, logical, settings, weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+EVERY_COMMIT = {
+    (3, "bf16", 3, "fp16", 3),
+    (2, "fp16", 0, "fp32", 2),
+    (0, "bf16", 2, "fp32", 3),
+    (3, "fp32", 3, "bf16", 1),
+    (0, "fp32", 2, "bf16", 1),
+}
+PAIRS = [pair for pair in itertools.product(DTYPES, DTYPES) if pair[0] != pair[1]]
+STAGES = [(0, 0, 2), (2, 2, 3), (3, 3, 1), (0, 3, 3), (3, 2, 1)]
+CASES = EVERY_COMMIT | {
+    (there, old, here, new, ranks) for (there, here, ranks), (old, new) in itertools.product(STAGES, PAIRS)
+}
+
+
+@pytest.mark.parametrize(
+    ("there", "old", "here", "new", "ranks"),
+    [pytest.param(*case, marks=() if case in EVERY_COMMIT else pytest.mark.matrix) for case in sorted(CASES)],
+)
+def test_another_compute_dtype(
+    cluster: Cluster, tmp_path: Path, there: int, old: str, here: int, new: str, ranks: int
+) -> None:
+    path, shape = str(tmp_path / "c"), {"model": "odd", "groups": True}
+    saved = cluster.run(write_whole, 2, path, {**shape, "stage": there, "dtype": old}, ADAM)
+    masters = {k.partition("/")[2]: master for k, master in saved[0]["logical"].items() if k.startswith("master/")}
+    for rank, found in enumerate(cluster.run(restore_whole, ranks, path, {**shape, "stage": here, "dtype": new}, ADAM)):
+        own = saved[rank if ranks == 2 else 0]  # a buffer has a value for each rank
+        expected = {name: masters.get(name, weight) for name, weight in own["weights"].items()}
+        assert {"frozen.weight", "running_mean", "batches"} <= expected.keys() - masters.keys()
+        computed = {name: found["weights"][name].dtype for name in expected}
+        assert {computed[name] for name in (*masters, "frozen.weight")} == {DTYPES[new]}
+        assert_same({name: value.to(computed[name]) for name, value in expected.items()}, found["weights"])
+        assert_same(own["logical"], found["logical"])
+        assert own["parameters"] == found["parameters"]
+        assert own["step"] == found["step"]
+
+
+class Adapted(nn.Module):
+    """A frozen model with low-rank adapters beside its layers, as PEFT makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(64, 33)
+        self.base = nn.ModuleList(nn.Linear(33, 33) for _ in range(3))
+        self.head = nn.Linear(33, 64, bias=False)
+        self.requires_grad_(False)
+        self.down = nn.ModuleList(nn.Linear(33, 3, bias=False) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(3, 33, bias=False) for _ in range(3))
+        self.shared = nn.Linear(33, 3, bias=False)
+        self.shared.weight = self.down[0].weight
+        self.left_out = nn.Parameter(torch.randn(5, 7))  # could be trained, but is in no param group
+        self.register_buffer("scales", torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for base, down, up, scale in zip(self.base, self.down, self.up, self.scales, strict=True):
+            hidden = base(hidden) + scale * up(down(hidden) + self.shared(hidden))
+        return self.head(hidden).float().square().mean()
+
+
+def make_adapted(stage: int, seed: int) -> deepspeed.DeepSpeedEngine:
+    torch.manual_seed(seed)
+    module = Adapted()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 50},
+    }
+    groups = [
+        {"params": [*module.down.parameters()], "weight_decay": 0.1},
+        {"params": [*module.up.parameters()], "lr": 2e-2},
+    ]
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=config)
+    return engine
+
+
+def write_adapted(path: str, stage: int) -> dict[str, Any]:
+    engine = make_adapted(stage, 0)
+    train(engine, BEFORE)
+    zckpt.write(engine, path)
+    if stage in (1, 2):
+        link_all(engine)
+    return look(engine) | {"next": train(engine, 1, BEFORE)}
+
+
+def restore_adapted(path: str, stage: int) -> dict[str, Any]:
+    engine = make_adapted(stage, 1)
+    zckpt.restore(engine, path)
+    return look(engine) | {"next": train(engine, 1, BEFORE)}
+
+
+def look(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
+    left_out = engine.module.left_out
+    left_out.requires_grad_(False)  # for `logical`, which expects a master of what could be trained
+    found = {"logical": logical(engine, ADAM), "weights": weights(engine), "groups": settings(engine)["groups"]}
+    left_out.requires_grad_(True)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        (3, 3),
+        (2, 0),
+        *(
+            pytest.param(there, here, marks=pytest.mark.matrix)
+            for there, here in [(0, 0), (1, 1), (2, 2), (0, 3), (3, 1), (1, 2), (3, 0)]
+        ),
+    ],
+)
+def test_a_model_of_which_little_is_trained(
+    cluster: Cluster, tmp_path: Path, there: int, here: int, ranks: int
+) -> None:
+    path = str(tmp_path / "c")
+    saved = cluster.run(write_adapted, 2, path, there)
+    checkpoint = zckpt.open(path)
+    assert {key.partition("/")[2] for key in checkpoint if key.startswith("master/")} == {
+        f"{kind}.{number}.weight" for kind in ("down", "up") for number in range(3)
+    }
+    assert checkpoint.aliases == {"shared.weight": "down.0.weight"}
+    assert {"param/left_out", "param/base.0.weight", "buffer/scales"} <= set(checkpoint)
+    for one, other in zip(saved, cluster.run(restore_adapted, ranks, path, here), strict=False):
+        assert_same(one["logical"], other["logical"])
+        assert_same(one["weights"], other["weights"])
+        assert one["groups"] == other["groups"]
+        assert one["next"] == other["next"]

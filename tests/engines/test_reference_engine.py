@@ -1,0 +1,158 @@
+"""The reference engine: what it is trained to, written and restored at any number of ranks, bit for bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.support import accelerator
+from tests.support.states import same_all
+from zckpt.engines import adapt, group_of
+from zckpt.state.inventory import BUFFER, MASTER
+from zckpt.testing import ReferenceEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+BEFORE, AFTER = 3, 2
+
+
+def held(engine: ReferenceEngine) -> dict[str, torch.Tensor]:
+    """All that this rank holds, in host memory."""
+    tensors = {f"{part}/{name}": one for part, own in engine.tensors.items() for name, one in own.items()}
+    tensors |= {"beta_powers": engine.beta_powers, "steps": torch.tensor(engine.steps)}
+    tensors["learning_rate"] = torch.tensor(engine.learning_rate, dtype=torch.float64)
+    return {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+
+
+def whole(ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What is the same at every number of ranks, put together."""
+    return {
+        key: torch.cat([rank[key] for rank in ranks]) if key.startswith(("master/", "exp_avg", "param/")) else first
+        for key, first in ranks[0].items()
+        if key != "buffer/running_mean"
+    }
+
+
+def device_of_rank(kind: str) -> str:
+    return kind if kind == "cpu" else f"{kind}:{torch.distributed.get_rank() % 2}"
+
+
+def write_and_go_on(path: str, options: dict[str, Any], kind: str = "cpu") -> list[dict[str, torch.Tensor]]:
+    engine = ReferenceEngine(device=device_of_rank(kind))
+    engine.train(BEFORE)
+    states = [held(engine)]
+    written = zckpt.write(engine, path, client_state={"epoch": 3}, **options)
+    engine.train(AFTER)
+    states.append(held(engine))
+    if isinstance(written, zckpt.PendingWrite):
+        written.wait()
+    return states
+
+
+def restore_and_go_on(path: str, rng: bool, kind: str = "cpu") -> list[dict[str, torch.Tensor]]:
+    engine = ReferenceEngine(device=device_of_rank(kind), seed=1)
+    engine.train(1)
+    assert zckpt.restore(engine, path, rng=rng) == {"epoch": 3}
+    states = [held(engine)]
+    engine.train(AFTER)
+    return [*states, held(engine)]
+
+
+SNAPSHOTS: dict[str, dict[str, Any]] = {
+    "foreground": {},
+    "copy": {"background": True},
+    "lazy": {"background": True, "snapshot": "lazy"},
+}
+
+
+@pytest.mark.parametrize("snapshot", SNAPSHOTS)
+def test_what_is_resumed_goes_on_as_what_never_stopped(cluster: Cluster, tmp_path: Path, snapshot: str) -> None:
+    path = str(tmp_path / "c")
+    through = cluster.run(write_and_go_on, 2, path, SNAPSHOTS[snapshot])
+    assert zckpt.validate(path).ok
+    assert zckpt.open(path).parts == adapt(ReferenceEngine()).parts
+    resumed = cluster.run(restore_and_go_on, 2, path, True)
+    for one, other in zip(through, resumed, strict=True):
+        assert all(map(same_all, one, other))
+    assert not same_all(through[0][0], through[0][1])
+    assert not torch.equal(through[0][0]["buffer/running_mean"], through[1][0]["buffer/running_mean"])
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(3, 2), (2, 5), (4, 1)])
+def test_it_goes_on_at_another_number_of_ranks(cluster: Cluster, tmp_path: Path, writers: int, readers: int) -> None:
+    path = str(tmp_path / "c")
+    through = cluster.run(write_and_go_on, writers, path, {})
+    resumed = cluster.run(restore_and_go_on, readers, path, False)
+    for when in (0, 1):
+        assert same_all(whole([rank[when] for rank in through]), whole([rank[when] for rank in resumed]))
+        mean = "buffer/running_mean"
+        assert when or all(torch.equal(rank[when][mean], through[0][when][mean]) for rank in resumed)
+
+
+def test_each_rank_has_a_device_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    through = cluster.run(accelerator.run, 2, write_and_go_on, path, SNAPSHOTS["lazy"], "sim")
+    for readers, kind in ((2, "sim"), (3, "sim"), (1, "cpu")):
+        resumed = cluster.run(accelerator.run, readers, restore_and_go_on, path, readers == 2, kind)
+        for when in (0, 1):
+            assert same_all(whole([rank[when] for rank in through]), whole([rank[when] for rank in resumed]))
+            if readers == 2:
+                assert all(same_all(one[when], other[when]) for one, other in zip(through, resumed, strict=True))
+
+
+def test_adapt_finds_the_reference_engine() -> None:
+    engine = ReferenceEngine()
+    assert type(adapt(engine)).__name__ == "ReferenceAdapter"
+    assert adapt(engine).devices == {torch.device("cpu")}
+    assert group_of(engine) is None
+    with pytest.raises(zckpt.UnsupportedError, match=r"builtins\.dict is not a training engine"):
+        adapt({})
+    assert group_of({}) is None
+
+
+def test_what_waits_for_a_step_is_refused(tmp_path: Path) -> None:
+    engine = ReferenceEngine()
+    engine.backward()
+    with pytest.raises(zckpt.UnsupportedError, match="gradients"):
+        zckpt.write(engine, tmp_path / "c")
+    zckpt.write(engine, tmp_path / "c", pending_gradients="drop")
+    zckpt.restore(engine, tmp_path / "c")
+    assert engine.gradients == {}
+
+
+def test_parts_and_trees_that_do_not_fit(tmp_path: Path) -> None:
+    engine = ReferenceEngine()
+    engine.train(1)
+    with pytest.raises(ValueError, match="no part momentum; it has master, exp_avg, exp_avg_sq, param, buffer"):
+        zckpt.write(engine, tmp_path / "c", parts=["momentum"])
+    path = zckpt.write(engine, tmp_path / "c")
+    other = ReferenceEngine(frozen=())
+    other.beta_powers = torch.ones(3)
+    with pytest.raises(zckpt.MismatchError, match=r"missing: exp_avg/frozen[^$]*beta_powers: torch.float32 \[2\] in"):
+        zckpt.restore(other, path)
+    assert zckpt.restore(other, path, parts=["param"]).restored == {"master": ("frozen",)}
+    for state in ({"counters": {}}, {"optimizer": {"learning_rate": 1}}):
+        with pytest.raises(zckpt.FormatError, match="is missing or not of type"):
+            adapt(engine).check_state(state, None, (), ())
+
+
+def test_what_keeps_no_values_is_not_restored(tmp_path: Path) -> None:
+    path = zckpt.write(ReferenceEngine(), tmp_path / "c")
+    engine = ReferenceEngine(seed=1)
+    engine.tensors[BUFFER]["running_mean"] = torch.empty(63, device="meta")
+    before = engine.tensors[MASTER]["bias"].clone()
+    with pytest.raises(zckpt.MismatchError, match="on the device meta"):
+        zckpt.restore(engine, path)
+    assert torch.equal(engine.tensors[MASTER]["bias"], before)
+
+
+def test_it_has_no_methods_to_attach_to() -> None:
+    with pytest.raises(zckpt.UnsupportedError, match="has no save_checkpoint and load_checkpoint"):
+        zckpt.attach(ReferenceEngine())

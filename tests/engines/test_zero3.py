@@ -1,0 +1,95 @@
+"""Real ZeRO-3 engines: what is written is what they held, and a restored run goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.models import make_engine, train
+from tests.support.runs import BEFORE, assert_goes_on_alike, restore_and_go_on, write_and_go_on
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32": {"dtype": "fp32"},
+    "torch-adamw": {"optimizer": "torch_adamw"},
+    "sgd": {"optimizer": "sgd"},
+    "groups-scheduler": {"groups": True, "scheduler": True},
+    "odd": {"model": "odd", "groups": True},
+    "odd-fp32-sub-groups": {"model": "odd", "dtype": "fp32", "sub_group_size": 1000},
+    "frozen-gpt2": {"model": "gpt2", "frozen": True, "groups": True, "scheduler": True},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    setup: dict[str, Any]
+    path: Path
+    through: list[Any]
+    """What each rank had at the write, and afterwards."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def run(request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    path = tmp_path_factory.mktemp("run") / "global_step3"
+    setup = CASES[request.param]
+    return Run(setup, path, cluster.run(write_and_go_on, 2, str(path), setup))
+
+
+def gathered_after(path: str) -> list[dict[str, bool]]:
+    """Which parameters are gathered at first, after DeepSpeed's own save, after zckpt's, and after its restore."""
+    found = []
+    for action in (
+        lambda engine: None,
+        lambda engine: engine.save_checkpoint(f"{path}-stock"),
+        lambda engine: zckpt.write(engine, path),
+        lambda engine: zckpt.write(engine, f"{path}-lazy", background=True, snapshot="lazy"),
+        lambda engine: zckpt.restore(engine, path),
+    ):
+        engine = make_engine()
+        with torch.no_grad():
+            engine.eval()
+            engine(torch.ones(4, 64, dtype=torch.bfloat16))  # leaves some of the others gathered
+        engine.optimizer.persistent_parameters[0].partition(engine.optimizer.persistent_parameters)
+        action(engine)
+        found.append({name: p.ds_status.name == "AVAILABLE" for name, p in engine.module.named_parameters()})
+        train(engine, 1)
+    return found
+
+
+def test_parameters_are_gathered_as_by_deepspeed_s_own_save(cluster: Cluster, tmp_path: Path) -> None:
+    for before, stock, *ours in cluster.run(gathered_after, 2, str(tmp_path / "c")):
+        assert before != stock
+        assert {name for name, gathered in stock.items() if gathered} == {"layers.0.bias", "layers.2.bias"}
+        assert ours == [stock] * 3
+
+
+@pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
+def test_a_restored_run_goes_on_bit_for_bit(cluster: Cluster, run: Run, trained: int) -> None:
+    assert_goes_on_alike(run.through, cluster.run(restore_and_go_on, 2, str(run.path), run.setup, trained))
+
+
+def test_loaded_tensors_are_what_the_engines_held(run: Run) -> None:
+    ranks = [result["before"][0] for result in run.through]
+    checkpoint = zckpt.open(run.path.parent)
+    assert checkpoint.step == BEFORE
+    assert checkpoint.world_size == 2
+    loaded = checkpoint.load()
+    assert set(loaded) == set(checkpoint)
+    covered: dict[str, int] = {}
+    for rank, pieces in enumerate(ranks):
+        for (key, start, stop), value in pieces.items():
+            if key in loaded and not (key.startswith("buffer/") and rank):
+                assert torch.equal(loaded[key].reshape(-1)[start:stop], value), key
+                covered[key] = covered.get(key, 0) + stop - start
+    assert covered == {key: tensor.numel() for key, tensor in loaded.items()}
+    report = zckpt.validate(run.path)
+    assert report.ok, str(report)

@@ -1,0 +1,158 @@
+"""Loss of power at any instant of a write: the old checkpoint is there whole or the new one, and once it has returned
+the new one, whatever the disk has made of what was not synced."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.power import Disk, Killed, fingerprint, make, recorded
+from tests.support.states import write_state, write_through
+from zckpt.format.names import LOCK
+from zckpt.plan import layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.support.power import Op
+
+SHAPES = {"w": (37, 5), "b": (3,)}
+VARIANTS = int(os.environ.get("ZCKPT_TEST_VARIANTS", "120"))
+"""Of each write; ``make test-crash`` asks for more."""
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def write(path: Path, step: int, overwrite: bool = False) -> None:
+    write_state(path, 2, SHAPES, parts=("master", "exp_avg"), step=step, seed=step, overwrite=overwrite,
+                engine_state={}, client_state={})  # fmt: skip
+
+
+def found_step(path: Path) -> int:
+    """Of the checkpoint at ``path``, which must be whole; 0 if there is none."""
+    try:
+        checkpoint = zckpt.open(path)
+    except zckpt.CheckpointNotFoundError as error:
+        if error.rule is None:
+            return 0
+        raise  # `latest` names nothing
+    report = zckpt.validate(path)
+    assert report.ok, str(report)
+    return checkpoint.step
+
+
+def lose_power(
+    root: Path, before: Disk, ops: list[Op], names: list[str], allowed: set[tuple[int, ...]], seed: int
+) -> int:
+    """After each operation, in many ways. ``names``: of the paths whose steps are looked at. ``allowed``: what those
+    may be; the last in order is what they must be at the end. Returns how many different trees there were."""
+    choice = random.Random(seed)
+    seen: dict[bytes, tuple[int, ...]] = {}
+    target = root / "after"
+    for number in range(len(ops) + 1):
+        share = -(-VARIANTS // (len(ops) + 1)) if number < len(ops) else max(VARIANTS // 10, 50)
+        for _ in range(share):
+            tree = before.after_loss(choice)
+            key = fingerprint(tree)
+            if key not in seen:
+                make(tree, target)
+                seen[key] = tuple(found_step(target / name) for name in names)
+            steps = seen[key]
+            assert steps in allowed, (number, ops[number : number + 1], steps)
+            assert number < len(ops) or steps == max(allowed), "the write had returned"
+        if number < len(ops):
+            before.play(ops[number])
+    return len(seen)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_overwritten_checkpoint(disk: Path, seed: int) -> None:
+    run = disk / "run"
+    write(run / "c", 5)
+    before = Disk(run)
+    with recorded() as recorder:
+        write(run / "c", 6, overwrite=True)
+    assert lose_power(disk, before, recorder.ops, [".", "c"], {(5, 5), (6, 6)}, seed) > 20
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_checkpoint_beside_an_older_one(disk: Path, seed: int) -> None:
+    run = disk / "run"
+    write(run / "old", 5)
+    before = Disk(run)
+    with recorded() as recorder:
+        write(run / "new", 6)
+    allowed = {(5, 5, 0), (5, 5, 6), (6, 5, 6)}
+    assert lose_power(disk, before, recorder.ops, [".", "old", "new"], allowed, seed) > 20
+
+
+def test_the_first_checkpoint_of_a_run(disk: Path) -> None:
+    (disk / "disk").mkdir()
+    before = Disk(disk / "disk")
+    with recorded() as recorder:
+        write(disk / "disk" / "more" / "run" / "c", 6)
+    allowed = {(0, 0), (0, 6), (6, 6)}
+    assert lose_power(disk, before, recorder.ops, ["more/run", "more/run/c"], allowed, 0) > 20
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_write_and_its_lock(disk: Path, seed: int) -> None:
+    run = disk / "run"
+    write_through(run / "c", torch.ones(99), step=5)
+    before = Disk(run)
+    with recorded() as recorder:
+        write_through(run / "c", torch.zeros(99), step=6, overwrite=True)
+    assert {"link", "rename"} <= {op.call for op in recorder.ops if LOCK in op.path}
+    assert lose_power(disk, before, recorder.ops, [".", "c"], {(5, 5), (6, 6)}, seed) > 20
+
+
+def test_pages_shared_with_swap_files(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"w": (10_007,), "b": (3,)}
+    run, swap = disk / "run", disk / "swap"
+    swap.mkdir()
+    write(run / "c", 5)
+    before = Disk(run)
+    monkeypatch.setattr(layout, "SHARED_BYTES_MIN", 4096)
+    with recorded() as recorder:
+        write_state(run / "c", 2, shapes, layout="random", step=6, swap=swap, overwrite=True)
+    assert any(op.call == "clone" for op in recorder.ops)
+    assert lose_power(disk, before, recorder.ops, [".", "c"], {(5, 5), (6, 6)}, 0) > 20
+
+
+def test_what_a_killed_writer_has_made_is_not_taken_for_durable(disk: Path) -> None:
+    """Names that are there already, but were never synced."""
+    number = 0
+    while True:
+        root = disk / str(number)
+        root.mkdir()
+        before = Disk(root)
+        target = root / "more" / "run" / "c"
+        with recorded(die_at=number) as recorder:
+            try:
+                write(target, 5)
+                killed = False
+            except Killed:
+                killed = True
+        with recorded() as again:
+            write(target, 6, overwrite=True)
+        for op in (*recorder.ops, *again.ops):
+            before.play(op)
+        for seed in range(4):
+            make(before.after_loss(random.Random(seed)), disk / "after")
+            assert found_step(disk / "after" / "more" / "run") == 6, f"killed before call {number}"
+        if not killed:
+            break
+        assert sorted(path.name[:5] for path in target.iterdir()) == ["data-", "manif"]
+        number += 1
+    assert number > 20

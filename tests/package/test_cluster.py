@@ -1,0 +1,104 @@
+"""What all other tests stand on: ranks, every way in which one can fail, and the table of what was skipped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import conftest
+from tests.support.cluster import Cluster, ClusterError
+
+
+def rank_sum(start: int) -> tuple[str, float]:
+    total = torch.tensor([float(start + int(os.environ["RANK"]))])
+    torch.distributed.all_reduce(total)
+    return os.environ["RANK"], total.item()
+
+
+def train_zero3() -> tuple[list[float], int]:
+    from tests.support.models import make_engine, train
+
+    engine = make_engine(stage=3)
+    return train(engine, 2), len(engine.optimizer.fp32_partitioned_groups_flat)
+
+
+def raise_on_rank_1() -> None:
+    print("a word before the end")
+    if os.environ["RANK"] == "1":
+        raise ValueError("rank 1 had enough")
+    time.sleep(60)
+
+
+def die_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(60)
+
+
+def make_shared_memory() -> tuple[str, list[Path]]:
+    import deepspeed
+
+    os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]  # as DeepSpeed's launcher does
+    deepspeed.init_distributed("gloo")
+    port = os.environ["MASTER_PORT"]
+    return port, list(Path("/dev/shm").glob(f"*_{port}_*"))
+
+
+def test_ranks_talk_and_return_in_rank_order(cluster: Cluster) -> None:
+    assert cluster.run(rank_sum, 3, start=10) == [("0", 33.0), ("1", 33.0), ("2", 33.0)]
+    assert cluster.run("test_cluster:rank_sum", 1, 5) == [("0", 5.0)]
+
+
+def test_training_repeats_itself(cluster: Cluster) -> None:
+    first, second = cluster.run(train_zero3, 2), cluster.run(train_zero3, 2)
+    assert first == second
+    (losses, _), (other_losses, _) = first
+    assert losses != other_losses  # each rank has its own data
+
+
+def test_an_exception_is_reported_and_ends_the_other_ranks(cluster: Cluster) -> None:
+    with pytest.raises(ClusterError) as caught:
+        cluster.run(raise_on_rank_1, 2, grace=0.5, init=False)
+    message = str(caught.value)
+    assert "rank 1: Traceback" in message
+    assert "in raise_on_rank_1\n    raise ValueError" in message
+    assert "rank 0: still running 0.5 s after rank 1 had failed" in message
+    assert "a word before the end" in message
+
+
+def test_a_killed_rank_is_reported(cluster: Cluster) -> None:
+    survivor, dead = cluster.outcomes(die_on_rank_1, 2, init=False)
+    assert not survivor.failed
+    assert (dead.signal, dead.error) == (signal.SIGKILL, "died of SIGKILL")
+
+
+def test_a_hang_ends_and_shows_its_stack(cluster: Cluster) -> None:
+    (outcome,) = cluster.outcomes(hang, 1, timeout=0.5, init=False)
+    assert outcome.error == "still running after 0.5 s"
+    assert "in hang" in outcome.output
+
+
+def test_nothing_is_left_in_shared_memory(cluster: Cluster) -> None:
+    for port, buffers in cluster.run(make_shared_memory, 2, init=False):
+        assert buffers
+        assert not list(Path("/dev/shm").glob(f"*_{port}_*"))
+
+
+def test_a_table_says_what_was_skipped_and_why() -> None:
+    skipped = [("test_a.py", "Skipped: no GPU"), ("test_a.py", "Skipped: no disk"), ("test_b.py", "Skipped: no disk")]
+    reports = [SimpleNamespace(nodeid=f"{file}::test", longrepr=("conftest.py", 1, why)) for file, why in skipped]
+    lines: list[str] = []
+    reporter = SimpleNamespace(
+        stats={"skipped": reports}, write_sep=lambda mark, title: lines.append(title), write_line=lines.append
+    )
+    conftest.pytest_terminal_summary(reporter)
+    assert lines == ["3 tests were skipped", "    2  test_a.py, test_b.py: no disk", "    1  test_a.py: no GPU"]

@@ -1,0 +1,206 @@
+"""Several models in one job, each on some of its ranks: what one of them does is nothing to the others."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zckpt
+from tests.ranks.test_ranks import give_up_after
+from tests.support.models import make_engine, train
+from tests.support.runs import held
+from zckpt.engines import group_of
+from zckpt.ranks import heartbeat as life
+from zckpt.ranks.collectives import Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+
+def own_group(all_members: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    groups = [dist.new_group(list(members)) for members in all_members]
+    return next(group for group, members in zip(groups, all_members, strict=True) if dist.get_rank() in members)
+
+
+def talk_in_groups() -> list[Any]:
+    """Ranks {1, 0} and {2, 3} of a job of four: the first make their groups more often, and lose one."""
+    give_up_after(2)
+    first = dist.get_rank() < 2
+    group = own_group([[1, 0], [2, 3]])  # torch sorts the ranks of a group
+    ranks = Ranks(group)
+    said: list[Any] = [ranks.rank, ranks.size, ranks.gather(str(dist.get_rank()).encode())]
+    if first:
+        assert Ranks(group, background=True).agree("the same", "words") == "the same"
+        with pytest.raises(zckpt.RankError) as caught:
+            ranks.together(lambda: time.sleep(4 * ranks.rank), "sleep")
+        said.append(caught.value.rank)
+        if ranks.rank == 0:  # comes again before the other one does, which has been given up
+            with pytest.raises(zckpt.RankError) as caught:
+                Ranks(group)
+            said.append(caught.value.rank)
+    else:
+        with pytest.raises((zckpt.RankError, ZeroDivisionError)) as failed:
+            ranks.together(lambda: 1 // (3 - dist.get_rank()), "divide")
+        said.append(getattr(failed.value, "rank", None))
+        said.append(str(failed.value))
+    dist.barrier()
+    said.append(Ranks(group).gather(b"again"))
+    said.append(Ranks().gather(b"all"))
+    return said
+
+
+def test_groups_talk_apart(cluster: Cluster) -> None:
+    zero, one, two, three = cluster.run(talk_in_groups, 4, timeout=60)
+    assert zero == [0, 2, [b"0", b"1"], 1, 1, [b"again"] * 2, [b"all"] * 4]
+    assert one == [1, 2, [b"0", b"1"], 1, [b"again"] * 2, [b"all"] * 4]
+    assert two[:4] == [0, 2, [b"2", b"3"], 3]
+    assert two[4].startswith("rank 3 failed to divide: ZeroDivisionError")
+    assert three[:4] == [1, 2, [b"2", b"3"], None]
+    assert two[5:] == three[5:] == [[b"again"] * 2, [b"all"] * 4]
+
+
+class Mpu:
+    """Has an engine spread over the ranks of one group alone."""
+
+    def __init__(self, members: Sequence[Sequence[int]]) -> None:
+        self.group = own_group(members)
+        self.alone = own_group([[rank] for rank in range(dist.get_world_size())])
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.group.size()
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.alone
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+
+def two_models(path: str, members: Sequence[Sequence[int]], stage: int) -> tuple[int, int, bool]:
+    """Each model is written and restored at its own pace, to a path of its own."""
+    give_up_after(20)
+    mpu = Mpu(members)
+    engine = make_engine(stage=stage, model="odd", mpu=mpu)
+    number = next(n for n, ranks in enumerate(members) if dist.get_rank() in ranks)
+    path = f"{path}/{number}"
+    train(engine, 1 + number)
+    for _ in range(1 + number):
+        zckpt.write(engine, f"{path}/now", overwrite=True)
+    zckpt.write(engine, f"{path}/later", background=True)
+    if number == 0:
+        zckpt.wait()
+    before = held(engine)
+    train(engine, 1, 100)
+    zckpt.restore(engine, f"{path}/later")
+    after = held(engine)
+    group = group_of(engine)
+    size = 0 if group is None else group.size()
+    return zckpt.open(path).step, size, all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize(
+    ("members", "stage"),
+    [
+        ([[0], [1]], 2),
+        pytest.param([[0, 1], [2, 3]], 2, marks=pytest.mark.matrix),
+        pytest.param([[0, 2], [1, 3]], 3, marks=pytest.mark.matrix),
+    ],
+)
+def test_two_models_in_one_job(cluster: Cluster, tmp_path: Path, members: list[list[int]], stage: int) -> None:
+    found = cluster.run(two_models, sum(map(len, members)), str(tmp_path), members, stage)
+    for number, ranks in enumerate(members):
+        for rank in ranks:
+            assert found[rank] == (1 + number, len(ranks), True)
+        assert zckpt.open(tmp_path / str(number)).world_size == len(ranks)
+        assert zckpt.validate(tmp_path / str(number)).ok
+
+
+def reach_a_limit(limit: str) -> tuple[str, int | None]:
+    """Rank 1 cannot connect to the others."""
+    give_up_after(30)
+    if os.environ["RANK"] == "1":
+        if limit == "files":
+            descriptors = max(map(int, os.listdir("/proc/self/fd")))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors + 1, 1 << 12))
+        else:
+            os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    try:
+        Ranks()
+    except zckpt.RankError as error:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 12, 1 << 12))
+        return str(error), error.rank
+    return "connected", None
+
+
+@pytest.mark.parametrize(("limit", "named"), [("files", "ulimit -n"), ("interface", "GLOO_SOCKET_IFNAME")])
+def test_a_limit_of_the_system_is_named(cluster: Cluster, limit: str, named: str) -> None:
+    for message, rank in cluster.run(reach_a_limit, 2, limit, timeout=20):
+        assert rank == 1, message
+        assert named in message
+
+
+def come_late() -> str:
+    """Rank 1 comes late to the first call, then rank 0 to the second, of which rank 2 takes long."""
+    life.PERIOD_SECONDS, life.WAITING_SECONDS = 0.1, 1
+    number = dist.get_rank()
+    dist.barrier()
+    for late in (1, 0):
+        if number == late:
+            time.sleep(2)
+        ranks = Ranks(call="zckpt.write")
+        ranks.together(lambda: None, "begin")
+        dist.barrier()
+        if late:
+            if number == 1:
+                time.sleep(2)
+            ranks.together(lambda: None, "begin")
+    ranks.together(lambda: time.sleep(2 * (number == 2)), "write")
+    return ""
+
+
+def test_waiting_for_a_rank_is_said(cluster: Cluster) -> None:
+    outcomes = cluster.outcomes(come_late, 3, timeout=60)
+    assert not any(outcome.failed for outcome in outcomes), outcomes
+    said = [[line for line in outcome.output.splitlines() if line.startswith("zckpt: ")] for outcome in outcomes]
+    first, again, third = said[0]
+    assert "rank 0 has waited for rank 1 for 1 s, in zckpt.write (to begin). Every rank must call zckpt.write" in first
+    assert "rank 0 has waited for rank 1 for 1 s, in zckpt.write (to begin)" in again
+    assert "rank 0 has waited for rank 2 for 1 s, in zckpt.write (to write)" in third
+    (fourth,) = said[1]
+    assert "rank 1 has waited for rank 0 for 1 s" in fourth
+    assert said[2] == []
+
+
+def call_another(path: str) -> str:
+    os.environ["ZCKPT_RANK_TIMEOUT"] = "20"
+    engine = make_engine()
+    zckpt.write(engine, path)
+    with pytest.raises(zckpt.RankError) as refused:
+        zckpt.validate(path) if dist.get_rank() == 0 else zckpt.restore(engine, path)
+    zckpt.restore(engine, path)
+    return str(refused.value)
+
+
+def test_ranks_that_call_different_functions_are_told_so(cluster: Cluster, tmp_path: Path) -> None:
+    for said in cluster.run(call_another, 2, str(tmp_path / "c")):
+        assert "every rank must make the same calls of zckpt" in said
+        assert "'zckpt.validate, to " in said
+        assert "'zckpt.restore, to " in said

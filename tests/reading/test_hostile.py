@@ -1,0 +1,363 @@
+"""What is made to do harm: it is refused in bounded time and memory, nothing is executed, and nothing hangs."""
+
+from __future__ import annotations
+
+import ast
+import mmap
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import stat
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import msgpack
+import pytest
+import torch
+import zstandard
+
+import zckpt
+from tests.support.apart import Apart, columns, envelope, frame, write
+from zckpt.format import names, packed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SOUND = Path(__file__).parents[1] / "broken" / "sound"
+DATA = "data-0123456789abcdef"
+MIB = 1 << 20
+
+
+def bounded(action: Callable[[], object], nbytes: int, seconds: int) -> str:
+    """What ``action`` returns, as text: run in a child that may not take ``nbytes`` more than it has, nor longer than
+    ``seconds`` of a processor."""
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(receiver)
+        try:
+            with open("/proc/self/statm", "rb") as statm:
+                has = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            resource.setrlimit(resource.RLIMIT_AS, (has + nbytes, has + nbytes))
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+            os.write(sender, str(action()).encode()[:4000])
+        except BaseException:
+            os.write(sender, traceback.format_exc().encode()[-4000:])
+        finally:
+            os._exit(0)
+    os.close(sender)
+    with open(receiver, "rb") as result:
+        if not select.select([result], [], [], 10 * seconds)[0]:  # the machine may be busy
+            os.kill(child, signal.SIGKILL)
+        text = result.read()
+    os.waitpid(child, 0)
+    return text.decode(errors="replace") or "killed"
+
+
+def rules(path: Path) -> str:
+    """The rule that the reader finds broken, and those that the validator does."""
+    said, length = "sound", 0
+    try:
+        checkpoint = zckpt.open(path, budget=zckpt.Budget(nbytes=8 * MIB, threads=1))
+        checkpoint.load()
+        for rank in range(checkpoint.world_size):
+            checkpoint.load_pieces(rank)
+            checkpoint.rank_state(rank)
+        assert checkpoint.state is not None
+    except zckpt.ZckptError as error:
+        said, length = error.rule or type(error).__name__, len(str(error))
+    report = zckpt.validate(path)
+    assert max(length, len(str(report))) < 20_000
+    return f"{said}: {' '.join(sorted({finding.rule for finding in report.findings}))}"
+
+
+def test_the_bounds_of_these_tests_bind() -> None:
+    # Mapped: memory that tests before have freed may serve an allocation without any more from the system.
+    assert "Cannot allocate memory" in bounded(lambda: len(mmap.mmap(-1, 300 * MIB)), 200 * MIB, 5)
+    assert bounded(lambda: len(mmap.mmap(-1, 100 * MIB)), 200 * MIB, 5) == str(100 * MIB)
+    assert bounded(lambda: sum(0 for _ in iter(int, 1)), 200 * MIB, 1) == "killed"
+
+
+def announced(apart: Apart, path: Path) -> None:
+    """Four million elements, and in each array another one: 4 MiB that announce terabytes."""
+    apart.write(path)
+    write(path / names.MANIFEST, b"\xdd\x00\x40\x00\x00" * 800 + bytes(4 * MIB))
+
+
+def announced_in_the_body(apart: Apart, path: Path) -> None:
+    apart.body["more"] = 0
+    apart.write(path)
+    raw = msgpack.unpackb((path / names.MANIFEST).read_bytes())[3]
+    write(path / names.MANIFEST, envelope(raw[:-1] + b"\xdd\x00\x40\x00\x00" * 800 + bytes(4 * MIB)))
+
+
+def announced_in_a_tree(apart: Apart, path: Path) -> None:
+    apart.state = b"\xdd\x00\x40\x00\x00" * 800 + bytes(4 * MIB)
+    apart.write(path)
+
+
+def deep_tuples(apart: Apart, path: Path) -> None:
+    """60 tuples in each other, each a copy of 8 MiB."""
+    raw = msgpack.packb(bytes(8 * MIB))
+    for _ in range(60):
+        raw = msgpack.packb(msgpack.ExtType(3, b"\x91" + raw))
+    apart.state = raw
+    apart.write(path)
+
+
+def tensors_at_one_place(apart: Apart, path: Path) -> None:
+    """A thousand tensors of 1 GiB, all of them the same hole of a sparse file."""
+    count, nbytes = 1000, 1 << 30
+    ids = add_tensors(apart, count)
+    apart.body["shapes"].append([nbytes])
+    add_part(apart, "param", ids, 5, 4096 + nbytes)
+    apart.index.append(zeros(ids) | {"length": [nbytes] * count})
+    add_chunk(apart, 0, count, count)
+    apart.write(path)
+    write(path / DATA / "rank-00001" / "param.safetensors", b"")
+    os.truncate(path / DATA / "rank-00001" / "param.safetensors", 4096 + nbytes)
+
+
+def add_tensors(apart: Apart, count: int) -> list[int]:
+    ids = [*range(5, 5 + count)]
+    apart.body["names"] += [f"t{i}" for i in ids]
+    return ids
+
+
+def add_part(apart: Apart, name: str, ids: list[int], shape: int, nbytes: int) -> None:
+    """Of rank 1, with layout 7."""
+    parts, count = apart.body["parts"], len(ids)
+    parts.append({"name": name, "layout": 7, "names": ids, "shapes": [shape] * count, "dtypes": ["U8"] * count})
+    file = {"rank": 1, "part": len(parts) - 1, "tier": 0, "bytes": nbytes, "data_start": 4096, "first_block": 2}
+    for column, value in file.items():
+        apart.body["files"][column].append(value)
+
+
+def zeros(ids: list[int], copies: int = 1) -> dict[str, list[int]]:
+    """A chunk: each tensor has pieces of no elements, all at one place."""
+    nothing = [0] * len(ids) * copies
+    found = {"name": ids, "count": [copies] * len(ids), "rank": [1] * len(nothing)}
+    return found | dict.fromkeys(("tier", "length", "offset", "block"), nothing)
+
+
+def add_chunk(apart: Apart, first_row: int, rows: int, pieces: int) -> None:
+    chunk = {
+        "layout": 7,
+        "first_row": first_row,
+        "rows": rows,
+        "pieces": pieces,
+        "offset": 0,
+        "bytes": 1,
+        "digest": b"",
+    }
+    for column, value in chunk.items():
+        apart.body["chunks"][column].append(value)
+
+
+def long_rank_tree(apart: Apart, path: Path) -> None:
+    """Of 1 TiB, in a sparse file."""
+    nbytes = 1 << 40
+    apart.body["shapes"][4] = [nbytes]
+    apart.index[1]["length"][1] = nbytes
+    apart.body["files"]["bytes"][1] = 4096 + 8 + nbytes
+    apart.seal -= {"bytes"}
+    apart.write(path)
+    os.truncate(path / DATA / "rank-00000" / "host.state.safetensors", 4096 + 8 + nbytes)
+
+
+def long_table(apart: Apart, path: Path) -> None:
+    apart.write(path)
+    os.truncate(path / DATA / "rank-00000" / "digests.bin", 1 << 40)
+
+
+def long_files(apart: Apart, path: Path) -> None:
+    """They are as long as the manifest says; nothing else of it fits them."""
+    apart.body["files"]["bytes"] = [1 << 40, 1 << 40, 1 << 40]
+    apart.seal -= {"bytes"}
+    apart.write(path)
+    for file in apart.files:
+        os.truncate(path / DATA / file.name, 1 << 40)
+
+
+def many_chunks(apart: Apart, path: Path) -> None:
+    """About as many as may be, for all parts."""
+    ids = add_tensors(apart, 64)
+    for number in range(63):
+        add_part(apart, f"p{number}", ids, 2, 4096)
+    for number, name in enumerate(ids):
+        apart.index.append(zeros([name]))
+        add_chunk(apart, number, 1, 1)
+    apart.write(path)
+
+
+def many_names(apart: Apart, path: Path) -> None:
+    """Tensors without elements, two copies of each."""
+    ids = add_tensors(apart, 10_000)
+    add_part(apart, "p", ids, 2, 4096)
+    apart.frames[2] = zstandard.ZstdCompressor(level=1).compress(columns(zeros(ids, copies=2)))
+    apart.index.append({})
+    add_chunk(apart, 0, len(ids), 2 * len(ids))
+    apart.write(path)
+    write(path / DATA / "rank-00001" / "p.safetensors", bytes(4096))
+
+
+def bomb(apart: Apart, path: Path) -> None:
+    """A frame that says 48 bytes and holds a GiB."""
+    content = columns(apart.index[0])
+    block = (128 * 1024 << 3 | 2).to_bytes(3, "little") + b"\0"  # RLE, not the last
+    apart.frames[0] = frame(content)[:9] + block * 8192 + (1).to_bytes(3, "little")
+    apart.write(path)
+
+
+def nested_header(apart: Apart, path: Path) -> None:
+    """A megabyte of empty lists where a shape is due."""
+    apart.files[2].header["w@2:3"]["shape"] = [[] for _ in range(300_000)]
+    apart.write(path)
+
+
+def long_names(apart: Apart, path: Path) -> None:
+    apart.files[2].header["w" * 20_000_000] = apart.files[2].header.pop("w@2:3")
+    apart.write(path)
+
+
+def nothing(apart: Apart, path: Path) -> None:
+    apart.write(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "found", "mib", "seconds"),
+    [
+        (nothing, "sound: ", 400, 10),
+        (announced, "M001: M001", 400, 10),
+        (announced_in_the_body, "M005: M005", 400, 10),
+        (announced_in_a_tree, "T001: T001", 500, 10),
+        (deep_tuples, "T004: T004", 1500, 10),
+        (tensors_at_one_place, "I007: I007 S003", 500, 10),
+        (long_rank_tree, "T004: S005 T004", 500, 10),
+        (long_table, "D001: D001", 500, 10),
+        (long_files, "sound: S005", 500, 10),
+        (bomb, "I003: I003", 500, 10),
+        (nested_header, "D003: S004", 1000, 10),
+        (long_names, "D003: N001", 1000, 10),
+        (many_names, "sound: S003", 1000, 20),
+        (many_chunks, "F001: F001", 500, 20),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_it_is_refused_within_bounds(
+    tmp_path: Path, make: Callable[[Apart, Path], None], found: str, mib: int, seconds: int
+) -> None:
+    make(Apart.of(SOUND), tmp_path / "c")
+    assert bounded(partial(rules, tmp_path / "c"), mib * MIB, seconds) == found
+
+
+def bind(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's path must be short
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def test_what_is_announced_is_looked_for_before_memory_is_taken() -> None:
+    """As msgpack before 1.2 needs it."""
+    with mock.patch.object(packed.msgpack, "unpackb") as unpackb:
+        with pytest.raises(packed.ERRORS):
+            packed.unpack(b"\xdd\0\0\1\0" * 9 + bytes(99), packed.Containers(99))
+        unpackb.assert_not_called()
+
+
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "socket": bind,
+    "directory": Path.mkdir,
+    "device": lambda path: os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5)),
+    "block device": lambda path: os.mknod(path, 0o600 | stat.S_IFBLK, os.makedev(7, 250)),
+    "link out": lambda path: path.symlink_to("/etc/passwd"),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+}
+DIRECTORIES = [DATA, f"{DATA}/rank-00001"]
+FILES = [names.MANIFEST, "../latest", f"{DATA}/index.bin", f"{DATA}/rank-00001/digests.bin"]
+FILES += [f"{DATA}/rank-00000/host.state.safetensors"]
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_regular_file_is_refused_at_once_wherever_it_is(tmp_path: Path, kind: str) -> None:
+    for number, name in enumerate(FILES if kind == "directory" else FILES + DIRECTORIES):
+        path = tmp_path / str(number) / "c"
+        Apart.of(SOUND).write(path)
+        write(path.parent / "latest", b"c\n")
+        (path / name).rename(path.parent / "moved")
+        try:
+            SPECIAL[kind](path / name)
+        except PermissionError:
+            pytest.skip("only root makes devices")
+        assert bounded(partial(rules, path.parent), 500 * MIB, 5).startswith("F002: F002"), name
+
+
+def test_what_is_no_directory_in_the_path_of_latest_is_refused_at_once(tmp_path: Path) -> None:
+    for number, (kind, make) in enumerate((kind, make) for kind, make in SPECIAL.items() if kind != "directory"):
+        for name in ("epoch0", "epoch0/c"):
+            run = tmp_path / f"{number}-{name.count('/')}"
+            Apart.of(SOUND).write(run / "epoch0" / "c")
+            write(run / "latest", b"epoch0/c\n")
+            (run / name).rename(run / "moved")
+            try:
+                make(run / name)
+            except PermissionError:
+                continue  # only root makes devices
+            assert bounded(partial(rules, run), 500 * MIB, 5).startswith("F002: F002"), (kind, name)
+
+
+def test_a_hard_link_is_a_file_like_any(tmp_path: Path) -> None:
+    Apart.of(SOUND).write(tmp_path / "c")
+    file = tmp_path / "c" / names.MANIFEST
+    os.link(file, tmp_path / "other")
+    assert rules(tmp_path / "c") == "sound: "
+
+
+def test_nothing_is_unpickled() -> None:
+    poison = mock.Mock(side_effect=AssertionError("unpickled"))
+    with (
+        mock.patch.multiple(pickle, load=poison, loads=poison, Unpickler=poison),
+        mock.patch.object(torch, "load", poison),
+    ):
+        with pytest.raises(AssertionError, match="unpickled"):
+            pickle.loads(b"N.")
+        assert rules(SOUND) == "sound: "
+    poison.assert_called_once()
+
+
+UNSAFE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "runpy", "importlib"}
+RUNS_A_SCRIPT = {"cli/run.py"}
+ADAPTERS = "engines/"
+
+
+def test_no_module_could_unpickle_or_run_what_it_reads() -> None:
+    root = Path(zckpt.__file__).parent
+    for file in root.rglob("*.py"):
+        name = str(file.relative_to(root))
+        for node in ast.walk(ast.parse(file.read_text())):
+            imported = []
+            if isinstance(node, ast.Import):
+                imported = [alias.name.partition(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                imported = [(node.module or "").partition(".")[0]]
+            elif isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in ("eval", "exec", "compile", "torch.load", "np.load", "__import__"), name
+            if not (name in RUNS_A_SCRIPT or name.startswith(ADAPTERS)):
+                assert not UNSAFE & {*imported}, name
+            assert not (UNSAFE - {"runpy", "importlib"}) & {*imported}, name
+    assert "pickle" in sys.modules  # torch's

@@ -1,0 +1,164 @@
+"""Nothing outside of a checkpoint is read through links that lie in it, on whichever system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+
+import zckpt
+from tests.support.states import Written, same_all, write_state
+from zckpt.format import names
+from zckpt.storage import local_files as local
+from zckpt.storage.local_store import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+needs_steps = pytest.mark.skipif(not local.CAN_OPEN_BY_COMPONENT, reason="opens no file component by component")
+either_way = pytest.mark.usefixtures("_way")
+
+
+@pytest.fixture(params=[pytest.param(True, marks=needs_steps), False], ids=["by steps", "after a look"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are opened so that no link is followed in one of two ways, the second where a system lacks the first."""
+    monkeypatch.setattr(local, "CAN_OPEN_BY_COMPONENT", request.param)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    state = write_state(tmp_path / "run" / "c", 2, {"w": (5, 3)}, parts=("master",))
+    (tmp_path / "run" / "latest").write_bytes(b"c\n")
+    return state
+
+
+def places(written: Written) -> list[str]:
+    """Where a link may be put: every file and directory of the checkpoint, and ``latest``."""
+    inside = sorted(path.relative_to(written.path).as_posix() for path in written.path.rglob("*"))
+    assert len(inside) == 11, inside
+    return ["../latest", *inside]
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """All that there is."""
+    checkpoint = zckpt.open(path)
+    assert [checkpoint.rank_state(rank) for rank in range(2)] == [{"rank": 0}, {"rank": 1}]
+    return checkpoint.load()
+
+
+def check_refused(written: Written, place: str) -> None:
+    with pytest.raises(zckpt.FormatError) as caught:
+        read(written.path.parent)
+    assert caught.value.rule == "F002", place
+    report = zckpt.validate(written.path.parent)
+    assert {finding.rule for finding in report.findings} == {"F002"}, place
+
+
+def link(path: Path, to: Path) -> None:
+    try:
+        path.symlink_to(to, target_is_directory=to.is_dir())
+    except OSError:
+        pytest.skip("this user may not make links")
+
+
+@either_way
+def test_no_link_is_followed_even_to_what_is_sound(tmp_path: Path, written: Written) -> None:
+    for place in places(written):
+        path, outside = written.path / place, tmp_path / "outside"
+        path.rename(outside)
+        link(path, outside)
+        check_refused(written, place)
+        path.unlink()
+        outside.rename(path)
+    assert same_all(zckpt.open(written.path.parent).load(), written.full)
+
+
+def test_the_way_to_a_checkpoint_may_have_links(tmp_path: Path, written: Written) -> None:
+    link(tmp_path / "other", tmp_path / "run")
+    assert same_all(zckpt.open(tmp_path / "other").load(), written.full)
+    assert LocalStore(str(tmp_path)).directories() == ["run"], "though they are not listed"
+
+
+def make_pipe(path: Path) -> None:
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("this system has no pipes with names")
+    os.mkfifo(path)
+
+
+@either_way
+@pytest.mark.parametrize("make", [Path.mkdir, make_pipe])
+def test_what_is_no_file_is_refused_at_once(written: Written, make: Callable[[Path], None]) -> None:
+    for place in places(written):
+        path = written.path / place
+        if path.is_file():
+            path.rename(written.path / "moved")
+            make(path)
+            check_refused(written, place)
+            path.rmdir() if path.is_dir() else path.unlink()
+            (written.path / "moved").rename(path)
+
+
+@needs_steps
+@pytest.mark.parametrize("number", [errno.EMLINK, getattr(errno, "EFTYPE", errno.ELOOP), errno.EOPNOTSUPP])
+def test_a_link_is_a_link_by_whatever_number_a_system_says_so(written: Written, number: int) -> None:
+    real, place = os.open, "index.bin"
+
+    def opened(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
+        if path == place:
+            raise OSError(number, os.strerror(number))
+        return real(path, flags, *args, **kwargs)
+
+    with mock.patch("os.open", opened), pytest.raises(zckpt.FormatError) as caught:
+        zckpt.open(written.path).load()
+    assert caught.value.rule == "F002"
+
+
+def test_a_junction_of_windows_is_a_link(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts as a directory; a tag says that it leads elsewhere. Other tags do not."""
+    real = os.lstat
+
+    def lstat(path: str) -> Any:
+        if not path.endswith("rank-00001"):
+            return real(path)
+        return SimpleNamespace(st_mode=stat.S_IFDIR | 0o755, st_reparse_tag=tag)
+
+    monkeypatch.setattr(local, "CAN_OPEN_BY_COMPONENT", False)
+    with mock.patch("os.lstat", lstat):
+        tag = 0x80000013  # a file that is stored once, though it is in several places
+        assert same_all(zckpt.open(written.path).load(), written.full)
+        tag = 0xA0000003
+        check_refused(written, "rank-00001")
+
+
+@pytest.mark.parametrize("name", ["..\\..\\outside", "C:outside", "C:\\outside", "c:stream"])
+def test_latest_leads_nowhere_else_on_windows(written: Written, name: str) -> None:
+    """Where these are paths, and not the names that they are on other systems."""
+    (written.path.parent / names.LATEST).write_bytes(f"{name}\n".encode())
+    with mock.patch.object(sys, "platform", "win32"), pytest.raises(zckpt.FormatError) as caught:
+        zckpt.open(written.path.parent)
+    assert caught.value.rule == "L001"
+    if sys.platform != "win32":
+        with pytest.raises(zckpt.CheckpointNotFoundError):
+            zckpt.open(written.path.parent)
+
+
+@either_way
+def test_a_name_that_no_file_can_have_is_missing(written: Written) -> None:
+    reader = LocalStore(str(written.path)).reader()
+    for number, winerror in ((errno.ENAMETOOLONG, None), (errno.EILSEQ, None), (errno.EINVAL, 123)):
+        error = OSError(number, os.strerror(number))
+        error.winerror = winerror  # type: ignore[attr-defined]
+        with mock.patch("os.open", side_effect=error), mock.patch("os.lstat", side_effect=error):
+            with pytest.raises(zckpt.MissingFileError):
+                reader.size("x")
+            assert not LocalStore(str(written.path)).exists("x")

@@ -1,0 +1,169 @@
+"""The contract of stores, over each that there is."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+
+import zckpt
+from tests.support.faults import faulty
+from tests.support.states import write_state
+from tests.support.store_contract import StoreContract
+from zckpt.storage import local_files as local
+from zckpt.storage import local_store
+from zckpt.storage.local_store import LocalStore
+from zckpt.storage.schemes import open_store
+from zckpt.system import linux
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from zckpt.storage.contract import Store
+
+
+class TestLocalStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(str(tmp_path / "run" / "c"))
+
+
+@pytest.mark.linux
+class TestLocalStoreInMemory(StoreContract):
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+            yield LocalStore(str(Path(directory) / "run" / "c"))
+
+
+class TestLocalStoreWithoutLinks(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        with mock.patch("os.link", side_effect=PermissionError(errno.EPERM, "no links here")):
+            yield LocalStore(str(tmp_path / "run" / "c"))
+
+
+class TestFaultyStoreWithoutFaults(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        with faulty() as operations:
+            yield open_store(str(tmp_path / "run" / "c"))
+        assert operations.done
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL])
+def test_a_file_system_without_links(tmp_path: Path, number: int) -> None:
+    """They say it in many ways."""
+    store = LocalStore(str(tmp_path))
+    with mock.patch("os.link", side_effect=OSError(number, "no links here")):
+        assert store.claim("lock", b"mine")
+        assert not store.claim("lock", b"yours")
+    assert (tmp_path / "lock").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_that_syncs_no_directories(tmp_path: Path, number: int) -> None:
+    with only_directories_fail_to_sync(number):
+        write_state(tmp_path / "run" / "c", 1, {"w": (2,)})
+    assert zckpt.validate(tmp_path / "run" / "c").ok
+
+
+def test_a_directory_that_could_not_be_synced_is_an_error(tmp_path: Path) -> None:
+    with only_directories_fail_to_sync(errno.EIO), pytest.raises(zckpt.StorageError, match="cannot fsync"):
+        LocalStore(str(tmp_path)).make_directories("a")
+
+
+@contextmanager
+def only_directories_fail_to_sync(number: int) -> Iterator[None]:
+    if sys.platform != "linux":
+        pytest.skip("they are not synced here, or not by fsync")
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(fd)
+
+    with mock.patch("os.fsync", fsync):
+        yield
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="simulates Windows")
+def test_a_rename_waits_for_readers_on_windows(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path))
+    store.put("a", b"old")
+    real, refused = os.replace, iter([PermissionError(errno.EACCES, "somebody reads it")] * 3)
+
+    def replace(old: str, new: str) -> None:
+        for error in refused:
+            raise error
+        real(old, new)
+
+    with mock.patch("os.replace", replace), mock.patch("sys.platform", "win32"):
+        at_once = mock.patch.object(local_store, "RENAME_WAIT_SECONDS", 0)
+        with at_once, pytest.raises(zckpt.StorageError, match="rename"):
+            store.replace("a", b"new")
+        assert store.reader().read("a", 0, 9) == b"old"
+        store.replace("a", b"new")
+    assert store.reader().read("a", 0, 9) == b"new"
+
+
+def test_without_positional_reads_each_goes_on_where_the_last_one_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the system gives a few bytes at once, as it may."""
+
+    class Few(io.FileIO):
+        def readinto(self, view: Any) -> int:
+            return super().readinto(memoryview(view)[:7])
+
+    data = bytes(range(100))
+    (tmp_path / "a").write_bytes(data)
+    monkeypatch.setattr(linux, "HAS_POSITIONAL_IO", False)
+    views = [memoryview(bytearray(nbytes)) for nbytes in (0, 5, 20, 0, 30)]
+    with mock.patch.object(local.io, "FileIO", Few):
+        assert LocalStore(str(tmp_path)).reader().read_into("a", views, 13) == 55
+    assert b"".join(views) == data[13:68]
+
+
+def test_what_was_read_can_be_replaced_and_removed(tmp_path: Path) -> None:
+    """On Windows too, where that cannot be done to an open file, though the checkpoint is open."""
+    paths = [tmp_path / "c", tmp_path / "other"]
+    checkpoints = [zckpt.open(write_state(path, 1, {"w": (2,)}).path) for path in paths]
+    for checkpoint in checkpoints:
+        assert checkpoint.load()
+        assert zckpt.validate(checkpoint.path).ok
+    os.replace(paths[0] / "manifest.msgpack", paths[1] / "manifest.msgpack")
+    for path in paths:
+        shutil.rmtree(path)
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize(("number", "told"), [(errno.EIO, True), (errno.ENOSPC, True), (errno.ENOTSUP, False)])
+def test_a_disk_that_fails_to_sync_on_macos_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, told: bool
+) -> None:
+    import fcntl
+
+    def refuse(fd: int, command: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    store = LocalStore(str(tmp_path))
+    if told:
+        with pytest.raises(zckpt.StorageError):
+            store.put("file", b"content")
+    else:
+        store.put("file", b"content")

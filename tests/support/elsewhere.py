@@ -1,0 +1,168 @@
+"""A plugin of pytest's that takes away from a process on Linux what macOS or Windows does not have, as far as that can
+be simulated, before zckpt is imported::
+
+    ZCKPT_TEST_SYSTEM=win32 python -m pytest -p tests.support.elsewhere @tests/elsewhere.txt
+
+On both, zckpt may not use the C library, ``/proc``, direct I/O, ``preadv``, ``pwritev`` or ``os.kill``. macOS has some
+of these; zckpt does without them there. macOS: no fsync of directories; fsync of files by ``F_FULLFSYNC``. Windows: no
+``fcntl``, no ``resource``, no ``dir_fd=``, no flags of POSIX, no opening of directories, no positional I/O, no removal
+or replacement of a file that is open, and no file that is opened without ``O_BINARY``. Not simulated: ``\\`` in paths,
+drives, names that Windows reserves, its shares and rights, and what another file system does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib
+import os
+import shutil
+import signal
+import stat
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SYSTEM = os.environ["ZCKPT_TEST_SYSTEM"]
+FIRST = [
+    "torch", "torch.distributed", "torch.utils.data", "numpy", "safetensors", "safetensors.numpy",
+    "safetensors.torch", "xxhash", "msgpack", "zstandard", "tqdm", "hypothesis", "hypothesis.strategies",
+    "unittest.mock", "subprocess", "multiprocessing.connection", "tempfile", "concurrent.futures.thread",
+]  # fmt: skip
+GONE = [
+    "O_DIRECT", "preadv", "pwritev", "posix_fadvise", "posix_fallocate", "copy_file_range", "splice", "eventfd",
+    "memfd_create",
+]  # fmt: skip
+GONE_FROM_WINDOWS = [
+    "O_NOFOLLOW", "O_DIRECTORY", "O_CLOEXEC", "O_NONBLOCK", "pread", "pwrite", "readv", "writev", "statvfs",
+    "fstatvfs", "sysconf", "fork", "mkfifo", "mknod", "getuid", "geteuid", "getgid", "getegid", "fchmod", "chown",
+    "lchown", "fchown", "getpgid", "setsid", "nice", "getloadavg",
+]  # fmt: skip
+O_BINARY = 0x8000
+F_FULLFSYNC = 51
+if SYSTEM == "win32":  # already here, before conftest.py is imported
+    sys.modules["fcntl"] = sys.modules["resource"] = None  # type: ignore[assignment]
+
+
+def is_zckpts(depth: int = 2) -> bool:
+    """Whether zckpt calls the function that calls this one."""
+    return str(sys._getframe(depth).f_globals.get("__name__")).startswith("zckpt")
+
+
+def of_zckpt(call: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """``instead`` for zckpt's own calls, ``call`` for all others."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (instead if is_zckpts() else call)(*args, **kwargs)
+
+    return called
+
+
+def never(*args: object, **kwargs: object) -> None:
+    raise AssertionError(f"called with {args} {kwargs}, as it must not be on {SYSTEM}")
+
+
+def without_proc(event: str, args: tuple[Any, ...]) -> None:
+    if event in ("open", "os.listdir", "os.scandir") and str(args[0]).startswith(("/proc/", "/sys/")):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), args[0])
+
+
+def is_open(path: Any) -> bool:
+    """Whether this process has the file of this name open."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and any(is_same(fd, status) for fd in range(3, 256))
+
+
+def is_same(fd: int, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), status)
+    except OSError:
+        return False
+
+
+def unless_open(call: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*paths: Any, **kwargs: Any) -> Any:
+        if any(map(is_open, paths)):
+            raise PermissionError(errno.EACCES, "The process cannot access the file", paths[0])
+        return call(*paths, **kwargs)
+
+    return checked
+
+
+def become_macos() -> None:
+    import fcntl
+
+    fcntl.F_FULLFSYNC = F_FULLFSYNC  # type: ignore[attr-defined]
+    real_fcntl, real_fsync = fcntl.fcntl, os.fsync
+
+    unsynced: set[int] = set()
+
+    def full_sync(fd: int, command: int) -> None:
+        assert command == F_FULLFSYNC
+        if stat.S_ISDIR(os.fstat(fd).st_mode) or fd % 3 == 0:  # as by a file system that cannot
+            unsynced.add(fd)
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        real_fsync(fd)
+
+    def sync(fd: int) -> None:
+        assert fd in unsynced, "F_FULLFSYNC was not tried"
+        unsynced.discard(fd)
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real_fsync(fd)
+
+    fcntl.fcntl = of_zckpt(real_fcntl, full_sync)  # type: ignore[assignment]
+    fcntl.ioctl = of_zckpt(fcntl.ioctl, never)  # type: ignore[assignment]
+    os.fsync = of_zckpt(real_fsync, sync)
+
+
+def become_windows() -> None:
+    os.environ.setdefault("USERNAME", "nobody")  # as there; pytest asks for it
+    for name in GONE_FROM_WINDOWS:
+        delattr(os, name)
+    del signal.SIGKILL
+    os.O_BINARY = O_BINARY  # type: ignore[attr-defined]
+    real_open = os.open
+
+    def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if dir_fd is not None:
+            raise NotImplementedError("dir_fd unavailable on this platform")
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        assert flags & O_BINARY or not is_zckpts(), f"{path} is opened as text"
+        return real_open(path, flags & ~O_BINARY, mode)
+
+    os.open = opened  # type: ignore[assignment]
+    real_utime = os.utime
+
+    def by_name(path: Any, *args: Any, **kwargs: Any) -> None:
+        assert not isinstance(path, int), "Windows takes names alone"
+        real_utime(path, *args, **kwargs)
+
+    os.utime = by_name  # type: ignore[assignment]
+    for name in ("unlink", "remove", "rename", "replace"):
+        setattr(os, name, unless_open(getattr(os, name)))
+    shutil._use_fd_functions = False  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    for name in FIRST:
+        importlib.import_module(name)
+    assert not [name for name in sys.modules if name.startswith("zckpt")], "zckpt was imported too early"
+    for name in GONE:
+        if hasattr(os, name):
+            delattr(os, name)
+    ctypes.CDLL = of_zckpt(ctypes.CDLL, never)  # type: ignore[misc,assignment]
+    os.kill = of_zckpt(os.kill, never)
+    os.readlink = of_zckpt(os.readlink, never)
+    {"darwin": become_macos, "win32": become_windows}[SYSTEM]()
+    sys.addaudithook(without_proc)
+    sys.platform = SYSTEM

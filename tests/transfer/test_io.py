@@ -1,0 +1,344 @@
+"""The I/O engine: what goes past the page cache and what does not, budgets, and what the environment says of them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import resource
+import subprocess
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import zckpt
+from tests.support.states import same_all, write_state
+from zckpt.plan.reshard import Span
+from zckpt.reading.checkpoint import Want
+from zckpt.storage import local_files as local
+from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.storage.local_files import LocalReader, NewFile
+from zckpt.system import linux
+from zckpt.transfer.pipeline import Pipeline, Snapshot
+from zckpt.transfer.staging import Arena, StagingBuffer, StagingPool, host_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+MIB = 1 << 20
+SHAPES = {"large": (1500, 1009), "larger": (2_200_001,), "one": (1,), "none": (0, 3)}
+
+
+def cached_bytes(path: Path) -> int:
+    """Of a file, in the page cache."""
+    libc = ctypes.CDLL(None)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        pages = np.zeros(-(-len(mapped) // PAGE_BYTES), np.uint8)
+        assert (
+            libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), pages.ctypes.data_as(ctypes.c_void_p))
+            == 0
+        )
+        return int((pages & 1).sum()) * PAGE_BYTES
+
+
+def data_files(checkpoint: Path) -> list[Path]:
+    return [file for file in checkpoint.rglob("*.safetensors") if file.stat().st_size > MIB]
+
+
+def has_direct_io(directory: Path) -> bool:
+    """And is not all cache, as tmpfs, which takes the flag too."""
+    path = directory / "probe"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError:
+        return False
+    path.write_bytes(bytes(MIB))
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    return cached_bytes(path) == 0
+
+
+@pytest.fixture
+def overlay(tmp_path: Path) -> Iterator[Path]:
+    """A directory of an overlay file system, such as containers are given."""
+    directories = [tmp_path / name for name in ("lower", "upper", "work", "merged")]
+    for directory in directories:
+        directory.mkdir()
+    options = "lowerdir={},upperdir={},workdir={}".format(*directories)
+    command = ["mount", "-t", "overlay", "overlay", "-o", options, str(directories[3])]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount an overlay: {mounted.stderr.strip()}")
+    try:
+        yield directories[3]
+    finally:
+        subprocess.run(["umount", "--lazy", directories[3]], check=True)
+
+
+def test_direct_io_leaves_the_page_cache_alone(tmp_path: Path) -> None:
+    if not has_direct_io(tmp_path):
+        pytest.skip("the file system has no direct I/O")
+    state = write_state(tmp_path / "c", 2, SHAPES)
+    files = data_files(tmp_path / "c")
+    edges = MIB // 2  # pages shared by two writes, small reads and what the kernel reads ahead of these
+    assert files
+    assert all(file.stat().st_size > 6 * MIB for file in files)
+    assert all(cached_bytes(file) <= edges for file in files)
+    assert same_all(zckpt.open(tmp_path / "c").load(), state.full)
+    assert all(cached_bytes(file) <= edges for file in files)
+    assert same_all(zckpt.open(tmp_path / "c", budget=zckpt.Budget(direct=False)).load(), state.full)
+    assert any(cached_bytes(file) > edges for file in files)
+
+
+@pytest.mark.parametrize("percent", [0, 30, 60, 100])
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_is_cached_is_read_from_there_and_the_rest_once(tmp_path: Path, percent: int, verify: bool) -> None:
+    state = write_state(tmp_path / "c", 1, SHAPES, parts=("master",))
+    for file in data_files(tmp_path / "c"):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            opened.read(file.stat().st_size * percent // 100)
+    checkpoint = zckpt.open(tmp_path / "c")
+    loaded = checkpoint.load(verify=verify)
+    assert same_all(loaded, state.full)
+    total = sum(info.nbytes for info in checkpoint.values())
+    assert total <= checkpoint.io.data_bytes <= total + 4 * 2 * PAGE_BYTES  # whole pages at either end of a read
+
+
+def test_no_byte_goes_behind_the_memory_that_it_is_meant_for(tmp_path: Path) -> None:
+    write_state(tmp_path / "c", 1, {"w": (8,)}, parts=("master",))
+    checkpoint = zckpt.open(tmp_path / "c")
+    room = torch.zeros(8)
+    want = Want(checkpoint["master/w"], [Span(0, 8, 0)], room[:7])
+    with pytest.raises(ValueError, match="longer than the memory"):
+        checkpoint.read([want])
+    with pytest.raises(ValueError, match="no gaps"):
+        checkpoint.read([want._replace(target=torch.zeros(16)[::2])])
+    assert not room.any()
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_what_is_mostly_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_kernel: bool) -> None:
+    if old_kernel:
+        monkeypatch.setattr(linux, "CACHESTAT", 1 << 20)
+    check_what_is_mostly_cached(tmp_path)
+
+
+def test_what_is_mostly_cached_below_an_overlay(overlay: Path) -> None:
+    check_what_is_mostly_cached(overlay)
+
+
+def check_what_is_mostly_cached(directory: Path) -> None:
+    if not has_direct_io(directory):
+        pytest.skip("the file system has no direct I/O")
+    path = directory / "file"
+    path.write_bytes(bytes(4 * MIB))
+    reader = local.LocalReader(str(directory))
+    assert reader.is_cached("file", 0, 4 * MIB)
+    with path.open("rb+") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 3 * MIB, os.POSIX_FADV_DONTNEED)
+        assert not reader.is_cached("file", 0, 4 * MIB)
+        assert reader.is_cached("file", 3 * MIB - 5, MIB + 5)
+        assert not reader.is_cached("file", 0, MIB)
+        opened.truncate(2 * MIB)
+    assert not reader.is_cached("file", 2 * MIB, MIB)
+
+
+@pytest.mark.parametrize("refused", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("when", ["open", "use"])
+def test_a_file_system_without_direct_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, when: str
+) -> None:
+    """Refused where a file is opened, or where it is first used."""
+    direct: set[int] = set()
+
+    def opened(*args: Any, **kwargs: Any) -> int:
+        if args[1] & os.O_DIRECT and when == "open":
+            raise OSError(refused, os.strerror(refused))
+        fd = real["open"](*args, **kwargs)
+        (direct.add if args[1] & os.O_DIRECT else direct.discard)(fd)
+        return fd
+
+    def used(name: str) -> Callable[..., int]:
+        def call(fd: int, views: Any, offset: int, flags: int = 0) -> int:
+            if fd in direct or flags:
+                raise OSError(refused, os.strerror(refused))
+            return real[name](fd, views, offset, flags)
+
+        return call
+
+    real = {name: getattr(os, name) for name in ("open", "preadv", "pwritev")}
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "preadv", used("preadv"))
+    monkeypatch.setattr(os, "pwritev", used("pwritev"))
+    state = write_state(tmp_path / "c", 2, SHAPES)
+    assert same_all(zckpt.open(tmp_path / "c").load(), state.full)
+    monkeypatch.undo()
+    assert zckpt.validate(tmp_path / "c").ok
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    """In the middle of a direct read, after the sizes were checked."""
+    for number, nbytes in enumerate((-1, MIB + 17, PAGE_BYTES)):
+        path = tmp_path / str(number)
+        write_state(path, 1, SHAPES, parts=("master",))
+        (file,) = data_files(path)
+        checkpoint = zckpt.open(path)
+        checkpoint.load("master/one")
+        os.truncate(file, nbytes if nbytes > 0 else file.stat().st_size + nbytes)
+        with pytest.raises(zckpt.SizeError, match="ends at byte"):
+            checkpoint.load()
+
+
+def test_a_write_of_any_offset_and_length(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    content = random.integers(0, 256, 300_000, dtype=np.uint8)
+    for direct in (True, False):
+        file = NewFile(str(tmp_path / f"file{direct}"), len(content), direct)
+        cuts = [0, *sorted(random.choice(len(content), 40, replace=False).tolist()), 8192, 12288, len(content)]
+        cuts = sorted(set(cuts))
+        spans = list(itertools.pairwise(cuts))
+        for start, stop in random.permutation(spans).tolist():
+            stage = StagingPool(stop - start).acquire()
+            stage.bytes[start % PAGE_BYTES : start % PAGE_BYTES + stop - start] = content[start:stop]
+            file.write(stage.bytes, start, stop - start)
+        file.sync()
+        file.close()
+        assert (tmp_path / f"file{direct}").read_bytes() == content.tobytes()
+
+
+def test_no_space_is_noticed_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on the size of files is met in the same way as a full disk."""
+    written = mock.Mock(side_effect=AssertionError("a byte was written"))
+    monkeypatch.setattr(os, "pwritev", written)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
+    try:
+        with pytest.raises(zckpt.NoSpaceError, match="cannot allocate"):
+            write_state(tmp_path / "c", 1, SHAPES, parts=("master",))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    written.assert_not_called()
+
+
+def test_an_error_of_the_disk_is_not_taken_for_a_missing_feature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_state(tmp_path / "c", 1, SHAPES, parts=("master",))
+
+    def fail(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    checkpoint = zckpt.open(tmp_path / "c")
+    assert checkpoint["master/large"].pieces
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(zckpt.StorageError, match=r"master\.safetensors"):
+        checkpoint.load("master/large", verify=False)
+
+
+def test_the_budget_bounds_every_buffer() -> None:
+    for nbytes in (8 * MIB, 32 * MIB, 256 * MIB):
+        budget = zckpt.Budget(nbytes=nbytes, threads=4)
+        assert 4 * (budget.batch_bytes(MIB) + 2 * PAGE_BYTES) <= nbytes
+    with pytest.raises(ValueError, match="2 MiB"):
+        zckpt.Budget(nbytes=MIB)
+    with pytest.raises(ValueError, match="threads"):
+        zckpt.Budget(threads=0)
+
+
+@pytest.mark.parametrize("block_bytes", [4 << 10, 64 << 10, MIB])
+@pytest.mark.parametrize("nbytes_per_thread", [2 * MIB, 5 * MIB, 64 * MIB])
+def test_pinned_memory_is_cut_into_buffers_without_waste(nbytes_per_thread: int, block_bytes: int) -> None:
+    for threads in range(1, 65):
+        budget = zckpt.Budget(nbytes_per_thread * threads, threads)
+        arena = Arena.within(budget, block_bytes)
+        assert arena.nbytes <= budget.nbytes
+        assert arena.nbytes.bit_count() == 1  # torch's allocator rounds nothing up
+        assert arena.batch_bytes % block_bytes == 0
+        room, buffer_bytes = arena.nbytes - PAGE_BYTES, arena.batch_bytes + 2 * PAGE_BYTES
+        assert arena.buffers * buffer_bytes <= room < (arena.buffers + 1) * buffer_bytes
+        assert arena.buffers >= min(2 * threads, room // (block_bytes + 2 * PAGE_BYTES))
+        assert nbytes_per_thread < 16 * MIB or arena.buffers * buffer_bytes > 0.87 * arena.nbytes
+
+
+def test_small_budgets_write_and_read_the_same(tmp_path: Path) -> None:
+    state = write_state(tmp_path / "c", 2, SHAPES)
+    loaded = zckpt.open(tmp_path / "c", budget=zckpt.Budget(nbytes=2 * MIB, threads=1)).load()
+    assert same_all(loaded, state.full)
+
+
+def test_the_environment_sets_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert zckpt.Budget.from_environment() == zckpt.Budget()
+    monkeypatch.setenv("ZCKPT_BUDGET_BYTES", str(64 * MIB))
+    monkeypatch.setenv("ZCKPT_THREADS", "2")
+    monkeypatch.setenv("ZCKPT_DIRECT", "0")
+    assert zckpt.Budget.from_environment() == zckpt.Budget(64 * MIB, 2, False)
+    for variable, value in (("ZCKPT_THREADS", "many"), ("ZCKPT_DIRECT", "yes"), ("ZCKPT_BUDGET_BYTES", "256M")):
+        with monkeypatch.context() as context:
+            context.setenv(variable, value)
+            with pytest.raises(ValueError, match=variable):
+                zckpt.Budget.from_environment()
+
+
+def test_the_environment_turns_digests_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_state(tmp_path / "c", 1, SHAPES, parts=("master",))
+    (file,) = data_files(tmp_path / "c")
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size - 100)
+        opened.write(b"\xff\x00\xff\x00")
+    with pytest.raises(zckpt.DigestError):
+        zckpt.open(tmp_path / "c").load()
+    monkeypatch.setenv("ZCKPT_VERIFY", "0")
+    zckpt.open(tmp_path / "c").load()
+    with pytest.raises(zckpt.DigestError):
+        zckpt.open(tmp_path / "c").load(verify=True)
+
+
+def test_files_stay_open_for_a_while(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(10))
+    reader = LocalReader(str(tmp_path))
+    assert reader.read("a", 0, 10) == reader.read("a", 0, 20) == bytes(10)
+    (tmp_path / "a").unlink()
+    assert reader.read("a", 2, 3) == bytes(3)
+    reader.close()
+
+
+def test_a_thread_of_a_pipeline_that_fails_ends_those_that_wait_for_it() -> None:
+    taking, waiting = threading.Event(), threading.Event()
+
+    class Condition(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            waiting.set()
+            return super().wait(timeout)
+
+    def take(item: int, stage: StagingBuffer) -> int:
+        taking.set()
+        assert waiting.wait(10)
+        raise ValueError
+
+    def work() -> None:
+        with suppress(ValueError):
+            pipeline.work()
+
+    pool = host_pool(MIB)
+    pipeline = Pipeline([0], take, lambda item, stage: None, pool, 1, Snapshot(), 1)
+    pipeline._changed = Condition()
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+    with pool.work():
+        threads[0].start()
+        assert taking.wait(10)
+        threads[1].start()
+        for thread in threads:
+            thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
