@@ -457,7 +457,7 @@ class Adapted(torch.nn.Module):
 
 
 def save_adapted(path: str) -> None:
-    with mock.patch("models.Mlp", Adapted):
+    with mock.patch("tests.support.models.Mlp", Adapted):
         engine = make_engine(stage=2)
     train(engine, 1)
     rank = engine.global_rank

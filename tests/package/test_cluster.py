@@ -55,7 +55,7 @@ def make_shared_memory() -> tuple[str, list[Path]]:
 
 def test_ranks_talk_and_return_in_rank_order(cluster: Cluster) -> None:
     assert cluster.run(rank_sum, 3, start=10) == [("0", 33.0), ("1", 33.0), ("2", 33.0)]
-    assert cluster.run("test_cluster:rank_sum", 1, 5) == [("0", 5.0)]
+    assert cluster.run(f"{__name__}:rank_sum", 1, 5) == [("0", 5.0)]
 
 
 def test_training_repeats_itself(cluster: Cluster) -> None:
