@@ -61,7 +61,7 @@ def ours() -> Iterator[None]:
 
 def called(act: Callable[[CodeType], None]) -> Callable[[FrameType, str, object], None]:
     """For ``sys.setprofile``: ``act`` at each call of a function that a step of a write runs."""
-    between = ("ranks.py", "life.py", "interrupts.py", "background.py")
+    between = ("collectives.py", "heartbeat.py", "interrupts.py", "background.py")
 
     def look(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
