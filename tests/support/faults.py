@@ -62,6 +62,8 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._target, name)
+        if found is self._target:  # what it can do beside the contract
+            return self
         if not callable(found) or name == "close":
             return found
 

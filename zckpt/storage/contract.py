@@ -33,6 +33,22 @@ class IOCount:
         return self.metadata_bytes + self.data_bytes
 
 
+class DirectReads(Protocol):
+    """What a reader may offer beside ``Reader.read_into``: reads of tensor data that leave caches alone. They count as
+    its own reads do, and raise the same errors."""
+
+    def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
+        """Whether most of these bytes are in memory already, so that ``read_into`` is better. Starts no I/O."""
+
+    def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
+        """Fills ``pages``, whole pages of memory, from byte ``offset``, a multiple of a page, past all caches; returns
+        the bytes read: fewer at the end of the file, or 0 where that cannot be."""
+
+    def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
+        """Fills ``target``, 1-D uint8 in device memory that nobody else is using, from byte ``offset``, past the host's
+        memory; returns the bytes read: fewer at the end of the file, or 0 where that cannot be."""
+
+
 class Reader(Protocol):
     """Reads files of a store, without following links inside of it. Safe to use from several threads.
 
@@ -41,23 +57,15 @@ class Reader(Protocol):
 
     count: IOCount
 
+    @property
+    def direct(self) -> DirectReads | None:
+        """None where all reads are by ``read`` and ``read_into``."""
+
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """``nbytes`` from byte ``offset``, or fewer at the end of the file."""
 
     def size(self, path: str) -> int:
         """In bytes."""
-
-    def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
-        """Whether most of these bytes are in memory already. Starts no I/O."""
-
-    def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
-        """Fills ``pages``, whole pages of memory, with tensor data from byte ``offset``, a multiple of a page, past all
-        caches; returns the bytes read: fewer at the end of the file, or 0 where the store cannot."""
-
-    def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
-        """Fills ``target``, 1-D uint8 in device memory that nobody else is using, with tensor data from byte
-        ``offset``, past the host's memory; returns the bytes read: fewer at the end of the file, or 0 where the store
-        cannot."""
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         """Fills ``views`` one after the other with tensor data from byte ``offset``; returns the bytes read, fewer only
@@ -66,22 +74,31 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
-class Writer(Protocol):
-    """One new file, which several threads write at once, each part of it once. Every method raises StorageError."""
-
-    def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        """Writes ``nbytes`` at byte ``offset``. They lie in ``stage``, which begins at a page of memory, as far behind
-        its start as ``offset`` is behind the start of a page."""
+class PageSharing(Protocol):
+    """What a writer may offer beside ``Writer.write``: to have the pages of another file in its own."""
 
     def share(self, source: FileSpan, offset: int) -> bool:
-        """Makes all whole pages from byte ``offset`` on those of a file outside of the store, which takes neither time
-        nor space; the rest is left to ``write_edges``. False where that cannot be: then nothing has happened."""
+        """Makes all whole pages from byte ``offset`` on those of a local file outside of any checkpoint, which takes
+        neither time nor space; the rest is left to ``write_edges``. False where that cannot be: then nothing has
+        happened."""
 
     def read_back(self, stage: Bytes, offset: int, nbytes: int) -> None:
         """Fills the whole pages, which were shared, among the bytes that ``write`` would be given."""
 
     def write_edges(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        """What of ``write`` is no whole page."""
+        """Writes what is no whole page among the bytes that ``write`` would be given."""
+
+
+class Writer(Protocol):
+    """One new file, which several threads write at once, each part of it once. Every method raises StorageError."""
+
+    @property
+    def sharing(self) -> PageSharing | None:
+        """None where all bytes have to be written."""
+
+    def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
+        """Writes ``nbytes`` at byte ``offset``. They lie in ``stage``, which begins at a page of memory, as far behind
+        its start as ``offset`` is behind the start of a page."""
 
     def sync(self) -> None:
         """Makes the data durable."""

@@ -56,6 +56,10 @@ class LocalReader:
         self._lock = threading.Lock()
         self._idle: OrderedDict[tuple[str, int], int] = OrderedDict()
 
+    @property
+    def direct(self) -> LocalReader:
+        return self
+
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         buffer = np.empty(nbytes, np.uint8)
         with self.file(path) as fd:
@@ -262,6 +266,10 @@ class NewFile:
         if direct and linux.O_DIRECT:
             with suppress(OSError):  # such as a file system without direct I/O
                 self._direct_fd = os.open(path, os.O_WRONLY | linux.O_DIRECT)
+
+    @property
+    def sharing(self) -> NewFile:
+        return self
 
     def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
         base, stop = offset - offset % PAGE_BYTES, offset + nbytes

@@ -117,7 +117,7 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
 def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks) -> bool:
     """Reads straight into device memory, if all bytes of ``op`` go to devices unconverted, in pieces of
     ``DIRECT_BYTES_MIN`` on average, and the store can. Returns False if nothing was read."""
-    if (op.segments.copies > 1).any():
+    if reader.direct is None or (op.segments.copies > 1).any():
         return False
     copies = joined_copies(op.segments, sinks.device >= 0)
     if int(copies.nbytes.sum()) < op.nbytes or op.nbytes < DIRECT_BYTES_MIN * len(copies.nbytes):
@@ -131,7 +131,7 @@ def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks) ->
         targets.append(target)
     for number, (target, at) in enumerate(zip(targets, copies.start.tolist(), strict=True)):
         start = op.offset + at
-        got = reader.read_to_device(file.path, target, start)
+        got = reader.direct.read_to_device(file.path, target, start)
         if got < target.nbytes:
             if got == 0 and number == 0:
                 return False
@@ -173,8 +173,10 @@ def read_op(
 
 
 def _is_cached(reader: Reader, op: ReadOp, file: ReadFile, direct: bool) -> bool:
-    """Whether to read by way of the page cache."""
-    return not direct or op.nbytes < DIRECT_BYTES_MIN or reader.is_cached(file.path, op.offset, op.nbytes)
+    """Whether to read by way of the store's caches, such as the page cache."""
+    if not direct or reader.direct is None or op.nbytes < DIRECT_BYTES_MIN:
+        return True
+    return reader.direct.is_cached(file.path, op.offset, op.nbytes)
 
 
 def _fill(
@@ -190,10 +192,10 @@ def _fill(
     lie in, to be filled by direct I/O where there is any. Raises FormatError (F003) if the file is too short; it names
     the key of the byte at which it ends."""
     got = start
-    if stage is not None:
+    if stage is not None and reader.direct is not None:
         base = start - start % PAGE_BYTES
         pages = stage.bytes[: -(-stop // PAGE_BYTES) * PAGE_BYTES - base]
-        got = min(max(got, base + reader.read_direct(file.path, pages, base)), stop)
+        got = min(max(got, base + reader.direct.read_direct(file.path, pages, base)), stop)
     if got < stop:
         got += reader.read_into(file.path, after(views, got - start), got)
     if got < stop:

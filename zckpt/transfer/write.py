@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from zckpt.plan.layout import ShardPlan, WriteOp
-    from zckpt.storage.contract import Store, Writer
+    from zckpt.storage.contract import PageSharing, Store, Writer
     from zckpt.transfer.budget import Budget
     from zckpt.transfer.pipeline import Snapshot
     from zckpt.transfer.staging import StagingBuffer
@@ -43,8 +43,8 @@ class _Job:
     file: Writer
     plan: ShardPlan
     op: WriteOp
-    shared: bool = False
-    """Its whole pages are in the file already."""
+    shared: PageSharing | None = None
+    """By which its whole pages are in the file already; None: nothing of it is."""
 
     @property
     def source(self) -> FileSpan | None:
@@ -126,12 +126,12 @@ def write_shards(
 
 
 def _take(job: _Job, stage: StagingBuffer) -> _Job:
-    source = job.source
-    if source is not None and job.file.share(source, job.op.offset):
+    source, sharing = job.source, job.file.sharing
+    if source is not None and sharing is not None and sharing.share(source, job.op.offset):
         start, stop = job.starts[0], job.starts[-1]
         for edge in (slice(start, -(-start // PAGE_BYTES) * PAGE_BYTES), slice(stop - stop % PAGE_BYTES, stop)):
             read_from(source.path, source.offset + edge.start - start, stage.bytes[edge])
-        return replace(job, shared=True)
+        return replace(job, shared=sharing)
     copies: defaultdict[torch.device, list[FromDevice]] = defaultdict(list)
     for span, at in zip(job.spans, job.starts, strict=False):
         _fill(stage, at, job.plan, *span, copies)
@@ -141,8 +141,8 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
 
 
 def _put(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) -> None:
-    if job.shared:
-        job.file.read_back(stage.bytes, job.op.offset, job.op.nbytes)
+    if job.shared is not None:
+        job.shared.read_back(stage.bytes, job.op.offset, job.op.nbytes)
     blocks = [
         stage.bytes[first : min(first + block_bytes, stop)]
         for start, stop in itertools.pairwise(job.starts)
@@ -150,8 +150,8 @@ def _put(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) ->
     ]
     first_byte = job.op.block * DIGEST_BYTES
     table[first_byte : first_byte + len(blocks) * DIGEST_BYTES] = b"".join(map(digest, blocks))
-    if job.shared:
-        job.file.write_edges(stage.bytes, job.op.offset, job.op.nbytes)
+    if job.shared is not None:
+        job.shared.write_edges(stage.bytes, job.op.offset, job.op.nbytes)
     else:
         job.file.write(stage.bytes, job.op.offset, job.op.nbytes)
 
