@@ -213,7 +213,7 @@ def test_any_system_call_may_fail(tmp_path: Path, call: str, overwrite: bool) ->
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     with (
-        mock.patch("zckpt.storage.local_files.NewFile.write", side_effect=KeyboardInterrupt),
+        mock.patch("zckpt.storage.local_writer.LocalWriter.write", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         zckpt.write(Engine(), tmp_path / "c")
@@ -407,7 +407,7 @@ def fail_to_write(directory: str) -> dict[str, Any]:
     attempt("client state", f"{directory}/c", client_state={"fn": print})
     attempt("part", f"{directory}/c", parts=["master", "exp_abs"])
     broken = mock.patch(
-        "zckpt.storage.local_files.NewFile.write", side_effect=OSError(errno.EIO, "the disk is on fire")
+        "zckpt.storage.local_writer.LocalWriter.write", side_effect=OSError(errno.EIO, "the disk is on fire")
     )
     if rank == 1:
         broken.start()

@@ -364,7 +364,7 @@ def test_threads_share_a_checkpoint(written: Written) -> None:
     checkpoint = zckpt.open(written.path)
     choice = random.Random(0)
     wanted = [choice.sample(sorted(written.full), 4) for _ in range(24)]
-    with ThreadPoolExecutor(8) as pool, mock.patch("zckpt.storage.local_files.IDLE_FILES_MAX", 2):
+    with ThreadPoolExecutor(8) as pool, mock.patch("zckpt.storage.local_reader.IDLE_FILES_MAX", 2):
         results = list(pool.map(checkpoint.load, wanted))
     for keys, found in zip(wanted, results, strict=True):
         assert same_all(found, {key: written.full[key] for key in keys})

@@ -14,7 +14,7 @@ import torch
 import zckpt
 from tests.support.states import write_state
 from zckpt.storage import gpudirect
-from zckpt.storage.local_files import LocalReader
+from zckpt.storage.local_reader import LocalReader
 from zckpt.transfer.memory import host_bytes
 
 if TYPE_CHECKING:

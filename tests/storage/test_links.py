@@ -16,7 +16,7 @@ import pytest
 import zckpt
 from tests.support.states import Written, same_all, write_state
 from zckpt.format import names
-from zckpt.storage import local_files as local
+from zckpt.storage import local_reader
 from zckpt.storage.local_store import LocalStore
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     import torch
 
 
-needs_steps = pytest.mark.skipif(not local.CAN_OPEN_BY_COMPONENT, reason="opens no file component by component")
+needs_steps = pytest.mark.skipif(not local_reader.CAN_OPEN_BY_COMPONENT, reason="opens no file component by component")
 either_way = pytest.mark.usefixtures("_way")
 
 
 @pytest.fixture(params=[pytest.param(True, marks=needs_steps), False], ids=["by steps", "after a look"])
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are opened so that no link is followed in one of two ways, the second where a system lacks the first."""
-    monkeypatch.setattr(local, "CAN_OPEN_BY_COMPONENT", request.param)
+    monkeypatch.setattr(local_reader, "CAN_OPEN_BY_COMPONENT", request.param)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_junction_of_windows_is_a_link(written: Written, monkeypatch: pytest.M
             return real(path)
         return SimpleNamespace(st_mode=stat.S_IFDIR | 0o755, st_reparse_tag=tag)
 
-    monkeypatch.setattr(local, "CAN_OPEN_BY_COMPONENT", False)
+    monkeypatch.setattr(local_reader, "CAN_OPEN_BY_COMPONENT", False)
     with mock.patch("os.lstat", lstat):
         tag = 0x80000013  # a file that is stored once, though it is in several places
         assert same_all(zckpt.open(written.path).load(), written.full)

@@ -17,7 +17,7 @@ from zckpt.format.limits import DATA_ALIGNMENT_BYTES
 from zckpt.format.shard import decode_header
 from zckpt.plan.layout import FILLER, HEADER, SHARED_BYTES_MIN, plan_shards, plan_writes
 from zckpt.state.inventory import FileSpan, Fragment
-from zckpt.storage.local_files import NewFile
+from zckpt.storage.local_writer import LocalWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,13 +56,13 @@ def used_bytes(directory: Path) -> int:
 def written_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collects the lengths of what goes to data files by writing."""
     lengths: list[int] = []
-    put = NewFile._put
+    put = LocalWriter._put
 
-    def counted(self: NewFile, fd: int, view: object, offset: int) -> None:
+    def counted(self: LocalWriter, fd: int, view: object, offset: int) -> None:
         lengths.append(len(view))  # type: ignore[arg-type]
         put(self, fd, view, offset)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(NewFile, "_put", counted)
+    monkeypatch.setattr(LocalWriter, "_put", counted)
     return lengths
 
 

@@ -20,8 +20,7 @@ import zckpt
 from tests.support.faults import faulty
 from tests.support.states import write_state
 from tests.support.store_contract import StoreContract
-from zckpt.storage import local_files as local
-from zckpt.storage import local_store
+from zckpt.storage import files, local_store
 from zckpt.storage.local_store import LocalStore
 from zckpt.storage.schemes import open_store
 from zckpt.system import linux
@@ -131,7 +130,7 @@ def test_without_positional_reads_each_goes_on_where_the_last_one_ended(
     (tmp_path / "a").write_bytes(data)
     monkeypatch.setattr(linux, "HAS_POSITIONAL_IO", False)
     views = [memoryview(bytearray(nbytes)) for nbytes in (0, 5, 20, 0, 30)]
-    with mock.patch.object(local.io, "FileIO", Few):
+    with mock.patch.object(files.io, "FileIO", Few):
         assert LocalStore(str(tmp_path)).reader().read_into("a", views, 13) == 55
     assert b"".join(views) == data[13:68]
 

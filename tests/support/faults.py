@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from zckpt.errors import from_os_error
-from zckpt.storage.local_files import LocalReader, NewFile
+from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_store import LocalStore
+from zckpt.storage.local_writer import LocalWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ class Watched:
             of_a_file = args and isinstance(args[0], str)
             file = os.path.join(self._file, args[0]) if of_a_file else self._file
             result = self._operations.run(name, file, lambda: found(*args, **kwargs))
-            return Watched(result, self._operations, file) if isinstance(result, (LocalReader, NewFile)) else result
+            return Watched(result, self._operations, file) if isinstance(result, (LocalReader, LocalWriter)) else result
 
         return call
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from zckpt.storage import local_files as local
-from zckpt.storage import local_store
+from zckpt.storage import files, local_reader, local_store, local_writer
 from zckpt.system import linux
 
 if TYPE_CHECKING:
@@ -121,9 +120,9 @@ class Recorder:
 
     def rmtree(self, path: str, ignore_errors: bool) -> None:
         assert ignore_errors
-        for directory, _, files in os.walk(path, topdown=False):
-            for file in files:
-                self.unlink(os.path.join(directory, file))
+        for directory, _, names in os.walk(path, topdown=False):
+            for name in names:
+                self.unlink(os.path.join(directory, name))
             self.rmdir(directory)
 
 
@@ -134,7 +133,9 @@ RESERVE = linux.reserve
 def recorded(die_at: int | None = None) -> Iterator[Recorder]:
     recorder = Recorder(die_at)
     with (
-        mock.patch.multiple(local, os=recorder),
+        mock.patch.multiple(files, os=recorder),
+        mock.patch.multiple(local_reader, os=recorder),
+        mock.patch.multiple(local_writer, os=recorder),
         mock.patch.multiple(linux, reserve=recorder.reserve, share_blocks=recorder.share_blocks),
         mock.patch.multiple(local_store, os=recorder, shutil=recorder),
     ):

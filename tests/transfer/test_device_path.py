@@ -19,7 +19,8 @@ from tests.support import accelerator
 from tests.support.states import fragment, write_state
 from zckpt.api.write import begin_write, write_rank
 from zckpt.plan.layout import plan_shards
-from zckpt.storage.local_files import LocalReader, NewFile
+from zckpt.storage.local_reader import LocalReader
+from zckpt.storage.local_writer import LocalWriter
 from zckpt.transfer import devices, staging
 from zckpt.transfer import write as io_write
 from zckpt.transfer.pipeline import Snapshot
@@ -241,7 +242,7 @@ def test_a_failed_load_keeps_no_pinned_memory(tmp_path: Path) -> None:
     def fail(*args: object) -> None:
         raise OSError("the disk is gone")
 
-    with mock.patch.object(NewFile, "write", fail), pytest.raises(OSError, match="the disk is gone") as gone:
+    with mock.patch.object(LocalWriter, "write", fail), pytest.raises(OSError, match="the disk is gone") as gone:
         written(tmp_path / "d", {key: tensor.to("sim") for key, tensor in tensors.items()}, ONE_THREAD)
     assert accelerator.counters()["pinned_bytes"] == 0
     assert damaged.value.__traceback__ is not None
@@ -432,7 +433,7 @@ def on_device(shapes: Mapping[str, tuple[int, ...]], device: str = "sim") -> dic
 def test_what_is_read_from_a_device_is_digested_while_the_next_copy_is_under_way(tmp_path: Path) -> None:
     """With one thread too: it waits for a copy only when it has nothing else to do."""
     slow = mock.patch.object(staging.StagingBuffer, "is_done", return_value=False)
-    with marked(digest=(io_write, "digest"), write=(NewFile, "write")), slow:
+    with marked(digest=(io_write, "digest"), write=(LocalWriter, "write")), slow:
         assert written(tmp_path / "c", on_device(LARGE), ONE_THREAD)
     copies = to_host()
     assert len(copies) > 5

@@ -23,7 +23,7 @@ from tests.support.models import make_engine, train
 from tests.support.states import same, same_all, write_state
 from zckpt.engines import adapt
 from zckpt.storage import gpudirect
-from zckpt.storage.local_files import LocalReader
+from zckpt.storage.local_reader import LocalReader
 from zckpt.testing import ReferenceEngine
 from zckpt.testing.adapter import ReferenceAdapter
 from zckpt.transfer import write as io_write

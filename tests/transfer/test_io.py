@@ -22,9 +22,9 @@ import zckpt
 from tests.support.states import same_all, write_state
 from zckpt.plan.reshard import Span
 from zckpt.reading.checkpoint import Want
-from zckpt.storage import local_files as local
 from zckpt.storage.buffers import PAGE_BYTES
-from zckpt.storage.local_files import LocalReader, NewFile
+from zckpt.storage.local_reader import LocalReader
+from zckpt.storage.local_writer import LocalWriter
 from zckpt.system import linux
 from zckpt.transfer.pipeline import Pipeline, Snapshot
 from zckpt.transfer.staging import Arena, StagingBuffer, StagingPool, host_pool
@@ -143,7 +143,7 @@ def check_what_is_mostly_cached(directory: Path) -> None:
         pytest.skip("the file system has no direct I/O")
     path = directory / "file"
     path.write_bytes(bytes(4 * MIB))
-    reader = local.LocalReader(str(directory))
+    reader = LocalReader(str(directory))
     assert reader.is_cached("file", 0, 4 * MIB)
     with path.open("rb+") as opened:
         os.fsync(opened.fileno())
@@ -205,7 +205,7 @@ def test_a_write_of_any_offset_and_length(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     content = random.integers(0, 256, 300_000, dtype=np.uint8)
     for direct in (True, False):
-        file = NewFile(str(tmp_path / f"file{direct}"), len(content), direct)
+        file = LocalWriter(str(tmp_path / f"file{direct}"), len(content), direct)
         cuts = [0, *sorted(random.choice(len(content), 40, replace=False).tolist()), 8192, 12288, len(content)]
         cuts = sorted(set(cuts))
         spans = list(itertools.pairwise(cuts))

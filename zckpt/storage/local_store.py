@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format.names import LOCK, temporary
-from zckpt.storage.local_files import BINARY, UNSUPPORTED, LocalReader, NewFile, is_impossible_name, is_link, sync_data
+from zckpt.storage.files import BINARY, UNSUPPORTED, is_impossible_name, is_link, sync_data
+from zckpt.storage.local_reader import LocalReader
+from zckpt.storage.local_writer import LocalWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,9 +23,9 @@ if TYPE_CHECKING:
 RENAME_WAIT_SECONDS = 5.0
 """On Windows, how long a rename waits for readers of the file."""
 _NO_SYNC = UNSUPPORTED | {errno.EBADF}
-"""The same for fsync(2) of a directory. Some systems sync only what is open for writing, and say EBADF."""
+"""Errors that say that a directory cannot be synced. Some systems sync only what is open for writing, and say EBADF."""
 _NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK}
-"""The same for link(2)."""
+"""Errors that say that there are no links."""
 
 
 class LocalStore:
@@ -98,8 +100,8 @@ class LocalStore:
                 _quietly(os.rmdir, directory)
             raise
 
-    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> NewFile:
-        return NewFile(self._full(path), reserved_bytes, direct)
+    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> LocalWriter:
+        return LocalWriter(self._full(path), reserved_bytes, direct)
 
     def put(self, path: str, data: bytes) -> None:
         path = self._full(path)

@@ -20,7 +20,7 @@ from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.plan.layout import FILLER, HEADER, plan_writes
 from zckpt.state.inventory import FileSpan
 from zckpt.storage.buffers import PAGE_BYTES
-from zckpt.storage.local_files import read_from
+from zckpt.storage.files import read_from
 from zckpt.transfer.devices import FromDevice, devices_of
 from zckpt.transfer.memory import byte_tensor
 from zckpt.transfer.pipeline import Pipeline

@@ -1,0 +1,95 @@
+"""Files of this machine's file systems: what a local store reads and writes by, and files outside of checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import sys
+from typing import TYPE_CHECKING
+
+from zckpt.errors import StorageError, from_os_error
+from zckpt.system import linux
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zckpt.storage.buffers import Bytes
+
+BINARY: int = getattr(os, "O_BINARY", 0)
+"""The flag that keeps Windows from translating line ends."""
+UNSUPPORTED = {errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""Errors that say that the file system does not support a call."""
+NAME_SURROGATE = 0x20000000
+"""Of Windows: this bit of a reparse point's tag says that it leads elsewhere, as symbolic links and junctions do."""
+
+
+def is_link(status: os.stat_result) -> bool:
+    """Whether the result of ``os.lstat`` is a symbolic link or a junction."""
+    return stat.S_ISLNK(status.st_mode) or bool(getattr(status, "st_reparse_tag", 0) & NAME_SURROGATE)
+
+
+def is_impossible_name(error: OSError) -> bool:
+    """Whether it says that no file can have this name: one that is too long, is not in the file system's encoding, or
+    has a character that Windows does not allow."""
+    return error.errno in (errno.ENAMETOOLONG, errno.EILSEQ) or getattr(error, "winerror", None) == 123
+
+
+def read_at(fd: int, views: Sequence[Bytes | memoryview], offset: int) -> int:
+    """Reads from byte ``offset`` into ``views``, one after the other. Returns the number of bytes read: perhaps fewer
+    than asked for, 0 only at the end of the file. No other thread may use ``fd``, because its position may move."""
+    if linux.HAS_POSITIONAL_IO:
+        return os.preadv(fd, views, offset)
+    os.lseek(fd, offset, os.SEEK_SET)
+    done = 0
+    with io.FileIO(fd, closefd=False) as file:
+        for view in views:
+            got = file.readinto(view)
+            done += got
+            if got < len(view):
+                break
+    return done
+
+
+def is_refused(error: OSError) -> bool:
+    """Whether it says that there is no direct I/O here."""
+    cause = error.__cause__ if isinstance(error, StorageError) else error
+    return isinstance(cause, OSError) and cause.errno in (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def read_from(path: str, offset: int, room: Bytes) -> None:
+    """Fills ``room`` from byte ``offset`` of ``path``, a file outside of any checkpoint, and leaves nothing of it in
+    the page cache. Raises StorageError, also where the file is too short."""
+    done = 0
+    try:
+        fd = os.open(path, os.O_RDONLY | BINARY)
+        try:
+            while done < len(room):
+                got = read_at(fd, [room[done:]], offset + done)
+                if got == 0:
+                    raise StorageError(
+                        "the file ends too early", file=path, start=offset + done, stop=offset + len(room)
+                    )
+                done += got
+            linux.uncache(fd, offset, len(room))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise from_os_error(error, "read", path, offset + done, offset + len(room)) from error
+
+
+def sync_data(fd: int) -> None:
+    """Until what was written to a file is on the disk for good. Raises OSError."""
+    if sys.platform == "darwin":  # whose fsync(2) leaves it in the disk's own cache
+        import fcntl
+
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+    os.fsync(fd)
