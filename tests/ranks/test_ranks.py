@@ -64,6 +64,34 @@ def act_once(who: int, how: str, seconds: float) -> tuple[str, int | None]:
         return str(error), error.rank
 
 
+def share_values() -> list[Any]:
+    """What comes of values that msgpack carries, and of one on rank 1 that it does not."""
+    ranks, path = Ranks(), os.fsdecode(b"/scratch/caf\xe9")
+    own = {"rank": ranks.rank, 7: (path, b"\xff", None, 0.5, [True, ()])}
+    said: list[Any] = [ranks.share(lambda: own, "share"), ranks.first(lambda: (ranks.rank, path), "look")]
+    assert ranks.agree((1, path), "numbers") == (1, path)
+    assert ranks.together(lambda: {path}, "make a set") == {path}
+    for action in (lambda: {ranks.rank} if ranks.rank else 0, lambda: ranks.agree(ranks.rank, "numbers")):
+        with pytest.raises((TypeError, zckpt.RankError)) as caught:
+            ranks.share(action, "share")
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    return said
+
+
+def test_values_are_shared(cluster: Cluster) -> None:
+    path = os.fsdecode(b"/scratch/caf\xe9")
+    values = [{"rank": rank, 7: [path, b"\xff", None, 0.5, [True, []]]} for rank in range(2)]
+    first, second = cluster.run(share_values, 2)
+    assert first[:2] == second[:2] == [values, [0, path]]
+    assert first[2].startswith("RankError: rank 1 failed to share: TypeError: can not serialize 'set' object")
+    assert second[2].startswith("TypeError: can not serialize 'set' object")
+    for said in (first, second):
+        assert said[3].startswith("RankError: the ranks have different numbers: 0 on rank 0, 1 on rank 1")
+    assert Ranks().share(lambda: (1, {2: ()}), "share") == [[1, {2: []}]]
+    with pytest.raises(TypeError, match="can not serialize"):
+        Ranks().share(set, "share")
+
+
 CASES = [(0, "die"), (1, "die")]
 MORE = [
     (2, "die"),

@@ -6,8 +6,6 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
-import msgpack
-
 from zckpt.api import zero_to_fp32
 from zckpt.api.background import wait
 from zckpt.api.open import open as open_path
@@ -116,15 +114,15 @@ def _save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    def own_tag() -> bytes:
+    def own_tag() -> str:
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty path, got {save_dir!r}")
         adapter.refuse_unsupported(drop_gradients=True)
-        return (f"global_step{engine.global_steps}" if tag is None else str(tag)).encode()
+        return f"global_step{engine.global_steps}" if tag is None else str(tag)
 
     adapter = adapt(engine)
     ranks = Ranks(group_of(engine), call="engine.save_checkpoint")
-    tags = [one.decode() for one in ranks.share(own_tag, "save a checkpoint")]
+    tags = ranks.share(own_tag, "save a checkpoint")
     ranks.together(lambda: _check_tags(engine, tags, ranks), "agree on a tag")
     write_engine(
         engine,
@@ -183,8 +181,7 @@ def _load_checkpoint(
     wait()  # A write in the background may be about to change `latest`.
     ranks = Ranks(group_of(engine), call=_LOAD.call)
     universal = engine.load_universal_checkpoint()
-    found = ranks.first(lambda: msgpack.packb(_find(load_dir, tag, universal)), "find the checkpoint")
-    chosen, theirs = msgpack.unpackb(found)
+    chosen, theirs = ranks.first(lambda: _find(load_dir, tag, universal), "find the checkpoint")
     if chosen is None:
         missing = f"there is no {os.path.join(load_dir, 'latest_universal' if universal else 'latest')}"
         if universal:

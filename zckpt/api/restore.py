@@ -24,7 +24,7 @@ from zckpt.format.names import CLIENT_STATE
 from zckpt.plan.reshard import Span
 from zckpt.plan.select import several
 from zckpt.progress import Progress, reported
-from zckpt.ranks.collectives import Ranks, check_arguments, pack_arguments
+from zckpt.ranks.collectives import Ranks, check_arguments, comparable
 from zckpt.reading.checkpoint import Checkpoint, Want
 from zckpt.reading.runs import whole_neighbours
 from zckpt.restoring.mismatch import (
@@ -145,19 +145,19 @@ def restore_engine(
     ranks = Ranks(group_of(engine), call=caller.call)
     plans: list[_RestorePlan] = []
 
-    def arguments() -> bytes:
+    def arguments() -> dict[str, object]:
         nonlocal parts, state
         parts, state = several(parts), several(state)
-        return pack_arguments(path=os.path.abspath(os.fspath(path)), parts=parts, strict=strict, state=state, rng=rng)
+        return comparable(path=os.path.abspath(os.fspath(path)), parts=parts, strict=strict, state=state, rng=rng)
 
-    def prepare() -> bytes:
+    def prepare() -> str:
         plans.append(_plan_restore(engine, path, ranks, parts, strict, state, rng, budget, own_client_state, caller))
-        return "\n".join(plans[0].problems).encode()
+        return "\n".join(plans[0].problems)
 
     # Every step of a chain of `share` runs on all ranks, with nothing that can fail between two of them.
     with ranks.undivided():
         check_arguments(ranks.share(arguments, "prepare the restore"))
-        problems = [said.decode() for said in ranks.share(prepare, "prepare the restore")]
+        problems = ranks.share(prepare, "prepare the restore")
         (plan,) = plans
         if any(problems):
             raise _mismatch(plan, problems, ranks)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import astuple
 from functools import partial
-from typing import TYPE_CHECKING
-
-import msgpack
+from typing import TYPE_CHECKING, Any
 
 from zckpt.api.open import StrPath, find, open_checkpoint
 from zckpt.errors import CheckpointNotFoundError, FormatError
@@ -44,48 +42,47 @@ def validate(
     share = Share(ranks.rank, ranks.size)
     place = ranks.first(lambda: _find(given), "find the checkpoint")
     while True:
-        found, _, *finding = msgpack.unpackb(place)
+        found, _, finding = place
         if finding:
-            return Report(given, level, (Finding(*finding[0]),), files=1)
+            return Report(given, level, (Finding(*finding),), files=1)
         report = _join(found, level, ranks.share(partial(_check, found, level, share, budget, progress), "validate"))
-        checked, place = place, b"" if report.ok else ranks.first(lambda: _find(given), "find the checkpoint")
+        if report.ok:
+            return report
+        checked, place = place, ranks.first(lambda: _find(given), "find the checkpoint")
         # Another place: somebody has replaced it meanwhile, and what is missing says nothing about what is there now.
-        if report.ok or place == checked:
+        if place == checked:
             return report
 
 
-def _find(path: str) -> bytes:
-    """The directory of the checkpoint and its save id, or what is wrong with its manifest."""
+def _find(path: str) -> tuple[str, str, tuple[Any, ...]]:
+    """The directory of the checkpoint, its save id, and the fields of what is wrong with its manifest, if anything."""
     try:
         found = find(path)
-        place: list[object] = [found, open_checkpoint(found).manifest.save_id]
+        return found, open_checkpoint(found).manifest.save_id, ()
     except FormatError as error:
-        place = ["", "", astuple(Finding.of(error))]
-    return _pack(place)
+        return "", "", astuple(Finding.of(error))
 
 
-def _pack(value: object) -> bytes:
-    packed: bytes = msgpack.packb(value)
-    return packed
+_Checked = tuple[list[tuple[Any, ...]], bytes, int, int]
+"""What a rank has found: the fields of each finding, packed ``Values``, the number of files and of bytes read."""
 
 
-def _check(path: str, level: Level, share: Share, budget: Budget | None, progress: Progress | None) -> bytes:
-    """This rank's share, to be sent to the others."""
+def _check(path: str, level: Level, share: Share, budget: Budget | None, progress: Progress | None) -> _Checked:
     try:
         checkpoint = open_checkpoint(path, budget)
     except (CheckpointNotFoundError, FormatError) as error:  # replaced just now
-        return _pack([[["", error.message]], Values({}).pack(), 0, 0])
+        return [("", error.message)], Values({}).pack(), 0, 0
     findings, values, bytes_read = check_checkpoint(checkpoint, level, share, progress)
     manifest = checkpoint.manifest
     files = 2 + manifest.world_size + len(manifest.files)  # manifest, index, a digest table for each rank
-    return _pack([[astuple(one) for one in findings], values.pack(), files, bytes_read])
+    return [astuple(one) for one in findings], values.pack(), files, bytes_read
 
 
-def _join(path: str, level: Level, packed: list[bytes]) -> Report:
+def _join(path: str, level: Level, checked: list[_Checked]) -> Report:
     findings: list[Finding] = []
     values = Values({})
     files = bytes_read = 0
-    for own_findings, own_values, own_files, own_bytes in map(msgpack.unpackb, packed):
+    for own_findings, own_values, own_files, own_bytes in checked:
         findings += [Finding(*fields) for fields in own_findings]
         values.add(own_values)
         files = max(files, own_files)

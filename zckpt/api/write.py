@@ -32,7 +32,7 @@ from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.plan.select import several
 from zckpt.progress import Progress, reported
-from zckpt.ranks.collectives import Ranks, check_arguments, pack_arguments
+from zckpt.ranks.collectives import Ranks, check_arguments, comparable
 from zckpt.reading.deepspeed_files import deepspeed_files
 from zckpt.reading.runs import latest_name, refuse_place
 from zckpt.state.inventory import BUFFER, PARAM, STATE, Fragment
@@ -241,9 +241,9 @@ class _Options:
     def lazy(self) -> bool:
         return self.background and self.snapshot == "lazy"
 
-    def shared(self, path: str) -> bytes:
+    def shared(self, path: str) -> dict[str, object]:
         """The arguments that have to be the same on every rank."""
-        return pack_arguments(
+        return comparable(
             path=path, parts=self.parts, exclude=self.exclude, overwrite=self.overwrite, latest=self.latest,
             pending_gradients=self.pending_gradients, background=self.background, snapshot=self.snapshot,
         )  # fmt: skip
@@ -251,7 +251,7 @@ class _Options:
 
 class _Write:
     """One rank's part in a write, step by step: ``prepare``, ``plan``, ``begin``, then ``finish``, which has steps of
-    its own, here or in the background. A step gives all ranks some bytes, and the next one is given those of all."""
+    its own, here or in the background. A step gives all ranks a value, and the next one is given those of all."""
 
     def __init__(self, engine: object, path: StrPath | None, options: _Options, rank: int, size: int) -> None:
         self._engine, self._path, self._options = engine, path, options
@@ -259,7 +259,7 @@ class _Write:
         self._pending: PendingWrite | None = None
         self._begun = False
 
-    def prepare(self) -> bytes:
+    def prepare(self) -> _Facts:
         """All that this rank has to write, and what the ranks have to agree about."""
         given = self._options
         options = self._options = replace(given, parts=several(given.parts), exclude=several(given.exclude))
@@ -297,7 +297,7 @@ class _Write:
         check_devices(_tensors(self._fragments))
         state = adapter.state()
         self._rank_state = adapter.rank_state()
-        self._scalars: bytes = msgpack.packb(dict(sorted(_leaves(state.get("optimizer"), "optimizer"))))
+        self._scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))
         self._buffers = _digests(self._fragments)
         first = self._rank == 0
         packed = b""
@@ -313,12 +313,10 @@ class _Write:
             **adapter.description,
         }
         self._about = catalog.About(adapter.step, BLOCK_BYTES, inventory.aliases, packed, writer)
-        facts = _Facts(
-            options.shared(self.target), digest(self._scalars), self._client_digest(),
+        return _Facts(
+            options.shared(self.target), digest(msgpack.packb(self._scalars)), self._client_digest(),
             linux.boot_id() or platform.node(), self._buffers if first else {}, self._lock.save_id if first else "",
         )  # fmt: skip
-        packed_facts: bytes = msgpack.packb(facts)
-        return packed_facts
 
     def _client_digest(self) -> bytes | None:
         """Of this rank's own client_state; None if it has none."""
@@ -333,13 +331,13 @@ class _Write:
             raise
         return digest(packed)
 
-    def plan(self, packed: Sequence[bytes]) -> bytes:
-        """The files of this rank, once the ranks agree; or what of the optimizer they do not agree about."""
+    def plan(self, told: Sequence[_Facts]) -> bytes | dict[str, str]:
+        """The receipt of this rank's files, once the ranks agree; else the optimizer's values that differ."""
         options, rank = self._options, self._rank
-        facts = [_Facts(*msgpack.unpackb(one)) for one in packed]
+        facts = [_Facts(*one) for one in told]
         check_arguments([one.arguments for one in facts])
         if any(one.scalars != facts[0].scalars for one in facts):
-            return b"\1" + self._scalars
+            return self._scalars
         rank_state = self._rank_state
         if any(one.client_state not in (None, facts[0].client_state) for one in facts):
             if options.each_client_state:  # a rank that has passed none has an empty one of its own
@@ -357,14 +355,15 @@ class _Write:
         self._snapshot_bytes = options.snapshot_bytes or 0
         if options.background and options.snapshot_bytes is None:
             self._snapshot_bytes = available_bytes() // 2 // machines.count(machines[rank])
-        return b"\0" + catalog.pack(catalog.receipt(rank, self._plans))
+        return catalog.pack(catalog.receipt(rank, self._plans))
 
-    def begin(self, packed: Sequence[bytes]) -> bytes:
+    def begin(self, told: Sequence[bytes | dict[str, str]]) -> None:
         """On rank 0, the manifest and the index, checked; then the lock and the place for the data."""
-        if packed[0].startswith(b"\1"):
-            raise _differing([one[1:] for one in packed])
+        packed = [one for one in told if isinstance(one, bytes)]
+        if not packed:
+            raise _differing([one for one in told if isinstance(one, dict)])
         if self._rank == 0:
-            receipts = [catalog.unpack(one[1:]) for one in packed]
+            receipts = [catalog.unpack(one) for one in packed]
             self._manifest, self._index = catalog.catalog(receipts, self._save_id, self._about)
             refuse_place(self.target, self._run, latest=self._options.latest)
             self._begun = True
@@ -373,7 +372,6 @@ class _Write:
                 self.target, self._save_id, overwrite=self._options.overwrite,
                 replace_foreign=self._options.replace_foreign, dead=self._lock.dead,
             )  # fmt: skip
-        return b""
 
     def finish(self, ranks: Ranks, snapshot: Snapshot) -> None:
         """Every rank's files, then the commit; or, after a failure on any of them, none of it. Collective."""
@@ -394,12 +392,11 @@ class _Write:
             snapshot=snapshot, snapshot_bytes=self._snapshot_bytes, later=later,
         )  # fmt: skip
 
-    def _commit(self, digests: Sequence[bytes]) -> bytes:
+    def _commit(self, digests: Sequence[bytes]) -> None:
         commit_write(
             self.target, self._save_id, catalog.with_digests(self._manifest, digests), self._index,
             replaced=self._replaced, latest_in=self._run if self._options.latest else None, confirm=self._lock.confirm,
         )  # fmt: skip
-        return b""
 
     def stand_by(self, ranks: Ranks) -> None:
         """Has a thread ready that finishes the write, and the engine wait for it where it has to."""
@@ -443,7 +440,7 @@ class _Write:
 class _Facts(NamedTuple):
     """What a rank tells the others before they plan."""
 
-    arguments: bytes
+    arguments: Mapping[str, object]
     """Those that have to be the same on every rank."""
     scalars: bytes
     """The digest of what the optimizer keeps once for all ranks."""
@@ -455,12 +452,11 @@ class _Facts(NamedTuple):
     """Of rank 0."""
 
 
-def _differing(scalars: Sequence[bytes]) -> StateError:
+def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:
     """An optimizer's scalars, which are kept once, differ from rank to rank, as do those that are computed from a
     rank's own part of the weights."""
-    everybody_s = [msgpack.unpackb(one) for one in scalars]
-    first = everybody_s[0]
-    differs, other = next((rank, one) for rank, one in enumerate(everybody_s) if one != first)
+    first = scalars[0]
+    differs, other = next((rank, one) for rank, one in enumerate(scalars) if one != first)
     path = next(path for path in {**first, **other} if first.get(path) != other.get(path))
     return StateError(
         f"{path} is {first.get(path)} on rank 0, {other.get(path)} on rank {differs}", key=path,

@@ -7,7 +7,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgpack
 import torch
@@ -19,7 +19,7 @@ from zckpt.ranks.interrupts import Interrupts
 from zckpt.system.threads import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch._C._distributed_c10d import Store
@@ -206,69 +206,72 @@ class Ranks:
         A rank where it failed raises its own error, every other one a RankError that names the first failed rank.
         """
         results: list[T] = []
-
-        def run() -> bytes:
-            results.append(action())
-            return b""
-
-        self.share(run, doing, interruptible=interruptible)
+        self.share(lambda: results.append(action()), doing, interruptible=interruptible)
         return results[0]
 
-    def share(self, action: Callable[[], bytes], doing: str, *, interruptible: bool = True) -> list[bytes]:
+    def share(self, action: Callable[[], T], doing: str, *, interruptible: bool = True) -> list[T]:
         """Runs ``action`` on every rank. If it succeeded on all of them, every rank returns the results of all.
         Raises as ``together`` does. ``interruptible``: whether the action raises Ctrl-C inside of ``undivided``.
+
+        A result is a value that msgpack can carry: None, a bool, a number, a string, bytes, or a sequence or mapping of
+        such. Tuples come back as lists, on the rank that gave them too. A string may be a path whose bytes are not
+        UTF-8 (``os.fsdecode``). The action fails on a rank whose result is anything else.
 
         If everything that can fail is inside the actions of successive calls, all ranks leave at the same call.
         """
 
-        def run() -> bytes:
+        def run() -> T:
             with self.interruptible() if interruptible else nullcontext():
                 return action()
 
         if self._group is None:
-            return [run()]
+            return [_unpack(_pack(run()))]
         with self._group.lives.shown(doing, self._call):
             return self._share(run, doing)
 
-    def _share(self, action: Callable[[], bytes], doing: str) -> list[bytes]:
+    def _share(self, action: Callable[[], T], doing: str) -> list[T]:
         error: BaseException | None = None
-        result = b""
+        step = f"{self._call}, to {doing}"
         try:
-            result = action()
+            report = _pack([step, None, action()])
         except BaseException as caught:  # raised again below, once the others know
             error = caught
+            report = _pack([step, _said(error), None])
         try:
-            report = msgpack.packb(
-                [f"{self._call}, to {doing}", error is not None, "" if error is None else _said(error), result]
-            )
-            reports = [msgpack.unpackb(one) for one in self.gather(report, doing)]
-            check_equal(
-                [step for step, *_ in reports], "calls under way (every rank must make the same calls of zckpt)"
-            )
+            steps, failures, results = zip(*map(_unpack, self.gather(report, doing)), strict=True)
+            check_equal(steps, "calls under way (every rank must make the same calls of zckpt)")
         except RankError as lost:
             raise error or lost from None
         if error is not None:
             raise error
-        failed = [rank for rank, (_, bad, *_) in enumerate(reports) if bad]
+        failed = [number for number, failure in enumerate(failures) if failure is not None]
         if failed:
             others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
             rank = self.members[failed[0]]
-            raise RankError(f"rank {rank}{others} failed to {doing}: {reports[failed[0]][2]}", rank=rank)
-        return [data for *_, data in reports]
+            raise RankError(f"rank {rank}{others} failed to {doing}: {failures[failed[0]]}", rank=rank)
+        return list(results)
 
-    def first(self, action: Callable[[], bytes], doing: str) -> bytes:
+    def first(self, action: Callable[[], T], doing: str) -> T:
         """Runs ``action`` on rank 0 alone; every rank gets its result, or an error.
 
         No rank raises Ctrl-C in it, inside of ``undivided``: one that has nothing to do would report a failure of what
         rank 0 has done.
         """
-        return self.share(lambda: action() if self.rank == 0 else b"", doing, interruptible=False)[0]
+        return cast("T", self.share(lambda: action() if self.rank == 0 else None, doing, interruptible=False)[0])
 
-    def agree(self, value: str, what: str) -> str:
+    def agree(self, value: T, what: str) -> T:
         """``value``, if it is the same on every rank; otherwise RankError on all."""
-        values = self.share(lambda: value.encode(errors="backslashreplace"), f"agree on {what}")
-        check_equal([one.decode() for one in values], what)
+        check_equal(self.share(lambda: value, f"agree on {what}"), what)
         return value
+
+
+def _pack(value: object) -> bytes:
+    packed: bytes = msgpack.packb(value, unicode_errors="surrogateescape")
+    return packed
+
+
+def _unpack(packed: bytes) -> Any:
+    return msgpack.unpackb(packed, unicode_errors="surrogateescape", strict_map_key=False)
 
 
 def _said(error: BaseException) -> str:
@@ -289,18 +292,15 @@ def check_equal(values: Sequence[object], what: str) -> None:
             )
 
 
-def pack_arguments(**arguments: object) -> bytes:
+def comparable(**arguments: object) -> dict[str, object]:
     """The arguments of a call, for ``check_arguments``: plain values, and collections of names in any order."""
-    plain = {
+    return {
         name: value if value is None or isinstance(value, (str, bool)) else sorted(value)  # type: ignore[call-overload]
         for name, value in arguments.items()
     }
-    packed: bytes = msgpack.packb(plain, unicode_errors="surrogateescape")  # a path may have bytes that are not UTF-8
-    return packed
 
 
-def check_arguments(packed: Sequence[bytes]) -> None:
+def check_arguments(calls: Sequence[Mapping[str, object]]) -> None:
     """Raises RankError, which names the argument, unless all ranks have called with the same arguments."""
-    calls = [msgpack.unpackb(one, unicode_errors="surrogateescape") for one in packed]
     for name in calls[0]:
         check_equal([call[name] for call in calls], f"{name} arguments" if name != "path" else "paths")
