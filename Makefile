@@ -55,7 +55,7 @@ test-all: setup lint
 
 test-crash: setup
 	@ZCKPT_TEST_EVERY=1 ZCKPT_TEST_KILLS=150 ZCKPT_TEST_VARIANTS=12000 $(PYTEST) -m "matrix or not matrix" \
-	    tests/faults/test_crashes.py tests/faults/test_power_loss.py tests/ranks/test_ranks.py tests/faults/test_faults.py
+	    tests/faults/test_crashes.py tests/faults/test_power_loss.py tests/ranks/test_lost_ranks.py tests/faults/test_store_faults.py
 
 test-versions: setup $(OLDER:%=test-%)
 	@$(PY) -m pytest $(SMOKE)

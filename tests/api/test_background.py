@@ -18,7 +18,7 @@ import torch
 
 import zckpt
 from tests.api.test_write_failures import Engine
-from tests.engines.test_offload import memory
+from tests.engines.deepspeed.test_offload import memory
 from tests.support.models import make_engine, train
 from tests.support.runs import AFTER, BEFORE, assert_goes_on_alike, held, raw, restore_and_go_on, settings
 from zckpt.api import write as pipeline

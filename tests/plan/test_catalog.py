@@ -1,9 +1,8 @@
-"""Files, writes, keys and the catalog: what the pure functions of ``zckpt/plan`` decide, and what they refuse."""
+"""The catalog: manifest and index from what each rank has told of its files, and what is refused."""
 
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -11,170 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.states import cuts
-from zckpt.errors import FormatError, KeyNotFoundError, RankError, UnsupportedError
+from tests.support.fragments import BLOCK_BYTES, SAVE_ID, fragments_of, pieces_of
+from zckpt.errors import FormatError, RankError, UnsupportedError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
-from zckpt.format.digest import block_count
-from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.shard import decode_header
 from zckpt.plan import catalog
-from zckpt.plan.layout import HEADER, ShardPlan, plan_shards, plan_writes
-from zckpt.plan.select import select
+from zckpt.plan.layout import plan_shards
 from zckpt.state.inventory import TIERS, Fragment
 
-SAVE_ID = "0123456789abcdef"
-BLOCK_BYTES = 4096
 ABOUT = catalog.About(1, BLOCK_BYTES, {}, b"\xc0", {})
-
-
-def fragments_of(
-    rank: int, world_size: int, seed: int, parts: tuple[str, ...] = ("master", "exp_avg")
-) -> list[Fragment]:
-    """What one rank holds of some tensors that all ranks of this seed share."""
-    choice = random.Random(seed)
-    found = []
-    for number in range(choice.randrange(1, 6)):
-        shape = tuple(choice.randrange(60) for _ in range(choice.randrange(4)))
-        dtype = choice.choice(["F32", "BF16", "U8", "F64"])
-        for owner, tier, start, stop in cuts(math.prod(shape), world_size, "random", choice):
-            if owner == rank:
-                found += [Fragment(part, f"layer.{number}", shape, dtype, start, stop, tier) for part in parts]
-    return found
-
-
-fragment_lists = st.integers(0, 10**6).map(lambda seed: fragments_of(0, 2, seed))
-
-
-def pieces_of(plan: ShardPlan) -> list[tuple[Fragment, int, int, int]]:
-    """Each fragment with its first byte among the data, its bytes and its first block."""
-    columns = (plan.pieces.start.tolist(), plan.pieces.nbytes.tolist(), plan.pieces.block.tolist())
-    return list(zip(plan.fragments, *columns, strict=True))
-
-
-@given(fragment_lists)
-def test_a_file_per_part_and_tier_holds_every_fragment_once(fragments: list[Fragment]) -> None:
-    plans = plan_shards(fragments, SAVE_ID, 0, 2, block_bytes=BLOCK_BYTES)
-    assert len({(plan.shard.part, plan.shard.tier) for plan in plans}) == len(plans)
-    placed = [fragment for plan in plans for fragment in plan.fragments]
-    assert sorted(map(repr, placed)) == sorted(map(repr, fragments))
-    first_block = 0
-    for plan in plans:
-        assert {(f.part, f.tier) for f in plan.fragments} == {(plan.shard.part, plan.shard.tier)}
-        assert plan.first_block == first_block
-        first_block += plan.blocks
-        block, offset = block_count(len(plan.header), BLOCK_BYTES), 0
-        for fragment, start, nbytes, first in pieces_of(plan):
-            assert (first, start) == (block, offset)
-            assert nbytes == (fragment.stop - fragment.start) * ITEM_BYTES[fragment.dtype]
-            assert start % ITEM_BYTES[fragment.dtype] == 0
-            block += block_count(nbytes, BLOCK_BYTES)
-            offset += nbytes
-        assert (plan.blocks, plan.nbytes) == (block, len(plan.header) + offset)
-        assert len(decode_header(plan.header, plan.nbytes, plan.shard).entries) == len(plan.fragments)
-
-
-def test_pieces_keep_the_order_of_memory() -> None:
-    """So that one flat partition is one sequential write; only larger elements go before smaller ones."""
-    names = ["z", "a", "m"]
-    fragments = [Fragment("master", name, (4,), "F32", 0, 4) for name in names]
-    fragments.insert(1, Fragment("master", "wide", (4,), "F64", 0, 4))
-    (plan,) = plan_shards(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
-    assert [fragment.name for fragment in plan.fragments] == ["wide", *names]
-
-
-@given(fragment_lists, st.integers(1, 4))
-def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_blocks: int) -> None:
-    batch_bytes = batch_blocks * BLOCK_BYTES
-    for plan in plan_shards(fragments, SAVE_ID, 0, 2, block_bytes=BLOCK_BYTES):
-        ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=BLOCK_BYTES)
-        sizes = {HEADER: len(plan.header)} | {i: piece[2] for i, piece in enumerate(pieces_of(plan))}
-        starts = {HEADER: 0} | {i: len(plan.header) + piece[1] for i, piece in enumerate(pieces_of(plan))}
-        position = 0
-        block = plan.first_block
-        for op in ops:
-            assert op.offset == position
-            assert 0 < op.nbytes <= batch_bytes
-            assert op.block == block
-            for source, start, nbytes in zip(op.source, op.span_start, op.span_bytes, strict=True):
-                assert starts[source] + start == position
-                assert start % BLOCK_BYTES == 0
-                assert nbytes % BLOCK_BYTES == 0 or start + nbytes == sizes[source]
-                block += block_count(int(nbytes), BLOCK_BYTES)
-                position += nbytes
-            assert len(set(op.source)) == len(op.source)
-            assert op.offset + op.nbytes == position
-        assert position == plan.nbytes
-        assert block == plan.first_block + plan.blocks
-
-
-KEYS = ["master/a.weight", "master/a.bias", "exp_avg/a.weight", "master/w[0]", "master/w*", "master/w?"]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found"),
-    [
-        (None, KEYS),
-        ("master/a.bias", ["master/a.bias"]),
-        ("*/a.weight", ["master/a.weight", "exp_avg/a.weight"]),
-        (["exp_avg/*", "master/a.bias", "master/a.*"], ["master/a.weight", "master/a.bias", "exp_avg/a.weight"]),
-        ((key for key in ["master/a.bias"] * 2), ["master/a.bias"]),
-        (lambda key: key.endswith("weight"), ["master/a.weight", "exp_avg/a.weight"]),
-        (lambda key: False, None),
-        ([], []),
-        ("master/w[0]", ["master/w[0]"]),  # an exact key is no glob, whatever its characters
-        ("master/w*", ["master/w*"]),
-        ("master/w?", ["master/w?"]),
-        ("master/w[*]", ["master/w*"]),
-        ("MASTER/*", None),
-        ("master/a.weights", None),
-        (["master/a.bias", "nothing*"], None),
-        ("", None),
-    ],
-)
-def test_select(wanted: object, found: list[str] | None) -> None:
-    if found is None:
-        with pytest.raises(KeyNotFoundError) as caught:
-            select(KEYS, wanted)
-        assert callable(wanted) or caught.value.key in ([wanted] if isinstance(wanted, str) else wanted)
-        assert any(key in str(caught.value) for key in KEYS)
-    else:
-        assert select(KEYS, wanted) == found
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found"),
-    [
-        ("master/*", ["master/a", "master/None"]),
-        ("*", ["master/a", "master/None", "exp_avg/a"]),
-        ("master/tied", ["master/tied"]),
-        (["master/tied", "master/a"], ["master/a", "master/tied"]),
-        ("master/t*", ["master/tied", "master/twin"]),
-        ("*/tie?", ["exp_avg/tied", "master/tied"]),
-        ("*ied", ["exp_avg/tied", "master/tied"]),
-        ("*a/tied", None),
-        ("master/nothing", None),
-        ("exp_avg/far", None),  # what it stands for is in another part
-        ("master/far", ["master/far"]),
-        (lambda key: key.endswith("tied"), None),
-        (None, ["master/a", "master/None", "exp_avg/a"]),
-    ],
-)
-def test_select_by_further_names(wanted: object, found: list[str] | None) -> None:
-    keys = ["master/a", "master/None", "exp_avg/a"]
-    aliases = {"tied": "a", "twin": "a", "far": "None"}
-    if found is None:
-        with pytest.raises(KeyNotFoundError):
-            select(keys, wanted, aliases)
-    else:
-        assert select(keys, wanted, aliases) == found
-
-
-def test_an_unknown_key_names_the_nearest() -> None:
-    with pytest.raises(KeyNotFoundError, match=r"nearest are: exp_avg/a\.weight"):
-        select(KEYS, "exp_avg/a.wieght")
-    with pytest.raises(KeyNotFoundError, match="holds no tensors"):
-        select([], "a")
 
 
 def receipts_of(all_fragments: list[list[Fragment]]) -> list[catalog.Receipt]:
@@ -312,13 +156,6 @@ def test_digests_come_into_a_manifest_that_was_checked_before() -> None:
     unknown = [replace(receipt, digest=bytes(16)) for receipt in receipts]
     planned, same_index = catalog.catalog(unknown, SAVE_ID, ABOUT)
     assert (catalog.with_digests(planned, digests), same_index) == (raw, index)
-
-
-def test_more_blocks_than_a_digest_table_can_hold_are_refused() -> None:
-    numel = (1 << 26) << 10
-    fragment = Fragment("master", "w", (numel,), "F32", 0, numel)
-    with pytest.raises(UnsupportedError, match=r"67,108,865 blocks of 4,096 bytes; .* 67,108,864"):
-        plan_shards([fragment], SAVE_ID, 0, 1, block_bytes=4096)
 
 
 def test_an_alias_of_what_is_left_out_is_left_out() -> None:

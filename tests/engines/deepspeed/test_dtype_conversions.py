@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zckpt
-from tests.engines.test_stages import ADAM, link_all, restore_whole, write_whole
+from tests.engines.deepspeed.test_stages import ADAM, link_all, restore_whole, write_whole
 from tests.support.models import ADAMW, train
 from tests.support.runs import BEFORE, assert_same, logical, settings, weights
 

@@ -1,4 +1,4 @@
-"""The I/O engine: what goes past the page cache and what does not, budgets, and what the environment says of them."""
+"""Direct I/O: what goes past the page cache and what does not, and file systems that do not have it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import mmap
 import os
 import resource
 import subprocess
-import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -26,8 +24,7 @@ from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
 from zckpt.system import linux
-from zckpt.transfer.pipeline import Pipeline, Snapshot
-from zckpt.transfer.staging import Arena, StagingBuffer, StagingPool, host_pool
+from zckpt.transfer.staging import StagingPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -247,64 +244,6 @@ def test_an_error_of_the_disk_is_not_taken_for_a_missing_feature(
         checkpoint.load("master/large", verify=False)
 
 
-def test_the_budget_bounds_every_buffer() -> None:
-    for nbytes in (8 * MIB, 32 * MIB, 256 * MIB):
-        budget = zckpt.Budget(nbytes=nbytes, threads=4)
-        assert 4 * (budget.batch_bytes(MIB) + 2 * PAGE_BYTES) <= nbytes
-    with pytest.raises(ValueError, match="2 MiB"):
-        zckpt.Budget(nbytes=MIB)
-    with pytest.raises(ValueError, match="threads"):
-        zckpt.Budget(threads=0)
-
-
-@pytest.mark.parametrize("block_bytes", [4 << 10, 64 << 10, MIB])
-@pytest.mark.parametrize("nbytes_per_thread", [2 * MIB, 5 * MIB, 64 * MIB])
-def test_pinned_memory_is_cut_into_buffers_without_waste(nbytes_per_thread: int, block_bytes: int) -> None:
-    for threads in range(1, 65):
-        budget = zckpt.Budget(nbytes_per_thread * threads, threads)
-        arena = Arena.within(budget, block_bytes)
-        assert arena.nbytes <= budget.nbytes
-        assert arena.nbytes.bit_count() == 1  # torch's allocator rounds nothing up
-        assert arena.batch_bytes % block_bytes == 0
-        room, buffer_bytes = arena.nbytes - PAGE_BYTES, arena.batch_bytes + 2 * PAGE_BYTES
-        assert arena.buffers * buffer_bytes <= room < (arena.buffers + 1) * buffer_bytes
-        assert arena.buffers >= min(2 * threads, room // (block_bytes + 2 * PAGE_BYTES))
-        assert nbytes_per_thread < 16 * MIB or arena.buffers * buffer_bytes > 0.87 * arena.nbytes
-
-
-def test_small_budgets_write_and_read_the_same(tmp_path: Path) -> None:
-    state = write_state(tmp_path / "c", 2, SHAPES)
-    loaded = zckpt.open(tmp_path / "c", budget=zckpt.Budget(nbytes=2 * MIB, threads=1)).load()
-    assert same_all(loaded, state.full)
-
-
-def test_the_environment_sets_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert zckpt.Budget.from_environment() == zckpt.Budget()
-    monkeypatch.setenv("ZCKPT_BUDGET_BYTES", str(64 * MIB))
-    monkeypatch.setenv("ZCKPT_THREADS", "2")
-    monkeypatch.setenv("ZCKPT_DIRECT", "0")
-    assert zckpt.Budget.from_environment() == zckpt.Budget(64 * MIB, 2, False)
-    for variable, value in (("ZCKPT_THREADS", "many"), ("ZCKPT_DIRECT", "yes"), ("ZCKPT_BUDGET_BYTES", "256M")):
-        with monkeypatch.context() as context:
-            context.setenv(variable, value)
-            with pytest.raises(ValueError, match=variable):
-                zckpt.Budget.from_environment()
-
-
-def test_the_environment_turns_digests_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_state(tmp_path / "c", 1, SHAPES, parts=("master",))
-    (file,) = data_files(tmp_path / "c")
-    with file.open("r+b") as opened:
-        opened.seek(file.stat().st_size - 100)
-        opened.write(b"\xff\x00\xff\x00")
-    with pytest.raises(zckpt.DigestError):
-        zckpt.open(tmp_path / "c").load()
-    monkeypatch.setenv("ZCKPT_VERIFY", "0")
-    zckpt.open(tmp_path / "c").load()
-    with pytest.raises(zckpt.DigestError):
-        zckpt.open(tmp_path / "c").load(verify=True)
-
-
 def test_files_stay_open_for_a_while(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(10))
     reader = LocalReader(str(tmp_path))
@@ -312,33 +251,3 @@ def test_files_stay_open_for_a_while(tmp_path: Path) -> None:
     (tmp_path / "a").unlink()
     assert reader.read("a", 2, 3) == bytes(3)
     reader.close()
-
-
-def test_a_thread_of_a_pipeline_that_fails_ends_those_that_wait_for_it() -> None:
-    taking, waiting = threading.Event(), threading.Event()
-
-    class Condition(threading.Condition):
-        def wait(self, timeout: float | None = None) -> bool:
-            waiting.set()
-            return super().wait(timeout)
-
-    def take(item: int, stage: StagingBuffer) -> int:
-        taking.set()
-        assert waiting.wait(10)
-        raise ValueError
-
-    def work() -> None:
-        with suppress(ValueError):
-            pipeline.work()
-
-    pool = host_pool(MIB)
-    pipeline = Pipeline([0], take, lambda item, stage: None, pool, 1, Snapshot(), 1)
-    pipeline._changed = Condition()
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
-    with pool.work():
-        threads[0].start()
-        assert taking.wait(10)
-        threads[1].start()
-        for thread in threads:
-            thread.join(10)
-    assert not any(thread.is_alive() for thread in threads)

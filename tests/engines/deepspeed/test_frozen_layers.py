@@ -9,8 +9,8 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import zckpt
-from tests.engines.test_offload import PARAM_DISK
-from tests.engines.test_stages import link_all
+from tests.engines.deepspeed.test_offload import PARAM_DISK
+from tests.engines.deepspeed.test_stages import link_all
 from tests.support.models import make_engine, train
 from tests.support.runs import BEFORE, assert_same, inner, settings, weights
 

@@ -192,8 +192,9 @@ def test_whole_tensors_cost_their_own_bytes(store: Store, wanted: list[bool], ve
     read = run(store, ops, sinks)
     assert sum(read.values()) == sum(store.tensors[i].values.nbytes for i in chosen)
     assert all(sinks[i] == store.tensors[i].values.tobytes() for i in chosen)
-    for before, after in pairwise(ops):  # neighbours are one read
-        assert (before.file, before.offset + before.nbytes) != (after.file, after.offset)
+    for before, after in pairwise(ops):  # neighbours are one read, as long as it has room for more segments
+        if len(before.segments.nbytes) < coalesce.SEGMENTS_MAX:
+            assert (before.file, before.offset + before.nbytes) != (after.file, after.offset)
 
 
 @given(stores(), st.integers(1, 50), st.integers(0, 30))

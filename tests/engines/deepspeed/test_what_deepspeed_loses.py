@@ -6,12 +6,12 @@ an error on every rank. bench/coverage.py runs the same against DeepSpeed itself
         weights alone, at another world size             test_weights_alone
         sub-groups, param groups, round robin            test_another_layout
         several param groups become one                  test_settings_that_cannot_both_be_kept
-        a layer frozen or thawed                         test_frozen
+        a layer frozen or thawed                         test_frozen_layers
         what round robin reorders, read by name          test_stages: test_reordered_parameters_...
         offload: none, CPU, NVMe into each other         test_offload: test_any_mode_restores_into_any_other_...
     what a conversion would drop
         frozen weights, buffers, tied weights, settings  test_what_a_conversion_would_drop
-        another compute dtype                            test_conversions
+        another compute dtype                            test_dtype_conversions
     NVMe offload
         resume; small param groups; pipelined; trained   test_offload: test_a_restored_run_goes_on_bit_for_bit
         everything smaller than what is swapped          test_a_model_too_small_for_nvme
@@ -42,8 +42,8 @@ import pytest
 import torch
 
 import zckpt
-from tests.engines.test_offload import NVME, PARAM_DISK, Deep, peak_growth
-from tests.engines.test_stages import ADAM, restore_whole, write_whole
+from tests.engines.deepspeed.test_offload import NVME, PARAM_DISK, Deep, peak_growth
+from tests.engines.deepspeed.test_stages import ADAM, restore_whole, write_whole
 from tests.support.models import make_engine, train
 from tests.support.runs import BEFORE, assert_same, fingerprint, held, inner, logical, settings, told, weights
 from tests.support.states import same_all

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CORE = [
-    "tests/storage/test_links.py", "tests/reading/test_load.py::test_load_gives_what_was_written",
+    "tests/storage/test_symbolic_links.py", "tests/reading/test_load.py::test_load_gives_what_was_written",
     "tests/storage/test_store.py",
     "tests/api/test_gc.py::test_leftovers_go_and_nothing_else", "tests/api/test_repair.py::test_a_manifest",
     "-knot replace_shows",  # which takes long

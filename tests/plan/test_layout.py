@@ -1,0 +1,80 @@
+"""The layout of data files: where each fragment comes to lie, and the writes that fill a file in whole blocks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.fragments import BLOCK_BYTES, SAVE_ID, fragments_of, pieces_of
+from zckpt.errors import UnsupportedError
+from zckpt.format.digest import block_count
+from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.format.shard import decode_header
+from zckpt.plan.layout import HEADER, plan_shards, plan_writes
+from zckpt.state.inventory import Fragment
+
+fragment_lists = st.integers(0, 10**6).map(lambda seed: fragments_of(0, 2, seed))
+
+
+@given(fragment_lists)
+def test_a_file_per_part_and_tier_holds_every_fragment_once(fragments: list[Fragment]) -> None:
+    plans = plan_shards(fragments, SAVE_ID, 0, 2, block_bytes=BLOCK_BYTES)
+    assert len({(plan.shard.part, plan.shard.tier) for plan in plans}) == len(plans)
+    placed = [fragment for plan in plans for fragment in plan.fragments]
+    assert sorted(map(repr, placed)) == sorted(map(repr, fragments))
+    first_block = 0
+    for plan in plans:
+        assert {(f.part, f.tier) for f in plan.fragments} == {(plan.shard.part, plan.shard.tier)}
+        assert plan.first_block == first_block
+        first_block += plan.blocks
+        block, offset = block_count(len(plan.header), BLOCK_BYTES), 0
+        for fragment, start, nbytes, first in pieces_of(plan):
+            assert (first, start) == (block, offset)
+            assert nbytes == (fragment.stop - fragment.start) * ITEM_BYTES[fragment.dtype]
+            assert start % ITEM_BYTES[fragment.dtype] == 0
+            block += block_count(nbytes, BLOCK_BYTES)
+            offset += nbytes
+        assert (plan.blocks, plan.nbytes) == (block, len(plan.header) + offset)
+        assert len(decode_header(plan.header, plan.nbytes, plan.shard).entries) == len(plan.fragments)
+
+
+def test_pieces_keep_the_order_of_memory() -> None:
+    """So that one flat partition is one sequential write; only larger elements go before smaller ones."""
+    names = ["z", "a", "m"]
+    fragments = [Fragment("master", name, (4,), "F32", 0, 4) for name in names]
+    fragments.insert(1, Fragment("master", "wide", (4,), "F64", 0, 4))
+    (plan,) = plan_shards(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
+    assert [fragment.name for fragment in plan.fragments] == ["wide", *names]
+
+
+@given(fragment_lists, st.integers(1, 4))
+def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_blocks: int) -> None:
+    batch_bytes = batch_blocks * BLOCK_BYTES
+    for plan in plan_shards(fragments, SAVE_ID, 0, 2, block_bytes=BLOCK_BYTES):
+        ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=BLOCK_BYTES)
+        sizes = {HEADER: len(plan.header)} | {i: piece[2] for i, piece in enumerate(pieces_of(plan))}
+        starts = {HEADER: 0} | {i: len(plan.header) + piece[1] for i, piece in enumerate(pieces_of(plan))}
+        position = 0
+        block = plan.first_block
+        for op in ops:
+            assert op.offset == position
+            assert 0 < op.nbytes <= batch_bytes
+            assert op.block == block
+            for source, start, nbytes in zip(op.source, op.span_start, op.span_bytes, strict=True):
+                assert starts[source] + start == position
+                assert start % BLOCK_BYTES == 0
+                assert nbytes % BLOCK_BYTES == 0 or start + nbytes == sizes[source]
+                block += block_count(int(nbytes), BLOCK_BYTES)
+                position += nbytes
+            assert len(set(op.source)) == len(op.source)
+            assert op.offset + op.nbytes == position
+        assert position == plan.nbytes
+        assert block == plan.first_block + plan.blocks
+
+
+def test_more_blocks_than_a_digest_table_can_hold_are_refused() -> None:
+    numel = (1 << 26) << 10
+    fragment = Fragment("master", "w", (numel,), "F32", 0, numel)
+    with pytest.raises(UnsupportedError, match=r"67,108,865 blocks of 4,096 bytes; .* 67,108,864"):
+        plan_shards([fragment], SAVE_ID, 0, 1, block_bytes=4096)

@@ -1,0 +1,76 @@
+"""The budget: it bounds the buffers, the environment sets its defaults, and pinned memory is cut up without waste."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import zckpt
+from tests.support.states import same_all, write_state
+from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.transfer.staging import Arena
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 1 << 20
+SHAPES = {"large": (1500, 1009), "larger": (2_200_001,), "one": (1,), "none": (0, 3)}
+
+
+def test_the_budget_bounds_every_buffer() -> None:
+    for nbytes in (8 * MIB, 32 * MIB, 256 * MIB):
+        budget = zckpt.Budget(nbytes=nbytes, threads=4)
+        assert 4 * (budget.batch_bytes(MIB) + 2 * PAGE_BYTES) <= nbytes
+    with pytest.raises(ValueError, match="2 MiB"):
+        zckpt.Budget(nbytes=MIB)
+    with pytest.raises(ValueError, match="threads"):
+        zckpt.Budget(threads=0)
+
+
+@pytest.mark.parametrize("block_bytes", [4 << 10, 64 << 10, MIB])
+@pytest.mark.parametrize("nbytes_per_thread", [2 * MIB, 5 * MIB, 64 * MIB])
+def test_pinned_memory_is_cut_into_buffers_without_waste(nbytes_per_thread: int, block_bytes: int) -> None:
+    for threads in range(1, 65):
+        budget = zckpt.Budget(nbytes_per_thread * threads, threads)
+        arena = Arena.within(budget, block_bytes)
+        assert arena.nbytes <= budget.nbytes
+        assert arena.nbytes.bit_count() == 1  # torch's allocator rounds nothing up
+        assert arena.batch_bytes % block_bytes == 0
+        room, buffer_bytes = arena.nbytes - PAGE_BYTES, arena.batch_bytes + 2 * PAGE_BYTES
+        assert arena.buffers * buffer_bytes <= room < (arena.buffers + 1) * buffer_bytes
+        assert arena.buffers >= min(2 * threads, room // (block_bytes + 2 * PAGE_BYTES))
+        assert nbytes_per_thread < 16 * MIB or arena.buffers * buffer_bytes > 0.87 * arena.nbytes
+
+
+def test_small_budgets_write_and_read_the_same(tmp_path: Path) -> None:
+    state = write_state(tmp_path / "c", 2, SHAPES)
+    loaded = zckpt.open(tmp_path / "c", budget=zckpt.Budget(nbytes=2 * MIB, threads=1)).load()
+    assert same_all(loaded, state.full)
+
+
+def test_the_environment_sets_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert zckpt.Budget.from_environment() == zckpt.Budget()
+    monkeypatch.setenv("ZCKPT_BUDGET_BYTES", str(64 * MIB))
+    monkeypatch.setenv("ZCKPT_THREADS", "2")
+    monkeypatch.setenv("ZCKPT_DIRECT", "0")
+    assert zckpt.Budget.from_environment() == zckpt.Budget(64 * MIB, 2, False)
+    for variable, value in (("ZCKPT_THREADS", "many"), ("ZCKPT_DIRECT", "yes"), ("ZCKPT_BUDGET_BYTES", "256M")):
+        with monkeypatch.context() as context:
+            context.setenv(variable, value)
+            with pytest.raises(ValueError, match=variable):
+                zckpt.Budget.from_environment()
+
+
+def test_the_environment_turns_digests_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_state(tmp_path / "c", 1, SHAPES, parts=("master",))
+    (file,) = (tmp_path / "c").rglob("master.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size - 100)
+        opened.write(b"\xff\x00\xff\x00")
+    with pytest.raises(zckpt.DigestError):
+        zckpt.open(tmp_path / "c").load()
+    monkeypatch.setenv("ZCKPT_VERIFY", "0")
+    zckpt.open(tmp_path / "c").load()
+    with pytest.raises(zckpt.DigestError):
+        zckpt.open(tmp_path / "c").load(verify=True)
