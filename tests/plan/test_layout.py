@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.fragments import BLOCK_BYTES, SAVE_ID, fragments_of, pieces_of
 from zckpt.errors import UnsupportedError
-from zckpt.format.digest import block_count
+from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.shard import decode_header
 from zckpt.plan.layout import HEADER, plan_shards, plan_writes
@@ -52,7 +52,7 @@ def test_pieces_keep_the_order_of_memory() -> None:
 def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_blocks: int) -> None:
     batch_bytes = batch_blocks * BLOCK_BYTES
     for plan in plan_shards(fragments, SAVE_ID, 0, 2, block_bytes=BLOCK_BYTES):
-        ops = plan_writes(plan, batch_bytes=batch_bytes, block_bytes=BLOCK_BYTES)
+        ops = plan_writes([plan], batch_bytes=batch_bytes, block_bytes=BLOCK_BYTES).ops
         sizes = {HEADER: len(plan.header)} | {i: piece[2] for i, piece in enumerate(pieces_of(plan))}
         starts = {HEADER: 0} | {i: len(plan.header) + piece[1] for i, piece in enumerate(pieces_of(plan))}
         position = 0
@@ -78,3 +78,18 @@ def test_more_blocks_than_a_digest_table_can_hold_are_refused() -> None:
     fragment = Fragment("master", "w", (numel,), "F32", 0, numel)
     with pytest.raises(UnsupportedError, match=r"67,108,865 blocks of 4,096 bytes; .* 67,108,864"):
         plan_shards([fragment], SAVE_ID, 0, 1, block_bytes=4096)
+
+
+@pytest.mark.parametrize("later", [(), ("master",), ("buffer",), ("buffer", "master")])
+def test_what_may_change_at_any_time_is_read_first(later: tuple[str, ...]) -> None:
+    all_parts = ("master", "param", "buffer")
+    files = plan_shards(
+        [Fragment(part, "w", (3000,), "F32", 0, 3000) for part in all_parts], SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES
+    )
+    plan = plan_writes(files, later, batch_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES)
+    parts = [files[op.file].shard.part for op in plan.ops]
+    first = [part for part in all_parts if part not in later]
+    assert list(dict.fromkeys(parts)) == first + [part for part in all_parts if part in later]
+    assert ({*parts[: plan.urgent]}, {*parts[plan.urgent :]}) == ({*first}, {*later})
+    assert sorted(op.block for op in plan.ops) == list(range(plan.table_bytes // DIGEST_BYTES))
+    assert plan.tensor_bytes == 3 * 3000 * 4

@@ -213,7 +213,7 @@ def test_a_write_holds_the_lock_and_gives_it_back(tmp_path: Path) -> None:
         write_through(path, value(2))
     assert names_in(path) == COMMITTED
     with (
-        mock.patch("zckpt.api.write.write_shards", side_effect=OSError("no")),
+        mock.patch("zckpt.api.write.run_writes", side_effect=OSError("no")),
         pytest.raises(OSError, match="no"),
     ):
         write_through(tmp_path / "other", value(1))

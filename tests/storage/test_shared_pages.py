@@ -131,7 +131,7 @@ def test_long_runs_of_a_swap_file_keep_their_place_in_a_page() -> None:
         source = fragments[number].data
         assert isinstance(source, FileSpan)
         assert (source.offset - plan.pieces.start[number]) % DATA_ALIGNMENT_BYTES == 0
-    ops = plan_writes(plan, batch_bytes=1 << 23, block_bytes=4096)
+    ops = plan_writes([plan], batch_bytes=1 << 23, block_bytes=4096).ops
     assert [op.source.tolist() for op in ops] == [[HEADER], [0, 1], [FILLER], [2], [3, FILLER], [4]]
     position, block = 0, 0
     for op in ops:

@@ -29,7 +29,7 @@ from zckpt.format import manifest as manifest_format
 from zckpt.format import names, tree
 from zckpt.format.digest import BLOCK_BYTES, digest
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_shards
+from zckpt.plan.layout import plan_shards, plan_writes
 from zckpt.plan.select import several
 from zckpt.progress import Progress, reported
 from zckpt.ranks.collectives import Ranks, check_arguments, comparable
@@ -44,8 +44,9 @@ from zckpt.transfer.budget import Budget
 from zckpt.transfer.devices import check_devices, devices_of, synchronize
 from zckpt.transfer.memory import host_bytes
 from zckpt.transfer.pipeline import Snapshot
+from zckpt.transfer.staging import pool_for
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
-from zckpt.transfer.write import write_shards
+from zckpt.transfer.write import run_writes
 from zckpt.version import __version__
 from zckpt.writing.plain import plain
 
@@ -611,7 +612,7 @@ def begin_write(
 def write_rank(
     target: str,
     save_id: str,
-    plans: Sequence[ShardPlan],
+    shards: Sequence[ShardPlan],
     rank: int,
     budget: Budget | None = None,
     progress: Progress | None = None,
@@ -621,8 +622,9 @@ def write_rank(
     snapshot_bytes: int = 0,
     later: Collection[str] = (),
 ) -> bytes:
-    """One rank's files of a write that rank 0 has begun, durable; ``snapshot``, ``snapshot_bytes`` and ``later`` as for
-    ``write_shards``. Returns the digest of the rank's digest table. Raises StorageError, RankError, and ZckptError
+    """One rank's files of a write that rank 0 has begun, durable. Parts in ``later`` may change only once ``snapshot``
+    has been told that all has been read; copies of up to ``snapshot_bytes``, or of the budget if that is more, are not
+    on disk yet then. Returns the digest of the rank's digest table. Raises StorageError, RankError, and ZckptError
     where the write is given up.
     """
     store = open_store(target)
@@ -634,13 +636,14 @@ def write_rank(
         )  # fmt: skip
     store.make_directories(names.rank_dir(save_id, rank))
     # Tensors that were not contiguous were copied while the write was planned, on another thread's stream.
-    synchronize(devices_of(_tensors(fragment for plan in plans for fragment in plan.fragments)))
-    nbytes = sum(int(plan.pieces.nbytes.sum()) for plan in plans)
-    with reported(progress, "write", nbytes) as advance:
-        table = write_shards(
-            store, plans, budget or Budget.from_environment(), block_bytes,
-            snapshot=snapshot or Snapshot(), snapshot_bytes=snapshot_bytes, later=later, advance=advance,
-        )  # fmt: skip
+    devices = devices_of(_tensors(fragment for shard in shards for fragment in shard.fragments))
+    synchronize(devices)
+    budget = budget or Budget.from_environment()
+    staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
+    buffers = staging.buffers or max(snapshot_bytes // staging.nbytes, budget.threads)
+    plan = plan_writes(shards, later, batch_bytes=staging.batch_bytes, block_bytes=block_bytes)
+    with reported(progress, "write", plan.tensor_bytes) as advance:
+        table = run_writes(store, plan, budget, staging, buffers, snapshot or Snapshot(), advance)
     store.put(names.digests_path(save_id, rank), table)
     store.sync_names(names.rank_dir(save_id, rank))
     return digest(table)

@@ -1,4 +1,4 @@
-"""From the fragments that a rank holds to the files that it writes: names, headers, offsets, block numbers."""
+"""From the fragments that a rank holds to its files (names, headers, offsets, block numbers), and to their writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zckpt.format.shard import ShardId, encode_header
 from zckpt.state.inventory import TIERS, FileSpan, Fragment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from zckpt.format.index import Ints
 
@@ -64,6 +64,11 @@ class ShardPlan:
             getattr(self.regions, column)[own] for column in ("source", "start", "nbytes", "block")
         )
         return Regions(source, start - len(self.header), nbytes, block)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The space to reserve before the first write; none for what lies in a swap file, which may not need any."""
+        return 0 if self.shard.tier == "nvme" else self.nbytes
 
 
 def plan_shards(
@@ -133,9 +138,10 @@ def shareable(fragments: Sequence[Fragment]) -> dict[int, int]:
         if not isinstance(data, FileSpan):
             continue
         numbers, run = runs[-1] if runs else ([], FileSpan("", 0, 0))
-        if (data.path, data.offset) == (run.path, run.offset + run.nbytes):
+        joined = run.joined(data)
+        if joined is not None:
             numbers.append(number)
-            runs[-1] = numbers, FileSpan(run.path, run.offset, run.nbytes + data.nbytes)
+            runs[-1] = numbers, joined
         else:
             runs.append(([number], data))
     return {number: numbers[0] for numbers, run in runs if run.nbytes >= SHARED_BYTES_MIN for number in numbers}
@@ -143,47 +149,86 @@ def shareable(fragments: Sequence[Fragment]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteOp:
-    """One contiguous write of ``nbytes`` at byte ``offset`` of the file. ``block`` is the number of its first digest in
-    the rank's table.
+    """One contiguous write of ``nbytes`` at byte ``offset`` of file number ``file`` of the plan. ``block`` is the
+    number of its first digest in the rank's table.
 
     Its spans, as int64 columns: ``span_bytes`` of a ``source``, as in ``Regions``, from that source's byte
-    ``span_start`` on. Whole blocks, but for the last of a source.
+    ``span_start`` on. Whole blocks, but for the last of a source. ``swapped``: where all of these bytes are adjacent in
+    one swap file, their range there.
     """
 
+    file: int
     offset: int
     nbytes: int
     block: int
     source: Ints
     span_start: Ints
     span_bytes: Ints
+    swapped: FileSpan | None
 
 
-def plan_writes(plan: ShardPlan, *, batch_bytes: int, block_bytes: int) -> tuple[WriteOp, ...]:
-    """Cuts a file into writes of at most ``batch_bytes``, a multiple of ``block_bytes``. A run of ``shareable`` bytes
-    has writes of its own."""
+@dataclass(frozen=True, slots=True, eq=False)
+class WritePlan:
+    """All that one rank writes: ``ops`` in the order in which their sources are read. The first ``urgent`` ones are of
+    the parts of the state that may change at any time. Each block of ``block_bytes`` has a digest in the rank's table,
+    which has ``table_bytes``."""
+
+    files: tuple[ShardPlan, ...]
+    ops: tuple[WriteOp, ...]
+    urgent: int
+    block_bytes: int
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(file.blocks for file in self.files) * DIGEST_BYTES
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(int(file.pieces.nbytes.sum()) for file in self.files)
+
+
+def plan_writes(
+    files: Iterable[ShardPlan], later: Collection[str] = (), *, batch_bytes: int, block_bytes: int
+) -> WritePlan:
+    """Cuts the files of one rank into writes of at most ``batch_bytes``, a multiple of ``block_bytes``. The parts in
+    ``later`` come last, for they do not change before the others have been read."""
+    files = tuple(files)
+    ops = [op for number, file in enumerate(files) for op in _cut(file, number, batch_bytes, block_bytes)]
+    is_later = [files[op.file].shard.part in later for op in ops]
+    ordered = [op for wanted in (False, True) for op, one in zip(ops, is_later, strict=True) if one is wanted]
+    return WritePlan(files, tuple(ordered), is_later.count(False), block_bytes)
+
+
+def _cut(plan: ShardPlan, number: int, batch_bytes: int, block_bytes: int) -> Iterator[WriteOp]:
+    """The writes of one file. A run of ``shareable`` bytes has writes of its own."""
     shared = shareable(plan.fragments)
     regions = plan.regions
-    region, number = ragged(block_count(regions.nbytes, block_bytes))  # a row for each block
-    source, start = regions.source[region], number * block_bytes
+    region, place = ragged(block_count(regions.nbytes, block_bytes))  # a row for each block
+    source, start = regions.source[region], place * block_bytes
     nbytes = np.minimum(regions.nbytes[region] - start, block_bytes)
     at = regions.start[region] + start
     run = np.array([shared.get(one, -1) for one in regions.source.tolist()], np.int64)[region]
-    ops = []
     for first, run_stop in runs(run):
         while first < run_stop:
             stop = first + int(
                 np.searchsorted(at[first:run_stop] + nbytes[first:run_stop], at[first] + batch_bytes, "right")
             )
-            spans = np.array([begin for begin, _ in runs(source[first:stop])], np.int64)
-            ops.append(
-                WriteOp(
-                    int(at[first]),
-                    int(nbytes[first:stop].sum()),
-                    plan.first_block + first,
-                    source[first:stop][spans],
-                    start[first:stop][spans],
-                    np.add.reduceat(nbytes[first:stop], spans),
-                )
-            )
+            begins = np.array([begin for begin, _ in runs(source[first:stop])], np.int64)
+            spans = source[first:stop][begins], start[first:stop][begins], np.add.reduceat(nbytes[first:stop], begins)
+            total = int(nbytes[first:stop].sum())
+            yield WriteOp(number, int(at[first]), total, plan.first_block + first, *spans, _swapped(plan, spans))
             first = stop
-    return tuple(ops)
+
+
+def _swapped(plan: ShardPlan, spans: tuple[Ints, ...]) -> FileSpan | None:
+    """The range of one swap file that has the bytes of these spans, one after the other, if there is one."""
+    found: FileSpan | None = None
+    for source, start, nbytes in zip(*(column.tolist() for column in spans), strict=True):
+        data = plan.fragments[source].data if source >= 0 else None
+        if not isinstance(data, FileSpan):
+            return None
+        part = data.narrow(start, nbytes)
+        found = part if found is None else found.joined(part)
+        if found is None:
+            return None
+    return found

@@ -14,26 +14,26 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from zckpt.format.digest import DIGEST_BYTES, digest
-from zckpt.plan.layout import FILLER, HEADER, plan_writes
+from zckpt.plan.layout import FILLER, HEADER
 from zckpt.state.inventory import FileSpan
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.files import read_from
-from zckpt.transfer.devices import FromDevice, devices_of
+from zckpt.transfer.devices import FromDevice
 from zckpt.transfer.memory import byte_tensor
 from zckpt.transfer.pipeline import Pipeline
-from zckpt.transfer.staging import pool_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
-    from zckpt.plan.layout import ShardPlan, WriteOp
+    import torch
+
+    from zckpt.plan.layout import ShardPlan, WriteOp, WritePlan
     from zckpt.storage.contract import PageSharing, Store, Writer
     from zckpt.transfer.budget import Budget
     from zckpt.transfer.pipeline import Snapshot
-    from zckpt.transfer.staging import StagingBuffer
+    from zckpt.transfer.staging import StagingBuffer, StagingPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +45,6 @@ class _Job:
     op: WriteOp
     shared: PageSharing | None = None
     """By which its whole pages are in the file already; None: nothing of it is."""
-
-    @property
-    def source(self) -> FileSpan | None:
-        """The adjacent bytes of one swap file that all of it comes from, if it does."""
-        found: FileSpan | None = None
-        for source, start, nbytes in self.spans:
-            data = self.plan.fragments[source].data if source >= 0 else None
-            if not isinstance(data, FileSpan):
-                return None
-            part = data.narrow(start, nbytes)
-            if found is None:
-                found = part
-            elif (part.path, part.offset) == (found.path, found.offset + found.nbytes):
-                found = FileSpan(found.path, found.offset, found.nbytes + part.nbytes)
-            else:
-                return None
-        return found
 
     @property
     def spans(self) -> Iterator[tuple[int, int, int]]:
@@ -76,47 +59,35 @@ class _Job:
         return [*itertools.accumulate(self.op.span_bytes.tolist(), initial=self.op.offset % PAGE_BYTES)]
 
 
-def write_shards(
+def run_writes(
     store: Store,
-    plans: Sequence[ShardPlan],
+    plan: WritePlan,
     budget: Budget,
-    block_bytes: int,
-    *,
+    staging: StagingPool,
+    buffers: int,
     snapshot: Snapshot,
-    snapshot_bytes: int = 0,
-    later: Collection[str] = (),
     advance: Callable[[int], None],
 ) -> bytes:
-    """Writes the files of one rank to ``store``, where their directories exist, and makes their data durable.
+    """Carries out ``plan``: writes its files to ``store``, where their directories exist, and makes their data durable.
+    Each write fits in a buffer of ``staging``, of which up to ``buffers`` are in use.
 
-    ``snapshot`` is told when all parts of the state but those in ``later`` have been copied, and again when all of the
-    state has been copied. At that time, up to ``snapshot_bytes`` of the copies are not on disk yet, or as much as the
-    budget has for buffers if that is more. ``advance`` is called with the number of tensor bytes that have been
-    written. Returns the digest table. Raises StorageError, and ZckptError if the write was given up.
+    ``snapshot`` is told when the sources of the urgent writes have been read, and again when all sources have been
+    read. ``advance`` is called with the number of tensor bytes that have been written. Returns the digest table. Raises
+    StorageError, and ZckptError if the write was given up.
     """
-    table = bytearray(sum(plan.blocks for plan in plans) * DIGEST_BYTES)
-    sources = (fragment.data for plan in plans for fragment in plan.fragments)
-    devices = devices_of(source for source in sources if isinstance(source, torch.Tensor))
-    staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
+    table = bytearray(plan.table_bytes)
     files: list[Writer] = []
+
+    def put(job: _Job, stage: StagingBuffer) -> None:
+        _put(table, plan.block_bytes, job, stage)
+        advance(int(job.op.span_bytes[job.op.source >= 0].sum()))
+
     try:
-        jobs = []
-        for plan in plans:
-            # What lies in a swap file may not need any space.
-            reserved_bytes = 0 if plan.shard.tier == "nvme" else plan.nbytes
-            files.append(store.create(plan.shard.path, reserved_bytes, direct=budget.direct))
-            ops = plan_writes(plan, batch_bytes=staging.batch_bytes, block_bytes=block_bytes)
-            jobs += [_Job(files[-1], plan, op) for op in ops]
-        jobs.sort(key=lambda job: job.plan.shard.part in later)
-
-        def put(job: _Job, stage: StagingBuffer) -> None:
-            _put(table, block_bytes, job, stage)
-            advance(int(job.op.span_bytes[job.op.source >= 0].sum()))
-
-        urgent = sum(job.plan.shard.part not in later for job in jobs)
-        buffers = staging.buffers or max(snapshot_bytes // staging.nbytes, budget.threads)
+        for one in plan.files:
+            files.append(store.create(one.shard.path, one.reserved_bytes, direct=budget.direct))
+        jobs = [_Job(files[op.file], plan.files[op.file], op) for op in plan.ops]
         with staging.work(len(jobs)):
-            pipeline = Pipeline(jobs, _take, put, staging, buffers, snapshot, urgent)
+            pipeline = Pipeline(jobs, _take, put, staging, buffers, snapshot, plan.urgent)
             budget.run([pipeline.work] * budget.threads, lambda: snapshot.give_up("it was interrupted"))
         budget.run(file.sync for file in files)
     finally:
@@ -126,7 +97,7 @@ def write_shards(
 
 
 def _take(job: _Job, stage: StagingBuffer) -> _Job:
-    source, sharing = job.source, job.file.sharing
+    source, sharing = job.op.swapped, job.file.sharing
     if source is not None and sharing is not None and sharing.share(source, job.op.offset):
         start, stop = job.starts[0], job.starts[-1]
         for edge in (slice(start, -(-start // PAGE_BYTES) * PAGE_BYTES), slice(stop - stop % PAGE_BYTES, stop)):
