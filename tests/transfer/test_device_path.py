@@ -23,7 +23,7 @@ from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
 from zckpt.transfer import devices, staging
 from zckpt.transfer import write as io_write
-from zckpt.transfer.pipeline import Snapshot
+from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -28,7 +28,7 @@ from zckpt.testing import ReferenceEngine
 from zckpt.testing.adapter import ReferenceAdapter
 from zckpt.transfer import write as io_write
 from zckpt.transfer.devices import CopyQueue, ToDevice
-from zckpt.transfer.pipeline import Snapshot
+from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-from zckpt.transfer.pipeline import Pipeline, Snapshot
+from zckpt.transfer.pipeline import Pipeline
+from zckpt.transfer.snapshot import Snapshot
 from zckpt.transfer.staging import StagingBuffer, host_pool
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError
 from zckpt.system.threads import Worker, stop
-from zckpt.transfer.pipeline import Snapshot
+from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -43,7 +43,7 @@ from zckpt.system.available import available_bytes
 from zckpt.transfer.budget import Budget
 from zckpt.transfer.devices import check_devices, devices_of, synchronize
 from zckpt.transfer.memory import host_bytes
-from zckpt.transfer.pipeline import Snapshot
+from zckpt.transfer.snapshot import Snapshot
 from zckpt.transfer.staging import pool_for
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 from zckpt.transfer.write import run_writes

@@ -6,40 +6,15 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from zckpt.errors import ZckptError
 from zckpt.ranks.heartbeat import sign_of_life
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from zckpt.transfer.snapshot import Snapshot
     from zckpt.transfer.staging import StagingBuffer, StagingPool
 
 Item = TypeVar("Item")
-
-
-class Snapshot:
-    """What the thread that writes and the thread that called ``write`` tell each other about the state."""
-
-    def __init__(self) -> None:
-        self.copied = threading.Event()
-        """Set when the part of the state that may change at any time has been read."""
-        self.taken = threading.Event()
-        """Set when all of the state has been read. It may change from then on."""
-        self._reason: str | None = None
-
-    def give_up(self, reason: str) -> None:
-        """From now on the write begins no further operation, and it does not commit."""
-        self._reason = reason
-
-    def check(self) -> None:
-        """Raises ZckptError if the write was given up."""
-        if self._reason is not None:
-            raise ZckptError(f"the write was given up: {self._reason}", hint="write again")
-
-    def end(self) -> None:
-        """The write has ended, well or not: nobody has to wait for it any more."""
-        self.copied.set()
-        self.taken.set()
 
 
 class Pipeline(Generic[Item]):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zckpt.plan.layout import ShardPlan, WriteOp, WritePlan
     from zckpt.storage.contract import PageSharing, Store, Writer
     from zckpt.transfer.budget import Budget
-    from zckpt.transfer.pipeline import Snapshot
+    from zckpt.transfer.snapshot import Snapshot
     from zckpt.transfer.staging import StagingBuffer, StagingPool
 
 
