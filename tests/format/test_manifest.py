@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,7 +81,7 @@ def test_a_manifest_comes_back_as_it_went(manifest: Manifest) -> None:
     assert found == manifest
     assert [found.path(file) for file in found.files] == [manifest.path(file) for file in manifest.files]
     for number, file in enumerate(found.files):
-        assert found.file_number(file.rank, file.part, file.tier) == number
+        assert found.file_numbers(np.array([file.rank]), file.part, np.array([file.tier])) == [number]
     assert found.files[:] == tuple(found.files)
 
 

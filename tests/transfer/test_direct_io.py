@@ -117,8 +117,9 @@ def test_no_byte_goes_behind_the_memory_that_it_is_meant_for(tmp_path: Path) -> 
     checkpoint = zckpt.open(tmp_path / "c")
     room = torch.zeros(8)
     want = Want(checkpoint["master/w"], [Span(0, 8, 0)], room[:7])
-    with pytest.raises(ValueError, match="longer than the memory"):
-        checkpoint.read([want])
+    for wrong in (want, want._replace(spans=[Span(0, 8, -1)], target=room[1:])):
+        with pytest.raises(ValueError, match="longer than the memory"):
+            checkpoint.read([wrong])
     with pytest.raises(ValueError, match="no gaps"):
         checkpoint.read([want._replace(target=torch.zeros(16)[::2])])
     assert not room.any()

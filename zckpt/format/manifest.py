@@ -160,10 +160,6 @@ class Manifest:
     def part_ids(self) -> dict[str, int]:
         return {part.name: i for i, part in enumerate(self.parts)}
 
-    def file_number(self, rank: int, part: int, tier: int) -> int:
-        """Position in ``files``. Raises KeyError."""
-        return self._file_numbers[(rank * len(self.parts) + part) * len(TIERS) + tier]
-
     def file_numbers(self, rank: Ints, part: int, tier: Ints) -> Ints:
         """Positions in ``files``; -1 where there is none."""
         if not self.files:
@@ -183,10 +179,6 @@ class Manifest:
     def data_bytes(self) -> Ints:
         """Of each file, without its header."""
         return np.array(self.files.nbytes, np.int64) - np.array(self.files.data_start, np.int64)
-
-    @cached_property
-    def _file_numbers(self) -> dict[int, int]:
-        return {place: number for number, place in enumerate(self.file_places.tolist())}
 
     def shard(self, file: File) -> ShardId:
         return ShardId(self.save_id, file.rank, self.world_size, self.parts[file.part].name, TIERS[file.tier])

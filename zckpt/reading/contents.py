@@ -139,9 +139,11 @@ class Contents:
         return self._layouts[number]
 
     def piece_infos(self, info: TensorInfo) -> tuple[PieceInfo, ...]:
+        pieces = list(self.pieces(info))
+        rank, tier = np.array([(piece.rank, piece.tier) for piece in pieces], np.int64).T
         found = []
-        for piece in self.pieces(info):
-            file = self.manifest.files[self.manifest.file_number(piece.rank, info._place[0], piece.tier)]
+        for piece, number in zip(pieces, self.manifest.file_numbers(rank, info._place[0], tier).tolist(), strict=True):
+            file = self.manifest.files[number]
             nbytes = (piece.stop - piece.start) * info.dtype.itemsize
             place = (self.manifest.path(file), file.data_start + piece.offset, nbytes)
             found.append(PieceInfo(piece.rank, TIERS[piece.tier], piece.copy, piece.start, piece.stop, *place))

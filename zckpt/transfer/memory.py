@@ -1,8 +1,7 @@
-"""Tensors as bytes: fresh memory, views of host memory, and sinks that loaded bytes go to."""
+"""Tensors as bytes: fresh memory, and the sinks that loaded bytes go to."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 from typing import TYPE_CHECKING
 
@@ -10,23 +9,15 @@ import numpy as np
 import torch
 
 from zckpt.errors import CastError
-from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.transfer.devices import ToDevice, device_memory, devices_of
+from zckpt.transfer.host_memory import HostMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from zckpt.storage.buffers import Bytes
 
-    Ints = NDArray[np.int64]
-
 _CACHE_LINE_BYTES = 64
-HOST_MEMORY: Bytes = np.frombuffer((ctypes.c_uint8 * (1 << 57)).from_address(PAGE_BYTES), np.uint8)
-"""This process's address space, without its first page, in which nothing lies. A view of it keeps no memory alive."""
-HOST_VIEW = memoryview(HOST_MEMORY)
-"""The same; slices of it are made in half the time."""
 
 
 def fresh_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -83,38 +74,21 @@ def check_cast(stored: torch.dtype, wanted: torch.dtype, key: str) -> None:
 
 class Sinks:
     """The targets of a load. Each is a contiguous tensor on any device, and is filled entirely; elements stored with
-    another dtype are converted. ``keys`` name the targets in errors.
-
-    A target's memory on the host is found by its address: to make views of many small tensors would take longer than to
-    fill them.
-    """
+    another dtype are converted. ``keys`` name the targets in errors."""
 
     def __init__(self, keys: Sequence[str], targets: Sequence[torch.Tensor], stored: Sequence[torch.dtype]) -> None:
+        if not all(target.is_contiguous() for target in targets):
+            raise ValueError("what is filled by its address must have no gaps")
         self.keys = keys
         self._targets = targets
         self._stored = stored
-        self.places = np.array(
-            [
-                target.data_ptr() - PAGE_BYTES if target.is_cpu and target.dtype == dtype else -1
-                for target, dtype in zip(targets, stored, strict=True)
-            ],
-            np.int64,
-        )
-        """Where in HOST_MEMORY stored bytes can be read straight into; less than 0 where they cannot."""
-        self._nbytes = np.array([t.numel() * d.itemsize for t, d in zip(targets, stored, strict=True)], np.int64)
+        self.host = HostMemory(targets, stored)
         self.devices = devices_of(targets)
         numbers = {device: number for number, device in enumerate(self.devices)}
         self.device = np.array([-1 if target.is_cpu else numbers[target.device] for target in targets], np.int64)
         """Of each target: the position of its device in ``devices``; -1 for the host's memory."""
         self.inference = any(target.is_inference() for target in targets)
         """Whether some were made in ``torch.inference_mode()``: only a thread in that mode may change these."""
-        if not all(target.is_contiguous() for target in targets):
-            raise ValueError("what is filled by its address must have no gaps")
-
-    def check(self, sink: Ints, stop: Ints) -> None:
-        """Raises ValueError where a stored byte is meant for a place behind its target: an address has no bounds."""
-        if not (stop <= self._nbytes[sink]).all():
-            raise ValueError("a span is longer than the memory that it goes to")
 
     def device_memory(self, sink: int, start: int, nbytes: int) -> torch.Tensor | None:
         """Returns the ``nbytes`` of device memory from byte ``start`` of the target on, as a 1-D uint8 tensor; None if
@@ -133,10 +107,8 @@ class Sinks:
         return ToDevice(staged_at, dtype, flat[first : first + nbytes // dtype.itemsize])
 
     def put(self, sink: int, start: int, staged: Bytes) -> None:
-        """Copies stored bytes to byte ``start``, in host memory."""
-        place = int(self.places[sink]) + start
-        if self.places[sink] >= 0:
-            HOST_MEMORY[place : place + len(staged)] = staged
+        """Copies stored bytes to byte ``start`` of a target in host memory."""
+        if self.host.put(sink, start, staged):
             return
         dtype = self._stored[sink]
         values = torch.from_numpy(staged).view(dtype)  # a stage begins with a page, so its elements lie in line

@@ -21,7 +21,6 @@ from zckpt.format.rules import broken
 from zckpt.plan.coalesce import joined_copies
 from zckpt.storage.buffers import PAGE_BYTES, after
 from zckpt.transfer.devices import synchronize
-from zckpt.transfer.memory import HOST_VIEW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +63,7 @@ def run_reads(
     Raises FormatError (F001 to F003, D003) and StorageError; the sinks then hold undefined values.
     """
     for op in ops:
-        sinks.check(op.segments.sink, op.segments.target + op.segments.copy_bytes)
+        sinks.host.check(op.segments.sink, op.segments.target, op.segments.copy_bytes)
     synchronize(sinks.devices)
 
     def run(op: ReadOp) -> None:
@@ -94,7 +93,7 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
     if not (verify or cached) and _read_to_device(reader, op, file, sinks):
         return
     with staging.lend() as stage:
-        places: list[memoryview | None] = _destinations(segments, sinks) if cached else [None] * len(blocks)
+        places: list[memoryview | None] = sinks.host.destinations(segments) if cached else [None] * len(blocks)
         views = [
             stage.bytes[start - base : stop - base] if place is None else place  # staged as they lie in the file
             for (start, stop), place in zip(itertools.pairwise(starts), places, strict=True)
@@ -137,16 +136,6 @@ def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks) ->
                 return False
             raise _too_short(file, start + got, sinks.keys[int(copies.sink[number])], start, start + target.nbytes)
     return True
-
-
-def _destinations(segments: Segments, sinks: Sinks) -> list[memoryview | None]:
-    """For each segment the destination's own memory, if all of it goes to one place in host memory as it is."""
-    first = np.cumsum(segments.copies) - segments.copies
-    base = sinks.places[segments.sink[first]]
-    alone = (segments.copies == 1) & (segments.copy_bytes[first] == segments.nbytes) & (base >= 0)
-    start = base + segments.target[first]
-    columns = (alone.tolist(), start.tolist(), (start + segments.nbytes).tolist())
-    return [HOST_VIEW[at:stop] if one else None for one, at, stop in zip(*columns, strict=True)]
 
 
 def _portions(starts: Sequence[int], nbytes: int) -> Iterator[slice]:

@@ -90,8 +90,8 @@ class StagingPool:
 
     pinned = False
 
-    def __init__(self, batch_bytes: int, buffers: int | None = None) -> None:
-        """``buffers``: the most buffers that there may be; None for no limit."""
+    def __init__(self, batch_bytes: int, buffers: int = 0) -> None:
+        """``buffers``: the most buffers that there may be; 0 for no limit."""
         self.batch_bytes = batch_bytes
         self.buffers = buffers
         self.nbytes = batch_bytes + 2 * PAGE_BYTES
@@ -232,7 +232,7 @@ class PinnedPool(StagingPool):
 
     def __init__(self, arena: Arena, buffers: int) -> None:
         super().__init__(arena.batch_bytes, buffers)
-        self._arena, self._buffers_max = arena, buffers
+        self._arena = arena
 
     def kept(self) -> AbstractContextManager[None]:
         return self.work()
@@ -241,7 +241,7 @@ class PinnedPool(StagingPool):
         self._idle.append(buffer)  # its copies have just been queued
 
     def _make(self) -> list[StagingBuffer]:
-        missing = min(self._buffers_max, self._items) - len(self._buffers)
+        missing = min(self.buffers, self._items) - len(self._buffers)
         if missing <= 0:
             return []
         arena = self._arena if missing >= self._arena.buffers else self._arena.for_buffers(missing)
