@@ -34,6 +34,7 @@ from zckpt.api import write as pipeline
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.state.inventory import MASTER, Fragment
+from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -170,7 +171,7 @@ def cut(state: Mapping[str, torch.Tensor], world_size: int = 1) -> Ranks:
 def write_rank(path: str, save_id: str, ranks: Ranks, rank: int) -> tuple[bytes, bytes]:
     """The files of one rank of a write that has begun; returns its receipt, and the digest of its digest table."""
     plans = plan_shards(ranks[rank], save_id, rank, len(ranks), block_bytes=pipeline.BLOCK_BYTES)
-    return catalog.pack(catalog.receipt(rank, plans)), pipeline.write_rank(path, save_id, plans, rank)
+    return catalog.pack(catalog.receipt(rank, plans)), pipeline.write_rank(open_store(path), save_id, plans, rank)
 
 
 def write_checkpoint(
@@ -179,7 +180,7 @@ def write_checkpoint(
     """``zckpt.write`` without an engine: the same functions. ``write_all`` has all ranks write, given path and save id,
     and returns what ``write_rank`` does; None: one after the other, here."""
     save_id = secrets.token_hex(8)
-    pipeline.begin_write(str(path), save_id)
+    pipeline.begin_write(open_store(path), save_id)
     if write_all is None:
         written = [write_rank(str(path), save_id, ranks, rank) for rank in range(len(ranks))]
     else:
@@ -188,7 +189,7 @@ def write_checkpoint(
     packed = pipeline._pack_tree({"engine": {}, "client_state": {}}, "", [], 0)
     about = catalog.About(step=1, block_bytes=pipeline.BLOCK_BYTES, aliases={}, state=packed, writer={})
     manifest, index = catalog.catalog([catalog.unpack(receipt) for receipt in receipts], save_id, about)
-    pipeline.commit_write(str(path), save_id, catalog.with_digests(manifest, digests), index)
+    pipeline.commit_write(open_store(path), save_id, catalog.with_digests(manifest, digests), index)
 
 
 # Files and the page cache

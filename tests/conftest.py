@@ -71,7 +71,7 @@ def _nvme(request: pytest.FixtureRequest) -> None:
     wanted = node.get_closest_marker("nvme") or any(word in node.name for word in ("nvme", "disk"))
     if wanted and "cluster" in request.fixturenames:
         cluster: Cluster = request.getfixturevalue("cluster")
-        if not cluster.run("ops:async_io", 1, init=False)[0]:
+        if not cluster.run("tests.support.ops:async_io", 1, init=False)[0]:
             pytest.skip("no NVMe offload on the CPU: needs libaio (install libaio-dev) and DeepSpeed 0.19")
 
 

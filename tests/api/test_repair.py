@@ -27,8 +27,8 @@ from zckpt.errors import (
     VersionError,
 )
 from zckpt.format.names import is_old
-from zckpt.storage.local_store import LocalStore
 from zckpt.storage.lock import WriteLock
+from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from tests.support.states import Written
@@ -305,7 +305,7 @@ def test_other_refusals(written: Written, tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         zckpt.repair(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
-    with WriteLock(LocalStore(str(written.path))), pytest.raises(LockedError):
+    with WriteLock(open_store(written.path)), pytest.raises(LockedError):
         zckpt.repair(written.path)
     newer = mock.patch("zckpt.format.manifest.VERSION", (2, 0))
     with newer:

@@ -23,6 +23,7 @@ from zckpt.api import write as pipeline
 from zckpt.format import names
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
+from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,19 +89,19 @@ class Run(RuleBasedStateMachine):
     @rule(tag=TAGS, ranks=st.integers(0, 2), committed=st.booleans())
     def fail(self, tag: str, ranks: int, committed: bool) -> None:
         """A write that dies before its commit: with some ranks' files, or at the commit with one rank's too few."""
-        path = str(self.path / tag)
+        store = open_store(self.path / tag)
         save_id = secrets.token_hex(8)
-        pipeline.begin_write(path, save_id, overwrite=True)
+        pipeline.begin_write(store, save_id, overwrite=True)
         whole = torch.arange(6.0)
         halves = [[fragment("master", "w", whole, 3 * rank, 3 * rank + 3)] for rank in range(2)]
         plans = [plan_shards(own, save_id, rank, 2, block_bytes=4096) for rank, own in enumerate(halves)]
         receipts = [catalog.receipt(rank, own) for rank, own in enumerate(plans)]
         manifest, index = catalog.catalog(receipts, save_id, catalog.About(99, 4096, {}, b"\xc0", {}))
         for rank in range(ranks):
-            pipeline.write_rank(path, save_id, plans[rank], rank, block_bytes=4096)
+            pipeline.write_rank(store, save_id, plans[rank], rank, block_bytes=4096)
         if committed and ranks == 1:
             with pytest.raises(zckpt.ZckptError):
-                pipeline.commit_write(path, save_id, manifest, index, latest_in=str(self.path))
+                pipeline.commit_write(store, save_id, manifest, index, latest_in=store.parent)
         if ranks == 2 and tag not in self.stored:
             self.lost.add(tag)
 

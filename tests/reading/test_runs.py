@@ -14,6 +14,8 @@ from zckpt.cli import main
 from zckpt.errors import CheckpointNotFoundError, FormatError, UnfinishedWriteError
 from zckpt.reading import runs
 from zckpt.reading.runs import whole_neighbours
+from zckpt.storage.location import Location
+from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,9 +111,9 @@ def test_checkpoints_in_directories_of_a_run(tmp_path: Path) -> None:
     assert "no checkpoint is here" in said(tmp_path)
     (tmp_path / "latest").write_bytes(b"epoch2/s1\n")
     assert "newest first: epoch1/half/s2, epoch0/s1\n" in said(tmp_path) + "\n"
-    assert runs.run_of(str(tmp_path / "epoch1" / "half" / "s2")) == str(tmp_path)
-    assert runs.run_of(str(tmp_path / "other" / "s3")) == str(tmp_path / "other")
-    assert whole_neighbours(str(tmp_path / "epoch0" / "s1")) == [str(tmp_path / "epoch1" / "half" / "s2")]
+    assert runs.run_of(open_store(tmp_path / "epoch1" / "half" / "s2")).location == Location.of(tmp_path)
+    assert runs.run_of(open_store(tmp_path / "other" / "s3")).location == Location.of(tmp_path / "other")
+    assert whole_neighbours(open_store(tmp_path / "epoch0" / "s1")) == [str(tmp_path / "epoch1" / "half" / "s2")]
 
 
 def spoil(name: str) -> Callable[[Path], object]:
@@ -126,10 +128,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_whole_ones_of_a_run(tmp_path: Path, damage: str) -> None:
     write(tmp_path, "s1", "s2", "s3")
-    assert whole_neighbours(str(tmp_path / "s3")) == [str(tmp_path / "s2"), str(tmp_path / "s1")]
-    assert whole_neighbours(str(tmp_path / "nothing")) == [str(tmp_path / name) for name in ("s3", "s2", "s1")]
+    assert whole_neighbours(open_store(tmp_path / "s3")) == [str(tmp_path / "s2"), str(tmp_path / "s1")]
+    assert whole_neighbours(open_store(tmp_path / "nothing")) == [str(tmp_path / name) for name in ("s3", "s2", "s1")]
     DAMAGES[damage](tmp_path / "s2")
-    assert whole_neighbours(str(tmp_path / "s3")) == [str(tmp_path / "s1")]
+    assert whole_neighbours(open_store(tmp_path / "s3")) == [str(tmp_path / "s1")]
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     with pytest.raises(FormatError) as caught:
         zckpt.open(tmp_path / "s2").load()

@@ -22,6 +22,7 @@ from zckpt.errors import CheckpointExistsError, LockedError, MissingFileError, S
 from zckpt.storage import lock as lock_module
 from zckpt.storage.local_store import LocalStore
 from zckpt.storage.lock import DEAD_SECONDS, WriteLock
+from zckpt.storage.schemes import open_store
 from zckpt.system import linux
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ MANY = 12
 
 def race(path: Path, number: int) -> bool:
     """Whether this one of ``MANY`` processes gets the lock. Nobody ends before all have tried."""
-    lock, tried = WriteLock(LocalStore(str(path / "c"))), path / "tried"
+    lock, tried = WriteLock(open_store(path / "c")), path / "tried"
     tried.mkdir(exist_ok=True)
     try:
         lock.acquire()
@@ -71,9 +72,9 @@ def test_one_of_many_gets_the_lock(tmp_path: Path) -> None:
 
 
 def test_one_of_many_takes_over_from_a_dead_one(tmp_path: Path) -> None:
-    holding = stopped_at(lambda wait: (WriteLock(LocalStore(str(tmp_path / "c"))).acquire(), wait()))
+    holding = stopped_at(lambda wait: (WriteLock(open_store(tmp_path / "c")).acquire(), wait()))
     with holding as (pid, _), pytest.raises(LockedError, match=f"process {pid} on .*, since 20"):
-        WriteLock(LocalStore(str(tmp_path / "c"))).acquire()
+        WriteLock(open_store(tmp_path / "c")).acquire()
     assert sum(in_processes(MANY, lambda number: race(tmp_path, number))) == 1
     assert names_in(tmp_path / "c") == ["write.lock"]
 
@@ -87,7 +88,7 @@ def leave(path: Path, age_seconds: float, **holder: Any) -> None:
 
 
 def test_on_another_machine_the_heartbeat_tells(tmp_path: Path) -> None:
-    store = LocalStore(str(tmp_path))
+    store = open_store(tmp_path)
     leave(tmp_path, DEAD_SECONDS - 30)
     with pytest.raises(LockedError, match="process 1 on other"):
         WriteLock(store).acquire()
@@ -102,8 +103,8 @@ def test_the_age_is_by_the_clock_of_the_files(tmp_path: Path) -> None:
     leave(tmp_path, 0)
     now = time.time()
     with mock.patch("time.time", return_value=now + 3600), pytest.raises(LockedError):
-        WriteLock(LocalStore(str(tmp_path))).acquire()
-    assert abs(LocalStore(str(tmp_path)).now() - now) < 60
+        WriteLock(open_store(tmp_path)).acquire()
+    assert abs(open_store(tmp_path).now() - now) < 60
     assert names_in(tmp_path) == ["write.lock"]
 
 
@@ -116,20 +117,20 @@ def test_a_lock_that_tells_nothing_is_judged_by_its_age(tmp_path: Path, content:
     lock = tmp_path / "write.lock"
     lock.write_text(content.replace("OWN", str(linux.pid_space())))
     with pytest.raises(LockedError):
-        WriteLock(LocalStore(str(tmp_path))).acquire()
+        WriteLock(open_store(tmp_path)).acquire()
     os.utime(lock, (0, 0))
-    WriteLock(LocalStore(str(tmp_path))).acquire()
+    WriteLock(open_store(tmp_path)).acquire()
 
 
 def test_a_process_id_that_is_used_again_is_another_process(tmp_path: Path) -> None:
-    with WriteLock(LocalStore(str(tmp_path))):
+    with WriteLock(open_store(tmp_path)):
         machine = json.loads((tmp_path / "write.lock").read_text())["machine"]
     parent, started = os.getppid(), linux.started(os.getppid())
     leave(tmp_path, 0, machine=machine, pid=parent, started=started)
     with pytest.raises(LockedError):
-        WriteLock(LocalStore(str(tmp_path))).acquire()
+        WriteLock(open_store(tmp_path)).acquire()
     leave(tmp_path, 0, machine=machine, pid=parent, started=started - 1)
-    with WriteLock(LocalStore(str(tmp_path))):
+    with WriteLock(open_store(tmp_path)):
         pass
 
 
@@ -139,15 +140,15 @@ def test_a_process_that_is_hidden_is_not_taken_for_dead(tmp_path: Path) -> None:
     with mock.patch.object(linux, "started", return_value=None):
         for refused in (None, PermissionError):
             with mock.patch("os.kill", side_effect=refused), pytest.raises(LockedError):
-                WriteLock(LocalStore(str(tmp_path))).acquire()
-        with mock.patch("os.kill", side_effect=ProcessLookupError), WriteLock(LocalStore(str(tmp_path))):
+                WriteLock(open_store(tmp_path)).acquire()
+        with mock.patch("os.kill", side_effect=ProcessLookupError), WriteLock(open_store(tmp_path)):
             pass
 
 
 def test_where_process_ids_tell_nothing_the_heartbeat_does(tmp_path: Path) -> None:
     """On systems other than Linux the age of a lock alone tells whether its holder is dead, on the same machine
     too."""
-    store = LocalStore(str(tmp_path))
+    store = open_store(tmp_path)
     with (
         mock.patch.object(linux, "pid_space", return_value=None),
         mock.patch.object(linux, "started", return_value=None),
@@ -164,29 +165,29 @@ def test_where_process_ids_tell_nothing_the_heartbeat_does(tmp_path: Path) -> No
 
 
 def test_a_lock_that_could_not_be_given_back_is_nobody_s(tmp_path: Path) -> None:
-    lock = WriteLock(LocalStore(str(tmp_path)))
+    lock = WriteLock(open_store(tmp_path))
     lock.acquire()
     with mock.patch.object(LocalStore, "withdraw", side_effect=StorageError("the disk is on fire")):
         lock.release()
     assert names_in(tmp_path) == ["write.lock"]
-    with WriteLock(LocalStore(str(tmp_path))):
+    with WriteLock(open_store(tmp_path)):
         pass
     assert names_in(tmp_path) == []
 
 
 def test_a_process_that_stands_still_is_taken_for_dead_after_a_while(tmp_path: Path) -> None:
     """On the same machine too: as from any other."""
-    holding = stopped_at(lambda wait: (WriteLock(LocalStore(str(tmp_path))).acquire(), wait()))
+    holding = stopped_at(lambda wait: (WriteLock(open_store(tmp_path)).acquire(), wait()))
     with holding as (pid, _):
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(LockedError):
-            WriteLock(LocalStore(str(tmp_path))).acquire()
+            WriteLock(open_store(tmp_path)).acquire()
         os.utime(tmp_path / "write.lock", (time.time() - DEAD_SECONDS,) * 2)
-        WriteLock(LocalStore(str(tmp_path))).acquire()
+        WriteLock(open_store(tmp_path)).acquire()
 
 
 def test_the_holder_gives_signs_of_life(tmp_path: Path) -> None:
-    with mock.patch.object(lock_module, "HEARTBEAT_SECONDS", 0.02), WriteLock(LocalStore(str(tmp_path))) as lock:
+    with mock.patch.object(lock_module, "HEARTBEAT_SECONDS", 0.02), WriteLock(open_store(tmp_path)) as lock:
         os.utime(tmp_path / "write.lock", (0, 0))
         deadline = time.monotonic() + 20
         while (tmp_path / "write.lock").stat().st_mtime == 0 and time.monotonic() < deadline:
@@ -329,7 +330,7 @@ def test_a_writer_between_its_look_at_the_lock_and_its_commit_is_shut_out_first(
     write_through(path, value(1))
     with stopped_at(lambda wait: write_stopped_at(path, wait, 2, "before")) as (_, go_on):
         leave(path, DEAD_SECONDS + 1, save_id=json.loads((path / "write.lock").read_text())["save_id"])
-        with mock.patch.object(LocalStore, "entries", return_value=[]), WriteLock(LocalStore(str(path))):
+        with mock.patch.object(LocalStore, "entries", return_value=[]), WriteLock(open_store(path)):
             error = go_on()
         assert isinstance(error, LockedError)
     assert held(path) == [1.0]
@@ -346,7 +347,7 @@ def test_a_write_in_the_background_holds_its_lock_until_it_ends(tmp_path: Path) 
     with mock.patch.object(pipeline, "commit_write", commit):
         pending = write_through(path, value(1), background=True)
         with pytest.raises(LockedError):
-            WriteLock(LocalStore(str(path))).acquire()
+            WriteLock(open_store(path)).acquire()
         go_on.set()
         pending.wait()
     assert names_in(path) == COMMITTED

@@ -21,7 +21,6 @@ from tests.support.faults import faulty
 from tests.support.states import write_state
 from tests.support.store_contract import StoreContract
 from zckpt.storage import files, local_store
-from zckpt.storage.local_store import LocalStore
 from zckpt.storage.schemes import open_store
 from zckpt.system import linux
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 class TestLocalStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
-        return LocalStore(str(tmp_path / "run" / "c"))
+        return open_store(tmp_path / "run" / "c")
 
 
 @pytest.mark.linux
@@ -42,14 +41,14 @@ class TestLocalStoreInMemory(StoreContract):
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-            yield LocalStore(str(Path(directory) / "run" / "c"))
+            yield open_store(Path(directory) / "run" / "c")
 
 
 class TestLocalStoreWithoutLinks(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
         with mock.patch("os.link", side_effect=PermissionError(errno.EPERM, "no links here")):
-            yield LocalStore(str(tmp_path / "run" / "c"))
+            yield open_store(tmp_path / "run" / "c")
 
 
 class TestFaultyStoreWithoutFaults(StoreContract):
@@ -63,7 +62,7 @@ class TestFaultyStoreWithoutFaults(StoreContract):
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL])
 def test_a_file_system_without_links(tmp_path: Path, number: int) -> None:
     """They say it in many ways."""
-    store = LocalStore(str(tmp_path))
+    store = open_store(tmp_path)
     with mock.patch("os.link", side_effect=OSError(number, "no links here")):
         assert store.claim("lock", b"mine")
         assert not store.claim("lock", b"yours")
@@ -79,7 +78,7 @@ def test_a_file_system_that_syncs_no_directories(tmp_path: Path, number: int) ->
 
 def test_a_directory_that_could_not_be_synced_is_an_error(tmp_path: Path) -> None:
     with only_directories_fail_to_sync(errno.EIO), pytest.raises(zckpt.StorageError, match="cannot fsync"):
-        LocalStore(str(tmp_path)).make_directories("a")
+        open_store(tmp_path).make_directories("a")
 
 
 @contextmanager
@@ -99,7 +98,7 @@ def only_directories_fail_to_sync(number: int) -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="simulates Windows")
 def test_a_rename_waits_for_readers_on_windows(tmp_path: Path) -> None:
-    store = LocalStore(str(tmp_path))
+    store = open_store(tmp_path)
     store.put("a", b"old")
     real, refused = os.replace, iter([PermissionError(errno.EACCES, "somebody reads it")] * 3)
 
@@ -131,7 +130,7 @@ def test_without_positional_reads_each_goes_on_where_the_last_one_ended(
     monkeypatch.setattr(linux, "HAS_POSITIONAL_IO", False)
     views = [memoryview(bytearray(nbytes)) for nbytes in (0, 5, 20, 0, 30)]
     with mock.patch.object(files.io, "FileIO", Few):
-        assert LocalStore(str(tmp_path)).reader().read_into("a", views, 13) == 55
+        assert open_store(tmp_path).reader().read_into("a", views, 13) == 55
     assert b"".join(views) == data[13:68]
 
 
@@ -160,7 +159,7 @@ def test_a_disk_that_fails_to_sync_on_macos_is_told(
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    store = LocalStore(str(tmp_path))
+    store = open_store(tmp_path)
     if told:
         with pytest.raises(zckpt.StorageError):
             store.put("file", b"content")

@@ -17,7 +17,7 @@ import zckpt
 from tests.support.states import Written, same_all, write_state
 from zckpt.format import names
 from zckpt.storage import local_reader
-from zckpt.storage.local_store import LocalStore
+from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +86,7 @@ def test_no_link_is_followed_even_to_what_is_sound(tmp_path: Path, written: Writ
 def test_the_way_to_a_checkpoint_may_have_links(tmp_path: Path, written: Written) -> None:
     link(tmp_path / "other", tmp_path / "run")
     assert same_all(zckpt.open(tmp_path / "other").load(), written.full)
-    assert LocalStore(str(tmp_path)).directories() == ["run"], "though they are not listed"
+    assert open_store(tmp_path).directories() == ["run"], "though they are not listed"
 
 
 def make_pipe(path: Path) -> None:
@@ -154,11 +154,11 @@ def test_latest_leads_nowhere_else_on_windows(written: Written, name: str) -> No
 
 @either_way
 def test_a_name_that_no_file_can_have_is_missing(written: Written) -> None:
-    reader = LocalStore(str(written.path)).reader()
+    reader = open_store(written.path).reader()
     for number, winerror in ((errno.ENAMETOOLONG, None), (errno.EILSEQ, None), (errno.EINVAL, 123)):
         error = OSError(number, os.strerror(number))
         error.winerror = winerror  # type: ignore[attr-defined]
         with mock.patch("os.open", side_effect=error), mock.patch("os.lstat", side_effect=error):
             with pytest.raises(zckpt.MissingFileError):
                 reader.size("x")
-            assert not LocalStore(str(written.path)).exists("x")
+            assert not open_store(written.path).exists("x")

@@ -18,6 +18,7 @@ from zckpt.errors import from_os_error
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_store import LocalStore
 from zckpt.storage.local_writer import LocalWriter
+from zckpt.storage.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,8 +66,12 @@ class Watched:
         found = getattr(self._target, name)
         if found is self._target:  # what it can do beside the contract
             return self
+        if isinstance(found, LocalStore):  # the parent
+            return Watched(found, self._operations, str(found.location))
         if not callable(found) or name == "close":
             return found
+        if name == "child":
+            return lambda path: Watched(found(path), self._operations, os.path.join(self._file, path))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             of_a_file = args and isinstance(args[0], str)
@@ -81,7 +86,8 @@ class Watched:
 def faulty(fault: Fault | None = None) -> Iterator[Operations]:
     """Every store that is opened meanwhile is watched, and has this fault."""
     operations = Operations(fault)
-    with mock.patch("zckpt.storage.schemes.LocalStore", lambda root: Watched(LocalStore(root), operations, root)):
+    watched = {"": lambda location: Watched(LocalStore(location), operations, str(location))}
+    with mock.patch.dict(SCHEMES, watched):
         yield operations
 
 

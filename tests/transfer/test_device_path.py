@@ -21,6 +21,7 @@ from zckpt.api.write import begin_write, write_rank
 from zckpt.plan.layout import plan_shards
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
+from zckpt.storage.schemes import open_store
 from zckpt.transfer import devices, staging
 from zckpt.transfer import write as io_write
 from zckpt.transfer.snapshot import Snapshot
@@ -410,7 +411,7 @@ def test_a_device_without_streams(tmp_path: Path) -> None:
 
 
 def plans_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[ShardPlan, ...]:
-    begin_write(str(path), SAVE_ID)
+    begin_write(open_store(path), SAVE_ID)
     fragments = [fragment("master", name, tensor, 0, tensor.numel()) for name, tensor in tensors.items()]
     return plan_shards(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
 
@@ -420,7 +421,7 @@ def written(path: Path, tensors: Mapping[str, torch.Tensor], budget: zckpt.Budge
     plans = plans_of(path, tensors)
     expected = b"".join(tensor.cpu().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values())
     forget()
-    write_rank(str(path), SAVE_ID, plans, 0, budget, block_bytes=BLOCK_BYTES, **options)
+    write_rank(open_store(path), SAVE_ID, plans, 0, budget, block_bytes=BLOCK_BYTES, **options)
     (plan,) = plans
     return (path / plan.shard.path).read_bytes()[len(plan.header) :] == expected
 
@@ -527,7 +528,7 @@ def test_the_snapshot_is_whole_when_it_is_said_to_be(tmp_path: Path) -> None:
     snapshot = Snapshot()
     snapshot.taken = Watched()
     write_rank(
-        str(tmp_path / "c"), SAVE_ID, plans, 0, ONE_THREAD,
+        open_store(tmp_path / "c"), SAVE_ID, plans, 0, ONE_THREAD,
         block_bytes=BLOCK_BYTES, snapshot=snapshot, snapshot_bytes=64 * MIB,
     )  # fmt: skip
     assert snapshot.taken.is_set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from zckpt.api import zero_to_fp32
@@ -12,15 +12,20 @@ from zckpt.api.open import open as open_path
 from zckpt.api.restore import engine_state, restore_engine
 from zckpt.api.write import write_engine
 from zckpt.engines import adapt, group_of
-from zckpt.errors import TagError, UnsupportedError, warn
+from zckpt.errors import MissingFileError, TagError, UnsupportedError, warn
 from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.ranks.collectives import Ranks
 from zckpt.reading.deepspeed_files import deepspeed_files
 from zckpt.restoring.mismatch import Caller
+from zckpt.storage.location import Location
+from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from zckpt.storage.contract import Store
+    from zckpt.storage.location import StrPath
 
 _WEIGHTS = ("master", "param", "buffer")
 _LOAD = Caller(
@@ -108,7 +113,7 @@ def _save_checkpoint(
     engine: Any,
     background: bool,
     replace_deepspeed: bool,
-    save_dir: str | os.PathLike[str],
+    save_dir: StrPath,
     tag: object = None,
     client_state: Mapping[str, Any] | None = None,
     save_latest: bool = True,
@@ -126,7 +131,7 @@ def _save_checkpoint(
     ranks.together(lambda: _check_tags(engine, tags, ranks), "agree on a tag")
     write_engine(
         engine,
-        os.path.join(save_dir, tags[0]),
+        str(Location.of(save_dir).child(tags[0])),
         # Without an optimizer, all that there is are parameters which nobody trains
         exclude=("param",) if exclude_frozen_parameters and adapter.trains else (),
         client_state=client_state,
@@ -170,7 +175,7 @@ def _warn_of_gradients(engine: Any) -> None:
 def _load_checkpoint(
     engine: Any,
     stock: Callable[..., Any],
-    load_dir: str | os.PathLike[str],
+    load_dir: StrPath,
     tag: object = None,
     load_module_strict: bool = True,
     load_optimizer_states: bool = True,
@@ -183,7 +188,7 @@ def _load_checkpoint(
     universal = engine.load_universal_checkpoint()
     chosen, theirs = ranks.first(lambda: _find(load_dir, tag, universal), "find the checkpoint")
     if chosen is None:
-        missing = f"there is no {os.path.join(load_dir, 'latest_universal' if universal else 'latest')}"
+        missing = f"there is no {Location.of(load_dir).child('latest_universal' if universal else 'latest')}"
         if universal:
             raise ValueError(f"{missing}, which DeepSpeed needs with checkpoint.load_universal")
         said = f"{missing}: pass a tag to load a checkpoint that it does not name"
@@ -192,7 +197,7 @@ def _load_checkpoint(
     if theirs:
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         return stock(load_dir, chosen, *options, custom_load_fn)  # type: ignore[no-any-return]
-    path = os.path.join(load_dir, chosen)
+    path = str(Location.of(load_dir).child(chosen))
     weights_only = load_module_only or not load_optimizer_states
 
     def what() -> tuple[list[str] | None, list[str]]:
@@ -231,27 +236,28 @@ def _load_checkpoint(
     return path, dict(client_state)
 
 
-def _find(load_dir: str | os.PathLike[str], tag: object, universal: bool) -> tuple[str | None, bool]:
+def _find(load_dir: StrPath, tag: object, universal: bool) -> tuple[str | None, bool]:
     """The tag that is to be loaded, None if no file names one, and whether its folder is in DeepSpeed's own format.
 
     ``universal``: a checkpoint of DeepSpeed's is to be one that it has converted, which ``latest_universal`` names.
     """
+    run = open_store(load_dir)
     if tag is not None:
-        return str(tag), _is_deepspeeds(os.path.join(load_dir, str(tag)))
+        return str(tag), _is_deepspeeds(run.child(str(tag)))
     for file in ("latest", "latest_universal") if universal else ("latest",):
-        latest = os.path.join(load_dir, file)
-        if not os.path.isfile(latest):
+        try:
+            with closing(run.reader()) as reader:
+                raw = reader.read(file, 0, LATEST_BYTES_MAX + 1)
+        except MissingFileError:
             continue
-        with open(latest, "rb") as opened:
-            raw = opened.read(LATEST_BYTES_MAX + 1)
         named = raw.decode(errors="surrogateescape").strip()
-        path = os.path.join(load_dir, named)
-        if universal and file == "latest" and not zero_to_fp32.is_zckpts(path):
+        found = run.child(named)
+        if universal and file == "latest" and not found.exists(names.MANIFEST):
             continue
-        theirs = _is_deepspeeds(path)
-        return (named if theirs else names.decode_latest(raw, latest)), theirs
+        theirs = _is_deepspeeds(found)
+        return (named if theirs else names.decode_latest(raw, str(run.location.child(file)))), theirs
     return None, False
 
 
-def _is_deepspeeds(path: str) -> bool:
-    return os.path.isdir(path) and not zero_to_fp32.is_zckpts(path) and bool(deepspeed_files(os.listdir(path)))
+def _is_deepspeeds(store: Store) -> bool:
+    return not store.exists(names.MANIFEST) and bool(deepspeed_files(store.entries() or ()))

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.api.open import StrPath, open_checkpoint
+from zckpt.api.open import open_checkpoint
 from zckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -18,6 +18,7 @@ from zckpt.errors import (
 from zckpt.format import names
 from zckpt.reading.runs import directories, entries_of, is_begun, is_leftover, is_of_trainer, nothing_at, read_latest
 from zckpt.repairing.salvage import is_complete
+from zckpt.storage.location import Location, StrPath
 from zckpt.storage.lock import DEAD_SECONDS, WriteLock, is_alive, is_lock, read_lock
 from zckpt.storage.schemes import open_store
 
@@ -90,150 +91,148 @@ def gc(
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep}")
-    root = os.fspath(path)
-    run = open_store(root)
-    if run.entries() is None:
-        raise nothing_at(root)
-    checkpoints = [name for name, entries in directories(root) if is_begun(entries)]
-    unwanted = set() if keep is None else _unwanted(root, checkpoints, keep)
-    paths = [root] * is_begun(run.entries() or ()) + [os.path.join(root, name) for name in checkpoints]
-    work = _Work(dry_run, _discarded(root, paths, discard))
-    for one in paths:
-        work.clean(one, root if os.path.relpath(one, root) in unwanted else None)
-    work.remove(run, run_leftovers(root), "leftover")
-    return Cleanup(tuple(work.removed), tuple(work.in_use), dry_run, tuple(work.recoverable), len(paths))
+    run = open_store(path)
+    entries = run.entries()
+    if entries is None:
+        raise nothing_at(run)
+    checkpoints = [one for one, entries in directories(run) if is_begun(entries)]
+    unwanted = set() if keep is None else _unwanted(checkpoints, keep)
+    found = [run] * is_begun(entries) + checkpoints
+    work = _Work(dry_run, _discarded(run, found, discard))
+    for one in found:
+        work.clean(one, run if one.location in unwanted else None)
+    work.remove(run, run_leftovers(run), "leftover")
+    return Cleanup(tuple(work.removed), tuple(work.in_use), dry_run, tuple(work.recoverable), len(found))
 
 
-def _discarded(root: str, paths: Sequence[str], discard: StrPath | Collection[StrPath]) -> set[str]:
-    """The ones among ``paths`` that ``discard`` names."""
+def _discarded(run: Store, checkpoints: Sequence[Store], discard: StrPath | Collection[StrPath]) -> set[Location]:
+    """Where those of the checkpoints are that ``discard`` names."""
     found = set()
     for given in (discard,) if isinstance(discard, (str, os.PathLike)) else discard:
         one = os.fspath(given)
-        named = {os.path.abspath(one), os.path.abspath(os.path.join(root, one))}
-        matching = [path for path in paths if os.path.abspath(path) in named]
+        named = {Location.of(one).absolute(), run.location.child(one).absolute()}
+        matching = [checkpoint for checkpoint in checkpoints if checkpoint.location.absolute() in named]
         if not matching:
-            raise CheckpointNotFoundError(f"no checkpoint was begun in {one!r}, which discard names", file=root)
-        for path in matching:
-            if open_store(path).exists(names.MANIFEST):
+            raise CheckpointNotFoundError(
+                f"no checkpoint was begun in {one!r}, which discard names", file=str(run.location)
+            )
+        for checkpoint in matching:
+            if checkpoint.exists(names.MANIFEST):
                 raise CheckpointExistsError(
-                    "discard names a checkpoint that has a manifest", file=path, hint="keep=N removes older checkpoints"
-                )
-        found.update(matching)
+                    "discard names a checkpoint that has a manifest", file=str(checkpoint.location),
+                    hint="keep=N removes older checkpoints",
+                )  # fmt: skip
+            found.add(checkpoint.location)
     return found
 
 
-def leftovers(path: str) -> list[str]:
+def leftovers(checkpoint: Store) -> list[str]:
     """The names in a checkpoint's directory that belong to writes which died, failed or were replaced, or to the write
     under way: the manifest does not name them. If the manifest cannot be read, it may name any of them, and the list
     is empty. Whoever removes them holds the lock."""
     named = None
     try:
-        named = names.data_dir(open_checkpoint(path).manifest.save_id)
+        named = names.data_dir(open_checkpoint(checkpoint).manifest.save_id)
     except CheckpointNotFoundError:
         pass
     except ZckptError:  # it may name any of them
         return []
-    return [name for name in entries_of(path) if is_leftover(name) and name != named]
+    return [name for name in entries_of(checkpoint) if is_leftover(name) and name != named]
 
 
-def run_leftovers(path: str) -> list[str]:
+def run_leftovers(run: Store) -> list[str]:
     """The temporary files of ``latest`` in a run that dead writers have left. A run has no lock, so a file counts as
     left over when it is older than ``DEAD_SECONDS``; a commit needs it for an instant only."""
-    run = open_store(path)
-    found = [name for name in entries_of(path) if names.is_temporary(name, names.LATEST)]
+    found = [name for name in entries_of(run) if names.is_temporary(name, names.LATEST)]
     changed_at = {name: run.changed_at(name) for name in found}
     now = run.now() if found else 0.0
     return [name for name, at in changed_at.items() if at is not None and now - at > DEAD_SECONDS]
 
 
-def recoverable(path: str) -> list[str]:
+def recoverable(checkpoint: Store) -> list[str]:
     """The names of the data directories in a checkpoint's directory from which ``zckpt.repair`` could make a
     checkpoint: there is no manifest, but the data directory has all files of a save. They are among the
     ``leftovers``."""
-    store = open_store(path)
     try:
-        found = [] if store.exists(names.MANIFEST) else store.directories()
+        found = [] if checkpoint.exists(names.MANIFEST) else checkpoint.directories()
     except StorageError:
         return []
-    return [name for name in found if names.is_data_dir(name) and is_complete(path, name.removeprefix("data-"))]
+    return [name for name in found if names.is_data_dir(name) and is_complete(checkpoint, name.removeprefix("data-"))]
 
 
-def clear_for_write(path: str, *, overwrite: bool, dead: Collection[str] = ()) -> None:
+def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str] = ()) -> None:
     """Removes the leftovers of a checkpoint, whose lock the caller holds, for a new write. What cannot be removed
     stays, and so does what could be repaired, until the new write has committed.
 
     ``dead``: the save ids of writers whose lock was taken over. They have not committed, so nobody misses their data.
     Raises CheckpointExistsError for what could be repaired, unless it is to be overwritten.
     """
-    store = open_store(path)
-    for name in prepared_manifests(path):
-        store.remove(name)
-    kept = [name for name in recoverable(path) if name.removeprefix("data-") not in dead]
+    for name in prepared_manifests(checkpoint):
+        checkpoint.remove(name)
+    kept = [name for name in recoverable(checkpoint) if name.removeprefix("data-") not in dead]
     if kept and not overwrite:
         raise CheckpointExistsError(
             "here is a checkpoint whose manifest was lost",
-            file=path,
+            file=str(checkpoint.location),
             hint="zckpt.repair makes a manifest of its data; write elsewhere, or pass overwrite=True",
         )
-    for name in leftovers(path):
+    for name in leftovers(checkpoint):
         if name not in kept:
-            store.remove(name)
+            checkpoint.remove(name)
 
 
-def remove_run_leftovers(path: str) -> None:
+def remove_run_leftovers(run: Store) -> None:
     """Removes the ``run_leftovers`` of a run. What cannot be removed stays."""
-    for name in run_leftovers(path):
-        open_store(path).remove(name)
+    for name in run_leftovers(run):
+        run.remove(name)
 
 
-def prepared_manifests(path: str) -> list[str]:
+def prepared_manifests(checkpoint: Store) -> list[str]:
     """The names of the temporary manifests of writers that died, or were taken for dead. Once these files are removed,
     none of those writers can commit any more, so no later manifest names what ``leftovers`` finds then."""
-    return [name for name in entries_of(path) if names.is_temporary(name, names.MANIFEST)]
+    return [name for name in entries_of(checkpoint) if names.is_temporary(name, names.MANIFEST)]
 
 
-def _unwanted(root: str, checkpoints: Sequence[str], keep: int) -> set[str]:
-    """All committed checkpoints but the newest, whatever ``latest`` names. One whose manifest is damaged does not
-    count, and stays."""
-    committed: list[tuple[float, int, str]] = []
-    for name in checkpoints:
-        path = os.path.join(root, name)
+def _unwanted(checkpoints: Sequence[Store], keep: int) -> set[Location]:
+    """Where all committed checkpoints but the newest are, whatever ``latest`` names. One whose manifest is damaged does
+    not count, and stays."""
+    committed: list[tuple[float, int, str, Location]] = []
+    for checkpoint in checkpoints:
         try:
-            step = open_checkpoint(path).step
+            step = open_checkpoint(checkpoint).step
         except (CheckpointNotFoundError, FormatError):
             continue
-        changed_at = open_store(path).changed_at(names.MANIFEST)
+        changed_at, location = checkpoint.changed_at(names.MANIFEST), checkpoint.location
         if changed_at is not None:
-            committed.append((changed_at, step, name))
-    return {name for *_, name in sorted(committed)[:-keep]}
+            committed.append((changed_at, step, str(location), location))
+    return {location for *_, location in sorted(committed)[:-keep]}
 
 
-def _is_latest(run: str, path: str) -> bool:
-    """Whether the ``latest`` of a run names the checkpoint at ``path``. What it names need not exist."""
-    store = open_store(run)
-    if not store.exists(names.LATEST):
+def _is_latest(run: Store, checkpoint: Store) -> bool:
+    """Whether the ``latest`` of a run names the checkpoint. What it names need not exist."""
+    if not run.exists(names.LATEST):
         return False
-    return os.path.realpath(os.path.join(run, read_latest(store))) == os.path.realpath(path)
+    return run.location.child(read_latest(run)).resolved() == checkpoint.location.resolved()
 
 
 class _Work:
-    def __init__(self, dry_run: bool, discarded: Collection[str]) -> None:
+    def __init__(self, dry_run: bool, discarded: Collection[Location]) -> None:
         self.dry_run = dry_run
         self.discarded = discarded
         self.removed: list[Removed] = []
         self.in_use: list[str] = []
         self.recoverable: list[str] = []
 
-    def clean(self, path: str, unwanted_in: str | None = None) -> None:
+    def clean(self, store: Store, unwanted_in: Store | None = None) -> None:
         """One checkpoint. ``unwanted_in``: the run that it is to be removed from."""
-        store = open_store(path)
-        found, holder = leftovers(path), read_lock(store)
+        path = str(store.location)
+        found, holder = leftovers(store), read_lock(store)
         if unwanted_in is None and not found and (holder is None or not is_lock(holder)):
             return  # no lock is taken for nothing: a write may be about to begin
         if holder is not None and is_alive(store, holder):
             self.in_use.append(path)
             return
-        kept = recoverable(path) if path not in self.discarded else []
+        kept = recoverable(store) if store.location not in self.discarded else []
         if kept:
             self.recoverable.append(path)
             if kept == found:
@@ -250,17 +249,17 @@ class _Work:
         else:
             store.remove_if_empty("")
 
-    def _clean(self, store: Store, unwanted_in: str | None) -> None:
-        prepared = prepared_manifests(store.root)
+    def _clean(self, store: Store, unwanted_in: Store | None) -> None:
+        prepared = prepared_manifests(store)
         self.remove(store, prepared, "leftover")
-        complete = recoverable(store.root)
-        if store.root in self.discarded:
+        complete = recoverable(store)
+        if store.location in self.discarded:
             self.remove(store, complete, "discarded")
         spared = {*complete, *prepared}
-        self.remove(store, [name for name in leftovers(store.root) if name not in spared], "leftover")
-        if unwanted_in is not None and not _is_latest(unwanted_in, store.root):
-            above = open_store(os.path.dirname(store.root))
-            if is_of_trainer(above.root) and _is_latest(above.root, store.root):  # of this checkpoint alone
+        self.remove(store, [name for name in leftovers(store) if name not in spared], "leftover")
+        if unwanted_in is not None and not _is_latest(unwanted_in, store):
+            above = store.parent
+            if is_of_trainer(above.location.name) and _is_latest(above, store):  # of this checkpoint alone
                 self.remove(above, [names.LATEST], "retention")
             kept = [name for name in sorted(store.entries() or ()) if names.is_data_dir(name) or names.is_old(name)]
             self.remove(store, [names.MANIFEST, *kept], "retention")
@@ -268,13 +267,13 @@ class _Work:
     def remove(self, store: Store, found: Sequence[str], reason: str) -> None:
         """The manifest goes first, for good, before any of its data."""
         for name in found:
-            nbytes = store.nbytes(name)
+            nbytes, file = store.nbytes(name), str(store.location.child(name))
             if not self.dry_run:
                 store.remove(name)
                 if name == names.MANIFEST:
                     store.sync_names("")
                     if store.exists(name):
-                        raise StorageError("cannot remove the manifest", file=os.path.join(store.root, name))
+                        raise StorageError("cannot remove the manifest", file=file)
                 elif store.exists(name):
                     continue  # it stays, and is a leftover still
-            self.removed.append(Removed(os.path.join(store.root, name), nbytes, reason))
+            self.removed.append(Removed(file, nbytes, reason))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
+    from zckpt.storage.contract import Store
+    from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
 
-__all__ = ["StrPath", "find", "open", "open_checkpoint"]
-
-StrPath = str | os.PathLike[str]
+__all__ = ["find", "open", "open_checkpoint"]
 
 
 def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa: A001  reads like the builtin on purpose
@@ -51,64 +50,62 @@ def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa:
     FormatError, StorageError. Where something is damaged or missing, the error, and so that of every load, names the
     newest other checkpoints of the run that are whole.
     """
-    found = find(os.fspath(path))
+    found = find(path)
     with advised(found):
         return open_checkpoint(found, budget, partial(advised, found))
 
 
 def open_checkpoint(
-    path: str, budget: Budget | None = None, advised: Callable[..., AbstractContextManager[None]] = nullcontext
+    store: Store, budget: Budget | None = None, advised: Callable[..., AbstractContextManager[None]] = nullcontext
 ) -> Checkpoint:
     """The checkpoint in exactly this directory. ``advised`` adds to the hints of its errors."""
-    store = open_store(path)
     if not store.exists(names.MANIFEST):
-        raise CheckpointNotFoundError("there is no manifest", file=path)
+        raise CheckpointNotFoundError("there is no manifest", file=str(store.location))
     reader = store.reader()
-    return Checkpoint(path, read_manifest(path, reader), reader, budget, advised)
+    return Checkpoint(str(store.location), read_manifest(store, reader), reader, budget, advised)
 
 
-def find(path: str) -> str:
+def find(path: StrPath) -> Store:
     """The checkpoint's directory. Raises CheckpointNotFoundError, UnfinishedWriteError, FormatError (L001)."""
     store = open_store(path)
     if store.exists(names.MANIFEST):
-        return path
+        return store
     entries = store.entries()
     if entries is None:
-        raise nothing_at(path)
+        raise nothing_at(store)
     if names.LATEST in entries:
         try:
             name = read_latest(store)
-            found = os.path.join(path, name)
+            found = store.child(name)
             if has_manifest(store, name):
                 return found
         except FormatError as error:
-            error.hint = what_is_here(path)
+            error.hint = what_is_here(store)
             raise
-        if deepspeed_files(open_store(found).entries() or ()):
-            raise CheckpointNotFoundError(
-                "`latest` names a checkpoint in DeepSpeed's own format", file=found, rule="L001", hint=DEEPSPEED_HINT
-            )
-        raise CheckpointNotFoundError(
-            "`latest` names a checkpoint that is not there", file=found, rule="L001", hint=what_is_here(path)
-        )
+        if deepspeed_files(found.entries() or ()):
+            what, hint = "in DeepSpeed's own format", DEEPSPEED_HINT
+        else:
+            what, hint = "that is not there", what_is_here(store)
+        message = f"`latest` names a checkpoint {what}"
+        raise CheckpointNotFoundError(message, file=str(found.location), rule="L001", hint=hint)
     if any(names.is_data_dir(entry) for entry in entries):
         raise UnfinishedWriteError(
             "a write was begun here and never committed, or the manifest was lost",
-            file=path,
-            hint=f"if the manifest was lost, zckpt.repair may rebuild it; {NOTHING_CHANGED}; {what_is_whole(path)}",
+            file=str(store.location),
+            hint=f"if the manifest was lost, zckpt.repair may rebuild it; {NOTHING_CHANGED}; {what_is_whole(store)}",
         )
-    raise not_a_checkpoint(path, entries, "there is no manifest, and no `latest`")
+    raise not_a_checkpoint(store, entries, "there is no manifest, and no `latest`")
 
 
 @contextmanager
-def advised(path: str, left: str = NOTHING_CHANGED) -> Iterator[None]:
-    """If an error says that something of the checkpoint at ``path`` is damaged or missing, adds to its hint what the
-    error leaves behind (``left``) and which other checkpoints of the run are whole."""
+def advised(checkpoint: Store, left: str = NOTHING_CHANGED) -> Iterator[None]:
+    """If an error says that something of the checkpoint is damaged or missing, adds to its hint what the error leaves
+    behind (``left``) and which other checkpoints of the run are whole."""
     try:
         yield
     except (VersionError, FeatureError):
         raise  # the checkpoint may be whole; this reader cannot tell
     except FormatError as error:
-        advice = f"{left}; {what_is_whole(path)}"
+        advice = f"{left}; {what_is_whole(checkpoint)}"
         error.hint = f"{error.hint}; {advice}" if error.hint else advice
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from zckpt.api.gc import leftovers
-from zckpt.api.open import StrPath, open_checkpoint
+from zckpt.api.open import open_checkpoint
 from zckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from zckpt.plan.rebuild import FoundFile
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Reader, Store
+    from zckpt.storage.location import StrPath
     from zckpt.validation.report import Finding
 
 LOST = ("step", "aliases of tied weights", "the tree of state: counters, param groups, scheduler, client_state")
@@ -101,28 +101,31 @@ def repair(
     CheckpointNotFoundError, which says what is there instead; CheckpointExistsError (``output``); VersionError;
     FeatureError; StorageError, also for a copy that differs, of which nothing is left then.
     """
-    source = os.fspath(path)
-    target = source if output is None else os.fspath(output)
-    entries = open_store(source).entries()
+    source = open_store(path)
+    target = source if output is None else open_store(output)
+    entries = source.entries()
     if entries is None:
         raise nothing_at(source)
     if not any(name == names.MANIFEST or names.is_data_dir(name) for name in entries):
         raise not_a_checkpoint(source, entries, "this is not the directory of a checkpoint")
-    if output is not None and open_store(target).exists(names.MANIFEST):
-        raise CheckpointExistsError("there is already a checkpoint here", file=target, hint="choose another output")
+    if output is not None and target.exists(names.MANIFEST):
+        raise CheckpointExistsError(
+            "there is already a checkpoint here", file=str(target.location), hint="choose another output"
+        )
     budget = budget or Budget.from_environment()
     try:
         return _repair(source, target, output is not None, accept_unverified, budget)
     except BaseException:
-        open_store(target).remove_if_empty("")
+        target.remove_if_empty("")
         raise
 
 
-def _repair(source: str, target: str, elsewhere: bool, accept_unverified: bool, budget: Budget) -> RepairReport:
-    with WriteLock(open_store(target)) as lock:
+def _repair(source: Store, target: Store, elsewhere: bool, accept_unverified: bool, budget: Budget) -> RepairReport:
+    path = str(target.location)
+    with WriteLock(target) as lock:
         old, finding = _manifest(source)
         if old is not None and not elsewhere and not _findings(open_checkpoint(source, budget)):
-            return RepairReport(target, ())
+            return RepairReport(path, ())
         found = _collect(source, old, finding)
         rebuilt = _rebuild(source, found, old, budget)
         if rebuilt.unverified and not accept_unverified:
@@ -130,24 +133,24 @@ def _repair(source: str, target: str, elsewhere: bool, accept_unverified: bool, 
                 source, rebuilt.unverified, "to go on all the same, pass accept_unverified (--accept-unverified)"
             )
         _check_rebuilt(source, rebuilt, budget)
-        store, data_dir = open_store(target), names.data_dir(found.save_id)
-        if elsewhere and store.exists(data_dir):
-            there = os.path.join(target, data_dir)
+        data_dir = names.data_dir(found.save_id)
+        if elsewhere and target.exists(data_dir):
+            there = str(target.location.child(data_dir))
             raise CheckpointExistsError("the data of this save are here", file=there, hint="choose another output")
         try:
             if elsewhere:
-                with closing(open_store(source).reader()) as reader:
-                    _copy(reader, store, found, budget)
-                _check_copy(store, found, rebuilt, budget)
-            changed, kept = _put(store, rebuilt.files, lock.confirm)
+                with closing(source.reader()) as reader:
+                    _copy(reader, target, found, budget)
+                _check_copy(target, found, rebuilt, budget)
+            changed, kept = _put(target, rebuilt.files, lock.confirm)
             if old is None or elsewhere or _differs(rebuilt.manifest, old):
-                more = _put(store, {names.MANIFEST: rebuilt.manifest}, lock.confirm)
+                more = _put(target, {names.MANIFEST: rebuilt.manifest}, lock.confirm)
                 changed, kept = changed + more[0], kept + more[1]
         except BaseException:
             if elsewhere and data_dir in leftovers(target):
-                store.remove(data_dir)
+                target.remove(data_dir)
             raise
-    return RepairReport(target, changed, kept, LOST if old is None else (), rebuilt.unverified)
+    return RepairReport(path, changed, kept, LOST if old is None else (), rebuilt.unverified)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +166,16 @@ class _Rebuilt:
     """The digest tables of the data as they are now, damaged blocks included."""
 
 
-def _refused(path: str, problems: Sequence[str], hint: str) -> RepairError:
-    return RepairError("\n".join(["it cannot be rebuilt:", *(f"  {one}" for one in problems)]), file=path, hint=hint)
+def _refused(store: Store, problems: Sequence[str], hint: str) -> RepairError:
+    message = "\n".join(["it cannot be rebuilt:", *(f"  {one}" for one in problems)])
+    return RepairError(message, file=str(store.location), hint=hint)
 
 
-def _manifest(path: str) -> tuple[Manifest | None, str]:
+def _manifest(store: Store) -> tuple[Manifest | None, str]:
     """The manifest if it is sound, else what is wrong with it. Raises VersionError, FeatureError: it may be sound to
     others."""
     try:
-        return open_checkpoint(path).manifest, ""
+        return open_checkpoint(store).manifest, ""
     except (VersionError, FeatureError):
         raise
     except CheckpointNotFoundError:
@@ -204,35 +208,34 @@ class _Rebuilding:
         return len(self._files[path]) if path in self._files else self._reader.size(path)
 
 
-def _check_rebuilt(path: str, rebuilt: _Rebuilt, budget: Budget) -> None:
+def _check_rebuilt(store: Store, rebuilt: _Rebuilt, budget: Budget) -> None:
     """Raises RepairError unless it would be sound. An old manifest may contradict itself, or the files."""
-    reader = cast("Reader", _Rebuilding(open_store(path).reader(), rebuilt.files))
-    findings = _findings(Checkpoint(path, manifest_format.decode(rebuilt.manifest), reader, budget))
+    reader = cast("Reader", _Rebuilding(store.reader(), rebuilt.files))
+    findings = _findings(Checkpoint(str(store.location), manifest_format.decode(rebuilt.manifest), reader, budget))
     if rebuilt.unverified:  # headers that differ from their digests stay so, as their data do
         findings = [finding for finding in findings if finding.rule != "D003"]
     if findings:
         hint = "take the manifest away if it contradicts the files: it is rebuilt from them then"
-        raise _refused(path, sorted(map(str, findings)), hint)
+        raise _refused(store, sorted(map(str, findings)), hint)
 
 
-def _collect(path: str, old: Manifest | None, finding: str) -> FoundSave:
+def _collect(store: Store, old: Manifest | None, finding: str) -> FoundSave:
     """Raises RepairError, which lists all that is missing or damaged."""
-    store = open_store(path)
     saves = [name for name in store.directories() if names.is_data_dir(name)]
     if old is not None:
         saves = [name for name in saves if name == names.data_dir(old.save_id)]
     if len(saves) != 1:
         what = f"{finding}, and there are the data of {len(saves)} saves" if old is None else "its data are gone"
-        raise _refused(path, [what, *saves], "leave the data directory of one save here, and take the others away")
-    found, problems = find_save(path, saves[0].removeprefix("data-"), old)
+        raise _refused(store, [what, *saves], "leave the data directory of one save here, and take the others away")
+    found, problems = find_save(store, saves[0].removeprefix("data-"), old)
     if found is None or problems:
-        raise _refused(path, problems, "restore these files from a copy; they cannot be rebuilt")
+        raise _refused(store, problems, "restore these files from a copy; they cannot be rebuilt")
     return found
 
 
-def _rebuild(path: str, found: FoundSave, old: Manifest | None, budget: Budget) -> _Rebuilt:
+def _rebuild(store: Store, found: FoundSave, old: Manifest | None, budget: Budget) -> _Rebuilt:
     """Reads and compares all data. Raises RepairError if the pieces do not make up whole tensors."""
-    reader = open_store(path).reader()
+    reader = store.reader()
     given = read_tables(reader, found)
     block_bytes, placed = _places(found, given, old)
     first_blocks = {rank: placed[rank] or rebuild.in_a_row(own, block_bytes) for rank, own in found.files.items()}
@@ -259,7 +262,7 @@ def _rebuild(path: str, found: FoundSave, old: Manifest | None, budget: Budget) 
         receipts = rebuild.receipts(found.files, first_blocks, tables, block_bytes)
         manifest, index = catalog.catalog(receipts, found.save_id, about)
     except (FormatError, RankError) as error:
-        raise _refused(path, [str(error)], "a file is missing or not the one that was written: restore it") from error
+        raise _refused(store, [str(error)], "a file is missing or not the one that was written: restore it") from error
     files = {names.digests_path(found.save_id, rank): table for rank, table in tables.items()}
     files[names.index_path(found.save_id)] = index
     return _Rebuilt(manifest, files, tuple(unverified), block_bytes, first_blocks, all_computed)
@@ -415,6 +418,6 @@ def _check_copy(store: Store, found: FoundSave, rebuilt: _Rebuilt, budget: Budge
     if differing:
         raise StorageError(
             f"the copy differs from what was read: {differing[0]}{', and more' if differing[1:] else ''}",
-            file=store.root,
+            file=str(store.location),
             hint="the copy was removed; choose an output on another disk",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.api.background import wait
-from zckpt.api.open import StrPath, advised, find, open_checkpoint
+from zckpt.api.open import advised, find, open_checkpoint
 from zckpt.engines import adapt, group_of
 from zckpt.errors import (
     FormatError,
@@ -40,6 +39,8 @@ from zckpt.restoring.mismatch import (
     told_differences,
 )
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment
+from zckpt.storage.location import Location, StrPath
+from zckpt.storage.schemes import open_store
 from zckpt.transfer.devices import check_device, synchronize
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
@@ -148,7 +149,7 @@ def restore_engine(
     def arguments() -> dict[str, object]:
         nonlocal parts, state
         parts, state = several(parts), several(state)
-        return comparable(path=os.path.abspath(os.fspath(path)), parts=parts, strict=strict, state=state, rng=rng)
+        return comparable(path=str(Location.of(path).absolute()), parts=parts, strict=strict, state=state, rng=rng)
 
     def prepare() -> str:
         plans.append(_plan_restore(engine, path, ranks, parts, strict, state, rng, budget, own_client_state, caller))
@@ -235,7 +236,7 @@ def _plan_restore(
             "tensors of the engine are on the device meta, which keeps no values",
             hint="give them memory before they are restored, such as by module.to_empty(device=...)",
         )
-    found = find(os.fspath(path))
+    found = find(path)
     with advised(found):
         return _plan(
             adapter, open_checkpoint(found, budget), ranks, parts, strict, trees, rng, own_client_state, caller
@@ -467,7 +468,7 @@ def _changing_the_engine(checkpoint: Checkpoint) -> Iterator[None]:
         yield
     except (FormatError, StorageError) as error:
         error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
-        whole = whole_neighbours(checkpoint.path)
+        whole = whole_neighbours(open_store(checkpoint.path))
         if whole:
             error.hint += f", such as, newest first, {', '.join(whole)}"
         raise

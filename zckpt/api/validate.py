@@ -7,15 +7,17 @@ from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zckpt.api.open import StrPath, find, open_checkpoint
+from zckpt.api.open import find, open_checkpoint
 from zckpt.errors import CheckpointNotFoundError, FormatError
 from zckpt.ranks.collectives import Ranks
+from zckpt.storage.schemes import open_store
 from zckpt.validation.check import Share, check_checkpoint
 from zckpt.validation.report import LEVELS, Finding, Level, Report, in_order
 from zckpt.validation.values import Values
 
 if TYPE_CHECKING:
     from zckpt.progress import Progress
+    from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
 
 
@@ -58,7 +60,7 @@ def _find(path: str) -> tuple[str, str, tuple[Any, ...]]:
     """The directory of the checkpoint, its save id, and the fields of what is wrong with its manifest, if anything."""
     try:
         found = find(path)
-        return found, open_checkpoint(found).manifest.save_id, ()
+        return str(found.location), open_checkpoint(found).manifest.save_id, ()
     except FormatError as error:
         return "", "", astuple(Finding.of(error))
 
@@ -69,7 +71,7 @@ _Checked = tuple[list[tuple[Any, ...]], bytes, int, int]
 
 def _check(path: str, level: Level, share: Share, budget: Budget | None, progress: Progress | None) -> _Checked:
     try:
-        checkpoint = open_checkpoint(path, budget)
+        checkpoint = open_checkpoint(open_store(path), budget)
     except (CheckpointNotFoundError, FormatError) as error:  # replaced just now
         return [("", error.message)], Values({}).pack(), 0, 0
     findings, values, bytes_read = check_checkpoint(checkpoint, level, share, progress)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import secrets
 from collections.abc import Mapping
@@ -36,6 +35,7 @@ from zckpt.ranks.collectives import Ranks, check_arguments, comparable
 from zckpt.reading.deepspeed_files import deepspeed_files
 from zckpt.reading.runs import latest_name, refuse_place
 from zckpt.state.inventory import BUFFER, PARAM, STATE, Fragment
+from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.system import linux
@@ -53,9 +53,9 @@ from zckpt.writing.plain import plain
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from zckpt.api.open import StrPath
     from zckpt.plan.layout import ShardPlan
     from zckpt.storage.contract import Store
+    from zckpt.storage.location import StrPath
 
 _ANY_TIME = frozenset({PARAM, BUFFER, STATE})
 """The parts that may change without a step of the optimizer: a model's own forward updates what it does not train."""
@@ -278,11 +278,12 @@ class _Write:
         adapter.refuse_unsupported(drop_gradients=options.pending_gradients == "drop")
         if options.lazy:
             adapter.refuse_lazy()
-        step = f"global_step{adapter.step}"
-        self.target = os.path.abspath(self._path if self._path is not None else os.path.join("checkpoints", step))
-        self._run = os.path.dirname(self.target) if options.run is None else os.path.abspath(options.run)
+        path = f"checkpoints/global_step{adapter.step}" if self._path is None else self._path
+        self._store = open_store(Location.of(path).absolute())
+        self._run = self._store.parent if options.run is None else open_store(Location.of(options.run).absolute())
+        self.target = str(self._store.location)
         if options.latest:
-            latest_name(self.target, self._run)
+            latest_name(self._store.location, self._run.location)
         self._budget = options.budget or Budget.from_environment()
         unknown = sorted(set(options.exclude) - set(adapter.parts))
         if unknown:
@@ -305,7 +306,7 @@ class _Write:
         if first:
             root = {"engine": state, names.CLIENT_STATE: dict(options.client_state or {})}
             packed = _pack_tree(root, "", self._fragments, 0)
-            self._lock = WriteLock(open_store(self.target))
+            self._lock = WriteLock(self._store)
         writer = {
             "zckpt": __version__,
             "torch": torch.__version__,
@@ -366,11 +367,11 @@ class _Write:
         if self._rank == 0:
             receipts = [catalog.unpack(one) for one in packed]
             self._manifest, self._index = catalog.catalog(receipts, self._save_id, self._about)
-            refuse_place(self.target, self._run, latest=self._options.latest)
+            refuse_place(self._store, self._run, latest=self._options.latest)
             self._begun = True
             self._lock.acquire()
             self._replaced = begin_write(
-                self.target, self._save_id, overwrite=self._options.overwrite,
+                self._store, self._save_id, overwrite=self._options.overwrite,
                 replace_foreign=self._options.replace_foreign, dead=self._lock.dead,
             )  # fmt: skip
 
@@ -389,13 +390,13 @@ class _Write:
     def _write(self, snapshot: Snapshot) -> bytes:
         later = {plan.shard.part for plan in self._plans} - _ANY_TIME if self._options.lazy else ()
         return write_rank(
-            self.target, self._save_id, self._plans, self._rank, self._budget, self._options.progress,
+            self._store, self._save_id, self._plans, self._rank, self._budget, self._options.progress,
             snapshot=snapshot, snapshot_bytes=self._snapshot_bytes, later=later,
         )  # fmt: skip
 
     def _commit(self, digests: Sequence[bytes]) -> None:
         commit_write(
-            self.target, self._save_id, catalog.with_digests(self._manifest, digests), self._index,
+            self._store, self._save_id, catalog.with_digests(self._manifest, digests), self._index,
             replaced=self._replaced, latest_in=self._run if self._options.latest else None, confirm=self._lock.confirm,
         )  # fmt: skip
 
@@ -431,11 +432,10 @@ class _Write:
     def _remove(self) -> None:
         if self._begun:
             self._begun = False
-            store = open_store(self.target)
-            if names.data_dir(self._save_id) in leftovers(self.target):
-                store.remove(names.data_dir(self._save_id))
+            if names.data_dir(self._save_id) in leftovers(self._store):
+                self._store.remove(names.data_dir(self._save_id))
             self._lock.release()
-            store.remove_if_empty("")
+            self._store.remove_if_empty("")
 
 
 class _Facts(NamedTuple):
@@ -551,7 +551,7 @@ def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:
 
 
 def write_fragments(
-    target: str,
+    path: StrPath,
     ranks: Sequence[Sequence[Fragment]],
     about: catalog.About,
     save_id: str | None = None,
@@ -565,16 +565,17 @@ def write_fragments(
     size, block_bytes = len(ranks), about.block_bytes
     plans = [plan_shards(own, save_id, rank, size, block_bytes=block_bytes) for rank, own in enumerate(ranks)]
     manifest, index = catalog.catalog([catalog.receipt(rank, own) for rank, own in enumerate(plans)], save_id, about)
+    target = open_store(path)
     replaced = begin_write(target, save_id, overwrite=overwrite)
     digests = [write_rank(target, save_id, own, rank, block_bytes=block_bytes) for rank, own in enumerate(plans)]
     manifest = catalog.with_digests(manifest, digests)
-    latest_in = os.path.dirname(target) if latest else None
+    latest_in = target.parent if latest else None
     commit_write(target, save_id, manifest, index, replaced=replaced, latest_in=latest_in)
     return save_id
 
 
 def begin_write(
-    target: str, save_id: str, *, overwrite: bool = False, replace_foreign: bool = False, dead: Collection[str] = ()
+    store: Store, save_id: str, *, overwrite: bool = False, replace_foreign: bool = False, dead: Collection[str] = ()
 ) -> list[str]:
     """Makes the directory that the new data goes to, beside that of an older checkpoint. What writers that died have
     left there goes first, for the space that it takes. The caller holds the checkpoint's lock; ``dead`` are the save
@@ -583,34 +584,34 @@ def begin_write(
     Returns the names of what is there now and is to go after the commit: that of the older checkpoint, and files of
     DeepSpeed's own. Raises CheckpointExistsError for what may not be replaced.
     """
-    store = open_store(target)
     foreign = deepspeed_files(store.entries() or ())
     if foreign and not replace_foreign:
         shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         raise CheckpointExistsError(
             f"there is a checkpoint in DeepSpeed's own format here ({shown}): DeepSpeed would go on loading that one",
-            file=target,
+            file=str(store.location),
             hint="write elsewhere, remove these files, or have them replaced: write(..., overwrite=True), "
             "attach(engine, replace_deepspeed=True), zckpt run --replace-deepspeed",
         )
     if store.exists(names.MANIFEST) and not overwrite:
         raise CheckpointExistsError(
-            "there is already a checkpoint here", file=target, hint="write elsewhere, or pass overwrite=True"
-        )
-    clear_for_write(target, overwrite=overwrite, dead=dead)
-    run = os.path.dirname(target)
+            "there is already a checkpoint here", file=str(store.location),
+            hint="write elsewhere, or pass overwrite=True",
+        )  # fmt: skip
+    clear_for_write(store, overwrite=overwrite, dead=dead)
+    run = store.parent
     remove_run_leftovers(run)
     for dead_save in dead:
         prepared = names.temporary(names.LATEST, names.prepared_digits(dead_save))
         if names.is_temporary(prepared, names.LATEST):  # the save id comes from a file that anybody may have made
-            open_store(run).remove(prepared)
+            run.remove(prepared)
     replaced = [name for name in store.entries() or () if names.is_data_dir(name)]
     store.make_directories(names.data_dir(save_id))
     return [*replaced, *foreign]
 
 
 def write_rank(
-    target: str,
+    store: Store,
     save_id: str,
     shards: Sequence[ShardPlan],
     rank: int,
@@ -627,11 +628,10 @@ def write_rank(
     on disk yet then. Returns the digest of the rank's digest table. Raises StorageError, RankError, and ZckptError
     where the write is given up.
     """
-    store = open_store(target)
     if not store.exists(names.data_dir(save_id)):
         raise RankError(
             "rank 0 has made a directory that this rank does not see",
-            file=os.path.join(target, names.data_dir(save_id)), rank=rank,
+            file=str(store.location.child(names.data_dir(save_id))), rank=rank,
             hint="write to a file system that all ranks share",
         )  # fmt: skip
     store.make_directories(names.rank_dir(save_id, rank))
@@ -650,13 +650,13 @@ def write_rank(
 
 
 def commit_write(
-    target: str,
+    store: Store,
     save_id: str,
     manifest: bytes,
     index: bytes,
     *,
     replaced: Iterable[str] = (),
-    latest_in: str | None = None,
+    latest_in: Store | None = None,
     confirm: Callable[[], None] = lambda: None,
 ) -> None:
     """On rank 0, when every rank's files are durable: the index, then the manifest, then the file ``latest`` in the
@@ -666,7 +666,6 @@ def commit_write(
     if this write has lost the right to commit. Whoever has taken that right over has removed the temporary manifest, or
     reads the committed one before it removes anything.
     """
-    store = open_store(target)
     written = manifest_format.decode(manifest)
     with closing(store.reader()) as reader:
         for file in written.files:
@@ -685,8 +684,8 @@ def commit_write(
 
         prepared = prepare(store, names.MANIFEST, manifest, names.prepared_digits(save_id))
         if latest_in is not None:
-            run, named = open_store(latest_in), names.encode_latest(latest_name(target, latest_in))
-            prepared_latest = prepare(run, names.LATEST, named, names.prepared_digits(save_id))
+            named = names.encode_latest(latest_name(store.location, latest_in.location))
+            prepared_latest = prepare(latest_in, names.LATEST, named, names.prepared_digits(save_id))
         confirm()
         try:
             store.commit(names.MANIFEST, prepared)
@@ -696,9 +695,9 @@ def commit_write(
         confirm()  # whoever has taken over since may need what this write would remove
         if latest_in is not None:
             try:
-                run.commit(names.LATEST, prepared_latest)
+                latest_in.commit(names.LATEST, prepared_latest)
             except StorageError as error:
-                error.hint = f"{target} is committed and whole; the file `latest` does not name it yet"
+                error.hint = f"{store.location} is committed and whole; the file `latest` does not name it yet"
                 raise
     for name in replaced:
         store.remove(name)

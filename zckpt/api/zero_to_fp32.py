@@ -14,12 +14,14 @@ import torch
 from zckpt.api.open import open as open_path
 from zckpt.errors import UnsupportedError, warn
 from zckpt.format import names
+from zckpt.storage.location import Location
+from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from zckpt.api.open import StrPath
     from zckpt.reading.checkpoint import Checkpoint
+    from zckpt.storage.location import StrPath
 
 _MARK = "_zckpt_reads"
 _OPENERS = ("get_model_state_file", "get_model_state_files", "get_optim_files")
@@ -54,8 +56,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Raises what ``zckpt.open`` and ``Checkpoint.load`` raise.
     """
-    path = os.fspath(checkpoint_dir) if tag is None else os.path.join(checkpoint_dir, str(tag))
-    found = _lazy_tensors(open_path(path), exclude_frozen_parameters)
+    path = Location.of(checkpoint_dir).child("" if tag is None else str(tag))
+    found = _lazy_tensors(open_path(str(path)), exclude_frozen_parameters)
     return dict(found) if lazy_mode else _read(found)
 
 
@@ -124,7 +126,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def is_zckpts(path: StrPath) -> bool:
     """Whether there is a manifest in this directory, sound or not."""
-    return os.path.lexists(os.path.join(path, names.MANIFEST))
+    return open_store(path).exists(names.MANIFEST)
 
 
 def teach_deepspeed() -> None:

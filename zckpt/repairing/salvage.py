@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -15,13 +14,12 @@ from zckpt.format.digest import BLOCK_BYTES
 from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.plan import rebuild
 from zckpt.plan.rebuild import FoundFile
-from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from zckpt.format.manifest import Manifest
-    from zckpt.storage.contract import Reader
+    from zckpt.storage.contract import Reader, Store
 
 ABSENT_SHOWN_MAX = 20
 """An error names no more than this many ranks one by one."""
@@ -37,8 +35,8 @@ class FoundSave:
     """The data files of each rank."""
 
 
-def find_save(path: str, save_id: str, old: Manifest | None) -> tuple[FoundSave | None, list[str]]:
-    """The data files of a save in the checkpoint at ``path``, and everything that is missing or damaged among them, as
+def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[FoundSave | None, list[str]]:
+    """The data files of a save in a checkpoint, and everything that is missing or damaged among them, as
     far as headers and, if there is one, the ``old`` manifest say. None if they do not even agree on a world size.
 
     Raises StorageError.
@@ -46,14 +44,14 @@ def find_save(path: str, save_id: str, old: Manifest | None) -> tuple[FoundSave 
     problems: list[str] = []
     raws: dict[tuple[int, str, str], tuple[bytes, int]] = {}
     ranks = set()
-    with closing(open_store(path).reader()) as reader:
-        for directory in open_store(os.path.join(path, names.data_dir(save_id))).directories():
-            rank = names.split_rank_dir(directory)
-            if rank is None or directory != os.path.basename(names.rank_dir(save_id, rank)):
+    data_dir = names.data_dir(save_id)
+    with closing(checkpoint.reader()) as reader:
+        for directory in checkpoint.child(data_dir).directories():
+            rank, place = names.split_rank_dir(directory), f"{data_dir}/{directory}"
+            if rank is None or place != names.rank_dir(save_id, rank):
                 continue
             ranks.add(rank)
-            place = names.rank_dir(save_id, rank)
-            for name in sorted(open_store(os.path.join(path, place)).entries() or ()):
+            for name in sorted(checkpoint.child(place).entries() or ()):
                 shard_name = names.split_shard_name(name)
                 if shard_name is not None:
                     with _listed(problems):
@@ -136,14 +134,14 @@ def fit_tables(found: FoundSave, tables: Mapping[int, bytes | None]) -> tuple[in
     return best
 
 
-def is_complete(path: str, save_id: str) -> bool:
+def is_complete(checkpoint: Store, save_id: str) -> bool:
     """Whether every rank's data files and digest table are there, with sound headers that the table covers. No tensor
     is read. Raises nothing: what cannot be read is not complete."""
     try:
-        found, problems = find_save(path, save_id, None)
+        found, problems = find_save(checkpoint, save_id, None)
         if found is None or problems:
             return False
-        with closing(open_store(path).reader()) as reader:
+        with closing(checkpoint.reader()) as reader:
             _, placed = fit_tables(found, read_tables(reader, found))
     except ZckptError:
         return False

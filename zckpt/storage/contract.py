@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from zckpt.state.inventory import FileSpan
     from zckpt.storage.buffers import Bytes
+    from zckpt.storage.location import Location
 
 
 @dataclass
@@ -107,10 +108,19 @@ class Writer(Protocol):
 
 
 class Store(Protocol):
-    """A checkpoint or a run. Files have paths relative to its ``root``, with ``/`` between their components; the empty
-    path is the root itself. Every method that does not say otherwise raises StorageError or NoSpaceError."""
+    """A directory: a checkpoint, or a run. Files have paths relative to it, with ``/`` between their components; the
+    empty path is the directory itself, which need not exist. Every method that does not say otherwise raises
+    StorageError or NoSpaceError."""
 
-    root: str
+    @property
+    def location(self) -> Location: ...
+
+    @property
+    def parent(self) -> Store:
+        """The store at ``location.parent``."""
+
+    def child(self, path: str) -> Store:
+        """The store at ``location.child(path)``."""
 
     def reader(self) -> Reader: ...
 

@@ -20,6 +20,8 @@ from zckpt.storage.local_writer import LocalWriter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from zckpt.storage.location import Location
+
 RENAME_WAIT_SECONDS = 5.0
 """On Windows, how long a rename waits for readers of the file."""
 _NO_SYNC = UNSUPPORTED | {errno.EBADF}
@@ -31,15 +33,23 @@ _NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK}
 class LocalStore:
     """A directory."""
 
-    def __init__(self, root: str) -> None:
-        self.root = root
+    def __init__(self, location: Location) -> None:
+        self.location = location
+        self._root = location.path
+
+    @property
+    def parent(self) -> LocalStore:
+        return LocalStore(self.location.parent)
+
+    def child(self, path: str) -> LocalStore:
+        return LocalStore(self.location.child(path))
 
     def reader(self) -> LocalReader:
-        return LocalReader(self.root)
+        return LocalReader(self._root)
 
     def exists(self, path: str) -> bool:
         try:
-            os.lstat(self._full(path)) if path else os.stat(self.root)
+            os.lstat(self._full(path)) if path else os.stat(self._root)
         except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have such a name.
             return False
         except OSError as error:
@@ -50,24 +60,24 @@ class LocalStore:
 
     def entries(self) -> list[str] | None:
         try:
-            return os.listdir(self.root)
+            return os.listdir(self._root)
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         except OSError as error:
             if is_impossible_name(error):
                 return None
-            raise from_os_error(error, "list", self.root) from error
+            raise from_os_error(error, "list", self._root) from error
 
     def directories(self) -> list[str]:
         try:
-            with os.scandir(self.root) as entries:
+            with os.scandir(self._root) as entries:
                 return sorted(
                     entry.name
                     for entry in entries
                     if entry.is_dir(follow_symlinks=False) and not is_link(entry.stat(follow_symlinks=False))
                 )
         except OSError as error:
-            raise from_os_error(error, "list", self.root) from error
+            raise from_os_error(error, "list", self._root) from error
 
     def nbytes(self, path: str) -> int:
         total = 0
@@ -232,7 +242,7 @@ class LocalStore:
             _quietly(os.unlink, probe)
 
     def _full(self, path: str) -> str:
-        return os.path.join(self.root, path) if path else self.root
+        return os.path.join(self._root, path) if path else self._root
 
 
 def _once_nobody_reads(rename: Callable[[], None]) -> None:

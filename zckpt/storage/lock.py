@@ -159,6 +159,6 @@ def _locked(store: Store, message: str, holder: bytes) -> LockedError:
     who = f": process {known.get('pid')} on {known.get('host')}, since {known.get('since')}" if known else ""
     return LockedError(
         f"{message}{who}",
-        file=os.path.join(store.root, names.LOCK),
+        file=str(store.location.child(names.LOCK)),
         hint=f"wait for it; a lock that no process holds is taken over after {DEAD_SECONDS:g} seconds",
     )
