@@ -16,7 +16,7 @@ ROOT = Path(zckpt.__file__).parent
 # The modules and folders of the package, from the lowest to the highest. Each imports itself and what stands above it.
 ORDER = [
     "version", "errors", "progress", "system", "format", "state", "plan", "ranks", "storage", "transfer", "engines",
-    "reading", "validation", "writing", "restoring", "repairing", "api", "__init__", "testing", "cli", "__main__",
+    "reading", "validation", "repairing", "writing", "restoring", "api", "__init__", "testing", "cli", "__main__",
 ]  # fmt: skip
 ALLOWED = {name: set(ORDER[:number]) for number, name in enumerate(ORDER)}
 WITHOUT_TORCH = {"version", "errors", "format", "state", "plan"}

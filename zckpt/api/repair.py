@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from zckpt.api.gc import leftovers
 from zckpt.api.open import open_checkpoint
 from zckpt.errors import (
     CheckpointExistsError,
@@ -42,6 +41,7 @@ from zckpt.transfer.read import ReadFile, read_op
 from zckpt.transfer.staging import host_pool
 from zckpt.validation.check import Share, check_checkpoint
 from zckpt.version import __version__
+from zckpt.writing.leftovers import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

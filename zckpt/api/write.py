@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from zckpt.api.background import PendingWrite, wait
-from zckpt.api.gc import clear_for_write, leftovers, remove_run_leftovers
 from zckpt.engines import adapt, group_of
 from zckpt.errors import (
     CheckpointExistsError,
@@ -48,6 +47,7 @@ from zckpt.transfer.staging import pool_for
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 from zckpt.transfer.write import run_writes
 from zckpt.version import __version__
+from zckpt.writing.leftovers import clear_for_write, leftovers, run_leftovers
 from zckpt.writing.plain import plain
 
 if TYPE_CHECKING:
@@ -600,7 +600,8 @@ def begin_write(
         )  # fmt: skip
     clear_for_write(store, overwrite=overwrite, dead=dead)
     run = store.parent
-    remove_run_leftovers(run)
+    for name in run_leftovers(run):
+        run.remove(name)
     for dead_save in dead:
         prepared = names.temporary(names.LATEST, names.prepared_digits(dead_save))
         if names.is_temporary(prepared, names.LATEST):  # the save id comes from a file that anybody may have made
