@@ -33,6 +33,15 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
+def engines_are_adapters() -> Iterator[None]:
+    """Each write of the test may be of a ``plain_engine.Engine``."""
+    from tests.support import plain_engine
+
+    with plain_engine.engines_are_adapters():
+        yield
+
+
+@pytest.fixture
 def tmp_path(tmp_path: Path) -> Path:
     """One directory further down than pytest's: beside a checkpoint that a test writes there lies its ``latest``, which
     makes a run of the directory above, and that is this test's alone.

@@ -17,17 +17,16 @@ import pytest
 import torch
 
 import zckpt
-from tests.api.test_write_failures import Engine
-from tests.engines.deepspeed.test_offload import memory
+from tests.support.memory import memory
 from tests.support.models import make_engine, train
+from tests.support.plain_engine import Engine, engines_are_adapters
 from tests.support.runs import AFTER, BEFORE, assert_goes_on_alike, held, raw, restore_and_go_on, settings
+from tests.support.slow_writes import slow
 from zckpt.api import write as pipeline
 from zckpt.engines.hooks import call_before
-from zckpt.transfer import write as io_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from tests.support.cluster import Cluster
 
@@ -42,19 +41,6 @@ MODES: dict[str, dict[str, Any]] = {
     "3-cpu": {"stage": 3, "model": "odd", **CPU},
 }
 SNAPSHOTS = {"copy": {}, "little-memory": {"snapshot_bytes": 0}, "lazy": {"snapshot": "lazy"}}
-
-
-def slow(seconds: float) -> AbstractContextManager[Any]:
-    """Each copy out of the state and each write takes this long: training goes on while they last."""
-
-    def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            time.sleep(seconds)
-            return function(*args)
-
-        return call
-
-    return mock.patch.multiple("zckpt.transfer.write", _take=slowed(io_write._take), _put=slowed(io_write._put))
 
 
 def write_in_background_and_go_on(path: str, setup: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +187,7 @@ SCRIPT = """
 import os, sys, time
 import torch
 sys.path.insert(0, {root!r})
-from tests.api.test_write_failures import Engine
+from tests.support.plain_engine import Engine
 import zckpt, zckpt.transfer.write, zckpt.api.write
 zckpt.api.write.adapt = lambda engine: engine
 put = zckpt.transfer.write._put
@@ -267,7 +253,7 @@ def test_an_attached_engine_saves_in_the_background(cluster: Cluster, tmp_path: 
 def test_copies_take_no_more_memory_than_allowed(tmp_path: Path, snapshot_bytes: int) -> None:
     """Of a state of 128 MiB, while the disk is slow."""
     engine = Engine(64 * MIB)
-    with mock.patch("zckpt.api.write.adapt", lambda engine: engine), slow(0.01):
+    with engines_are_adapters(), slow(0.01):
         Path("/proc/self/clear_refs").write_text("5")
         before = memory("VmRSS")
         pending = zckpt.write(engine, tmp_path / "c", background=True, snapshot_bytes=snapshot_bytes)

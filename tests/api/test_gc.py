@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import zckpt
-from tests.storage.test_lock import slow_write
 from tests.support.faults import BROKEN, Fault, faulty
 from tests.support.forks import in_processes, stopped_at
+from tests.support.slow_writes import slow_write
 from tests.support.states import write_state, write_through
 from zckpt.cli import main
 from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError, MissingFileError

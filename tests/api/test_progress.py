@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import zckpt
-from tests.api.test_write_failures import Engine
 from tests.support.models import make_engine, train
+from tests.support.plain_engine import Engine, engines_are_adapters
 from tests.support.states import write_state
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def test_writes_and_restores(cluster: Cluster, tmp_path: Path, stage: int) -> No
 def test_a_failure_ends_it(tmp_path: Path) -> None:
     told = Told()
     with (
-        mock.patch("zckpt.api.write.adapt", lambda engine: engine),
+        engines_are_adapters(),
         mock.patch("os.pwritev", side_effect=OSError(5, "Input/output error")),
         pytest.raises(zckpt.StorageError),
     ):

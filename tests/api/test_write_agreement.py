@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import zckpt
-from tests.api.test_write_failures import Engine, everything
 from tests.support.crashes import Half
 from tests.support.models import make_engine, train
+from tests.support.plain_engine import Engine, engines_are_adapters, everything
 from tests.support.states import fragment, same
 from zckpt.api import write as pipeline
 from zckpt.api.write import write_engine
@@ -55,7 +55,7 @@ class Whole(Half):
 
 @contextmanager
 def ours() -> Iterator[None]:
-    with mock.patch("zckpt.api.write.adapt", lambda engine: engine):
+    with engines_are_adapters():
         yield
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.support.plain_engine import Engine, everything, is_whole
 from tests.support.states import fragment, same_all
 from zckpt.api.write import write_engine
 from zckpt.errors import (
@@ -29,60 +30,15 @@ from zckpt.errors import (
     StateError,
     StorageError,
 )
-from zckpt.state.inventory import Fragment, Inventory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.support.cluster import Cluster
 
+pytestmark = pytest.mark.usefixtures("engines_are_adapters")
+
 MIB = 1 << 20
-
-
-class Engine:
-    """All that ``zckpt.write`` asks of an adapter, over one tensor."""
-
-    def __init__(self, nbytes: int = 4096, seed: int = 0, step: int = 5) -> None:
-        torch.manual_seed(seed)
-        self.weight = torch.randn(nbytes // 4)
-        self.step = step
-        self.description = {"framework": "none"}
-        self.parts = ("master", "exp_avg")
-        self.devices = ()
-
-    def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
-        pass
-
-    def inventory(self, parts: object) -> Inventory:
-        return Inventory(tuple(self.fragments()))
-
-    def fragments(self) -> list[Fragment]:
-        return [fragment(part, "w", self.weight, 0, len(self.weight)) for part in ("master", "exp_avg")]
-
-    def state(self) -> dict[str, object]:
-        return {"steps": self.step}
-
-    def rank_state(self) -> dict[str, object]:
-        return {}
-
-    def after_write(self) -> None:
-        pass
-
-
-@pytest.fixture(autouse=True)
-def engines_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zckpt.api.write.adapt", lambda engine: engine)
-
-
-def is_whole(path: Path, engine: Engine) -> bool:
-    checkpoint = zckpt.open(path)
-    loaded = checkpoint.load()
-    assert zckpt.validate(path).ok
-    return checkpoint.step == engine.step and same_all(loaded, dict.fromkeys(("master/w", "exp_avg/w"), engine.weight))
-
-
-def everything(path: Path) -> dict[str, bytes | None]:
-    return {str(one.relative_to(path)): one.read_bytes() if one.is_file() else None for one in path.rglob("*")}
 
 
 # One rank, and what the operating system may refuse

@@ -9,6 +9,7 @@ import torch
 
 import zckpt
 from tests.support import accelerator
+from tests.support.reference_engine import held
 from tests.support.states import same_all
 from zckpt.engines import adapt, group_of
 from zckpt.state.inventory import BUFFER, MASTER
@@ -21,14 +22,6 @@ if TYPE_CHECKING:
     from tests.support.cluster import Cluster
 
 BEFORE, AFTER = 3, 2
-
-
-def held(engine: ReferenceEngine) -> dict[str, torch.Tensor]:
-    """All that this rank holds, in host memory."""
-    tensors = {f"{part}/{name}": one for part, own in engine.tensors.items() for name, one in own.items()}
-    tensors |= {"beta_powers": engine.beta_powers, "steps": torch.tensor(engine.steps)}
-    tensors["learning_rate"] = torch.tensor(engine.learning_rate, dtype=torch.float64)
-    return {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
 
 
 def whole(ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

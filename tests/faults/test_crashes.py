@@ -8,13 +8,12 @@ import signal
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 
 import zckpt
-from tests.api.test_write_failures import Engine
 from tests.support.crashes import OLD, check_after, check_next, write_and_die
+from tests.support.plain_engine import Engine, engines_are_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +34,7 @@ def run() -> Iterator[Path]:
 
 def crash(cluster: Cluster, run: Path, name: str, who: int, **how: Any) -> tuple[list[Outcome], bool]:
     """An older checkpoint, a write to ``name`` that dies, and the next one. Returns whether the dead one committed."""
-    with mock.patch("zckpt.api.write.adapt", lambda engine: engine):
+    with engines_are_adapters():
         zckpt.write(Engine(seed=OLD, step=OLD), run / "old", overwrite=True)
     outcomes = cluster.outcomes(write_and_die, 2, str(run / name), who, **how, timeout=60, grace=20)
     committed = check_after(run, name, "old")

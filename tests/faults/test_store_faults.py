@@ -15,15 +15,17 @@ import pytest
 import torch
 
 import zckpt
-from tests.api.test_write_failures import Engine, engines_of_ours, everything, is_whole  # noqa: F401  the fixture
 from tests.support import faults
 from tests.support.faults import Fault, faulty, short
+from tests.support.plain_engine import Engine, everything, is_whole
 from tests.support.states import same_all, write_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("engines_are_adapters")
 
 MIB = 1 << 20
 SMALL = zckpt.Budget(nbytes=8 * MIB)

@@ -1,4 +1,4 @@
-"""Who may import whom inside zckpt, and what importing zckpt costs."""
+"""Who may import whom inside zckpt and among its tests, and what importing zckpt costs."""
 
 from __future__ import annotations
 
@@ -91,3 +91,11 @@ for name in sys.argv[1:]:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(zckpt.__all__) == sorted(PUBLIC_NAMES.split())
+
+
+def test_no_test_module_imports_another() -> None:
+    """What several need is in tests/support."""
+    tests = Path(__file__).parents[1]
+    for file in tests.rglob("test_*.py"):
+        imported = {name for name in imports(ast.parse(file.read_text())) if name.startswith("tests.")}
+        assert not {name for name in imported if not name.startswith("tests.support.")}, file

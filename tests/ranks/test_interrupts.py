@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import zckpt
-from tests.api.test_write_failures import Engine
 from tests.support.crashes import Half
 from tests.support.interrupts import interrupt_after, threads_left
+from tests.support.plain_engine import Engine, engines_are_adapters
 from zckpt.api import write as pipeline
 from zckpt.ranks.collectives import Ranks
 from zckpt.ranks.interrupts import Interrupts
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def engines_of_ours() -> Iterator[None]:
-    with mock.patch("zckpt.api.write.adapt", lambda engine: engine):
+    with engines_are_adapters():
         yield
 
 
@@ -134,7 +134,7 @@ def interrupt_everywhere(path: str, who: int, options: dict[str, Any]) -> list[t
 
     found: list[tuple[tuple[str, ...], bool]] = []
     with (
-        mock.patch("zckpt.api.write.adapt", lambda engine: engine),
+        engines_are_adapters(),
         mock.patch.object(Ranks, "gather", interrupted),
     ):
         while not found or found[-1][0][who] != "ok":
@@ -230,7 +230,7 @@ def wait_interrupted(path: str) -> list[str]:
         commit_write(*arguments, **options)
 
     with (
-        mock.patch("zckpt.api.write.adapt", lambda engine: engine),
+        engines_are_adapters(),
         mock.patch.object(pipeline, "commit_write", commit),
     ):
         pending = zckpt.write(Half(5), f"{path}/first", background=True)

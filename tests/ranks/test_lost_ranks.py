@@ -20,6 +20,8 @@ from tests.support import faults
 from tests.support.crashes import Half
 from tests.support.faults import Fault, faulty
 from tests.support.models import make_engine, train
+from tests.support.patience import give_up_after
+from tests.support.plain_engine import engines_are_adapters
 from tests.support.states import write_state
 from zckpt.ranks import heartbeat as life
 from zckpt.ranks.collectives import Ranks
@@ -29,13 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.cluster import Cluster
-
-
-def give_up_after(seconds: int) -> None:
-    """A rank without a sign of life; and one that has died is known after less than a second."""
-    os.environ["ZCKPT_RANK_TIMEOUT"] = str(seconds)
-    life.PERIOD_SECONDS = 0.2
-    torch.distributed.barrier()  # none comes later than that because it has begun later
 
 
 def act_once(who: int, how: str, seconds: float) -> tuple[str, int | None]:
@@ -212,7 +207,7 @@ def fail_on_one_rank(path: str) -> list[tuple[str, str, int | None]]:
     held, errors = [], []
     for (act, _), background in itertools.product(ON_ONE_RANK.values(), (False, True)):
         with (
-            mock.patch("zckpt.api.write.adapt", lambda engine: engine),
+            engines_are_adapters(),
             act() if os.environ["RANK"] == "1" else nullcontext(),
         ):
             try:
@@ -221,13 +216,13 @@ def fail_on_one_rank(path: str) -> list[tuple[str, str, int | None]]:
                     pending.wait()
             except (zckpt.ZckptError, MemoryError) as error:
                 errors.append((type(error).__name__, str(error), getattr(error, "rank", None)))
-        with mock.patch("zckpt.api.write.adapt", lambda engine: engine), suppress(zckpt.ZckptError, MemoryError):
+        with engines_are_adapters(), suppress(zckpt.ZckptError, MemoryError):
             zckpt.wait()  # the background's, once more
         torch.distributed.barrier()
         assert zckpt.open(path).step == 5
         assert zckpt.validate(path).ok
         torch.distributed.barrier()
-        with mock.patch("zckpt.api.write.adapt", lambda engine: engine):
+        with engines_are_adapters():
             zckpt.write(Half(5), f"{path}/c", overwrite=True)
         gc.collect()
         held.append((len(os.listdir("/proc/self/fd")), threading.active_count()))

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import zckpt
-from tests.ranks.test_lost_ranks import give_up_after
 from tests.support.models import make_engine, train
+from tests.support.patience import give_up_after
 from tests.support.runs import assert_same, held, weights
 from zckpt.engines import group_of
 from zckpt.ranks import heartbeat as life

@@ -12,10 +12,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 import zckpt
 from tests.support.forks import in_processes, stopped_at
+from tests.support.slow_writes import slow_write, value
 from tests.support.states import write_through
 from zckpt.api import write as pipeline
 from zckpt.errors import CheckpointExistsError, LockedError, MissingFileError, StorageError
@@ -28,11 +28,6 @@ from zckpt.system import linux
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-
-def value(number: float) -> torch.Tensor:
-    """By numpy, as all here: torch's own threads do not survive a fork."""
-    return torch.from_numpy(np.full(300_000, number, np.float32))
 
 
 def held(path: Path) -> list[float]:
@@ -219,18 +214,6 @@ def test_a_write_holds_the_lock_and_gives_it_back(tmp_path: Path) -> None:
     ):
         write_through(tmp_path / "other", value(1))
     assert not (tmp_path / "other").exists()
-
-
-def slow_write(path: Path, wait: Callable[[], None], number: int, **options: Any) -> object:
-    """A write that waits once its files are there, before its commit."""
-    commit_write = pipeline.commit_write
-
-    def commit(*arguments: Any, **keywords: Any) -> bytes:
-        wait()
-        return commit_write(*arguments, **keywords)
-
-    with mock.patch.object(pipeline, "commit_write", commit):
-        return write_through(path, value(number), **options)
 
 
 @pytest.mark.parametrize("older", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.engines.deepspeed.test_offload import CASES, restore_and_go_on, write_and_go_on
+from tests.support.offload import CASES, restore_and_go_on, write_and_go_on
 from tests.support.states import same_all, write_state
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES
 from zckpt.format.shard import decode_header

@@ -8,13 +8,12 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
 import zckpt
-from tests.api.test_write_failures import Engine
 from tests.support.faults import Fault, faulty, kill
+from tests.support.plain_engine import Engine, engines_are_adapters
 from zckpt.format import names
 from zckpt.ranks import heartbeat as life
 from zckpt.state.inventory import Inventory
@@ -59,7 +58,7 @@ def write_and_die(
     if dies and at is None:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
     with (
-        nullcontext() if real else mock.patch("zckpt.api.write.adapt", lambda engine: engine),
+        nullcontext() if real else engines_are_adapters(),
         faulty(Fault(kill, at) if dies and at is not None else None) as operations,
     ):
         try:
@@ -94,7 +93,7 @@ def check_after(run: Path, name: str, old: str) -> bool:
 def check_next(run: Path, name: str) -> None:
     """That the next write to the path works, and leaves nothing of the dead one."""
     engine = Engine(seed=NEXT, step=NEXT)
-    with mock.patch("zckpt.api.write.adapt", lambda engine: engine):
+    with engines_are_adapters():
         zckpt.write(engine, run / name, overwrite=True)
     assert zckpt.open(run).step == NEXT
     assert zckpt.validate(run).ok

@@ -121,6 +121,14 @@ class Uneven(nn.Module):
         return (x[:, :63] @ self.first @ self.second).float().square().mean()
 
 
+class Deep(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(1024, 1024, bias=False) for _ in range(32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).float().square().mean()
+
+
 def make_model(model: str) -> nn.Module:
     if model == "gpt2":
         sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import zckpt
-from tests.api.test_background import slow
-from tests.engines.test_reference_engine import held
 from tests.support import accelerator
 from tests.support.models import make_engine, train
+from tests.support.reference_engine import held
+from tests.support.slow_writes import slow
 from tests.support.states import same, same_all, write_state
 from zckpt.engines import adapt
 from zckpt.storage import gpudirect

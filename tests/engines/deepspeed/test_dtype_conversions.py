@@ -11,9 +11,18 @@ import torch
 from torch import nn
 
 import zckpt
-from tests.engines.deepspeed.test_stages import ADAM, link_all, restore_whole, write_whole
 from tests.support.models import ADAMW, train
-from tests.support.runs import BEFORE, assert_same, logical, settings, weights
+from tests.support.runs import (
+    ADAM,
+    BEFORE,
+    assert_same,
+    link_all,
+    logical,
+    restore_whole,
+    settings,
+    weights,
+    write_whole,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,10 +9,9 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import zckpt
-from tests.engines.deepspeed.test_offload import PARAM_DISK
-from tests.engines.deepspeed.test_stages import link_all
 from tests.support.models import make_engine, train
-from tests.support.runs import BEFORE, assert_same, inner, settings, weights
+from tests.support.offload import PARAM_DISK
+from tests.support.runs import ADAM, BEFORE, assert_same, inner, link_all, settings, weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
     from tests.support.cluster import Cluster
 
-ADAM = ("exp_avg", "exp_avg_sq")
 GPT2: dict[str, Any] = {"model": "gpt2", "groups": True, "scheduler": True}
 WIDE: dict[str, Any] = {"groups": True, "scheduler": True, "sub_group_size": 10**9}
 NVME: dict[str, Any] = {"offload_optimizer": {"device": "nvme"}, "offload_param": PARAM_DISK}

@@ -14,123 +14,34 @@ import pytest
 import torch
 
 import zckpt
-from tests.support.models import make_engine, train
-from tests.support.runs import assert_at_rest, fingerprint, settings, told
+from tests.support.memory import peak_growth
+from tests.support.models import Deep, make_engine, train
+from tests.support.offload import (
+    CASES,
+    CPU,
+    NVME,
+    ODD,
+    PARAM_DISK,
+    PIPELINED,
+    WIDE,
+    restore_and_go_on,
+    write_and_go_on,
+)
+from tests.support.runs import ADAM, assert_at_rest, fingerprint, told
 from tests.support.states import same_all, write_state
 from zckpt.api import write as pipeline
 from zckpt.plan import catalog
 from zckpt.state.inventory import FileSpan, Fragment
 
 if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
-
     from tests.support.cluster import Cluster
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-AFTER = 3
-
-CPU = {"device": "cpu"}
-NVME = {"device": "nvme"}
-PIPELINED = {**NVME, "pipeline_read": True, "pipeline_write": True, "buffer_count": 8}
-PARAM_NVME = {**NVME, "buffer_size": 1050000}
-PARAM_DISK = {**PARAM_NVME, "max_in_cpu": 0}
-WIDE: dict[str, Any] = {"model": "wide", "groups": True, "sub_group_size": 500000, "scheduler": True}
-"""One weight in each sub-group. With the biases among them too (one group, one sub-group), DeepSpeed 0.19.8 itself goes
-wrong on NVMe: from the first step on, its losses differ from those of the same run with CPU offload, and a restored run
-draws on whatever its buffers held before. Here they are equal.
-"""
-ODD: dict[str, Any] = {"model": "odd", "groups": True, "sub_group_size": 1000}
-TORCH_ADAM: dict[str, Any] = {"optimizer": "torch_adamw"}
-
-
-def fp16(**settings: Any) -> dict[str, Any]:
-    return {"dtype": "fp16", "config": {"fp16": {"enabled": True, **settings}}}
-
-
-STATIC = fp16(loss_scale=128)
-DYNAMIC = fp16(initial_scale_power=9, loss_scale_window=3, hysteresis=2)
-"""Skips the first steps of an Odd, then raises the scale until it has to skip again."""
-
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    # 20 steps: fewer do not show whether the C++ Adam's running products are restored.
-    "cpu": (20, {"offload_optimizer": CPU}),
-    # Not among the tests of older versions: at stage 3 with something on the CPU, DeepSpeed 0.16.9 itself sometimes
-    # computes garbage of this model (in 6 of 150 plain runs the losses were others, up to NaN; of Wide in 0 of 50).
-    "cpu+cpu": (3, {**ODD, "offload_optimizer": CPU, "offload_param": CPU}),
-    "param-cpu": (3, {**ODD, "offload_param": CPU}),
-    "cpu-torch-adam": (3, {**ODD, **TORCH_ADAM, "offload_optimizer": CPU}),
-    "cpu+cpu-fp32": (3, {**ODD, "dtype": "fp32", "offload_optimizer": CPU, "offload_param": CPU}),
-    "nvme": (3, {**WIDE, "offload_optimizer": NVME}),
-    "nvme-20": (20, {**WIDE, "offload_optimizer": NVME}),
-    "nvme-small": (3, {**ODD, "offload_optimizer": NVME}),
-    "nvme-torch-adam": (3, {**WIDE, **TORCH_ADAM, "offload_optimizer": NVME}),
-    "nvme-pipelined": (3, {**WIDE, "offload_optimizer": PIPELINED}),
-    "nvme+cpu": (3, {**WIDE, "offload_optimizer": NVME, "offload_param": CPU}),
-    # Nothing frozen: a frozen weight on NVMe breaks DeepSpeed's own prefetching ("already assigned swap buffer").
-    "nvme+nvme": (3, {**WIDE, "model": "thawed", "offload_optimizer": NVME, "offload_param": PARAM_NVME}),
-    "nvme+disk": (3, {**WIDE, "offload_optimizer": NVME, "offload_param": PARAM_DISK}),
-    "nvme-pipelined+disk": (3, {**WIDE, "offload_optimizer": PIPELINED, "offload_param": PARAM_DISK}),
-    "cpu+disk": (3, {**WIDE, "offload_optimizer": CPU, "offload_param": PARAM_DISK}),
-    "fp16-static": (3, {**ODD, **STATIC}),
-    "fp16-dynamic": (8, {**ODD, **DYNAMIC}),
-    "fp16-dynamic-cpu+cpu": (8, {**ODD, **DYNAMIC, "offload_optimizer": CPU, "offload_param": CPU}),
-    "fp16-dynamic-nvme+disk": (
-        8,
-        {
-            **WIDE,
-            **fp16(initial_scale_power=24, loss_scale_window=2),
-            "offload_optimizer": NVME,
-            "offload_param": PARAM_DISK,
-        },
-    ),
-}
 EVERY_TIME = {"cpu", "cpu+cpu", "cpu-torch-adam", "nvme", "nvme-pipelined", "nvme+disk", "fp16-static", "fp16-dynamic"}
 
 
 def marked(cases: dict[str, Any]) -> list[Any]:
     marks = {case: [] if case in EVERY_TIME else [pytest.mark.matrix] for case in cases}
     return [pytest.param(case, marks=marks[case]) for case in cases]
-
-
-def state(engine: DeepSpeedEngine) -> dict[str, Any]:
-    zero = engine.optimizer
-    steps = [{k: v for k, v in one.items() if k == "step"} for one in zero.optimizer.state.values()]
-    scaler = {key: value for key, value in vars(zero.loss_scaler).items() if key != "dtype"}
-    return {**settings(engine), "skipped": engine.skipped_steps, "steps": steps, "scaler": scaler}
-
-
-def write_and_go_on(path: str, setup: dict[str, Any], swap: str, steps: int, moved: bool = False) -> dict[str, Any]:
-    engine = make_engine(**setup, swap=swap)
-    train(engine, steps)
-    before = told(engine), state(engine)
-    if moved:
-        engine.offload_states()
-    zckpt.write(engine, path)
-    assert_at_rest(engine)
-    zckpt.write(engine, f"{path}-all", parts=["master", *MOMENTS, "param", "buffer"])  # twice, and more than is needed
-    if moved:
-        assert len(engine.optimizer.offloaded_states) == 5
-        engine.reload_states()
-    assert (told(engine), state(engine)) == before
-    losses = train(engine, AFTER, steps)
-    return {"before": before, "losses": losses, "after": (told(engine), state(engine))}
-
-
-def restore_and_go_on(
-    path: str, setup: dict[str, Any], swap: str, trained: int, steps: int, moved: bool = False
-) -> dict[str, Any]:
-    engine = make_engine(**setup, swap=swap, seed=1)
-    train(engine, trained, 100)
-    if moved:
-        engine.offload_states()
-    zckpt.restore(engine, path, rng=True)
-    assert_at_rest(engine)
-    if moved:
-        assert len(engine.optimizer.offloaded_states) == 5
-        engine.reload_states()
-    before = told(engine), state(engine)
-    losses = train(engine, AFTER, steps)
-    return {"before": before, "losses": losses, "after": (told(engine), state(engine))}
 
 
 def restore_and_look(path: str, setup: dict[str, Any], swap: str, trained: int) -> dict[str, str]:
@@ -179,7 +90,7 @@ def test_swap_files_go_to_their_own_files_without_padding(cluster: Cluster, tmp_
     cluster.run(write_and_go_on, 2, path, setup, str(swap), 1)
     checkpoint = zckpt.open(path)
     where = tiers(checkpoint)
-    assert where == {part: {"nvme", "host"} for part in ("master", *MOMENTS, "param")}
+    assert where == {part: {"nvme", "host"} for part in ("master", *ADAM, "param")}
     # The bytes of the first weight's masters, looked for in the raw swap files of an engine that trains no further.
     cluster.run(train_and_leave, 2, setup, str(tmp_path / "again"), 1)
     for rank in range(2):
@@ -239,7 +150,7 @@ def test_states_that_were_moved_away_stay_there(cluster: Cluster, tmp_path: Path
     resumed = cluster.run(restore_and_go_on, 2, path, FUSED[case], "", 2, 3, moved[1])
     assert resumed == through
     expected = "host" if moved[0] else "device"
-    assert tiers(zckpt.open(f"{path}-all")) == {part: {expected} for part in ("master", *MOMENTS, "param")}
+    assert tiers(zckpt.open(f"{path}-all")) == {part: {expected} for part in ("master", *ADAM, "param")}
     loaded = zckpt.open(f"{path}-all").load()
     truth = through[0]["before"][0]
     assert {key: fingerprint(tensor) for key, tensor in loaded.items()} == {key: truth[key] for key in loaded}
@@ -376,27 +287,6 @@ def test_gradients_that_no_step_has_used_are_refused(
     """Or dropped: those that are written, and those that the engine has that is restored into."""
     setup = {**WIDE, "offload_optimizer": optimizer}
     cluster.run(write_after_backward, 2, setup, str(tmp_path / "swap"), str(tmp_path / "c"))
-
-
-def peak_growth(action: Any) -> int:
-    """Bytes by which the resident memory at its highest exceeds that before ``action``."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory("VmRSS")
-    action()
-    return memory("VmHWM") - before
-
-
-def memory(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
-
-
-class Deep(torch.nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(32)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).float().square().mean()
 
 
 def measure(path: str, swap: str) -> tuple[int, int, int]:

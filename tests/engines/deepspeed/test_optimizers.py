@@ -51,7 +51,7 @@ def runs_in_deepspeed(optimizer: str, mode: str, groups: bool) -> bool:
     offloaded = "offload_optimizer" in MODES[mode]
     if optimizer == "lion" and not offloaded:  # there it is in CUDA
         return False
-    if mode == "3-nvme" and not groups:  # DeepSpeed itself goes wrong, as test_offload.py says
+    if mode == "3-nvme" and not groups:  # DeepSpeed itself goes wrong, as tests/support/offload.py says
         return False
     if mode == "3-nvme" and optimizer == "adafactor":  # without padding, there is nothing large enough for NVMe
         return False

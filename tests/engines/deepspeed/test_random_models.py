@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import zckpt
-from tests.engines.deepspeed.test_stages import link_all, whole
 from tests.support.models import OPTIMIZERS
-from tests.support.runs import assert_same, held
+from tests.support.runs import assert_same, held, link_all, whole
 from tests.support.runs import settings as engine_settings
 
 if TYPE_CHECKING:

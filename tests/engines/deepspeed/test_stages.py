@@ -11,20 +11,20 @@ import torch
 import zckpt
 from tests.support.models import batch, make_engine, train
 from tests.support.runs import (
+    ADAM,
     AFTER,
     BEFORE,
     assert_goes_on_alike,
     assert_same,
     held,
-    inner,
+    link_all,
     logical,
     raw,
     restore_and_go_on,
-    settings,
-    weights,
+    restore_whole,
     write_and_go_on,
+    write_whole,
 )
-from zckpt.api import restore as pipeline
 from zckpt.engines.deepspeed import replicas
 from zckpt.engines.deepspeed.group import rank_group_of
 
@@ -108,72 +108,9 @@ def test_a_restored_run_goes_on_bit_for_bit(
     assert report.ok, str(report)
 
 
-def write_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...]) -> dict[str, Any]:
-    """Trains, writes, and returns what the engine held, whole, and what its parameters were set to, by name."""
-    engine = make_engine(**setup)
-    train(engine, BEFORE)
-    zckpt.write(engine, path)
-    if engine.zero_optimization_stage() in (1, 2):
-        link_all(engine)
-    return whole(engine, parts)
-
-
-def link_all(engine: Any) -> None:
-    """After its first step, DeepSpeed finds the optimizer's state of the first param group alone."""
-    engine.optimizer._link_all_hp_params()
-    engine.optimizer._hp_optimizer_states_linked = False
-    engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def restore_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...], trained: int = 0) -> dict[str, Any]:
-    engine = make_engine(**setup, seed=1)
-    train(engine, trained, 100)
-    opened = []
-    original = pipeline.open_checkpoint
-    pipeline.open_checkpoint = lambda *args: opened.append(original(*args)) or opened[0]  # type: ignore[func-returns-value]
-    zckpt.restore(engine, path, verify=False)  # a digest covers a whole block, which here is most of a file
-    restored = whole(engine, parts)
-    (loss,) = train(engine, 1, BEFORE)
-    return {
-        **restored,
-        "read": opened[0].io.data_bytes,
-        "stored": sum(info.nbytes for info in opened[0].values()),
-        "loss": loss,
-    }
-
-
-def whole(engine: Any, parts: tuple[str, ...]) -> dict[str, Any]:
-    parameters = {
-        engine.param_names[p]: {key: value for key, value in group.items() if key not in ("params", "step", "amsgrad")}
-        for group, group_parameters in zip(inner(engine).param_groups, grouped(engine), strict=True)
-        for p in group_parameters
-    }
-    # FusedAdam at stage 0 has 0 in all states but one.
-    steps = {int(state["step"]) for state in inner(engine).state.values() if "step" in state}
-    about = {name: value for name, value in settings(engine).items() if name not in ("groups", "scale")}
-    return {
-        "logical": logical(engine, parts), "weights": weights(engine), "parameters": parameters, "about": about,
-        "step": max(steps, default=None),
-    }  # fmt: skip
-
-
-def grouped(engine: Any) -> list[list[Any]]:
-    """The trained parameters of each param group."""
-    optimizer = engine.optimizer
-    if engine.zero_optimization_stage() == 3:
-        groups: list[list[Any]] = [[] for _ in inner(engine).param_groups]
-        for sub_group, parameters in enumerate(optimizer.fp16_groups):
-            groups[optimizer.sub_group_to_group_id[sub_group]] += parameters
-        return groups
-    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
-        if hasattr(optimizer, name):
-            return list(getattr(optimizer, name))
-    return [[p for p in group["params"] if p.numel()] for group in optimizer.param_groups]
-
-
 MODES["3"] = {"stage": 3}
 MODES["3-fp32"] = {"stage": 3, "dtype": "fp32", "sub_group_size": 1000}
-ADAM, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+MOMENTUM = ("momentum_buffer",)
 CROSS = [
     ("1", "2", 2, 2, "adamw"),
     ("2", "1-bf16-optimizer", 2, 1, "adamw"),

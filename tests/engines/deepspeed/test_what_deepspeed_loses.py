@@ -42,10 +42,23 @@ import pytest
 import torch
 
 import zckpt
-from tests.engines.deepspeed.test_offload import NVME, PARAM_DISK, Deep, peak_growth
-from tests.engines.deepspeed.test_stages import ADAM, restore_whole, write_whole
-from tests.support.models import make_engine, train
-from tests.support.runs import BEFORE, assert_same, fingerprint, held, inner, logical, settings, told, weights
+from tests.support.memory import peak_growth
+from tests.support.models import Deep, make_engine, train
+from tests.support.offload import NVME, PARAM_DISK
+from tests.support.runs import (
+    ADAM,
+    BEFORE,
+    assert_same,
+    fingerprint,
+    held,
+    inner,
+    logical,
+    restore_whole,
+    settings,
+    told,
+    weights,
+    write_whole,
+)
 from tests.support.states import same_all
 
 if TYPE_CHECKING:

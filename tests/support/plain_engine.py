@@ -1,0 +1,62 @@
+"""An engine of one tensor that is its own adapter: what writes can be tested with, without a framework."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import torch
+
+import zckpt
+from tests.support.states import fragment, same_all
+from zckpt.state.inventory import Fragment, Inventory
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+
+def engines_are_adapters() -> AbstractContextManager[object]:
+    """``zckpt.write`` takes what it is given for an adapter."""
+    return mock.patch("zckpt.api.write.adapt", lambda engine: engine)
+
+
+class Engine:
+    """All that ``zckpt.write`` asks of an adapter, over one tensor."""
+
+    def __init__(self, nbytes: int = 4096, seed: int = 0, step: int = 5) -> None:
+        torch.manual_seed(seed)
+        self.weight = torch.randn(nbytes // 4)
+        self.step = step
+        self.description = {"framework": "none"}
+        self.parts = ("master", "exp_avg")
+        self.devices = ()
+
+    def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
+        pass
+
+    def inventory(self, parts: object) -> Inventory:
+        return Inventory(tuple(self.fragments()))
+
+    def fragments(self) -> list[Fragment]:
+        return [fragment(part, "w", self.weight, 0, len(self.weight)) for part in ("master", "exp_avg")]
+
+    def state(self) -> dict[str, object]:
+        return {"steps": self.step}
+
+    def rank_state(self) -> dict[str, object]:
+        return {}
+
+    def after_write(self) -> None:
+        pass
+
+
+def is_whole(path: Path, engine: Engine) -> bool:
+    checkpoint = zckpt.open(path)
+    loaded = checkpoint.load()
+    assert zckpt.validate(path).ok
+    return checkpoint.step == engine.step and same_all(loaded, dict.fromkeys(("master/w", "exp_avg/w"), engine.weight))
+
+
+def everything(path: Path) -> dict[str, bytes | None]:
+    return {str(one.relative_to(path)): one.read_bytes() if one.is_file() else None for one in path.rglob("*")}
