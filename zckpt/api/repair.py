@@ -31,8 +31,9 @@ from zckpt.plan import catalog, rebuild
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import file_extents
 from zckpt.reading.checkpoint import Checkpoint
+from zckpt.reading.contents import read_header
 from zckpt.reading.runs import not_a_checkpoint, nothing_at
-from zckpt.repairing.salvage import FoundSave, find_save, fit_tables, read_header, read_if_there, read_tables
+from zckpt.repairing.salvage import FoundSave, find_save, fit_tables, read_if_there, read_tables
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
@@ -287,7 +288,7 @@ def compute_tables(
 ) -> dict[int, bytes]:
     """The digest tables of all ranks, from all of their data."""
     tables = {
-        rank: bytearray(DIGEST_BYTES * sum(file.block_count(block_bytes) for file in own))
+        rank: bytearray(DIGEST_BYTES * sum(file.header.first_blocks(block_bytes)[-1] for file in own))
         for rank, own in files.items()
     }
     staging = host_pool(budget.batch_bytes(block_bytes))
@@ -407,7 +408,7 @@ def _check_copy(store: Store, found: FoundSave, rebuilt: _Rebuilt, budget: Budge
             differing = [
                 f"{file.header.shard.path}: its header or its length"
                 for file in files
-                if read_header(reader, file.header.shard.path) != (file.raw, file.nbytes)
+                if (read_header(reader, path := file.header.shard.path), reader.size(path)) != (file.raw, file.nbytes)
             ]
             tables = compute_tables(reader, found.files, rebuilt.first_blocks, rebuilt.block_bytes, budget)
     except FormatError as error:

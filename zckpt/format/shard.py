@@ -8,11 +8,12 @@ import reprlib
 import struct
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.format import names
+from zckpt.format.digest import block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES, HEADER_BYTES_MAX, NDIM_MAX, TENSOR_BYTES_MAX
 from zckpt.format.rules import broken
@@ -67,6 +68,11 @@ class Header:
         """Of the tensor that ``entry`` is a piece of."""
         span = names.split_piece_name(entry.name)
         return entry.shape if span is None else self.shapes[span[0]]
+
+    def first_blocks(self, block_bytes: int) -> list[int]:
+        """The number of each entry's first digest, counted from the file's first; and last, how many the file has."""
+        sizes = (self.data_start, *(entry.nbytes for entry in self.entries))
+        return list(accumulate(block_count(nbytes, block_bytes) for nbytes in sizes))
 
 
 def _identity(shard: ShardId) -> dict[str, str]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.format import shard as shard_format
-from zckpt.format.digest import DIGEST_BYTES, block_count, blocks, digest
+from zckpt.format.digest import DIGEST_BYTES, blocks, digest
 from zckpt.format.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN
 from zckpt.format.names import split_piece_name
 from zckpt.format.rules import broken
@@ -33,9 +32,6 @@ class FoundFile:
     raw: bytes
     nbytes: int
 
-    def block_count(self, block_bytes: int) -> int:
-        return sum(block_count(stop - start, block_bytes) for start, stop in shard_format.regions(self.header))
-
 
 def fit_table(files: Sequence[FoundFile], table: bytes, block_bytes: int) -> list[int] | None:
     """The number of each file's first digest in the table of its rank; None if they do not fill it without a gap. A
@@ -51,13 +47,13 @@ def fit_table(files: Sequence[FoundFile], table: bytes, block_bytes: int) -> lis
     for first, file in sorted(zip(found, files, strict=True), key=lambda pair: pair[0]):
         if first != stop:
             return None
-        stop += file.block_count(block_bytes)
+        stop += file.header.first_blocks(block_bytes)[-1]
     return found if stop * DIGEST_BYTES == len(table) else None
 
 
 def in_a_row(files: Sequence[FoundFile], block_bytes: int) -> list[int]:
     """The same for a table that is yet to be made."""
-    sizes = [file.block_count(block_bytes) for file in files]
+    sizes = [file.header.first_blocks(block_bytes)[-1] for file in files]
     return [sum(sizes[:i]) for i in range(len(files))]
 
 
@@ -86,15 +82,13 @@ def receipts(
         geometries, shards = [], []
         for number, (first, file) in enumerate(order):
             header, rows = file.header, []
-            block = block_count(header.data_start, block_bytes)
-            for entry in header.entries:
+            for entry, block in zip(header.entries, header.first_blocks(block_bytes), strict=False):
                 if not entry.is_filler:
                     name, start, length = _piece(entry)
                     tensor = tensors.setdefault((name, header.whole_shape(entry), entry.dtype), len(tensors))
                     shard = header.shard
                     copy = copies[shard.part, name, rank, TIERS.index(shard.tier), start]
                     rows.append((tensor, copy, start, length, entry.offset, block))
-                block += block_count(entry.nbytes, block_bytes)
             geometries.append(Geometry(*np.array(rows, np.int64).reshape(-1, 6).T))
             shard = header.shard
             shards.append(ShardReceipt(shard.part, shard.tier, file.nbytes, header.data_start, first, number))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from zckpt.errors import MismatchError
-from zckpt.format.digest import block_count
 from zckpt.format.index import ragged
 
 if TYPE_CHECKING:
@@ -136,12 +135,11 @@ def slice_spans(shape: Sequence[int], index: Sequence[slice]) -> tuple[tuple[int
 
 def file_extents(headers: Mapping[int, Header], block_bytes: int) -> Extents:
     """All entries of these files, whole; each one's sink is its position among all of them."""
-    rows = []
-    for number, header in headers.items():
-        block = block_count(header.data_start, block_bytes)
-        for entry in header.entries:
-            rows.append((number, entry.offset, entry.nbytes, block))
-            block += block_count(entry.nbytes, block_bytes)
+    rows = [
+        (number, entry.offset, entry.nbytes, block)
+        for number, header in headers.items()
+        for entry, block in zip(header.entries, header.first_blocks(block_bytes), strict=False)
+    ]
     file, offset, nbytes, block_column = np.array(rows, np.int64).reshape(-1, 4).T
     zeros, sinks = np.zeros(len(rows), np.int64), np.arange(len(rows))
     return Extents(file, offset, nbytes, block_column, zeros, nbytes, sinks, zeros)

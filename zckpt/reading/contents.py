@@ -1,4 +1,4 @@
-"""What tensors a checkpoint holds, and where: its manifest, index and digest tables, read when first asked for."""
+"""What tensors a checkpoint holds, and where: its manifest, index, digest tables and headers, read when asked for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from zckpt.format import index as index_format
 from zckpt.format import names
+from zckpt.format import shard as shard_format
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from zckpt.format.index import Ints, Layout, Piece
+    from zckpt.format.shard import Header
     from zckpt.storage.contract import Reader
 
 
@@ -172,22 +174,27 @@ class Contents:
         """The pieces of one copy of each tensor: that of ``copies``, or whichever suits ``rank``."""
         places = np.array([info._place for info in infos], np.int64).reshape(-1, 2)
         chunks = self._chunks_of(places[:, 0], places[:, 1])
-        found = []
+        found = [np.empty((6, 0), np.int64)]
         for part_id, chunk in sorted(set(zip(places[:, 0].tolist(), chunks.tolist(), strict=True))):
             numbers = np.flatnonzero((places[:, 0] == part_id) & (chunks == chunk))
-            rows = places[numbers, 1] - self.manifest.chunks[chunk].first_row
-            layout = index_format.take(self.chunk(chunk), rows)
-            numel = np.array([math.prod(infos[number].shape) for number in numbers.tolist()], np.int64)
-            start, copy = index_format.spans(layout, numel)
-            row_of, _ = index_format.ragged(layout.count)
+            (row, *columns), copy, holder = self.pieces_of_rows(part_id, chunk, places[numbers, 1])
             given = (copies[number] for number in numbers.tolist())
             asked = np.array([-1 if one is None else one for one in given], np.int64)
-            chosen = np.where(asked < 0, choose_copies(row_of, copy, layout.rank, rank), asked)
-            file = self.manifest.file_numbers(layout.rank, part_id, layout.tier)
-            columns = (numbers[row_of], file, start, start + layout.length, layout.offset, layout.block)
-            found.append(np.stack(columns)[:, copy == chosen[row_of]])
-        stored = np.concatenate([np.empty((6, 0), np.int64), *found], axis=1)
+            chosen = np.where(asked < 0, choose_copies(row, copy, holder, rank), asked)
+            found.append(np.stack([numbers[row], *columns])[:, copy == chosen[row]])
+        stored = np.concatenate(found, axis=1)
         return StoredPieces(*stored[:, np.argsort(stored[0], kind="stable")])
+
+    def pieces_of_rows(self, part_id: int, number: int, rows: Ints) -> tuple[Sequence[Ints], Ints, Ints]:
+        """The pieces of some rows of a part, which chunk ``number`` has: the columns of StoredPieces, where ``want`` is
+        a position in ``rows``; the copy that each piece belongs to; and the rank that holds it."""
+        manifest, part = self.manifest, self.manifest.parts[part_id]
+        layout = index_format.take(self.chunk(number), rows - manifest.chunks[number].first_row)
+        numel = np.array([math.prod(manifest.shapes[part.shapes[row]]) for row in rows.tolist()], np.int64)
+        start, copy = index_format.spans(layout, numel)
+        row, _ = index_format.ragged(layout.count)
+        file = manifest.file_numbers(layout.rank, part_id, layout.tier)
+        return (row, file, start, start + layout.length, layout.offset, layout.block), copy, layout.rank
 
     def check_sizes(self, infos: Iterable[TensorInfo]) -> None:
         """Raises FormatError (F001 to F003, I007) unless the files that hold ``infos`` are there, as long as recorded,
@@ -202,16 +209,32 @@ class Contents:
         index_format.check_claims(self.manifest, stored.file, (stored.stop - stored.start) * item[stored.want])
         first = dict(zip(stored.file[::-1].tolist(), stored.want[::-1].tolist(), strict=True))  # of each file
         for number, one in sorted(first.items()):
-            if number in self._sized:
-                continue
-            file = self.manifest.files[number]
-            path = self.manifest.path(file)
-            nbytes = self.reader.size(path)
-            if nbytes != file.nbytes:
-                raise broken(
-                    "F003",
-                    f"the file is {nbytes} bytes long, expected {file.nbytes}",
-                    file=path,
-                    key=infos[one].key,
-                )
-            self._sized.add(number)
+            self.check_length(number, infos[one].key)
+
+    def check_length(self, number: int, key: str | None = None) -> None:
+        """Raises FormatError (F001 to F003) unless the data file is there and as long as recorded. It names ``key``."""
+        if number in self._sized:
+            return
+        file = self.manifest.files[number]
+        path = self.manifest.path(file)
+        nbytes = self.reader.size(path)
+        if nbytes != file.nbytes:
+            raise broken("F003", f"the file is {nbytes} bytes long, expected {file.nbytes}", file=path, key=key)
+        self._sized.add(number)
+
+    def header(self, number: int) -> tuple[Header, bytes]:
+        """A data file's header, checked, and its bytes. Raises FormatError (F001 to F003, S001 to S006, S008)."""
+        file = self.manifest.files[number]
+        shard = self.manifest.shard(file)
+        self.check_length(number)
+        raw = read_header(self.reader, shard.path, file.data_start)
+        return shard_format.decode_header(raw, file.nbytes, shard), raw
+
+
+def read_header(reader: Reader, path: str, expected_bytes: int | None = None) -> bytes:
+    """All bytes before the data of a data file. Raises FormatError (F001, F002, S001; S003, also if they are not
+    ``expected_bytes``) and StorageError."""
+    nbytes = shard_format.header_bytes(reader.read(path, 0, shard_format.LENGTH_BYTES), path)
+    if expected_bytes is not None and nbytes != expected_bytes:
+        raise broken("S003", f"the data begins at {nbytes}, expected {expected_bytes}", file=path)
+    return reader.read(path, 0, nbytes)

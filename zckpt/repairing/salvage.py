@@ -14,6 +14,7 @@ from zckpt.format.digest import BLOCK_BYTES
 from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.plan import rebuild
 from zckpt.plan.rebuild import FoundFile
+from zckpt.reading.contents import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -55,7 +56,8 @@ def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[Fo
                 shard_name = names.split_shard_name(name)
                 if shard_name is not None:
                     with _listed(problems):
-                        raws[(rank, *shard_name)] = read_header(reader, f"{place}/{name}")
+                        shard_path = f"{place}/{name}"
+                        raws[(rank, *shard_name)] = read_header(reader, shard_path), reader.size(shard_path)
     world_sizes: dict[str, list[str]] = {}
     for (rank, part, tier), (raw, _) in raws.items():
         with _listed(problems):
@@ -98,12 +100,6 @@ def _listed(problems: list[str]) -> Iterator[None]:
         yield
     except FormatError as error:
         problems.append(str(error).splitlines()[0])
-
-
-def read_header(reader: Reader, path: str) -> tuple[bytes, int]:
-    """The bytes of a data file's header, and the length of the file. Raises FormatError, StorageError."""
-    data_start = shard_format.header_bytes(reader.read(path, 0, shard_format.LENGTH_BYTES), path)
-    return reader.read(path, 0, data_start), reader.size(path)
 
 
 def read_tables(reader: Reader, found: FoundSave) -> dict[int, bytes | None]:

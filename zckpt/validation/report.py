@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from zckpt.errors import FormatError
 
-    from zckpt.errors import FormatError
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 Level = Literal["structure", "digests", "deep"]
 LEVELS: tuple[Level, ...] = ("structure", "digests", "deep")
@@ -112,3 +112,14 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Sorted by file and bytes; what two checks have found is there once."""
     unique = {(one.rule, one.file, one.start, one.message): one for one in findings}
     return tuple(sorted(unique.values(), key=lambda one: (one.file or "", one.start or 0, one.rule, one.message)))
+
+
+def failures(*checks: Callable[[], object]) -> list[FormatError]:
+    """What these checks raise, each of them at most one error."""
+    found: list[FormatError] = []
+    for check in checks:
+        try:
+            check()
+        except FormatError as error:
+            found.append(error)
+    return found

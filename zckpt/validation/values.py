@@ -18,6 +18,8 @@ from zckpt.validation.report import Observation
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from zckpt.format.manifest import Manifest
+    from zckpt.plan.reshard import StoredPieces
     from zckpt.storage.buffers import Bytes
 
 NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
@@ -75,6 +77,27 @@ class Values:
         odd = [Observation(key, kind, count) for (key, kind), count in self.counts.items()]
         unlike = [name for name, total in self.sums.items() if total % _MODULUS]
         return tuple(sorted([*odd, *(Observation(f"{PARAM}/{name}", "unlike_master", 1) for name in unlike)]))
+
+
+def derived_weights(manifest: Manifest, pieces: StoredPieces) -> dict[str, str]:
+    """The names of which there is one copy of a floating point master and one of 16-bit weights; the dtype of those.
+    ``pieces`` are all that the index lists; ``want`` is the row of a tensor in the part of its file."""
+    part_of = np.array(manifest.files.part, np.int64)[pieces.file]
+    dtypes: dict[str, dict[str, str]] = {MASTER: {}, PARAM: {}}
+    for name, found in dtypes.items():
+        part_id = manifest.part_ids.get(name, -1)
+        own = part_of == part_id
+        stored = np.bincount(pieces.want[own], (pieces.stop - pieces.start)[own])
+        for row, numel in enumerate(stored.tolist()):
+            part = manifest.parts[part_id]
+            if numel == math.prod(manifest.shapes[part.shapes[row]]):
+                found[manifest.names[part.names[row]]] = part.dtypes[row]
+    weights, masters = dtypes[PARAM], dtypes[MASTER]
+    return {
+        name: dtype
+        for name, dtype in weights.items()
+        if dtype in ("F16", "BF16") and masters.get(name) in ("F32", "F64")
+    }
 
 
 def _odd(values: torch.Tensor, never_negative: bool) -> dict[str, int]:
