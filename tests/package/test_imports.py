@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,16 @@ PUBLIC_NAMES = """
     get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint open repair restore validate wait
     write
 """
+
+# The modules above storage that mean local files, none of which belongs to a checkpoint. To all others, a path is a
+# Location, which may be that of an object store.
+OF_LOCAL_FILES = {
+    "api/zero_to_fp32.py",  # writes files of other programs
+    "cli/run.py",  # runs a script
+    "testing/store_contract.py",  # shares pages of a file outside of the store
+    "writing/plain.py",  # replaces a value that is a path
+}
+PATHS = re.compile(r"\bos\.(path|sep|altsep|listdir|scandir|open|stat|unlink|replace)\b|\bpathlib\b|\bPurePath\b")
 
 FILES = sorted(ROOT.rglob("*.py"))
 MODULES = [".".join(("zckpt", *file.relative_to(ROOT).with_suffix("").parts)) for file in FILES]
@@ -67,6 +78,13 @@ def test_a_module_imports_only_what_stands_before_it(module: str) -> None:
     assert imported <= ALLOWED[unit] | {unit}
     if unit in WITHOUT_TORCH:
         assert "torch" not in {name.partition(".")[0] for name in imports(without_type_checking(tree))}
+
+
+def test_nothing_above_the_stores_takes_a_path_apart() -> None:
+    above = ORDER[ORDER.index("storage") + 1 :]
+    files = {file.relative_to(ROOT).as_posix(): file for file in FILES}
+    found = {name for name, file in files.items() if PATHS.search(file.read_text(encoding="utf-8"))}
+    assert {name for name in found if name.split("/")[0].removesuffix(".py") in above} == OF_LOCAL_FILES
 
 
 def test_every_module_imports_on_its_own_and_all_but_its_adapter_without_deepspeed() -> None:

@@ -19,39 +19,57 @@ import pytest
 import zckpt
 from tests.support.faults import faulty
 from tests.support.states import write_state
-from tests.support.store_contract import StoreContract
+from zckpt.errors import StorageError
 from zckpt.storage import files, local_store
 from zckpt.storage.schemes import open_store
 from zckpt.system import linux
+from zckpt.testing import StoreContract
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from zckpt.storage.contract import Store
 
 
-class TestLocalStore(StoreContract):
+class LocalStoreContract(StoreContract):
+    """With what local stores do beside the contract."""
+
+    def test_nothing_comes_to_be_in_a_directory_that_is_not_there(self, store: Store) -> None:
+        assert not store.claim("lock", b"")
+        store.make_directories("")
+        actions: list[Callable[[str], object]] = [
+            lambda path: store.put(path, b""),
+            lambda path: store.prepare(path, b""),
+            lambda path: store.create(path, 0, direct=False),
+        ]
+        for action in actions:
+            with pytest.raises(StorageError):
+                action("x/a")
+        assert store.entries() == []
+
+
+class TestLocalStore(LocalStoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return open_store(tmp_path / "run" / "c")
 
 
 @pytest.mark.linux
-class TestLocalStoreInMemory(StoreContract):
+class TestLocalStoreInMemory(LocalStoreContract):
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
             yield open_store(Path(directory) / "run" / "c")
 
 
-class TestLocalStoreWithoutLinks(StoreContract):
+class TestLocalStoreWithoutLinks(LocalStoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
         with mock.patch("os.link", side_effect=PermissionError(errno.EPERM, "no links here")):
             yield open_store(tmp_path / "run" / "c")
 
 
-class TestFaultyStoreWithoutFaults(StoreContract):
+class TestFaultyStoreWithoutFaults(LocalStoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
         with faulty() as operations:
@@ -110,9 +128,9 @@ def test_a_rename_waits_for_readers_on_windows(tmp_path: Path) -> None:
     with mock.patch("os.replace", replace), mock.patch("sys.platform", "win32"):
         at_once = mock.patch.object(local_store, "RENAME_WAIT_SECONDS", 0)
         with at_once, pytest.raises(zckpt.StorageError, match="rename"):
-            store.replace("a", b"new")
+            store.commit("a", store.prepare("a", b"new"))
         assert store.reader().read("a", 0, 9) == b"old"
-        store.replace("a", b"new")
+        store.commit("a", store.prepare("a", b"new"))
     assert store.reader().read("a", 0, 9) == b"new"
 
 

@@ -1,7 +1,15 @@
-"""The place where checkpoints live: all that reading, writing, committing and cleaning up do to it goes through here.
+"""The contract of stores: all that is done to the place where checkpoints live goes through here.
 
-A store without rename, such as an object store, can be one too: what has to be atomic is ``commit`` alone, and
-directories and the durability of names may be nothing there.
+A new store is a class with the methods of ``Store``, one line in the table of ``zckpt.storage.schemes``, and a test
+class that derives from ``zckpt.testing.StoreContract``. What the methods have to do is said here, and nowhere else.
+
+- Several processes use a store at the same time, on several hosts. What a method has done, all of them see as soon as
+  it has returned. Three methods are atomic: ``commit``, ``claim`` and ``withdraw``.
+- What is *durable* outlives a loss of power. Where the durability of names needs nothing, ``sync_names`` does nothing.
+- A store without directories, such as an object store, marks the ones that ``make_directories`` makes, for instance by
+  empty objects. It may let files be in directories that nobody has made.
+- Every failure is a StorageError, a NoSpaceError where there is no space, with ``file=str(location of the file)``.
+  ``raise broken("F001", "the file is missing", file=...)``, of ``zckpt.format.rules``, raises MissingFileError.
 """
 
 from __future__ import annotations
@@ -21,67 +29,90 @@ if TYPE_CHECKING:
 
 @dataclass
 class IOCount:
-    """What was asked of the operating system: read calls, and the bytes that they returned."""
+    """What a reader has asked of the store: read calls, and the bytes that they returned."""
 
     reads: int = 0
     metadata_bytes: int = 0
-    """Of the manifest, the index, digest tables and headers."""
+    """What ``Reader.read`` has returned: of the manifest, the index, digest tables and headers."""
     data_bytes: int = 0
-    """Of tensors."""
+    """What all other reads have returned: of tensors."""
 
     @property
     def bytes_read(self) -> int:
         return self.metadata_bytes + self.data_bytes
 
 
-class DirectReads(Protocol):
-    """What a reader may offer beside ``Reader.read_into``: reads of tensor data that leave caches alone. They count as
-    its own reads do, and raise the same errors."""
-
-    def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
-        """Whether most of these bytes are in memory already, so that ``read_into`` is better. Starts no I/O."""
-
-    def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
-        """Fills ``pages``, whole pages of memory, from byte ``offset``, a multiple of a page, past all caches; returns
-        the bytes read: fewer at the end of the file, or 0 where that cannot be."""
-
-    def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
-        """Fills ``target``, 1-D uint8 in device memory that nobody else is using, from byte ``offset``, past the host's
-        memory; returns the bytes read: fewer at the end of the file, or 0 where that cannot be."""
-
-
 class Reader(Protocol):
-    """Reads files of a store, without following links inside of it. Safe to use from several threads.
+    """Reads the files of a store. Several threads use it at once. Of a file that is replaced or removed meanwhile it
+    reads the old content, the new content, or nothing.
 
-    Raises FormatError (F001, F002) for a file that is missing, a link or no regular file, and StorageError.
+    Paths are those of the store. No link below the store's own directory is followed, where there are links. Every
+    method raises MissingFileError (F001) for a file that is not there, FormatError (F002) for a link and for what is no
+    regular file, and StorageError.
     """
 
     count: IOCount
 
-    @property
-    def direct(self) -> DirectReads | None:
-        """None where all reads are by ``read`` and ``read_into``."""
-
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """``nbytes`` from byte ``offset``, or fewer at the end of the file."""
-
-    def size(self, path: str) -> int:
-        """In bytes."""
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         """Fills ``views`` one after the other with tensor data from byte ``offset``; returns the bytes read, fewer only
         at the end of the file."""
 
-    def close(self) -> None: ...
+    def size(self, path: str) -> int:
+        """In bytes."""
+
+    def close(self) -> None:
+        """Gives back what the reader holds, such as open files. It is not used afterwards."""
+
+    @property
+    def direct(self) -> DirectReads | None:
+        """What it can do beside ``read_into``; None: nothing, as in most stores."""
+
+
+class DirectReads(Protocol):
+    """Reads of tensor data past caches and past the host's memory. They count and raise as those of ``Reader`` do."""
+
+    def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
+        """Whether most of these bytes are in memory already, so that ``read_into`` suits better. Starts no I/O."""
+
+    def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
+        """Fills ``pages``, whole pages of memory, from byte ``offset``, a multiple of a page, past all caches; returns
+        the bytes read: fewer at the end of the file, or 0 where this cannot be done."""
+
+    def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
+        """Fills ``target``, 1-D uint8 in device memory that nobody else is using, from byte ``offset``, past the host's
+        memory; returns the bytes read: fewer at the end of the file, or 0 where this cannot be done."""
+
+
+class Writer(Protocol):
+    """One new file, which several threads write at once, each part of it once and in any order. When ``sync`` and
+    ``close`` have returned, it has all that was written; without ``sync``, anything or nothing may be left of it. Every
+    method raises StorageError or NoSpaceError."""
+
+    def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
+        """Writes ``nbytes`` at byte ``offset`` of the file: those of ``stage`` from byte ``offset % PAGE_BYTES`` on. So
+        pages of the file are pages of ``stage``, which begins at a page of memory. It is used again afterwards."""
+
+    def sync(self) -> None:
+        """Makes the data durable."""
+
+    def close(self) -> None:
+        """Once, on every way out."""
+
+    @property
+    def sharing(self) -> PageSharing | None:
+        """What it can do beside ``write``; None: nothing, as in most stores."""
 
 
 class PageSharing(Protocol):
-    """What a writer may offer beside ``Writer.write``: to have the pages of another file in its own."""
+    """Parts of a file made of the pages of another one: instead of ``Writer.write``, they are shared, read back for
+    their digests, and their edges written."""
 
     def share(self, source: FileSpan, offset: int) -> bool:
-        """Makes all whole pages from byte ``offset`` on those of a local file outside of any checkpoint, which takes
-        neither time nor space; the rest is left to ``write_edges``. False where that cannot be: then nothing has
-        happened."""
+        """Makes all whole pages of the part from byte ``offset`` on those of a local file outside of any checkpoint,
+        which takes neither time nor space. False where this cannot be done: then nothing has happened."""
 
     def read_back(self, stage: Bytes, offset: int, nbytes: int) -> None:
         """Fills the whole pages, which were shared, among the bytes that ``write`` would be given."""
@@ -90,30 +121,13 @@ class PageSharing(Protocol):
         """Writes what is no whole page among the bytes that ``write`` would be given."""
 
 
-class Writer(Protocol):
-    """One new file, which several threads write at once, each part of it once. Every method raises StorageError."""
-
-    @property
-    def sharing(self) -> PageSharing | None:
-        """None where all bytes have to be written."""
-
-    def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        """Writes ``nbytes`` at byte ``offset``. They lie in ``stage``, which begins at a page of memory, as far behind
-        its start as ``offset`` is behind the start of a page."""
-
-    def sync(self) -> None:
-        """Makes the data durable."""
-
-    def close(self) -> None: ...
-
-
 class Store(Protocol):
-    """A directory: a checkpoint, or a run. Files have paths relative to it, with ``/`` between their components; the
-    empty path is the directory itself, which need not exist. Every method that does not say otherwise raises
-    StorageError or NoSpaceError."""
+    """A directory of checkpoints, or one checkpoint. Its files have paths relative to it, with ``/`` between their
+    components; the empty path is the directory itself, which need not exist. To make a ``Store`` touches nothing."""
 
     @property
-    def location(self) -> Location: ...
+    def location(self) -> Location:
+        """What it was made with."""
 
     @property
     def parent(self) -> Store:
@@ -122,44 +136,53 @@ class Store(Protocol):
     def child(self, path: str) -> Store:
         """The store at ``location.child(path)``."""
 
+    # What is there
+
     def reader(self) -> Reader: ...
 
     def exists(self, path: str) -> bool:
-        """Whether anything is there, be it a link that leads nowhere. The root may be reached through links."""
+        """Whether anything is there, be it a link that leads nowhere. The store's own directory may be reached through
+        links."""
 
     def entries(self) -> list[str] | None:
-        """The names directly below the root; None if there is no such directory or prefix."""
+        """The names of all that is directly in the directory; None if there is no such directory."""
 
     def directories(self) -> list[str]:
-        """The names of the directories directly below the root, ascending; no links."""
+        """The names of the directories directly in it, ascending; no links. StorageError if there is none."""
 
     def nbytes(self, path: str) -> int:
-        """Of a file, or of all in a directory; 0 if there is none, or what has gone meanwhile."""
+        """The size of a file, or of all files in a directory and below it; 0 for what is not there. Raises nothing for
+        what goes meanwhile."""
+
+    # New files
 
     def make_directories(self, path: str) -> None:
-        """Makes ``path``, and all above it, exist for every rank, durably, or leaves nothing of it."""
+        """Makes ``path``, and all above it, exist, durably, or leaves nothing of it. Nothing happens if it exists."""
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> Writer:
-        """A new file, whose directory exists. ``reserved_bytes``: what it will need at least; that there is no space
-        for it should show here. ``direct``: past all caches, where the store can."""
+        """A new file, whose directory exists; an error if the file does. ``reserved_bytes``: what it will need at
+        least; that there is no space for it should show here. ``direct``: to be written past all caches, where that can
+        be done."""
 
     def put(self, path: str, data: bytes) -> None:
-        """A new file with these bytes, durable but for its name."""
+        """A new file with these bytes, whose directory exists; an error if the file does. Durable but for its name."""
 
     def sync_names(self, path: str) -> None:
         """Makes the names in a directory durable."""
 
+    # Commits
+
     def prepare(self, path: str, data: bytes, digits: str = "") -> str:
         """Makes a temporary file with these bytes that is to replace ``path``. Its data are durable, its name is not.
-        Returns its name, ``names.temporary(path, digits)``, with random digits if none are given."""
+        Returns its path, ``zckpt.format.names.temporary(path, digits)``, with random digits if none are given. Leaves
+        nothing after an error."""
 
     def commit(self, path: str, prepared: str) -> None:
-        """Replaces ``path`` by the file ``prepared``; this is the commit. At every instant ``path`` holds either all of
-        the new content or all of the old one; the new one is durable on return. It fails, and changes nothing, if
-        somebody has removed ``prepared``."""
+        """Replaces ``path`` by the file ``prepared``, which is gone then. At every instant ``path`` holds either all of
+        the new content or all of the old one, if there was one; the new one is durable on return. Raises StorageError,
+        and changes nothing, if somebody has removed ``prepared``, be it just now."""
 
-    def replace(self, path: str, data: bytes) -> None:
-        """Calls ``prepare``, then ``commit``. If either fails, the temporary file is removed."""
+    # What goes
 
     def remove(self, path: str) -> None:
         """Removes a file, or a directory with all in it. Raises nothing: what cannot be removed stays."""
@@ -167,17 +190,22 @@ class Store(Protocol):
     def remove_if_empty(self, path: str) -> None:
         """Removes a directory if nothing is in it. Raises nothing."""
 
+    # Locks
+
     def claim(self, path: str, data: bytes) -> bool:
-        """Makes a new file that has these bytes from its first instant, unless there is one: then False."""
+        """Makes a new file that has these bytes from its first instant; False if there is one already, or if its
+        directory has gone. Of many who claim a path at once, one succeeds."""
 
     def withdraw(self, path: str, data: bytes) -> bool:
-        """Removes a file that was claimed with ``data``; False if it holds something else, or is gone."""
+        """Removes a file that was claimed with ``data``; False if it holds something else, or is gone. Of many who
+        withdraw it at once, one succeeds."""
 
     def touch(self, path: str) -> None:
-        """As if it had been changed now."""
+        """Makes ``changed_at`` of a file now."""
 
     def changed_at(self, path: str) -> float | None:
-        """When a file was last changed or touched, in seconds of the store's own clock; None if there is none."""
+        """When a file was last written or touched, in seconds of the store's own clock, which all hosts share; None if
+        there is none."""
 
     def now(self) -> float:
-        """By the same clock."""
+        """By the same clock. The directory exists."""

@@ -146,14 +146,6 @@ class LocalStore:
             raise from_os_error(error, "rename", self._full(prepared)) from error
         _fsync_directory(os.path.dirname(self._full(path)))
 
-    def replace(self, path: str, data: bytes) -> None:
-        prepared = self.prepare(path, data)
-        try:
-            self.commit(path, prepared)
-        except BaseException:
-            self.remove(prepared)
-            raise
-
     def remove(self, path: str) -> None:
         _quietly(os.unlink, self._full(path))
         shutil.rmtree(self._full(path), ignore_errors=True)

@@ -1,16 +1,36 @@
-"""For tests: a training engine that needs no framework.
+"""For tests: a training engine that needs no framework, and the contracts of zckpt as tests.
 
-``ReferenceEngine`` is a small engine of plain tensors, on any device and any number of ranks. ``zckpt.write`` and
-``zckpt.restore`` take it as they take DeepSpeed's:
+``StoreContract`` has the tests that every store passes; it needs pytest. ``ReferenceEngine`` is a small engine of plain
+tensors, on any device and any number of ranks. ``zckpt.write`` and ``zckpt.restore`` take it as they take DeepSpeed's:
 
     engine = ReferenceEngine(device="cuda")
     engine.train(steps=3)
     zckpt.write(engine, "checkpoints/a")
     zckpt.restore(ReferenceEngine(device="cuda", seed=1), "checkpoints/a")
 
-It may change from one version of zckpt to the next.
+All of this may change from one version of zckpt to the next.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from zckpt.testing.engine import ReferenceEngine
 
-__all__ = ["ReferenceEngine"]
+if TYPE_CHECKING:
+    from zckpt.testing.store_contract import StoreContract
+
+__all__ = ["ReferenceEngine", "StoreContract"]
+
+_CONTRACTS = {"StoreContract": "zckpt.testing.store_contract"}
+"""Where the contracts are, which are imported when they are asked for: they need pytest."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CONTRACTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import pytest
+
+    pytest.register_assert_rewrite(_CONTRACTS[name])  # so that a failed assert shows its values
+    return getattr(import_module(_CONTRACTS[name]), name)

@@ -1,0 +1,74 @@
+"""Locations: paths of file systems as the system's own functions have them, all others unchanged."""
+
+from __future__ import annotations
+
+import ntpath
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from zckpt.storage.location import Location
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/run", "s3://bucket//a/../b/", "gs://b", "memory://", "my-store+v2.0://x y"]
+)
+def test_what_is_behind_a_scheme_is_never_changed(url: str) -> None:
+    location = Location.of(url)
+    assert (location.scheme, f"{location.scheme}://{location.path}") == (url.partition(":")[0], url)
+    assert str(location) == str(location.child("")) == url
+    assert str(location.absolute()) == url.rstrip("/") or location.path == ""
+    assert location.absolute() == location.resolved()
+    below = location.child("epoch1/step2")
+    assert str(below) == (url if url.endswith("/") else f"{url}/") + "epoch1/step2"
+    assert (below.name, below.parent.name) == ("step2", "epoch1")
+    assert below.path_from(location) == "epoch1/step2"
+    assert below.parent.parent.absolute() == location.absolute()
+
+
+def test_the_topmost_one_is_its_own_parent() -> None:
+    assert Location.of("s3://bucket").parent == Location.of("s3://")
+    assert Location.of("s3://").parent == Location.of("s3://")
+    root = Location.of(os.path.abspath(os.sep))
+    assert root.parent == root
+
+
+@pytest.mark.parametrize(
+    "path", ["run", "run/c", "../run/c", "/run/c", ".", "", "C:/run", "a:b", "x:/y", "s3:/bucket", "é\n"]
+)
+def test_a_path_of_a_file_system_is_what_the_system_makes_of_it(path: str) -> None:
+    location = Location.of(path)
+    assert (location.scheme, str(location)) == ("", path)
+    assert Location.of(Path("run") / "c") == Location.of(os.path.join("run", "c"))
+    assert str(location.child("a/b")) == os.path.join(path, "a/b")
+    assert str(location.absolute()) == os.path.abspath(path)
+    assert str(location.resolved()) == os.path.realpath(path)
+    assert str(location.parent) == (os.path.dirname(path) or ".")
+    assert location.name == os.path.basename(path)
+    assert location.child("a/b").path_from(location) == "a/b"
+
+
+def test_a_slash_at_the_end_names_the_same_directory() -> None:
+    assert Location.of("run/c/").parent == Location.of("run")
+    assert Location.of("run/c/").name == "c"
+    assert Location.of("run/c/").absolute() == Location.of("run/c").absolute()
+
+
+def test_what_lies_elsewhere_has_no_path_from_there() -> None:
+    assert Location.of("/a/b").path_from(Location.of("/a/c")) == "../b"
+    assert Location.of("s3://a/b").path_from(Location.of("/a")) == "s3://a/b"
+    assert Location.of("/a/b").path_from(Location.of("s3://a")) == "/a/b"
+
+
+def test_paths_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = SimpleNamespace(path=ntpath, sep="\\", altsep="/", curdir=".", fspath=os.fspath)
+    monkeypatch.setattr("zckpt.storage.location.os", windows)
+    run = Location.of("C:\\runs\\")
+    assert str(run.child("a/b")) == "C:\\runs\\a/b"
+    assert run.child("a").child("b").path_from(run) == "a/b"
+    assert Location.of("c:/RUNS/a").path_from(run) == "a"
+    assert Location.of("D:\\a").path_from(run) == "D:\\a"
+    assert (run.parent, run.name) == (Location.of("C:\\"), "runs")
+    assert str(Location.of("s3://bucket/run").child("a").parent) == "s3://bucket/run"

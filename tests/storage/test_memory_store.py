@@ -1,0 +1,162 @@
+"""A store that is no file system passes the contract, and all that zckpt does to checkpoints works on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.memory_store import Disk, File, in_memory
+from tests.support.states import same_all
+from zckpt.storage.lock import WriteLock
+from zckpt.storage.schemes import open_store
+from zckpt.testing import ReferenceEngine, StoreContract
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from zckpt.storage.contract import Store
+
+RUN = "memory://bucket/runs/one"
+
+
+@pytest.fixture(name="disk", autouse=True)
+def _disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    """Nothing of it may come to be in a file system, relative to the current directory for instance."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with in_memory() as disk:
+        yield disk
+    assert list(here.iterdir()) == []
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> Store:
+        return open_store("memory://some/run")
+
+
+class TestMemoryStoreAtTheTop(StoreContract):
+    @pytest.fixture
+    def store(self) -> Store:
+        return open_store("memory://run")
+
+
+def trained(steps: int, seed: int = 0) -> ReferenceEngine:
+    engine = ReferenceEngine(seed=seed)
+    engine.train(steps)
+    return engine
+
+
+def test_a_run_is_written_opened_and_restored_bit_for_bit(disk: Disk) -> None:
+    engine = trained(3)
+    assert zckpt.write(engine, f"{RUN}/step3", client_state={"epoch": 1}) == f"{RUN}/step3"
+    assert isinstance(disk["bucket/runs/one/step3/manifest.msgpack"], File)
+    for path in (RUN, f"{RUN}/", f"{RUN}/step3"):
+        checkpoint = zckpt.open(path)
+        assert checkpoint.path.rstrip("/") == f"{RUN}/step3"
+        loaded = checkpoint.load("master/*")
+        own = {f"master/{name}": tensor for name, tensor in engine.tensors["master"].items()}
+        same_all(
+            {key: tensor.reshape(-1) for key, tensor in loaded.items()}, {f"master/{n}": t for n, t in own.items()}
+        )
+        assert checkpoint.io.data_bytes == sum(tensor.nbytes for tensor in own.values())
+    for level in ("structure", "digests", "deep"):
+        assert zckpt.validate(RUN, level=level).ok  # type: ignore[arg-type]
+    other = trained(1, seed=1)
+    assert zckpt.restore(other, RUN, rng=True) == {"epoch": 1}
+    for one in (engine, other):
+        one.train(2)
+    for part, tensors in engine.tensors.items():
+        same_all(other.tensors[part], tensors)
+
+
+def test_a_write_in_the_background() -> None:
+    engine = trained(2)
+    before = {name: tensor.clone() for name, tensor in engine.tensors["master"].items()}
+    pending = zckpt.write(engine, f"{RUN}/step2", background=True)
+    engine.train(1)
+    pending.wait()
+    for key, tensor in zckpt.open(RUN).load("master/*").items():
+        assert torch.equal(tensor.reshape(-1), before[key.partition("/")[2]])
+
+
+def test_overwriting_replaces_a_checkpoint_and_all_of_its_data(disk: Disk) -> None:
+    path = f"{RUN}/c"
+    zckpt.write(trained(1), path)
+    with pytest.raises(zckpt.CheckpointExistsError, match="memory://bucket/runs/one/c"):
+        zckpt.write(trained(2), path)
+    old = set(disk)
+    zckpt.write(trained(2), path, overwrite=True)
+    assert zckpt.open(path).step == 2
+    assert zckpt.validate(path).ok
+    assert not [one for one in disk if one in old and "/data-" in one], "the old data are gone"
+
+
+def test_what_dies_leaves_nothing_that_gc_does_not_remove(disk: Disk) -> None:
+    for step in (1, 2, 3):
+        zckpt.write(trained(step), f"{RUN}/step{step}")
+    store = open_store(f"{RUN}/step3")
+    store.make_directories("data-0123456789abcdef/rank-00000")
+    store.put("data-0123456789abcdef/rank-00000/junk", bytes(100))
+    dry = zckpt.gc(RUN, keep=2, dry_run=True)
+    done = zckpt.gc(RUN, keep=2)
+    assert done.removed == dry.removed
+    assert {one.path.partition("step")[2] for one in done.removed if one.reason == "leftover"} == {
+        "3/data-0123456789abcdef"
+    }
+    assert zckpt.open(RUN).step == 3
+    assert open_store(RUN).directories() == ["step2", "step3"]
+    assert not [one for one in disk if "step1" in one]
+
+
+def test_a_checkpoint_without_a_manifest_is_repaired_or_discarded() -> None:
+    engine = trained(1)
+    for name in ("a", "b"):
+        zckpt.write(engine, f"{RUN}/{name}", latest=False)
+        open_store(f"{RUN}/{name}").remove("manifest.msgpack")
+    with pytest.raises(zckpt.UnfinishedWriteError, match=r"zckpt\.repair"):
+        zckpt.open(f"{RUN}/a")
+    assert zckpt.gc(RUN).recoverable == (f"{RUN}/a", f"{RUN}/b")
+    assert zckpt.repair(f"{RUN}/a").rebuilt
+    assert zckpt.repair(f"{RUN}/a", output=f"{RUN}/copy").rebuilt
+    for name in ("a", "copy"):
+        assert zckpt.validate(f"{RUN}/{name}").ok
+    zckpt.gc(RUN, discard="b")
+    assert open_store(RUN).directories() == ["a", "copy"]
+
+
+def test_errors_name_what_is_there(disk: Disk) -> None:
+    zckpt.write(trained(1), f"{RUN}/step1")
+    with pytest.raises(zckpt.CheckpointNotFoundError, match=r"in memory://bucket/runs/one are, newest first: step1"):
+        zckpt.open(f"{RUN}/step9")
+    open_store(RUN).remove("latest")
+    with pytest.raises(zckpt.CheckpointNotFoundError, match="newest first: step1") as caught:
+        zckpt.open(RUN)
+    assert caught.value.file == RUN
+    open_store(f"{RUN}/step1").remove("manifest.msgpack")
+    zckpt.write(trained(2), f"{RUN}/step2")
+    file = next(one for one in disk if "step2" in one and one.endswith("master.safetensors"))
+    disk[file] = File(b"short")
+    with pytest.raises(zckpt.FormatError, match="F003"):
+        zckpt.open(RUN).load()
+    with pytest.raises(zckpt.CheckpointExistsError, match=f"{RUN}/step2 is a checkpoint, which would hide one"):
+        zckpt.write(trained(2), f"{RUN}/step2/inside")
+
+
+def test_one_writer_at_a_time() -> None:
+    with WriteLock(open_store(f"{RUN}/c")), pytest.raises(zckpt.LockedError, match=f"{RUN}/c/write.lock"):
+        zckpt.write(trained(1), f"{RUN}/c")
+    assert not zckpt.gc(RUN).in_use
+
+
+@pytest.mark.parametrize("call", ["write", "open", "restore", "validate", "gc", "repair"])
+def test_an_unknown_scheme_is_refused_before_anything_is_made(call: str) -> None:
+    arguments = ["s3://bucket/run"] if call in ("open", "validate", "gc", "repair") else [trained(1), "s3://bucket/run"]
+    with pytest.raises(zckpt.UnsupportedError, match=r"scheme 's3'.*s3://bucket/run") as caught:
+        getattr(zckpt, call)(*arguments)
+    assert "memory://" in (caught.value.hint or "")

@@ -1,0 +1,199 @@
+"""A store in this process's memory, for paths such as ``memory://run/step1``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import numpy as np
+
+from zckpt.errors import StorageError
+from zckpt.format.names import temporary
+from zckpt.format.rules import broken
+from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.storage.contract import IOCount
+from zckpt.storage.schemes import SCHEMES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zckpt.storage.buffers import Bytes
+    from zckpt.storage.location import Location
+
+
+@dataclass
+class File:
+    data: bytes
+    changed_at: float = field(default_factory=time.time)
+
+
+Disk = dict[str, File | None]
+"""Files by their paths; a directory is None."""
+_LOCK = threading.Lock()
+
+
+class MemoryReader:
+    direct = None
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.count = IOCount()
+        self._store = store
+
+    def size(self, path: str) -> int:
+        return len(self._data(path))
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        found = self._data(path)[offset : offset + nbytes]
+        with _LOCK:
+            self.count.reads += 1
+            self.count.metadata_bytes += len(found)
+        return found
+
+    def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
+        rest, done = np.frombuffer(self._data(path), np.uint8)[offset:], 0
+        for view in views:
+            got = min(len(view), len(rest) - done)
+            np.asarray(view)[:got] = rest[done : done + got]
+            done += got
+        with _LOCK:
+            self.count.reads += 1
+            self.count.data_bytes += done
+        return done
+
+    def close(self) -> None: ...
+
+    def _data(self, path: str) -> bytes:
+        file = self._store.disk.get(self._store.full(path))
+        if file is None:
+            rule, what = ("F002", "a directory") if self._store.exists(path) else ("F001", "the file is missing")
+            raise broken(rule, what, file=str(self._store.location.child(path)))
+        return file.data
+
+
+class MemoryWriter:
+    sharing = None
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self._parts: dict[int, bytes] = {}
+
+    def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
+        self._parts[offset] = stage[offset % PAGE_BYTES :][:nbytes].tobytes()
+
+    def sync(self) -> None:
+        self._file.data = b"".join(self._parts[offset] for offset in sorted(self._parts))
+
+    def close(self) -> None: ...
+
+
+class MemoryStore:
+    def __init__(self, location: Location, disk: Disk) -> None:
+        self.location, self.disk = location, disk
+
+    @property
+    def parent(self) -> MemoryStore:
+        return MemoryStore(self.location.parent, self.disk)
+
+    def child(self, path: str) -> MemoryStore:
+        return MemoryStore(self.location.child(path), self.disk)
+
+    def full(self, path: str) -> str:
+        return self.location.child(path).path.strip("/")
+
+    def _below(self, path: str) -> list[str]:
+        above = f"{self.full(path)}/".lstrip("/")
+        return [one.removeprefix(above) for one in list(self.disk) if one and one.startswith(above)]
+
+    def _error(self, message: str, path: str) -> StorageError:
+        return StorageError(message, file=str(self.location.child(path)))
+
+    def reader(self) -> MemoryReader:
+        return MemoryReader(self)
+
+    def exists(self, path: str) -> bool:
+        return self.full(path) in self.disk
+
+    def entries(self) -> list[str] | None:
+        return list({one.partition("/")[0] for one in self._below("")}) if self.exists("") else None
+
+    def directories(self) -> list[str]:
+        if not self.exists(""):
+            raise self._error("there is no such directory", "")
+        return sorted(one for one in self._below("") if "/" not in one and self.disk.get(self.full(one)) is None)
+
+    def nbytes(self, path: str) -> int:
+        files = [self.disk.get(self.full(path)), *(self.child(path)._file(one) for one in self._below(path))]
+        return sum(len(file.data) for file in files if file is not None)
+
+    def _file(self, path: str) -> File | None:
+        return self.disk.get(self.full(path))
+
+    def make_directories(self, path: str) -> None:
+        parts = self.full(path).split("/")
+        for number in range(len(parts) + 1):
+            self.disk.setdefault("/".join(parts[:number]), None)
+
+    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> MemoryWriter:
+        file = File(b"")
+        if self.disk.setdefault(self.full(path), file) is not file:
+            raise self._error("it is there already", path)
+        return MemoryWriter(file)
+
+    def put(self, path: str, data: bytes) -> None:
+        if not self.claim(path, data):
+            raise self._error("it is there already", path)
+
+    def sync_names(self, path: str) -> None: ...
+
+    def prepare(self, path: str, data: bytes, digits: str = "") -> str:
+        prepared = temporary(path, digits)
+        self.put(prepared, data)
+        return prepared
+
+    def commit(self, path: str, prepared: str) -> None:
+        file = self.disk.pop(self.full(prepared), None)
+        if file is None:
+            raise self._error("somebody has removed it", prepared)
+        self.disk[self.full(path)] = file
+
+    def remove(self, path: str) -> None:
+        for one in [self.full(path), *map(self.child(path).full, self._below(path))]:
+            self.disk.pop(one, None)
+
+    def remove_if_empty(self, path: str) -> None:
+        if not self._below(path):
+            self.disk.pop(self.full(path), None)
+
+    def claim(self, path: str, data: bytes) -> bool:
+        file = File(data)
+        return self.disk.setdefault(self.full(path), file) is file
+
+    def withdraw(self, path: str, data: bytes) -> bool:
+        with _LOCK:
+            file = self._file(path)
+            return file is not None and file.data == data and self.disk.pop(self.full(path)) is file
+
+    def touch(self, path: str) -> None:
+        file = self._file(path)
+        if file is None:
+            raise self._error("it is not there", path)
+        file.changed_at = time.time()
+
+    def changed_at(self, path: str) -> float | None:
+        file = self._file(path)
+        return None if file is None else file.changed_at
+
+    def now(self) -> float:
+        return time.time()
+
+
+@contextmanager
+def in_memory() -> Iterator[Disk]:
+    """Paths that begin with ``memory://`` are those of a new, empty disk."""
+    disk: Disk = {}
+    with mock.patch.dict(SCHEMES, memory=lambda location: MemoryStore(location, disk)):
+        yield disk

@@ -1,0 +1,330 @@
+"""What every store has to do, as tests. They need pytest: ``pip install zckpt[testing]``."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+import torch
+
+from zckpt.errors import FormatError, MissingFileError, StorageError
+from zckpt.format.names import temporary
+from zckpt.state.inventory import FileSpan
+from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.transfer.memory import aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from zckpt.storage.buffers import Bytes
+    from zckpt.storage.contract import Store
+
+
+def content(nbytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8).tobytes()
+
+
+def pages(nbytes: int) -> Bytes:
+    """Zeros in memory that begins at a page."""
+    found: Bytes = aligned(torch.zeros(nbytes + PAGE_BYTES, dtype=torch.uint8), nbytes, PAGE_BYTES).numpy()
+    return found
+
+
+def staged(data: bytes, start: int, stop: int) -> Bytes:
+    """Those bytes of a file as ``Writer.write`` is given them."""
+    behind = start % PAGE_BYTES
+    stage = pages(behind + stop - start)
+    stage[behind:] = np.frombuffer(data[start:stop], np.uint8)
+    return stage
+
+
+def read(store: Store, path: str, nbytes: int = 1 << 20) -> bytes:
+    with closing(store.reader()) as reader:
+        return reader.read(path, 0, nbytes)
+
+
+def replace(store: Store, path: str, data: bytes) -> None:
+    store.commit(path, store.prepare(path, data))
+
+
+def together(action: Callable[[bytes], object], arguments: Iterable[bytes]) -> None:
+    """Each call in a thread of its own."""
+    threads = [threading.Thread(target=action, args=(one,)) for one in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class StoreContract:
+    """The sentences of ``zckpt.storage.contract``, as tests. To run them on a store of yours:
+
+        from zckpt.testing import StoreContract
+
+        class TestMyStore(StoreContract):
+            @pytest.fixture
+            def store(self):
+                return MyStore(Location.of("my://some/place"))
+
+    ``store`` is another place in each test: no directory is there yet, nor one directly above it.
+    What no test can tell is whether something is durable, and whether several hosts see the same.
+    """
+
+    def test_a_new_store_is_not_there(self, store: Store) -> None:
+        assert store.entries() is None
+        assert not store.exists("")
+        assert not store.exists("a/b")
+        assert store.nbytes("a") == 0
+        with pytest.raises(StorageError):
+            store.directories()
+
+    def test_children_and_parents_are_stores_at_their_locations(self, store: Store) -> None:
+        child = store.child("data").child("rank")
+        assert child.location == store.child("data/rank").location == store.location.child("data/rank")
+        assert child.parent.parent.location == store.location
+        assert store.parent.location == store.location.parent
+        assert store.child("").location == store.location
+        assert not store.exists(""), "to make a store touches nothing"
+        child.make_directories("deep")
+        child.put("deep/a", b"content")
+        assert store.child("data").entries() == ["rank"]
+        assert read(store, "data/rank/deep/a") == read(child.parent, "rank/deep/a") == b"content"
+        assert store.parent.directories() == [store.location.name]
+
+    def test_directories_exist_for_everybody_once_made(self, store: Store) -> None:
+        for _ in range(2):
+            store.make_directories("data/rank")
+            assert store.exists("data")
+            assert store.exists("data/rank")
+        assert store.entries() == ["data"]
+
+    def test_what_is_put_is_read(self, store: Store) -> None:
+        store.make_directories("data")
+        for nbytes in (0, 1, 4096, 300_001):
+            store.put(f"data/{nbytes}", content(nbytes))
+            store.sync_names("data")
+            assert read(store, f"data/{nbytes}") == content(nbytes)
+            assert store.exists(f"data/{nbytes}")
+        assert store.entries() == ["data"]
+
+    def test_put_and_create_replace_nothing(self, store: Store) -> None:
+        store.make_directories("")
+        store.put("a", b"old")
+        place = str(store.location.child("a"))
+        for action in (lambda: store.put("a", b"new"), lambda: store.create("a", 0, direct=False)):
+            with pytest.raises(StorageError) as caught:
+                action()
+            assert caught.value.file == place
+        assert read(store, "a") == b"old"
+
+    def test_a_commit_shows_the_old_or_the_new(self, store: Store) -> None:
+        """To a reader that opens the file again and again meanwhile."""
+        store.make_directories("")
+        versions = {content(9000 + 1000 * seed, seed) for seed in range(8)}
+        replace(store, "a", min(versions))
+        seen, ended = set(), threading.Event()
+
+        def look() -> None:
+            while not ended.is_set():
+                seen.add(read(store, "a"))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            for _ in range(10):
+                for version in versions:
+                    replace(store, "a", version)
+                    assert read(store, "a") == version
+        finally:
+            ended.set()
+            thread.join()
+        assert seen <= versions
+        assert store.entries() == ["a"]
+
+    def test_what_is_prepared_is_committed_unless_somebody_has_removed_it(self, store: Store) -> None:
+        store.make_directories("")
+        replace(store, "a", b"old")
+        prepared = store.prepare("a", b"new", "01234567")
+        assert (prepared, store.prepare("b", b"")) == (temporary("a", "01234567"), ANY)
+        assert read(store, "a") == b"old"
+        assert read(store, prepared) == b"new"
+        store.commit("a", prepared)
+        assert read(store, "a") == b"new"
+        assert not store.exists(prepared)
+        store.remove(store.prepare("a", b"newer", "89abcdef"))
+        with pytest.raises(StorageError):
+            store.commit("a", temporary("a", "89abcdef"))
+        assert read(store, "a") == b"new"
+        store.remove(temporary("b", "89abcdef"))
+        assert len(store.entries() or ()) == 2, "a, and what was prepared for b with random digits"
+
+    def test_what_cannot_be_prepared_leaves_nothing(self, store: Store) -> None:
+        store.make_directories("")
+        prepared = store.prepare("a", b"one", "01234567")
+        with pytest.raises(StorageError):
+            store.prepare("a", b"two", "01234567")
+        assert set(store.entries() or ()) <= {prepared}
+
+    @pytest.mark.parametrize("direct", [False, True])
+    @pytest.mark.parametrize("reserved", [0, 200_001])
+    def test_a_file_is_written_in_parts_in_any_order(self, store: Store, direct: bool, reserved: int) -> None:
+        store.make_directories("")
+        data = content(200_001)
+        cuts = [0, 1, 4096, 5000, 12288, 100_000, 200_001]
+        with closing(store.create("a", reserved, direct=direct)) as file:
+            for start, stop in sorted(itertools.pairwise(cuts), key=lambda span: span[1] % 7):
+                stage = staged(data, start, stop)
+                file.write(stage, start, stop - start)
+                stage[:] = 0  # it is used again
+            file.sync()
+        store.sync_names("")
+        assert read(store, "a") == data
+
+    def test_threads_write_one_file_together(self, store: Store) -> None:
+        store.make_directories("")
+        data = b"".join(bytes([number]) * 5000 for number in range(40))
+        with closing(store.create("a", len(data), direct=True)) as file:
+
+            def write(part: bytes) -> None:
+                start = data.index(part)
+                file.write(staged(data, start, start + len(part)), start, len(part))
+
+            together(write, (data[start : start + 5000] for start in range(0, len(data), 5000)))
+            file.sync()
+        assert read(store, "a") == data
+
+    @pytest.mark.parametrize("start", [0, 777])
+    def test_what_is_shared_is_read_back_and_completed(self, store: Store, start: int, tmp_path: Path) -> None:
+        """If the store offers that."""
+        store.make_directories("")
+        nbytes = 5 * PAGE_BYTES
+        data, source = content(start + nbytes), tmp_path / "outside"
+        source.write_bytes(data)
+        with closing(store.create("a", 0, direct=False)) as file:
+            if file.sharing is None:
+                pytest.skip("this store shares no pages")
+            stage = staged(data, start, start + nbytes)
+            if file.sharing.share(FileSpan(str(source), start, nbytes), start):
+                whole = slice(-(-start // PAGE_BYTES) * PAGE_BYTES, nbytes)
+                stage[whole] = 0
+                file.sharing.read_back(stage, start, nbytes)
+                assert stage.tobytes() == staged(data, start, start + nbytes).tobytes()
+                file.sharing.write_edges(stage, start, nbytes)
+            else:
+                file.write(stage, start, nbytes)
+            file.sync()
+        assert read(store, "a")[start:] == data[start:]
+
+    def test_any_part_is_read(self, store: Store) -> None:
+        store.make_directories("data")
+        data = content(100_000)
+        store.put("data/a", data)
+        reader = store.reader()
+        assert reader.size("data/a") == len(data)
+        assert reader.read("data/a", 99_000, 5000) == data[99_000:]
+        assert reader.read("data/a", 100_000, 5) == b""
+        views = [np.zeros(nbytes, np.uint8) for nbytes in (0, 10, 5000)]
+        assert reader.read_into("data/a", views, 77) == 5010
+        assert b"".join(view.tobytes() for view in views) == data[77 : 77 + 5010]
+        assert reader.read_into("data/a", [np.zeros(5000, np.uint8)], 99_990) == 10
+        got = 0
+        if reader.direct is not None:
+            stage = pages(6 * PAGE_BYTES)
+            got = reader.direct.read_direct("data/a", stage, 20 * PAGE_BYTES)
+            assert got in (0, len(data) - 20 * PAGE_BYTES)
+            assert stage[:got].tobytes() == data[20 * PAGE_BYTES :][:got]
+            assert reader.direct.is_cached("data/a", 5, 10) in (False, True)
+        assert (reader.count.metadata_bytes, reader.count.data_bytes) == (1000, 5010 + 10 + got)
+        assert reader.count.reads >= 4
+        reader.close()
+
+    def test_threads_read_with_one_reader_together(self, store: Store) -> None:
+        store.make_directories("")
+        files = {content(50_000, seed): f"{seed}" for seed in range(8)}
+        for data, path in files.items():
+            store.put(path, data)
+        with closing(store.reader()) as reader:
+            right: list[bool] = []
+
+            def look(data: bytes) -> None:
+                for start in range(0, len(data), 1000):
+                    view = np.empty(1000, np.uint8)
+                    got = reader.read_into(files[data], [view], start)
+                    right.append(got == 1000 and view.tobytes() == data[start : start + 1000])
+
+            together(look, files)
+            assert right == [True] * 400
+            assert reader.count.data_bytes == 400_000
+
+    def test_what_is_not_there_is_named(self, store: Store) -> None:
+        store.make_directories("data")
+        reader = store.reader()
+        for path in ("a", "data/a", "other/a"):
+            for action in (lambda: reader.size(path), lambda: reader.read(path, 0, 1)):  # noqa: B023  called here
+                with pytest.raises(MissingFileError) as caught:
+                    action()
+                assert (caught.value.file, caught.value.rule) == (str(store.location.child(path)), "F001")
+        with pytest.raises(FormatError):
+            reader.size("data")
+        with pytest.raises(FormatError):
+            reader.read_into("data", [np.empty(1, np.uint8)], 0)
+
+    def test_what_is_removed_is_gone_with_all_in_it(self, store: Store) -> None:
+        store.make_directories("data/rank")
+        store.put("data/rank/a", b"a")
+        store.put("b", b"b")
+        store.remove_if_empty("data/rank")
+        assert store.exists("data/rank/a")
+        for path in ("data", "b", "never there"):
+            store.remove(path)
+        assert store.entries() == []
+        store.remove_if_empty("")
+        assert not store.exists("")
+
+    def test_of_many_claims_one_succeeds(self, store: Store) -> None:
+        store.make_directories("")
+        got: list[bytes] = []
+
+        def claim(data: bytes) -> None:
+            if store.claim("lock", data):
+                got.append(data)
+
+        together(claim, (content(500, seed) for seed in range(8)))
+        assert len(got) == 1
+        assert read(store, "lock") == got[0]
+        assert not store.withdraw("lock", b"other")
+        assert read(store, "lock") == got[0], "as it was"
+        gone: list[bool] = []
+        together(lambda data: gone.append(store.withdraw("lock", data)), got * 8)
+        assert sorted(gone) == [False] * 7 + [True]
+        assert not store.withdraw("lock", got[0])
+        assert store.entries() == []
+
+    def test_a_file_has_the_age_of_its_last_change(self, store: Store) -> None:
+        store.make_directories("")
+        assert store.changed_at("a") is None
+        before = store.now()
+        store.put("a", b"a")
+        first = store.changed_at("a")
+        assert first is not None
+        time.sleep(0.02)
+        store.touch("a")
+        second = store.changed_at("a")
+        assert second is not None
+        assert before <= first < second <= store.now() < before + 60
+        assert store.entries() == ["a"]
+
+    def test_sizes_are_those_of_all_files_below(self, store: Store) -> None:
+        store.make_directories("data/rank")
+        store.make_directories("empty")
+        for path, nbytes in (("data/rank/a", 300), ("data/b", 5000), ("c", 7)):
+            store.put(path, content(nbytes))
+        assert [store.nbytes(path) for path in ("data", "data/rank", "c", "empty", "no")] == [5300, 300, 7, 0, 0]
+        assert store.directories() == ["data", "empty"]
