@@ -1,4 +1,35 @@
-"""zckpt: sharded, verified checkpoints of ZeRO training states. See README.md; the format is in ``spec/``."""
+"""zckpt: sharded, verified checkpoints of ZeRO training states. ``README.md`` says what it does, ``spec/format.md`` how
+its files look, and ``docs/architecture.md`` how a byte gets from an engine to the disk and back.
+
+The modules and folders of the package, from the lowest to the highest. Each imports only itself and what stands above
+it in this table; an import for type checkers alone counts too:
+
+    version    no torch, no I/O the version of the library
+    errors     no torch, no I/O the tree of all errors, and how an error of the system becomes one of them
+    progress   no torch         what a caller is told while bytes move, and a progress bar that shows it
+    system     no torch         the calls that only Linux has, threads whose end is waited for, available memory
+    format     no torch, no I/O each file of the format as bytes: encoded, decoded, held to the rules and limits
+    state      no torch, no I/O what a rank holds of a training state: fragments of tensors, and where they are
+    plan       no torch, no I/O pure functions that lay out files, plan writes and reads, select keys and reshard
+    ranks      no files         what ranks tell each other, and how each notices that another one has died
+    storage    -                the contract of a store, local directories, the table of stores, the writer's lock
+    transfer   -                carries out planned writes and reads: buffers, budget, copies to devices, digests
+    engines    -                the contract of an engine adapter, and a folder for each framework
+    reading    -                what zckpt.open returns, and what lies in the directory of a run
+    validation -                checks a checkpoint against the specification, and reports what it has found
+    repairing  -                what a repair consists of
+    writing    -                what a write consists of
+    restoring  -                what a restore consists of
+    api        -                the functions that users call, a file for each
+    __init__   -                the public names
+    testing    -                a reference engine, and the suites that each store and each engine has to pass
+    cli        -                the command line
+    __main__   -                what `python -m zckpt` runs
+
+"no torch": it does not import torch while it runs. "no I/O": it asks the operating system for nothing. Whatever it
+imports of zckpt promises the same. "no files": it opens no file itself. ``tests/package/test_imports.py`` reads this
+table and fails for every import that breaks it.
+"""
 
 from zckpt.api.attach import attach, attach_all, detach
 from zckpt.api.background import PendingWrite, wait

@@ -14,13 +14,18 @@ import zckpt
 
 ROOT = Path(zckpt.__file__).parent
 
-# The modules and folders of the package, from the lowest to the highest. Each imports itself and what stands above it.
-ORDER = [
-    "version", "errors", "progress", "system", "format", "state", "plan", "ranks", "storage", "transfer", "engines",
-    "reading", "validation", "repairing", "writing", "restoring", "api", "__init__", "testing", "cli", "__main__",
-]  # fmt: skip
-ALLOWED = {name: set(ORDER[:number]) for number, name in enumerate(ORDER)}
-WITHOUT_TORCH = {"version", "errors", "format", "state", "plan"}
+TABLE = re.findall(r"^    (\w+) +(no torch, no I/O|no torch|no files|-) +(\S.*)$", zckpt.__doc__ or "", re.MULTILINE)
+"""The table in the package's docstring: for each module or folder its name, what it promises, and what it is. Each
+imports itself and what stands above it."""
+ORDER = [name for name, _, _ in TABLE]
+PROMISES = {name: set(promises.split(", ")) - {"-"} for name, promises, _ in TABLE}
+WITHOUT_IO = {
+    "__future__", "collections", "contextlib", "dataclasses", "difflib", "errno", "fnmatch", "functools", "itertools",
+    "json", "math", "msgpack", "numpy", "re", "reprlib", "secrets", "struct", "sys", "types", "typing", "warnings",
+    "xxhash", "zstandard",
+}  # fmt: skip
+"""What may be imported where there is no I/O, beside zckpt itself."""
+OF_FILES = {"fcntl", "io", "mmap", "pathlib", "shutil", "tempfile"}
 
 PUBLIC_NAMES = """
     Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup DeviceError DigestError
@@ -65,19 +70,52 @@ def without_type_checking(tree: ast.Module) -> ast.Module:
     return ast.Module([node for node in tree.body if not checks_types(node)], [])
 
 
+def units(names: set[str]) -> set[str]:
+    """Which rows of the table these names belong to; a public name is the package's own."""
+    own = {name.split(".")[1] for name in names if name.startswith("zckpt.")}
+    return {name if name in ORDER else "__init__" for name in own}
+
+
+def test_the_table_has_every_module_and_folder_once() -> None:
+    there = {file.stem if file.parent == ROOT else file.relative_to(ROOT).parts[0] for file in FILES}
+    assert sorted(ORDER) == sorted(there)
+
+
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_what_stands_before_it(module: str) -> None:
-    tree = ast.parse(FILES[MODULES.index(module)].read_text())
+def test_no_import_runs_up(module: str) -> None:
     unit = module.split(".")[1]
-    imported = set()
-    for name in imports(tree):
-        package, _, rest = name.partition(".")
-        if package == "zckpt":
-            first = rest.partition(".")[0]
-            imported.add(first if first in ALLOWED else "__init__")
-    assert imported <= ALLOWED[unit] | {unit}
-    if unit in WITHOUT_TORCH:
-        assert "torch" not in {name.partition(".")[0] for name in imports(without_type_checking(tree))}
+    found = units(imports(ast.parse(FILES[MODULES.index(module)].read_text())))
+    assert found <= {*ORDER[: ORDER.index(unit)], unit}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if PROMISES[module.split(".")[1]]])
+def test_promises_are_kept(module: str) -> None:
+    promises = PROMISES[module.split(".")[1]]
+    tree = without_type_checking(ast.parse(FILES[MODULES.index(module)].read_text()))
+    found = imports(tree)
+    for promise in promises - {"no files"}:
+        assert not {unit for unit in units(found) if promise not in PROMISES[unit]}, promise
+    foreign = {name.partition(".")[0] for name in found} - {"zckpt"}
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    if "no torch" in promises:
+        assert "torch" not in foreign
+    if "no I/O" in promises:
+        assert foreign <= WITHOUT_IO
+        assert not called & {"open", "print", "input"}
+    if "no files" in promises:
+        assert not foreign & OF_FILES
+        assert not called & {"open", "os.open", "os.fdopen"}
+
+
+def test_the_architecture_has_the_same_table() -> None:
+    rows = [f"| {link(name)} | {'' if promises == '-' else promises} | {what} |" for name, promises, what in TABLE]
+    text = (ROOT.parent / "docs" / "architecture.md").read_text()
+    assert "\n".join(rows) in text
+
+
+def link(name: str) -> str:
+    file = name if (ROOT / name).is_dir() else f"{name}.py"
+    return f"[`{file}`](../zckpt/{file})"
 
 
 def test_nothing_above_the_stores_takes_a_path_apart() -> None:
