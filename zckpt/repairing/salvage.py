@@ -7,20 +7,19 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.errors import FormatError, MissingFileError, ZckptError
+from zckpt.errors import FormatError, RepairError, ZckptError
 from zckpt.format import names
 from zckpt.format import shard as shard_format
-from zckpt.format.digest import BLOCK_BYTES
 from zckpt.format.limits import WORLD_SIZE_MAX
-from zckpt.plan import rebuild
 from zckpt.plan.rebuild import FoundFile
 from zckpt.reading.contents import read_header
+from zckpt.repairing.digest_tables import fit_tables, read_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Sequence
 
     from zckpt.format.manifest import Manifest
-    from zckpt.storage.contract import Reader, Store
+    from zckpt.storage.contract import Store
 
 ABSENT_SHOWN_MAX = 20
 """An error names no more than this many ranks one by one."""
@@ -31,9 +30,24 @@ class FoundSave:
     """All data files of one save."""
 
     save_id: str
-    world_size: int
     files: dict[int, list[FoundFile]]
     """The data files of each rank."""
+
+
+def the_save(store: Store, old: Manifest | None, finding: str) -> FoundSave:
+    """The one save whose data are in ``store``, whole. ``finding``: what is wrong with the manifest, if there is none.
+
+    Raises RepairError, which lists all that is missing or damaged."""
+    saves = [name for name in store.directories() if names.is_data_dir(name)]
+    if old is not None:
+        saves = [name for name in saves if name == names.data_dir(old.save_id)]
+    if len(saves) != 1:
+        what = f"{finding}, and there are the data of {len(saves)} saves" if old is None else "its data are gone"
+        raise refused(store, [what, *saves], "leave the data directory of one save here, and take the others away")
+    found, problems = find_save(store, saves[0].removeprefix("data-"), old)
+    if found is None or problems:
+        raise refused(store, problems, "restore these files from a copy; they cannot be rebuilt")
+    return found
 
 
 def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[FoundSave | None, list[str]]:
@@ -85,13 +99,19 @@ def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[Fo
         problems += [f"{name} is missing" for name in map(old.path, old.files) if name not in there]
         listed = set(map(old.path, old.files))
         files = {rank: [file for file in own if file.header.shard.path in listed] for rank, own in files.items()}
-    return FoundSave(save_id, world_size, files), problems
+    return FoundSave(save_id, files), problems
 
 
 def _world_size(told: str) -> int | None:
     """A number that the headers of data files tell; None if it is not a number, or not a possible one."""
     size = int(told) if re.fullmatch("[1-9][0-9]{0,6}", told, re.ASCII) else 0
     return size if 1 <= size <= WORLD_SIZE_MAX else None
+
+
+def refused(store: Store, problems: Sequence[str], hint: str) -> RepairError:
+    """The error that lists all of ``problems``."""
+    message = "\n".join(["it cannot be rebuilt:", *(f"  {one}" for one in problems)])
+    return RepairError(message, file=str(store.location), hint=hint)
 
 
 @contextmanager
@@ -102,34 +122,6 @@ def _listed(problems: list[str]) -> Iterator[None]:
         problems.append(str(error).splitlines()[0])
 
 
-def read_tables(reader: Reader, found: FoundSave) -> dict[int, bytes | None]:
-    """The digest table of each rank; None where there is none."""
-    return {rank: read_if_there(reader, names.digests_path(found.save_id, rank)) for rank in found.files}
-
-
-def read_if_there(reader: Reader, path: str) -> bytes | None:
-    try:
-        return reader.read(path, 0, reader.size(path))
-    except MissingFileError:
-        return None
-
-
-def fit_tables(found: FoundSave, tables: Mapping[int, bytes | None]) -> tuple[int, dict[int, list[int] | None]]:
-    """The size of blocks with which most digest tables fit the files, and for each rank the number of each file's first
-    digest; None for a rank whose table does not fit."""
-    best: tuple[int, dict[int, list[int] | None]] | None = None
-    for block_bytes in rebuild.block_sizes(BLOCK_BYTES):
-        placed = {
-            rank: None if table is None else rebuild.fit_table(found.files[rank], table, block_bytes)
-            for rank, table in tables.items()
-        }
-        fitting = sum(one is not None for one in placed.values())
-        if best is None or fitting > sum(one is not None for one in best[1].values()):
-            best = block_bytes, placed
-    assert best is not None
-    return best
-
-
 def is_complete(checkpoint: Store, save_id: str) -> bool:
     """Whether every rank's data files and digest table are there, with sound headers that the table covers. No tensor
     is read. Raises nothing: what cannot be read is not complete."""
@@ -138,7 +130,7 @@ def is_complete(checkpoint: Store, save_id: str) -> bool:
         if found is None or problems:
             return False
         with closing(checkpoint.reader()) as reader:
-            _, placed = fit_tables(found, read_tables(reader, found))
+            _, placed = fit_tables(found.files, read_tables(reader, save_id, found.files))
     except ZckptError:
         return False
     return None not in placed.values()
