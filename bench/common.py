@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from zckpt.api import write as pipeline
+from zckpt.format.digest import BLOCK_BYTES
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_shards
 from zckpt.state.inventory import MASTER, Fragment
-from zckpt.storage.schemes import open_store
+from zckpt.testing.fragments import Unlocked, rank_write
+from zckpt.transfer.snapshot import Snapshot
+from zckpt.writing.collect import pack_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -151,6 +152,7 @@ def total_bytes(state: Mapping[str, torch.Tensor]) -> int:
 
 Ranks = list[list[Fragment]]
 """What each rank holds."""
+ABOUT = catalog.About(1, BLOCK_BYTES, {}, pack_tree({"engine": {}, "client_state": {}}, "", [], 0), {})
 
 
 def cut(state: Mapping[str, torch.Tensor], world_size: int = 1) -> Ranks:
@@ -170,8 +172,8 @@ def cut(state: Mapping[str, torch.Tensor], world_size: int = 1) -> Ranks:
 
 def write_rank(path: str, save_id: str, ranks: Ranks, rank: int) -> tuple[bytes, bytes]:
     """The files of one rank of a write that has begun; returns its receipt, and the digest of its digest table."""
-    plans = plan_shards(ranks[rank], save_id, rank, len(ranks), block_bytes=pipeline.BLOCK_BYTES)
-    return catalog.pack(catalog.receipt(rank, plans)), pipeline.write_rank(open_store(path), save_id, plans, rank)
+    own = rank_write(path, save_id, ranks, rank, ABOUT)
+    return catalog.pack(catalog.receipt(rank, own.shards)), own.write_own(Snapshot())
 
 
 def write_checkpoint(
@@ -180,16 +182,15 @@ def write_checkpoint(
     """``zckpt.write`` without an engine: the same functions. ``write_all`` has all ranks write, given path and save id,
     and returns what ``write_rank`` does; None: one after the other, here."""
     save_id = secrets.token_hex(8)
-    pipeline.begin_write(open_store(path), save_id)
+    whole = rank_write(path, save_id, [[]], 0, ABOUT)
+    whole.begin(Unlocked(whole.store))
     if write_all is None:
         written = [write_rank(str(path), save_id, ranks, rank) for rank in range(len(ranks))]
     else:
         written = write_all(str(path), save_id)
     receipts, digests = zip(*written, strict=True)
-    packed = pipeline._pack_tree({"engine": {}, "client_state": {}}, "", [], 0)
-    about = catalog.About(step=1, block_bytes=pipeline.BLOCK_BYTES, aliases={}, state=packed, writer={})
-    manifest, index = catalog.catalog([catalog.unpack(receipt) for receipt in receipts], save_id, about)
-    pipeline.commit_write(open_store(path), save_id, catalog.with_digests(manifest, digests), index)
+    whole.describe([catalog.unpack(receipt) for receipt in receipts])
+    whole.commit(digests)
 
 
 # Files and the page cache

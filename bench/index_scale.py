@@ -19,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from zckpt.api.write import BLOCK_BYTES
 from zckpt.format import names
+from zckpt.format.digest import BLOCK_BYTES
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.state.inventory import Fragment

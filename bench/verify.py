@@ -28,8 +28,7 @@ from common import (
     workspace,
     write_checkpoint,
 )
-from zckpt.api.write import BLOCK_BYTES
-from zckpt.format.digest import digest
+from zckpt.format.digest import BLOCK_BYTES, digest
 from zckpt.transfer.memory import host_bytes
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import sys
 
 import torch
 
-from zckpt.api import write as pipeline
 from zckpt.format import tree
 from zckpt.plan import catalog
 from zckpt.state.inventory import BUFFER, MASTER, STATE, Fragment
+from zckpt.testing.fragments import write_fragments
 
 SAVE_ID = "0123456789abcdef"
 WORLD_SIZE = 2
@@ -40,7 +40,7 @@ def main(directory: str) -> None:
     target = os.path.join(os.path.abspath(directory), "global_step7")
     state = tree.pack(STATE_TREE, "", lambda path, leaf: (tree.TENSOR, "tree/0/0"))
     about = catalog.About(7, 4096, {"head": "w"}, state, {"created": "2026-01-01T00:00:00+00:00"})
-    pipeline.write_fragments(target, [fragments(rank) for rank in range(WORLD_SIZE)], about, SAVE_ID, latest=True)
+    write_fragments(target, [fragments(rank) for rank in range(WORLD_SIZE)], about, SAVE_ID, latest=True)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from tests.support.models import make_engine, train
 from tests.support.plain_engine import Engine, engines_are_adapters
 from tests.support.runs import AFTER, BEFORE, assert_goes_on_alike, held, raw, restore_and_go_on, settings
 from tests.support.slow_writes import slow
-from zckpt.api import write as pipeline
 from zckpt.engines.hooks import call_before
+from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,13 +49,13 @@ def write_in_background_and_go_on(path: str, setup: dict[str, Any], options: dic
     before = held(engine), raw(engine), settings(engine)
     where = torch.arange(3)
     trained = threading.Event()
-    commit_write = pipeline.commit_write
+    commit_write = RankWrite.commit
 
     def commit(*arguments: Any, **options: Any) -> None:
         trained.wait(60)
         commit_write(*arguments, **options)
 
-    with slow(0.2), mock.patch.object(pipeline, "commit_write", commit):
+    with slow(0.2), mock.patch.object(RankWrite, "commit", commit):
         pending = zckpt.write(
             engine, path, client_state={"note": "made by a test", "where": where}, background=True, **options
         )
@@ -188,8 +188,8 @@ import os, sys, time
 import torch
 sys.path.insert(0, {root!r})
 from tests.support.plain_engine import Engine
-import zckpt, zckpt.transfer.write, zckpt.api.write
-zckpt.api.write.adapt = lambda engine: engine
+import zckpt, zckpt.transfer.write, zckpt.writing.prepare
+zckpt.writing.prepare.adapt = lambda engine: engine
 put = zckpt.transfer.write._put
 def slow(*args):
     time.sleep(1)

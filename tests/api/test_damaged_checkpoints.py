@@ -18,7 +18,6 @@ import torch
 
 import zckpt
 from tests.support.states import Written, edit, fragment, same_all, write_state
-from zckpt.api import write as pipeline
 from zckpt.cli import main
 from zckpt.errors import (
     CheckpointNotFoundError,
@@ -34,6 +33,7 @@ from zckpt.errors import (
 from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.plan import catalog
+from zckpt.testing.fragments import write_fragments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -339,7 +339,7 @@ def test_every_fault_is_found_not_only_the_first(place: Place) -> None:
 
 def write_trees(path: str, root: bytes, own: torch.Tensor) -> None:
     state = fragment("state", "rank/0", own, 0, own.numel())
-    pipeline.write_fragments(path, [[state]], catalog.About(0, 1 << 20, {}, root, {}))
+    write_fragments(path, [[state]], catalog.About(0, 1 << 20, {}, root, {}))
 
 
 @pytest.mark.parametrize(

@@ -24,21 +24,23 @@ from tests.support.crashes import Half
 from tests.support.models import make_engine, train
 from tests.support.plain_engine import Engine, engines_are_adapters, everything
 from tests.support.states import fragment, same
-from zckpt.api import write as pipeline
 from zckpt.api.write import write_engine
 from zckpt.ranks import heartbeat as life
 from zckpt.state.inventory import Inventory
 from zckpt.storage.local_store import LocalStore
 from zckpt.transfer import write as io_write
+from zckpt.writing.options import WriteOptions
+from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import CodeType, FrameType
 
     from tests.support.cluster import Cluster
+    from zckpt.transfer.snapshot import Snapshot
 
 OURS = str(Path(zckpt.__file__).parent)
-NOT_STEPS = {"write", "write_engine", "group_of", "_adapter_of", "__init__", "finish", "after", "__exit__"}
+NOT_STEPS = {"write", "write_engine", "group_of", "_adapter_of", "__init__", "_finish", "__exit__"}
 """Functions that do nothing but call the steps, or come before the first or after the last."""
 
 
@@ -133,7 +135,7 @@ def interrupt(path: str) -> tuple[str, str]:
     rank = int(os.environ["RANK"])
     found = []
     put, done, waiting = io_write._put, [], Path(path, "waiting")
-    write_rank = pipeline.write_rank
+    write_own = RankWrite.write_own
 
     def slow(*args: Any) -> None:
         while not waiting.exists():
@@ -146,8 +148,8 @@ def interrupt(path: str) -> tuple[str, str]:
         time.sleep(0.2)
         waiting.touch()
 
-    def quick(*args: Any, **options: Any) -> bytes:
-        digest = write_rank(*args, **options)
+    def quick(own: RankWrite, snapshot: Snapshot) -> bytes:
+        digest = write_own(own, snapshot)
         threading.Thread(target=signalled).start()
         return digest
 
@@ -160,11 +162,11 @@ def interrupt(path: str) -> tuple[str, str]:
 
     with ours():
         zckpt.write(Half(5), f"{path}/old")
-        for slowed, own in ((slow, quick), (put, write_rank)):
+        for slowed, own in ((slow, quick), (put, write_own)):
             put_here = slowed if rank == 0 else put if own is quick else counted
             with (
                 mock.patch.object(io_write, "_put", put_here),
-                mock.patch.object(pipeline, "write_rank", own if rank == 1 else write_rank),
+                mock.patch.object(RankWrite, "write_own", own if rank == 1 else write_own),
             ):
                 try:
                     zckpt.write(Large(6), f"{path}/new", budget=zckpt.Budget(nbytes=4 << 20, threads=2), overwrite=True)
@@ -394,14 +396,14 @@ def test_files_of_deepspeed_s_are_not_left_beside_a_checkpoint(tmp_path: Path) -
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "mine.txt"):
         (tmp_path / "c" / name).write_bytes(b"x")
     before = everything(tmp_path)
-    with mock.patch("zckpt.api.write.write_rank", side_effect=AssertionError("a byte was written")):
+    with mock.patch.object(RankWrite, "write_own", side_effect=AssertionError("a byte was written")):
         with pytest.raises(zckpt.CheckpointExistsError, match=r"DeepSpeed's own format here .*model_states\.pt"):
             zckpt.write(Engine(), tmp_path / "c")
         with pytest.raises(zckpt.CheckpointExistsError, match="replace_deepspeed=True"):
-            write_engine(Engine(), tmp_path / "c", overwrite=True, replace_foreign=False)
+            write_engine(Engine(), tmp_path / "c", WriteOptions(overwrite=True))
     assert everything(tmp_path) == before
     with (
-        mock.patch("zckpt.api.write.commit_write", side_effect=OSError("no")),
+        mock.patch.object(RankWrite, "commit", side_effect=OSError("no")),
         pytest.raises(OSError, match="no"),
     ):
         zckpt.write(Engine(), tmp_path / "c", overwrite=True)
@@ -414,11 +416,11 @@ def test_files_of_deepspeed_s_are_not_left_beside_a_checkpoint(tmp_path: Path) -
 
 @pytest.mark.usefixtures("engines_of_ours")
 def test_latest_may_lie_in_a_directory_above(tmp_path: Path) -> None:
-    write_engine(Engine(), tmp_path / "epoch0" / "step1", run=tmp_path, replace_foreign=False)
+    write_engine(Engine(), tmp_path / "epoch0" / "step1", WriteOptions(run=tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["epoch0", "latest"]
     assert (tmp_path / "latest").read_text() == "epoch0/step1\n"
     with pytest.raises(ValueError, match="latest"):
-        write_engine(Engine(), tmp_path / "other" / "c", run=tmp_path / "run", replace_foreign=False)
+        write_engine(Engine(), tmp_path / "other" / "c", WriteOptions(run=tmp_path / "run"))
 
 
 @pytest.mark.usefixtures("engines_of_ours")
@@ -490,8 +492,8 @@ def save_adapted(path: str) -> None:
 
     # Each rank's own client_state
     def write_own(own: object, each: bool) -> str:
-        return str(write_engine(engine, f"{path}/own", overwrite=True, client_state=own, each_client_state=each,
-                                replace_foreign=False))  # type: ignore[arg-type]  # fmt: skip
+        options = WriteOptions(overwrite=True, client_state=own, each_client_state=each)  # type: ignore[arg-type]
+        return str(write_engine(engine, f"{path}/own", options))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a warning on rank 0 that is an error ends the write on all ranks

@@ -30,6 +30,8 @@ from zckpt.errors import (
     StateError,
     StorageError,
 )
+from zckpt.storage.lock import WriteLock
+from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -182,7 +184,7 @@ def test_a_name_that_the_format_cannot_hold_stops_the_write(tmp_path: Path, part
     odd = fragment(part, name, engine.weight, 0, len(engine.weight))
     with (
         mock.patch.object(engine, "fragments", return_value=[odd]),
-        mock.patch("zckpt.api.write.begin_write", side_effect=AssertionError("a byte was written")),
+        mock.patch.object(WriteLock, "acquire", side_effect=AssertionError("a byte was written")),
         pytest.raises(FormatError) as caught,
     ):
         zckpt.write(engine, tmp_path / "run" / "c")
@@ -195,7 +197,7 @@ def test_what_does_not_add_up_is_not_written(tmp_path: Path) -> None:
     half = fragment("master", "w", engine.weight, 0, 7)
     with (
         mock.patch.object(engine, "fragments", return_value=[half]),
-        mock.patch("zckpt.api.write.begin_write", side_effect=AssertionError("a byte was written")),
+        mock.patch.object(WriteLock, "acquire", side_effect=AssertionError("a byte was written")),
         pytest.raises(FormatError) as caught,
     ):
         zckpt.write(engine, tmp_path / "c")
@@ -217,6 +219,9 @@ def test_what_has_no_values_is_named(tmp_path: Path) -> None:
         assert everything(tmp_path) == {}
 
 
+NESTED = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("client_state", "where"),
     [
@@ -224,7 +229,8 @@ def test_what_has_no_values_is_named(tmp_path: Path) -> None:
         ({"seen": {print}}, "client_state.seen[0]: builtin_function_or_method"),
         ({"root": 1j}, "client_state.root: complex"),
         ({"number": np.longdouble(1)}, "client_state.number: longdouble"),
-        ({"sparse": torch.eye(2).to_sparse()}, "client_state.sparse: Tensor"),
+        ({"sparse": torch.eye(2).to_sparse()}, "client_state.sparse is a tensor of layout torch.sparse_coo"),
+        ({"nested": NESTED}, "client_state.nested is a tensor of layout nested"),
         ({"words": [torch.zeros(1), "a", object()]}, "client_state.words[2]: object"),
         ({True: 1}, "client_state has the key True"),
         ({"mask": np.ma.masked_array([1.0, 2.0], [0, 1])}, "client_state.mask: MaskedArray"),
@@ -248,11 +254,11 @@ TAGS = ["../x", "", ".", "/abs/x", "a\nb", "n" * 300, "\udcff", "latest", "lates
 def test_a_tag_that_latest_cannot_name(tmp_path: Path, tag: str) -> None:
     run = tmp_path / "run"
     with pytest.raises(ValueError, match=r"(?s)the file `latest`.*save_latest=False, writes it without") as caught:
-        write_engine(Engine(), os.path.join(run, tag), run=run, replace_foreign=False)
+        write_engine(Engine(), os.path.join(run, tag), WriteOptions(run=run))
     assert type(caught.value) is ValueError, "and not that the checkpoint is damaged"
     assert everything(tmp_path) == {}
     if tag == "a\nb":
-        write_engine(Engine(), os.path.join(run, tag), run=run, latest=False, replace_foreign=False)
+        write_engine(Engine(), os.path.join(run, tag), WriteOptions(run=run, latest=False))
 
 
 def test_a_directory_in_the_place_of_latest(tmp_path: Path) -> None:
@@ -273,7 +279,7 @@ def test_a_directory_in_the_place_of_latest(tmp_path: Path) -> None:
 def test_no_checkpoint_hides_others(tmp_path: Path, name: str, latest: bool) -> None:
     """Whoever opens a directory with a manifest gets that checkpoint, whatever ``latest`` beside it says."""
     run, other = tmp_path / "run", tmp_path / "other"
-    write_engine(Engine(step=1), run / name, run=run, latest=latest, replace_foreign=False)
+    write_engine(Engine(step=1), run / name, WriteOptions(run=run, latest=latest))
     before = everything(tmp_path)
     hidden = "the file `latest`" if latest else name
     if latest or name != "epoch0/c":  # which nobody would find there
@@ -293,7 +299,7 @@ def test_no_checkpoint_hides_others(tmp_path: Path, name: str, latest: bool) -> 
     with pytest.raises(
         CheckpointExistsError, match=f"{other} is a checkpoint, which would hide.*\n.*{other}/global_step<N>"
     ):
-        write_engine(Engine(step=5), other / name, run=other, latest=latest, replace_foreign=False)
+        write_engine(Engine(step=5), other / name, WriteOptions(run=other, latest=latest))
     assert everything(tmp_path) == before
     assert zckpt.open(other).step == 4
 

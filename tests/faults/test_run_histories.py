@@ -19,11 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import zckpt
 from tests.support.independent_reader import Reader
 from tests.support.states import Written, fragment, same_all, write_state
-from zckpt.api import write as pipeline
 from zckpt.format import names
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_shards
-from zckpt.storage.schemes import open_store
+from zckpt.testing.fragments import Unlocked, rank_write
+from zckpt.transfer.snapshot import Snapshot
+from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,19 +89,17 @@ class Run(RuleBasedStateMachine):
     @rule(tag=TAGS, ranks=st.integers(0, 2), committed=st.booleans())
     def fail(self, tag: str, ranks: int, committed: bool) -> None:
         """A write that dies before its commit: with some ranks' files, or at the commit with one rank's too few."""
-        store = open_store(self.path / tag)
-        save_id = secrets.token_hex(8)
-        pipeline.begin_write(store, save_id, overwrite=True)
         whole = torch.arange(6.0)
         halves = [[fragment("master", "w", whole, 3 * rank, 3 * rank + 3)] for rank in range(2)]
-        plans = [plan_shards(own, save_id, rank, 2, block_bytes=4096) for rank, own in enumerate(halves)]
-        receipts = [catalog.receipt(rank, own) for rank, own in enumerate(plans)]
-        manifest, index = catalog.catalog(receipts, save_id, catalog.About(99, 4096, {}, b"\xc0", {}))
-        for rank in range(ranks):
-            pipeline.write_rank(store, save_id, plans[rank], rank, block_bytes=4096)
+        place, about = (self.path / tag, secrets.token_hex(8)), catalog.About(99, 4096, {}, b"\xc0", {})
+        writes = [rank_write(*place, halves, rank, about, WriteOptions(overwrite=True)) for rank in range(2)]
+        first = writes[0]
+        first.describe([catalog.receipt(one.rank, one.shards) for one in writes])
+        first.begin(Unlocked(first.store))
+        digests = [one.write_own(Snapshot()) for one in writes[:ranks]]
         if committed and ranks == 1:
             with pytest.raises(zckpt.ZckptError):
-                pipeline.commit_write(store, save_id, manifest, index, latest_in=store.parent)
+                first.commit(digests * 2)
         if ranks == 2 and tag not in self.stored:
             self.lost.add(tag)
 

@@ -17,11 +17,11 @@ import zckpt
 from tests.support.crashes import Half
 from tests.support.interrupts import interrupt_after, threads_left
 from tests.support.plain_engine import Engine, engines_are_adapters
-from zckpt.api import write as pipeline
 from zckpt.ranks.collectives import Ranks
 from zckpt.ranks.interrupts import Interrupts
 from zckpt.system.threads import Worker, stop
 from zckpt.transfer.budget import Budget
+from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,13 +65,13 @@ def test_an_interrupted_acquire_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_an_interrupted_wait_waits_again(tmp_path: Path) -> None:
     """For the same write, which is still the one under way."""
-    commit_write, go_on = pipeline.commit_write, threading.Event()
+    commit_write, go_on = RankWrite.commit, threading.Event()
 
     def commit(*arguments: Any, **options: Any) -> None:
         go_on.wait(60)
         commit_write(*arguments, **options)
 
-    with mock.patch.object(pipeline, "commit_write", commit):
+    with mock.patch.object(RankWrite, "commit", commit):
         first = zckpt.write(Engine(), tmp_path / "first", background=True)
         for wait in (zckpt.wait, first.wait):
             interrupt_after(0.1)
@@ -222,7 +222,7 @@ def test_an_error_with_any_text_is_told(cluster: Cluster) -> None:
 
 def wait_interrupted(path: str) -> list[str]:
     """Rank 1 is interrupted while both wait for a write in the background; then both write again."""
-    commit_write, said = pipeline.commit_write, []
+    commit_write, said = RankWrite.commit, []
 
     def commit(*arguments: Any, **options: Any) -> None:
         while not Path(path, "go on").exists():
@@ -231,7 +231,7 @@ def wait_interrupted(path: str) -> list[str]:
 
     with (
         engines_are_adapters(),
-        mock.patch.object(pipeline, "commit_write", commit),
+        mock.patch.object(RankWrite, "commit", commit),
     ):
         pending = zckpt.write(Half(5), f"{path}/first", background=True)
         if os.environ["RANK"] == "1":

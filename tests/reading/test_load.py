@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.support.states import PARTS, SHAPES, Written, fragment, same, same_all, write_state
-from zckpt.api import write as pipeline
 from zckpt.plan import catalog, layout
+from zckpt.testing.fragments import write_fragments
 from zckpt.transfer.budget import MIB
 
 WORLD_SIZE = 3
@@ -257,7 +257,7 @@ def test_a_state_dict_takes_params_where_there_is_no_master(tmp_path: Path) -> N
     values = {name: torch.randn(3) for name in ("both", "frozen")}
     fragments = [fragment("master", "both", values["both"], 0, 3)]
     fragments += [fragment("param", name, value.bfloat16(), 0, 3) for name, value in values.items()]
-    pipeline.write_fragments(str(tmp_path / "c"), [fragments], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
+    write_fragments(str(tmp_path / "c"), [fragments], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
     checkpoint = zckpt.open(tmp_path / "c")
     assert same_all(checkpoint.state_dict(), {"both": values["both"], "frozen": values["frozen"].bfloat16()})
     assert checkpoint.state is None

@@ -17,13 +17,13 @@ import zckpt
 from tests.support.forks import in_processes, stopped_at
 from tests.support.slow_writes import slow_write, value
 from tests.support.states import write_through
-from zckpt.api import write as pipeline
 from zckpt.errors import CheckpointExistsError, LockedError, MissingFileError, StorageError
 from zckpt.storage import lock as lock_module
 from zckpt.storage.local_store import LocalStore
 from zckpt.storage.lock import DEAD_SECONDS, WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.system import linux
+from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,7 +209,7 @@ def test_a_write_holds_the_lock_and_gives_it_back(tmp_path: Path) -> None:
         write_through(path, value(2))
     assert names_in(path) == COMMITTED
     with (
-        mock.patch("zckpt.api.write.run_writes", side_effect=OSError("no")),
+        mock.patch("zckpt.writing.rank_write.run_writes", side_effect=OSError("no")),
         pytest.raises(OSError, match="no"),
     ):
         write_through(tmp_path / "other", value(1))
@@ -321,13 +321,13 @@ def test_a_writer_between_its_look_at_the_lock_and_its_commit_is_shut_out_first(
 
 def test_a_write_in_the_background_holds_its_lock_until_it_ends(tmp_path: Path) -> None:
     path, go_on = tmp_path / "c", threading.Event()
-    commit_write = pipeline.commit_write
+    commit_write = RankWrite.commit
 
     def commit(*arguments: Any, **keywords: Any) -> bytes:
         go_on.wait(60)
         return commit_write(*arguments, **keywords)
 
-    with mock.patch.object(pipeline, "commit_write", commit):
+    with mock.patch.object(RankWrite, "commit", commit):
         pending = write_through(path, value(1), background=True)
         with pytest.raises(LockedError):
             WriteLock(open_store(path)).acquire()

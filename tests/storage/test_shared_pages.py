@@ -87,13 +87,13 @@ def test_a_shared_checkpoint_takes_no_space_and_keeps_its_bytes(shares: Path) ->
     swap, count = shares / "swap", 16 * MIB
     value = torch.randn(count)
     swap.write_bytes(value.numpy().tobytes())
-    from zckpt.api import write as pipeline
     from zckpt.plan import catalog
+    from zckpt.testing.fragments import write_fragments
 
     before = used_bytes(shares)
     fragment = Fragment("master", "w", (count,), "F32", 0, count, "nvme", data=FileSpan(str(swap), 0, 4 * count))
     target = str(shares / "c")
-    pipeline.write_fragments(target, [[fragment]], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
+    write_fragments(target, [[fragment]], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
     assert used_bytes(shares) - before < 4 * MIB
     (file,) = (shares / "c").glob("data-*/rank-00000/swap.master.safetensors")
     with swap.open("r+b") as opened:

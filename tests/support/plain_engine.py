@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def engines_are_adapters() -> AbstractContextManager[object]:
     """``zckpt.write`` takes what it is given for an adapter."""
-    return mock.patch("zckpt.api.write.adapt", lambda engine: engine)
+    return mock.patch("zckpt.writing.prepare.adapt", lambda engine: engine)
 
 
 class Engine:

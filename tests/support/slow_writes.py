@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from tests.support.states import write_through
-from zckpt.api import write as pipeline
 from zckpt.transfer import write as io_write
+from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,11 +39,11 @@ def value(number: float) -> torch.Tensor:
 
 def slow_write(path: Path, wait: Callable[[], None], number: int, **options: Any) -> object:
     """A write that waits once its files are there, before its commit."""
-    commit_write = pipeline.commit_write
+    commit_write = RankWrite.commit
 
     def commit(*arguments: Any, **keywords: Any) -> bytes:
         wait()
         return commit_write(*arguments, **keywords)
 
-    with mock.patch.object(pipeline, "commit_write", commit):
+    with mock.patch.object(RankWrite, "commit", commit):
         return write_through(path, value(number), **options)

@@ -11,12 +11,13 @@ from unittest import mock
 import torch
 
 import zckpt
-from zckpt.api import write as pipeline
 from zckpt.errors import FormatError
 from zckpt.format.names import check_tensor_name
 from zckpt.plan import catalog
 from zckpt.state.inventory import BUFFER, MASTER, TIERS, FileSpan, Fragment, Inventory
+from zckpt.testing.fragments import write_fragments
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
+from zckpt.writing.collect import add_rank_tree, pack_tree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,12 +92,11 @@ def write_state(
     if swap is not None:
         for rank, own in enumerate(fragments):
             fragments[rank] = swap_out(own, swap / f"{rank}.swp")
-    state = pipeline._pack_tree({"engine": engine_state, "client_state": client_state}, "", fragments[0], 0)
+    state = pack_tree({"engine": engine_state, "client_state": client_state}, "", fragments[0], 0)
     for rank, own in enumerate(fragments):
-        tree = pipeline._pack_tree({"rank": rank}, "rank_state", own, rank)
-        own.append(pipeline._state_fragment(f"rank/{rank}", torch.frombuffer(bytearray(tree), dtype=torch.uint8)))
+        add_rank_tree({"rank": rank}, own, rank)
     about = catalog.About(step, block_bytes, aliases or {}, state, {"created": "by a test"})
-    save_id = pipeline.write_fragments(str(path), fragments, about, overwrite=overwrite, latest=latest)
+    save_id = write_fragments(str(path), fragments, about, overwrite=overwrite, latest=latest)
     return Written(path, save_id, full, ranks)
 
 
@@ -181,5 +181,5 @@ def write_through(path: Path, value: torch.Tensor, *, step: int = 1, **options: 
         rank_state=dict,
         after_write=lambda: None,
     )
-    with mock.patch("zckpt.api.write.adapt", return_value=adapter):
+    with mock.patch("zckpt.writing.prepare.adapt", return_value=adapter):
         return zckpt.write(object(), path, **options)

@@ -17,20 +17,21 @@ import torch
 import zckpt
 from tests.support import accelerator
 from tests.support.states import fragment, write_state
-from zckpt.api.write import begin_write, write_rank
-from zckpt.plan.layout import plan_shards
+from zckpt.plan import catalog
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
-from zckpt.storage.schemes import open_store
+from zckpt.testing.fragments import Unlocked, rank_write
 from zckpt.transfer import devices, staging
 from zckpt.transfer import write as io_write
 from zckpt.transfer.snapshot import Snapshot
+from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from zckpt.plan.layout import ShardPlan
+    from zckpt.writing.rank_write import RankWrite
+
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = 64 * KIB
@@ -410,19 +411,21 @@ def test_a_device_without_streams(tmp_path: Path) -> None:
 # From a device
 
 
-def plans_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[ShardPlan, ...]:
-    begin_write(open_store(path), SAVE_ID)
+def begun(path: Path, tensors: Mapping[str, torch.Tensor], **options: Any) -> RankWrite:
     fragments = [fragment("master", name, tensor, 0, tensor.numel()) for name, tensor in tensors.items()]
-    return plan_shards(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
+    about = catalog.About(0, BLOCK_BYTES, {}, b"\xc0", {})
+    write = rank_write(path, SAVE_ID, [fragments], 0, about, WriteOptions(**options))
+    write.begin(Unlocked(write.store))
+    return write
 
 
 def written(path: Path, tensors: Mapping[str, torch.Tensor], budget: zckpt.Budget, **options: Any) -> bool:
     """Whether what was written is what the tensors hold."""
-    plans = plans_of(path, tensors)
+    write = begun(path, tensors, budget=budget, **options)
     expected = b"".join(tensor.cpu().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values())
     forget()
-    write_rank(open_store(path), SAVE_ID, plans, 0, budget, block_bytes=BLOCK_BYTES, **options)
-    (plan,) = plans
+    write.write_own(Snapshot())
+    (plan,) = write.shards
     return (path / plan.shard.path).read_bytes()[len(plan.header) :] == expected
 
 
@@ -514,7 +517,7 @@ def test_a_write_of_small_tensors_takes_the_device_memory_of_one_buffer(tmp_path
 def test_the_snapshot_is_whole_when_it_is_said_to_be(tmp_path: Path) -> None:
     """Then the device's memory may change, though nothing of it is on the disk yet."""
     tensors = on_device({f"{number}": (300_000,) for number in range(20)})
-    plans = plans_of(tmp_path / "c", tensors)
+    write = begun(tmp_path / "c", tensors, budget=ONE_THREAD, snapshot_bytes=64 * MIB)
     expected = [tensor.cpu() for tensor in tensors.values()]
 
     class Watched(threading.Event):
@@ -527,10 +530,8 @@ def test_the_snapshot_is_whole_when_it_is_said_to_be(tmp_path: Path) -> None:
 
     snapshot = Snapshot()
     snapshot.taken = Watched()
-    write_rank(
-        open_store(tmp_path / "c"), SAVE_ID, plans, 0, ONE_THREAD,
-        block_bytes=BLOCK_BYTES, snapshot=snapshot, snapshot_bytes=64 * MIB,
-    )  # fmt: skip
+    write.write_own(snapshot)
     assert snapshot.taken.is_set()
-    content = (tmp_path / "c" / plans[0].shard.path).read_bytes()
-    assert content[len(plans[0].header) :] == b"".join(tensor.numpy().tobytes() for tensor in expected)
+    (plan,) = write.shards
+    content = (tmp_path / "c" / plan.shard.path).read_bytes()
+    assert content[len(plan.header) :] == b"".join(tensor.numpy().tobytes() for tensor in expected)

@@ -106,15 +106,15 @@ def test_weights_in_a_checkpoint_are_compared_with_their_masters(tmp_path: Path)
 def write_parts(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """One rank's checkpoint of tensors by key."""
     from tests.support.states import fragment
-    from zckpt.api import write as pipeline
     from zckpt.plan import catalog
+    from zckpt.testing.fragments import write_fragments
 
     fragments = []
     for key, value in tensors.items():
         part, name = key.split("/")
         middle = value.numel() // (3 if part == "master" else 2)
         fragments += [fragment(part, name, value, a, b) for a, b in ((0, middle), (middle, value.numel()))]
-    pipeline.write_fragments(str(path), [fragments], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
+    write_fragments(str(path), [fragments], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
 
 
 def test_each_level_reads_what_it_says(tmp_path: Path) -> None:

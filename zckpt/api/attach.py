@@ -20,6 +20,7 @@ from zckpt.reading.deepspeed_files import deepspeed_files
 from zckpt.restoring.mismatch import Caller
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
+from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -129,9 +130,7 @@ def _save_checkpoint(
     ranks = Ranks(group_of(engine), call="engine.save_checkpoint")
     tags = ranks.share(own_tag, "save a checkpoint")
     ranks.together(lambda: _check_tags(engine, tags, ranks), "agree on a tag")
-    write_engine(
-        engine,
-        str(Location.of(save_dir).child(tags[0])),
+    options = WriteOptions(
         # Without an optimizer, all that there is are parameters which nobody trains
         exclude=("param",) if exclude_frozen_parameters and adapter.trains else (),
         client_state=client_state,
@@ -143,6 +142,7 @@ def _save_checkpoint(
         each_client_state=True,
         replace_foreign=replace_deepspeed,
     )
+    write_engine(engine, str(Location.of(save_dir).child(tags[0])), options)
     ranks.together(lambda: _warn_of_gradients(engine) if ranks.rank == 0 else None, "end the save")
     return True
 

@@ -29,9 +29,9 @@ from tests.support.offload import (
 )
 from tests.support.runs import ADAM, assert_at_rest, fingerprint, told
 from tests.support.states import same_all, write_state
-from zckpt.api import write as pipeline
 from zckpt.plan import catalog
 from zckpt.state.inventory import FileSpan, Fragment
+from zckpt.testing.fragments import write_fragments
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster
@@ -236,7 +236,7 @@ def test_a_swap_file_that_is_too_short_is_named(tmp_path: Path) -> None:
 
 
 def write_fragment(path: Path, fragment: Fragment) -> None:
-    pipeline.write_fragments(str(path), [[fragment]], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
+    write_fragments(str(path), [[fragment]], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
 
 
 def derive_from_weights(path: str, setup: dict[str, Any], swap: str) -> dict[str, str]:

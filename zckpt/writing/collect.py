@@ -1,0 +1,153 @@
+"""Collects the state of an engine: tensors as fragments, all other values as packed trees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from zckpt.errors import StateError
+from zckpt.format import names, tree
+from zckpt.format.digest import digest
+from zckpt.state.inventory import BUFFER, STATE, Fragment
+from zckpt.transfer.devices import check_devices, synchronize
+from zckpt.transfer.memory import host_bytes
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES
+from zckpt.writing.plain import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from zckpt.engines.contract import EngineAdapter
+    from zckpt.writing.options import WriteOptions
+
+_NUMPY_DTYPES = frozenset(map(np.dtype, ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What one rank holds of an engine's state."""
+
+    fragments: list[Fragment]
+    """The tensors of all wanted parts; those in packed trees are added to it."""
+    aliases: Mapping[str, str]
+    state: Mapping[str, Any]
+    rank_state: Mapping[str, Any]
+    scalars: dict[str, str]
+    """What the optimizer keeps once for all ranks, by path, to be compared and shown."""
+    buffers: dict[str, bytes]
+    """The digests of the buffers, by key."""
+
+
+def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
+    """Collects what ``options`` ask for. Raises ValueError, StateError, FormatError (N001, N003), DeviceError, and what
+    the adapter raises."""
+    unknown = sorted(set(options.exclude) - set(adapter.parts))
+    if unknown:
+        raise ValueError(f"exclude: the engine has no part {', '.join(unknown)}; it has {', '.join(adapter.parts)}")
+    synchronize(adapter.devices)
+    inventory = adapter.inventory(options.parts)
+    fragments = [fragment for fragment in inventory.fragments if fragment.part not in options.exclude]
+    for fragment in fragments:  # a part's name is a file's name
+        names.check_part_name(fragment.part)
+        names.check_tensor_name(fragment.name)
+        if isinstance(fragment.data, torch.Tensor):
+            _check_has_values(fragment.data, fragment.key)
+    check_devices(tensors_of(fragments))
+    state, rank_state = adapter.state(), adapter.rank_state()
+    scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))
+    return Collected(fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments))
+
+
+def tensors_of(fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:
+    """The data of those that are in memory."""
+    return (fragment.data for fragment in fragments if isinstance(fragment.data, torch.Tensor))
+
+
+def pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -> bytes:
+    """The packed tree; what it holds of tensors and arrays is added to ``fragments``."""
+
+    def keep(tensor: torch.Tensor) -> str:
+        name = f"tree/{rank}/{len(fragments)}"
+        fragments.append(_state_fragment(name, tensor))
+        return name
+
+    return _packed(value, path, keep)
+
+
+def add_rank_tree(value: object, fragments: list[Fragment], rank: int) -> None:
+    """Adds the tree of one rank to its ``fragments``, and what the tree holds of tensors and arrays."""
+    packed = pack_tree(value, f"rank_state[{rank}]", fragments, rank)
+    fragments.append(_state_fragment(f"rank/{rank}", torch.frombuffer(bytearray(packed), dtype=torch.uint8)))
+
+
+def fingerprint(client_state: Mapping[str, Any]) -> bytes:
+    """The digest of one rank's client_state, the same for the same values."""
+
+    def keep(tensor: torch.Tensor) -> str:
+        return f"{tensor.dtype} {list(tensor.shape)} {digest(host_bytes(tensor.reshape(-1).cpu())).hex()}"
+
+    return digest(_packed({names.CLIENT_STATE: dict(client_state)}, "", keep))
+
+
+def _packed(value: object, path: str, keep: Callable[[torch.Tensor], str]) -> bytes:
+    """The packed tree. ``keep`` stores a tensor and returns its name. In the caller's client_state, some values are
+    kept as ``plain`` ones; what an engine keeps has to come back as it is."""
+    client_state = f"{path}.{names.CLIENT_STATE}" if path else names.CLIENT_STATE
+
+    def put(where: str, leaf: object) -> tuple[int, str] | tree.Plain | None:
+        # By exact type: a subclass, such as a masked array, holds more than its elements
+        if type(leaf) is np.ndarray and leaf.dtype in _NUMPY_DTYPES:
+            return tree.NDARRAY, keep(torch.from_numpy(np.array(leaf)))
+        if isinstance(leaf, torch.Tensor):
+            if leaf.is_nested or leaf.layout != torch.strided:
+                raise StateError(
+                    f"{where} is a tensor of layout {'nested' if leaf.is_nested else leaf.layout}: only dense ones can "
+                    "be kept", key=where, hint="keep its to_dense(), or the tensors of a nested one, its unbind()",
+                )  # fmt: skip
+            if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.dtype in DTYPE_NAMES:
+                _check_has_values(leaf, where)
+                synchronize(check_devices([leaf]))
+                return tree.TENSOR, keep(leaf.detach().resolve_conj().resolve_neg().contiguous())
+        value = plain(leaf) if where.startswith(client_state) else None
+        return None if value is None else tree.Plain(value)
+
+    return tree.pack(value, path, put)
+
+
+def _state_fragment(name: str, tensor: torch.Tensor) -> Fragment:
+    shape = tuple(tensor.shape)
+    return Fragment(STATE, name, shape, DTYPE_NAMES[tensor.dtype], 0, tensor.numel(), "host", 0, tensor.reshape(-1))
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """What a tree holds, by path, to be compared and shown."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)) and not all(isinstance(item, str) for item in value):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{number}]")
+    elif isinstance(value, torch.Tensor):
+        _check_has_values(value, path)
+        exact = value.item() if value.numel() == 1 else digest(host_bytes(value.detach().cpu().contiguous())).hex()
+        yield path, f"{exact} ({value.dtype})"
+    else:
+        yield path, repr(value)
+
+
+def _check_has_values(tensor: torch.Tensor, path: str) -> None:
+    if tensor.is_meta:
+        raise StateError(
+            f"{path} is on the device meta, which keeps no values", key=path,
+            hint="give it memory (torch.empty_like(tensor, device=...)) and values before the write, or leave it out",
+        )  # fmt: skip
+
+
+def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:
+    """Of the buffers, by key."""
+    buffers = [(f.key, f.data) for f in fragments if f.part == BUFFER]
+    return {key: digest(host_bytes(data.cpu())) for key, data in buffers if isinstance(data, torch.Tensor)}

@@ -1,0 +1,69 @@
+"""The arguments of a write, checked once and passed on as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from zckpt.plan.select import several
+from zckpt.ranks.collectives import comparable
+from zckpt.transfer.budget import Budget
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from zckpt.progress import Progress
+    from zckpt.storage.location import StrPath
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """The arguments of ``zckpt.write``, whose docstring explains them, and three that an attached engine needs."""
+
+    parts: Collection[str] | None = None
+    exclude: Collection[str] = ()
+    client_state: Mapping[str, Any] | None = None
+    overwrite: bool = False
+    latest: bool = True
+    budget: Budget | None = None
+    progress: Progress | None = None
+    pending_gradients: Literal["refuse", "drop"] = "refuse"
+    background: bool = False
+    snapshot: Literal["copy", "lazy"] = "copy"
+    snapshot_bytes: int | None = None
+    run: StrPath | None = None
+    """The directory in which the file ``latest`` is put, which names the checkpoint by its path relative to it; None:
+    the parent of the checkpoint's directory."""
+    each_client_state: bool = False
+    """Where the ranks' client_state differ, each rank's own is kept in the tree of that rank, under the key
+    ``client_state``; else rank 0's is written alone, and a warning says so."""
+    replace_foreign: bool = False
+    """Remove the files of DeepSpeed's own checkpoint in the target after the commit; otherwise they are a
+    CheckpointExistsError before a byte is written."""
+
+    def checked(self) -> WriteOptions:
+        """The same, with collections of names and a budget. Raises ValueError, TypeError for what cannot be."""
+        if self.snapshot not in ("copy", "lazy"):
+            raise ValueError(f"snapshot must be 'copy' or 'lazy', got {self.snapshot!r}")
+        if not self.background and (self.snapshot, self.snapshot_bytes) != ("copy", None):
+            raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
+        client_state: object = self.client_state
+        if not isinstance(client_state, Mapping | None):
+            kind = type(client_state).__name__
+            raise TypeError(f"client_state must be a dict, of the caller's own values by name, got a {kind}")
+        if self.pending_gradients not in ("refuse", "drop"):
+            raise ValueError(f"pending_gradients must be 'refuse' or 'drop', got {self.pending_gradients!r}")
+        budget = self.budget or Budget.from_environment()
+        return replace(self, parts=several(self.parts), exclude=several(self.exclude), budget=budget)
+
+    @property
+    def lazy(self) -> bool:
+        return self.background and self.snapshot == "lazy"
+
+    def shared(self, path: str) -> dict[str, object]:
+        """The arguments that have to be the same on every rank."""
+        return comparable(
+            path=path, parts=self.parts, exclude=self.exclude, overwrite=self.overwrite, latest=self.latest,
+            pending_gradients=self.pending_gradients, background=self.background, snapshot=self.snapshot,
+        )  # fmt: skip

@@ -1,0 +1,187 @@
+"""One rank's part in writing a checkpoint: its own files, and on rank 0 what is around them, and the commit."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from zckpt.errors import CheckpointExistsError, RankError, StorageError
+from zckpt.format import manifest as manifest_format
+from zckpt.format import names
+from zckpt.format.digest import digest
+from zckpt.plan import catalog
+from zckpt.plan.layout import plan_writes
+from zckpt.progress import reported
+from zckpt.reading.deepspeed_files import deepspeed_files
+from zckpt.reading.runs import latest_name
+from zckpt.state.inventory import BUFFER, PARAM, STATE
+from zckpt.transfer.budget import Budget
+from zckpt.transfer.devices import devices_of, synchronize
+from zckpt.transfer.staging import pool_for
+from zckpt.transfer.write import run_writes
+from zckpt.writing.collect import tensors_of
+from zckpt.writing.leftovers import clear_for_write, leftovers, run_leftovers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zckpt.plan.layout import ShardPlan
+    from zckpt.storage.contract import Store
+    from zckpt.storage.lock import WriteLock
+    from zckpt.transfer.snapshot import Snapshot
+    from zckpt.writing.options import WriteOptions
+
+_ANY_TIME = frozenset({PARAM, BUFFER, STATE})
+"""The parts that may change without a step of the optimizer: a model's own forward updates what it does not train."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RankWrite:
+    """``describe`` and ``begin`` on rank 0, ``write_own`` on every rank, ``commit`` on rank 0; each once all ranks have
+    done what comes before. At last ``release`` on every rank; after a failure on any of them ``remove``."""
+
+    store: Store
+    """The checkpoint."""
+    latest_in: Store | None
+    """The run whose file ``latest`` is to name the checkpoint."""
+    save_id: str
+    """That of rank 0's lock."""
+    rank: int
+    shards: Sequence[ShardPlan]
+    """This rank's files."""
+    about: catalog.About
+    """What the manifest says beside tensors and files."""
+    options: WriteOptions
+    _lock: WriteLock | None = field(default=None, init=False)
+    _manifest: bytes = field(default=b"", init=False)
+    _index: bytes = field(default=b"", init=False)
+    _replaced: list[str] = field(default_factory=list, init=False)
+    """The names of what goes after the commit: of an older checkpoint, and files of DeepSpeed's own."""
+
+    def describe(self, receipts: Sequence[catalog.Receipt]) -> None:
+        """Makes the manifest and the index from the receipts of all ranks; raises what ``catalog`` raises."""
+        self._manifest, self._index = catalog.catalog(receipts, self.save_id, self.about)
+
+    def begin(self, lock: WriteLock) -> None:
+        """Takes the lock, and makes the directory that the new data goes to, beside that of an older checkpoint. What
+        writers that died have left there goes first, for the space that it takes. Raises CheckpointExistsError for what
+        may not be replaced, LockedError, StorageError."""
+        self._lock = lock
+        lock.acquire()
+        store, overwrite = self.store, self.options.overwrite
+        foreign = deepspeed_files(store.entries() or ())
+        if foreign and not self.options.replace_foreign:
+            shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+            raise CheckpointExistsError(
+                f"there is a checkpoint in DeepSpeed's own format here ({shown}): DeepSpeed would go on loading that "
+                "one",
+                file=str(store.location),
+                hint="write elsewhere, remove these files, or have them replaced: write(..., overwrite=True), "
+                "attach(engine, replace_deepspeed=True), zckpt run --replace-deepspeed",
+            )
+        if store.exists(names.MANIFEST) and not overwrite:
+            raise CheckpointExistsError(
+                "there is already a checkpoint here", file=str(store.location),
+                hint="write elsewhere, or pass overwrite=True",
+            )  # fmt: skip
+        clear_for_write(store, overwrite=overwrite, dead=lock.dead)
+        run = store.parent
+        for name in run_leftovers(run):
+            run.remove(name)
+        for dead_save in lock.dead:
+            prepared = names.temporary(names.LATEST, names.prepared_digits(dead_save))
+            if names.is_temporary(prepared, names.LATEST):  # the save id comes from a file that anybody may have made
+                run.remove(prepared)
+        self._replaced = [*(name for name in store.entries() or () if names.is_data_dir(name)), *foreign]
+        store.make_directories(names.data_dir(self.save_id))
+
+    def write_own(self, snapshot: Snapshot) -> bytes:
+        """Writes this rank's files, durable; returns the digest of its digest table. ``snapshot`` is told when the
+        parts have been read that may change at any time (all, unless the write is lazy), and again when all have been.
+        Copies of up to ``snapshot_bytes``, or of the budget if that is more, are not on disk yet at that time. Raises
+        StorageError, RankError, and ZckptError where the write is given up."""
+        store, options, block_bytes = self.store, self.options, self.about.block_bytes
+        data_dir, rank_dir = names.data_dir(self.save_id), names.rank_dir(self.save_id, self.rank)
+        if not store.exists(data_dir):
+            raise RankError(
+                "rank 0 has made a directory that this rank does not see",
+                file=str(store.location.child(data_dir)), rank=self.rank,
+                hint="write to a file system that all ranks share",
+            )  # fmt: skip
+        store.make_directories(rank_dir)
+        # Tensors that were not contiguous were copied while the write was planned, on another thread's stream.
+        devices = devices_of(tensors_of(fragment for shard in self.shards for fragment in shard.fragments))
+        synchronize(devices)
+        budget, snapshot_bytes = options.budget or Budget.from_environment(), options.snapshot_bytes or 0
+        staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
+        buffers = staging.buffers or max(snapshot_bytes // staging.nbytes, budget.threads)
+        later = {shard.shard.part for shard in self.shards} - _ANY_TIME if options.lazy else ()
+        plan = plan_writes(self.shards, later, batch_bytes=staging.batch_bytes, block_bytes=block_bytes)
+        with reported(options.progress, "write", plan.tensor_bytes) as advance:
+            table = run_writes(store, plan, budget, staging, buffers, snapshot, advance)
+        store.put(names.digests_path(self.save_id, self.rank), table)
+        store.sync_names(rank_dir)
+        return digest(table)
+
+    def commit(self, digests: Sequence[bytes]) -> None:
+        """When every rank's files are durable, and these are the digests of their digest tables: the index, then the
+        manifest, then the file ``latest``. At last what was there when the write began is removed.
+
+        Both files are written under temporary names first, so that a full disk shows before the commit. Raises
+        LockedError if this write has lost the right to commit. Whoever has taken that right over has removed the
+        temporary manifest, or reads the committed one before it removes anything.
+        """
+        assert self._lock is not None, "the write has begun"
+        store, run, confirm = self.store, self.latest_in, self._lock.confirm
+        manifest = catalog.with_digests(self._manifest, digests)
+        written = manifest_format.decode(manifest)
+        with closing(store.reader()) as reader:
+            for file in written.files:
+                path = written.path(file)
+                size = reader.size(path)
+                if size != file.nbytes:
+                    raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=path)
+        store.put(names.index_path(self.save_id), self._index)
+        store.sync_names(names.data_dir(self.save_id))
+        with ExitStack() as temporary:
+
+            def prepare(where: Store, path: str, data: bytes) -> str:
+                prepared = where.prepare(path, data, names.prepared_digits(self.save_id))
+                temporary.callback(where.remove, prepared)  # after its commit there is nothing left to remove
+                return prepared
+
+            prepared = prepare(store, names.MANIFEST, manifest)
+            if run is not None:
+                named = names.encode_latest(latest_name(store.location, run.location))
+                prepared_latest = prepare(run, names.LATEST, named)
+            confirm()
+            try:
+                store.commit(names.MANIFEST, prepared)
+            except BaseException:
+                confirm()  # the reason why it is gone
+                raise
+            confirm()  # whoever has taken over since may need what this write would remove
+            if run is not None:
+                try:
+                    run.commit(names.LATEST, prepared_latest)
+                except StorageError as error:
+                    error.hint = f"{store.location} is committed and whole; the file `latest` does not name it yet"
+                    raise
+        for name in self._replaced:
+            store.remove(name)
+
+    def release(self) -> None:
+        """Gives the lock back after the commit."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def remove(self) -> None:
+        """After a failure: removes what this write has made, unless it is committed. As often as one likes."""
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            data_dir = names.data_dir(self.save_id)
+            if data_dir in leftovers(self.store):
+                self.store.remove(data_dir)
+            lock.release()
+            self.store.remove_if_empty("")
