@@ -138,10 +138,9 @@ def shareable(fragments: Sequence[Fragment]) -> dict[int, int]:
         if not isinstance(data, FileSpan):
             continue
         numbers, run = runs[-1] if runs else ([], FileSpan("", 0, 0))
-        joined = run.joined(data)
-        if joined is not None:
+        if (data.path, data.offset) == (run.path, run.offset + run.nbytes):
             numbers.append(number)
-            runs[-1] = numbers, joined
+            runs[-1] = numbers, FileSpan(run.path, run.offset, run.nbytes + data.nbytes)
         else:
             runs.append(([number], data))
     return {number: numbers[0] for numbers, run in runs if run.nbytes >= SHARED_BYTES_MIN for number in numbers}
@@ -153,8 +152,8 @@ class WriteOp:
     number of its first digest in the rank's table.
 
     Its spans, as int64 columns: ``span_bytes`` of a ``source``, as in ``Regions``, from that source's byte
-    ``span_start`` on. Whole blocks, but for the last of a source. ``swapped``: where all of these bytes are adjacent in
-    one swap file, their range there.
+    ``span_start`` on. Whole blocks, but for the last of a source. ``swapped``: of a run of ``shareable`` bytes, their
+    range of the swap file.
     """
 
     file: int
@@ -194,9 +193,9 @@ def plan_writes(
     ``later`` come last, for they do not change before the others have been read."""
     files = tuple(files)
     ops = [op for number, file in enumerate(files) for op in _cut(file, number, batch_bytes, block_bytes)]
-    is_later = [files[op.file].shard.part in later for op in ops]
-    ordered = [op for wanted in (False, True) for op, one in zip(ops, is_later, strict=True) if one is wanted]
-    return WritePlan(files, tuple(ordered), is_later.count(False), block_bytes)
+    ops.sort(key=lambda op: files[op.file].shard.part in later)
+    urgent = sum(files[op.file].shard.part not in later for op in ops)
+    return WritePlan(files, tuple(ops), urgent, block_bytes)
 
 
 def _cut(plan: ShardPlan, number: int, batch_bytes: int, block_bytes: int) -> Iterator[WriteOp]:
@@ -216,19 +215,7 @@ def _cut(plan: ShardPlan, number: int, batch_bytes: int, block_bytes: int) -> It
             begins = np.array([begin for begin, _ in runs(source[first:stop])], np.int64)
             spans = source[first:stop][begins], start[first:stop][begins], np.add.reduceat(nbytes[first:stop], begins)
             total = int(nbytes[first:stop].sum())
-            yield WriteOp(number, int(at[first]), total, plan.first_block + first, *spans, _swapped(plan, spans))
+            data = plan.fragments[source[first]].data if run[first] >= 0 else None
+            swapped = data.narrow(int(start[first]), total) if isinstance(data, FileSpan) else None
+            yield WriteOp(number, int(at[first]), total, plan.first_block + first, *spans, swapped)
             first = stop
-
-
-def _swapped(plan: ShardPlan, spans: tuple[Ints, ...]) -> FileSpan | None:
-    """The range of one swap file that has the bytes of these spans, one after the other, if there is one."""
-    found: FileSpan | None = None
-    for source, start, nbytes in zip(*(column.tolist() for column in spans), strict=True):
-        data = plan.fragments[source].data if source >= 0 else None
-        if not isinstance(data, FileSpan):
-            return None
-        part = data.narrow(start, nbytes)
-        found = part if found is None else found.joined(part)
-        if found is None:
-            return None
-    return found

@@ -33,11 +33,6 @@ class FileSpan:
         """``nbytes`` from byte ``start`` of this span on."""
         return FileSpan(self.path, self.offset + start, nbytes)
 
-    def joined(self, other: FileSpan) -> FileSpan | None:
-        """Both as one, if ``other`` begins where this one ends."""
-        adjacent = (other.path, other.offset) == (self.path, self.offset + self.nbytes)
-        return FileSpan(self.path, self.offset, self.nbytes + other.nbytes) if adjacent else None
-
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
