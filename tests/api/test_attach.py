@@ -7,6 +7,7 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from deepspeed.runtime.config import ValidationMode
 import zckpt
 from tests.support.models import batch, make_engine, train
 from tests.support.runs import AFTER, BEFORE, assert_same, held, logical, settings, weights
+from zckpt.api import attach as attaching
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,11 +181,9 @@ def save_as_deepspeed_would(directory: str) -> None:
 def load_as_deepspeed_would(directory: str) -> None:
     """Rank 1 sees neither ``latest`` nor manifests, as where a network file system shows it an older state."""
     engine = zckpt.attach(make_engine(seed=1))
-    rank, isfile, lexists = engine.global_rank, os.path.isfile, os.path.lexists
-    if rank == 1:
-        os.path.isfile = os.path.lexists = lambda path: False
-    path, client_state = engine.load_checkpoint(directory)
-    os.path.isfile, os.path.lexists = isfile, lexists
+    rank, find = engine.global_rank, attaching._find
+    with mock.patch.object(attaching, "_find", find if rank == 0 else lambda *arguments: (None, False)):
+        path, client_state = engine.load_checkpoint(directory)
     assert path == os.path.join(directory, "epoch0/step1")
     assert client_state == {"sampler": rank, "epoch": 0}
     assert type(client_state) is dict
@@ -201,7 +201,13 @@ def load_on_fewer_ranks(directory: str) -> None:
     with pytest.warns(UserWarning, match="a client_state of its own"):
         assert engine.load_checkpoint(directory)[1] == {"sampler": 0, "epoch": 0}
     engine.load_checkpoint(directory, "between")
-    os.remove(os.path.join(directory, "latest"))
+    latest = Path(directory, "latest")
+    latest.rename(latest.with_name("newest"))
+    latest.symlink_to("newest")
+    with pytest.warns(UserWarning, match="a client_state of its own"):
+        assert engine.load_checkpoint(directory)[0] == os.path.join(directory, "epoch0/step1")
+    latest.unlink()
+    latest.mkdir()
     engine._config.load_universal_checkpoint = True
     assert engine.load_checkpoint(directory)[0] == os.path.join(directory, "of-0")
 

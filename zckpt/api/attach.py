@@ -12,7 +12,7 @@ from zckpt.api.open import open as open_path
 from zckpt.api.restore import engine_state, restore_engine
 from zckpt.api.write import write_engine
 from zckpt.engines import adapt, group_of
-from zckpt.errors import MissingFileError, TagError, UnsupportedError, warn
+from zckpt.errors import FormatError, TagError, UnsupportedError, warn
 from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.ranks.collectives import Ranks
@@ -245,10 +245,11 @@ def _find(load_dir: StrPath, tag: object, universal: bool) -> tuple[str | None, 
     if tag is not None:
         return str(tag), _is_deepspeeds(run.child(str(tag)))
     for file in ("latest", "latest_universal") if universal else ("latest",):
+        place = run.location.child(file).resolved()  # it may be a link, which a reader follows nowhere
         try:
-            with closing(run.reader()) as reader:
-                raw = reader.read(file, 0, LATEST_BYTES_MAX + 1)
-        except MissingFileError:
+            with closing(open_store(place.parent).reader()) as reader:
+                raw = reader.read(place.name, 0, LATEST_BYTES_MAX + 1)
+        except FormatError:  # there is no such file
             continue
         named = raw.decode(errors="surrogateescape").strip()
         found = run.child(named)

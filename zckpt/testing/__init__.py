@@ -13,7 +13,6 @@ All of this may change from one version of zckpt to the next.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zckpt.testing.engine import ReferenceEngine
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ReferenceEngine", "StoreContract"]
 
-_CONTRACTS = {"StoreContract": "zckpt.testing.store_contract"}
-"""Where the contracts are, which are imported when they are asked for: they need pytest."""
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _CONTRACTS:
+    """The contracts are imported when they are asked for: they need pytest."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import pytest
 
-    pytest.register_assert_rewrite(_CONTRACTS[name])  # so that a failed assert shows its values
-    return getattr(import_module(_CONTRACTS[name]), name)
+    pytest.register_assert_rewrite("zckpt.testing.store_contract")  # so that a failed assert shows its values
+    from zckpt.testing.store_contract import StoreContract
+
+    return {"StoreContract": StoreContract}[name]
