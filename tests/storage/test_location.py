@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+import zckpt
 from zckpt.storage.location import Location
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://bucket/run", "s3://bucket//a/../b/", "gs://b", "memory://", "my-store+v2.0://x y"]
+    "url", ["s3://bucket/run", "s3://bucket//a/../b/", "gs://b", "memory://", "My-Store+v2.0://x y"]
 )
 def test_what_is_behind_a_scheme_is_never_changed(url: str) -> None:
     location = Location.of(url)
@@ -26,6 +27,12 @@ def test_what_is_behind_a_scheme_is_never_changed(url: str) -> None:
     assert (below.name, below.parent.name) == ("step2", "epoch1")
     assert below.path_from(location) == "epoch1/step2"
     assert below.parent.parent.absolute() == location.absolute()
+
+
+def test_a_url_that_pathlib_has_changed_is_refused() -> None:
+    with pytest.raises(zckpt.UnsupportedError, match=r"s3:/bucket/run.*\n.*as a string"):
+        zckpt.open(Path("s3://bucket/run"))
+    assert Location.of(Path("at:12/c")).path == os.path.join("at:12", "c")
 
 
 def test_the_topmost_one_is_its_own_parent() -> None:

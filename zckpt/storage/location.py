@@ -8,13 +8,17 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zckpt.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from types import ModuleType
 
 StrPath = str | os.PathLike[str]
 
-_WITH_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL)
+_WITH_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL | re.IGNORECASE)
 """A scheme has two characters or more: ``C:`` is a drive of Windows."""
+_WITH_LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:[/\\]", re.IGNORECASE)
+"""What ``pathlib`` makes of a path behind a scheme."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,10 @@ class Location:
 
     @staticmethod
     def of(given: StrPath) -> Location:
+        """Raises UnsupportedError for a ``Path`` that was made from a URL."""
         text = os.fspath(given)
+        if not isinstance(given, str) and _WITH_LOST_SLASH.match(text):
+            raise UnsupportedError(f"{text!r} was a URL: pathlib changes those", hint="give it as a string")
         found = _WITH_SCHEME.fullmatch(text)
         return Location(*found.groups()) if found else Location("", text)
 
