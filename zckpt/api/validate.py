@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zckpt.api.open import find, open_checkpoint
 from zckpt.errors import CheckpointNotFoundError, FormatError
 from zckpt.ranks.collectives import Ranks
+from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.validation.check import Share, check_checkpoint
 from zckpt.validation.report import LEVELS, Finding, Level, Report, in_order
@@ -40,7 +40,7 @@ def validate(
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     ranks = Ranks(call="zckpt.validate")
-    given = ranks.agree(os.fspath(path), "paths")
+    given = ranks.agree(str(Location.of(path)), "paths")
     share = Share(ranks.rank, ranks.size)
     place = ranks.first(lambda: _find(given), "find the checkpoint")
     while True:
