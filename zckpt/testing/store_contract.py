@@ -282,6 +282,7 @@ class StoreContract:
         store.put("b", b"b")
         store.remove_if_empty("data/rank")
         assert store.exists("data/rank/a")
+        assert store.child("data").directories() == ["rank"], "it is not empty"
         for path in ("data", "b", "never there"):
             store.remove(path)
         assert store.entries() == []
