@@ -12,6 +12,7 @@ from tests.support import accelerator
 from tests.support.reference_engine import held
 from tests.support.states import same_all
 from zckpt.engines import adapt, group_of
+from zckpt.engines.contract import Selection
 from zckpt.state.inventory import BUFFER, MASTER
 from zckpt.testing import ReferenceEngine
 
@@ -132,8 +133,9 @@ def test_parts_and_trees_that_do_not_fit(tmp_path: Path) -> None:
         zckpt.restore(other, path)
     assert zckpt.restore(other, path, parts=["param"]).restored == {"master": ("frozen",)}
     for state in ({"counters": {}}, {"optimizer": {"learning_rate": 1}}):
+        chosen = Selection(stored={}, wanted=(), restored=(), kept=(), state=state, rank_state=None, rng=False)
         with pytest.raises(zckpt.FormatError, match="is missing or not of type"):
-            adapt(engine).check_state(state, None, (), ())
+            adapt(engine).restoring(chosen).problems()
 
 
 def test_what_keeps_no_values_is_not_restored(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zckpt.api import zero_to_fp32
 from zckpt.api.background import wait
 from zckpt.api.open import open as open_path
-from zckpt.api.restore import engine_state, restore_engine
+from zckpt.api.restore import restore_engine
 from zckpt.api.write import write_engine
 from zckpt.engines import adapt, group_of
 from zckpt.errors import FormatError, TagError, UnsupportedError, warn
@@ -18,6 +18,7 @@ from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.ranks.collectives import Ranks
 from zckpt.reading.deepspeed_files import deepspeed_files
 from zckpt.restoring.mismatch import Caller
+from zckpt.restoring.plan import Request, engine_state
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.writing.options import WriteOptions
@@ -224,16 +225,8 @@ def _load_checkpoint(
         return parts, [tree for tree in adapter.trees if tree not in left_out]
 
     parts, trees = ranks.together(what, "open the checkpoint")
-    client_state = restore_engine(
-        engine,
-        path,
-        parts=parts,
-        strict=load_module_strict,
-        state=trees,
-        own_client_state=True,
-        caller=_LOAD,
-    )
-    return path, dict(client_state)
+    request = Request(parts=parts, state=trees, strict=load_module_strict, own_client_state=True, caller=_LOAD)
+    return path, dict(restore_engine(engine, path, request))
 
 
 def _find(load_dir: StrPath, tag: object, universal: bool) -> tuple[str | None, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
 class EngineAdapter(Protocol):
     """One live engine on one rank. Ranks are numbered within the engine's own group of ranks (``group_of``).
 
-    The order of calls is ``refuse_unsupported``, then either ``inventory``, ``state``, ``rank_state``, maybe
-    ``before_change``, and ``after_write`` to write, or ``wanted``, ``check_state``, ``fill``, ``set_state`` and
-    ``finish_restore`` to read. Only the last three change what the engine holds. Of all of these, only ``after_write``
-    and ``finish_restore`` are collective: the ranks agree before that each of them has done all the rest, so a rank
-    that fails earlier leaves no other one waiting.
+    ``refuse_unsupported`` comes first. A write calls ``inventory``, ``state``, ``rank_state``, maybe ``before_change``,
+    and ``after_write``. A restore chooses from ``wanted`` what fits, and makes a ``Restoring`` of that. No call changes
+    what another one returns, and only a ``Restoring`` changes what the engine holds. Of all methods of both, only
+    ``after_write`` and ``Restoring.finish`` are collective: the ranks agree before that each of them has done all the
+    rest, so a rank that fails earlier leaves no other one waiting.
 
     An engine without an optimizer, made to evaluate, holds weights and buffers. It wants the weights as the part
     ``param``; the masters of a checkpoint stand in for them, and what an optimizer would keep is not missed.
@@ -100,7 +101,8 @@ class EngineAdapter(Protocol):
         its fragments: at its next optimizer step. Buffers may change before."""
 
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
-        """Whether ``rank_state`` has a part of ``state``, which is as in ``check_state``. Raises FormatError."""
+        """Whether the ``rank_state`` of a writer has a part of ``state``, which is as in ``Selection``. Raises
+        FormatError."""
 
     def wanted(self, stored: Mapping[str, Mapping[str, torch.dtype]]) -> tuple[Fragment, ...]:
         """The fragments that this rank would fill from a checkpoint with these dtypes by part and name, ``data`` left
@@ -114,47 +116,57 @@ class EngineAdapter(Protocol):
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
         """The keys among these that the engine has no place for, on any rank."""
 
-    def check_state(
-        self,
-        state: Mapping[str, Any],
-        rank_state: Mapping[str, Any] | None,
-        restored: Collection[str],
-        kept: Collection[str],
-    ) -> list[str]:
-        """What keeps ``state`` from being restored along with the tensors of the keys ``restored``, one line each;
-        changes nothing.
+    def restoring(self, selection: Selection) -> Restoring:
+        """One restore into the engine. Changes nothing."""
 
-        ``state`` has those of ``trees`` that are to be restored; ``rank_state`` is this rank's, None if the writer had
-        another number of ranks or nothing needs it. Tensors and arrays in the latter are functions that read them.
-        ``kept``: names of parameters whose weights stay as they are, and so do their moments. Their step does too,
-        unless it is also that of a parameter that is restored.
-        Raises FormatError for a tree that ``state()`` did not make.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What one restore puts into an engine, on one rank."""
+
+    stored: Mapping[str, Collection[str]]
+    """The names of the checkpoint's tensors by part: of all parts that may be read, whether they fit or not."""
+    wanted: tuple[Fragment, ...]
+    """Those of ``EngineAdapter.wanted`` that are filled: from the checkpoint or, for moments that it has not, with
+    zeros."""
+    restored: Collection[str]
+    """The keys of ``wanted`` that the checkpoint fills."""
+    kept: Collection[str]
+    """The names of parameters whose weights stay as they are, and so do their moments. Their step does too, unless it
+    is also that of a parameter that is restored."""
+    state: Mapping[str, Any]
+    """Those of ``EngineAdapter.trees`` that are to be restored."""
+    rank_state: Mapping[str, Any] | None
+    """This rank's; None if the writer had another number of ranks or nothing needs it. Tensors and arrays in it are
+    functions that read them."""
+    rng: bool
+    """Whether random generators are restored too. Otherwise they are left alone."""
+
+
+class Restoring(Protocol):
+    """One restore of a ``Selection`` into one engine, made by its adapter. The order of calls is that of the methods,
+    each once. From ``fill`` on they change what the engine holds."""
+
+    def problems(self) -> list[str]:
+        """What keeps the state from being restored along with the tensors, one line each; changes nothing. Nothing else
+        may be called where there is any. Raises FormatError for a tree that ``EngineAdapter.state`` did not make.
         """
 
-    def fill(self, wanted: tuple[Fragment, ...]) -> Generator[tuple[Fragment, ...], None, None]:
-        """Yields all of ``wanted`` in batches, with ``data``: memory to be filled before the next batch is asked for.
+    def fill(self) -> Generator[tuple[Fragment, ...], None, None]:
+        """Yields all that is wanted in batches, with ``data``: memory to be filled before the next batch is asked for.
 
         What lives in memory is one batch, made where it does not exist yet (moments); what lives on a disk is brought
         in and written back batch by batch. Each rank has its own number of batches: nothing in here is collective.
         Ended early (``close``), it gives up the memory of its last batch and leaves the disk as it was.
         """
 
-    def set_state(
-        self,
-        state: Mapping[str, Any],
-        rank_state: Mapping[str, Any] | None,
-        kept: Collection[str],
-        rng_too: bool,
-    ) -> None:
+    def set_state(self) -> None:
         """Sets counters, groups, scheduler and hidden state, and derives all that this rank can derive alone. To be
-        called once the memory is filled. Not collective.
-
-        ``state``, ``rank_state`` and ``kept`` as in ``check_state``, which has found nothing against them. Without
-        ``rng_too`` random generators are left alone. Raises FormatError for trees that ``state()`` and
-        ``rank_state()`` did not make.
+        called once the memory is filled. Not collective. Raises FormatError for trees that ``EngineAdapter.state`` and
+        ``rank_state`` did not make.
         """
 
-    def finish_restore(self) -> None:
+    def finish(self) -> None:
         """Makes whole what every rank has a replica of, and derives low-precision weights from masters of other ranks.
         To be called once ``set_state`` has returned on every rank. Collective: what could fail on one rank alone is in
         ``set_state``, or comes after the last exchange.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from zckpt.engines.contract import Selection
     from zckpt.testing.engine import ReferenceEngine
 
 
@@ -32,7 +33,7 @@ class ReferenceAdapter:
     trees = ("counters", "optimizer")
 
     def __init__(self, engine: ReferenceEngine) -> None:
-        self._engine = engine
+        self.engine = engine
 
     @staticmethod
     def process_group(engine: ReferenceEngine) -> ProcessGroup | None:
@@ -40,7 +41,7 @@ class ReferenceAdapter:
 
     @property
     def step(self) -> int:
-        return self._engine.steps
+        return self.engine.steps
 
     @property
     def description(self) -> dict[str, str]:
@@ -48,15 +49,15 @@ class ReferenceAdapter:
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        own = (tensor for tensors in self._engine.tensors.values() for tensor in tensors.values())
-        return frozenset({self._engine.device, *devices_of(own)})
+        own = (tensor for tensors in self.engine.tensors.values() for tensor in tensors.values())
+        return frozenset({self.engine.device, *devices_of(own)})
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return tuple(self._engine.tensors)
+        return tuple(self.engine.tensors)
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
-        if self._engine.gradients and not drop_gradients:
+        if self.engine.gradients and not drop_gradients:
             raise UnsupportedError("the engine holds gradients that no optimizer step has used yet", hint="call step()")
 
     def refuse_lazy(self) -> None:
@@ -66,25 +67,25 @@ class ReferenceAdapter:
         unknown = sorted(set(parts or ()) - set(self.parts))
         if unknown:
             raise ValueError(f"the engine has no part {', '.join(unknown)}; it has {', '.join(self.parts)}")
-        fragments = self._needed() if parts is None else (one for one in self._fragments() if one.part in parts)
+        fragments = self._needed() if parts is None else (one for one in self.fragments() if one.part in parts)
         # A tensor without elements is nobody's; rank 0 speaks for it.
-        return Inventory(tuple(f for f in fragments if f.start < f.stop or (0 in f.shape and self._engine.rank == 0)))
+        return Inventory(tuple(f for f in fragments if f.start < f.stop or (0 in f.shape and self.engine.rank == 0)))
 
     def state(self) -> dict[str, Any]:
-        engine = self._engine
+        engine = self.engine
         return {
             "counters": {"steps": engine.steps},
             "optimizer": {"learning_rate": engine.learning_rate, "beta_powers": engine.beta_powers},
         }
 
     def rank_state(self) -> dict[str, Any]:
-        return {"generator": rng.to_bytes(self._engine.generator.get_state())}
+        return {"generator": rng.to_bytes(self.engine.generator.get_state())}
 
     def after_write(self) -> None:
         pass
 
     def before_change(self, action: Callable[[], None]) -> None:
-        call_before(action, [(self._engine, "step")])
+        call_before(action, [(self.engine, "step")])
 
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
         return False
@@ -93,58 +94,20 @@ class ReferenceAdapter:
         return tuple(replace(fragment, data=None) for fragment in self._needed())
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
-        own = self._engine.tensors
+        own = self.engine.tensors
         return [f"{part}/{name}" for part, names in stored.items() for name in names if name not in own.get(part, ())]
 
-    def check_state(
-        self,
-        state: Mapping[str, Any],
-        rank_state: Mapping[str, Any] | None,
-        restored: Collection[str],
-        kept: Collection[str],
-    ) -> list[str]:
-        if "counters" in state:
-            _member(state, "counters", "steps", int)
-        if "optimizer" not in state:
-            return []
-        _member(state, "optimizer", "learning_rate", float)
-        powers, own = _member(state, "optimizer", "beta_powers", torch.Tensor), self._engine.beta_powers
-        there, here = (f"{one.dtype} {list(one.shape)}" for one in (powers, own))
-        return [] if there == here else [f"beta_powers: {there} in the checkpoint, {here} in the engine"]
-
-    def fill(self, wanted: tuple[Fragment, ...]) -> Generator[tuple[Fragment, ...], None, None]:
-        live = {fragment.key: fragment.data for fragment in self._fragments()}
-        yield tuple(replace(fragment, data=live[fragment.key]) for fragment in wanted)
-
-    def set_state(
-        self,
-        state: Mapping[str, Any],
-        rank_state: Mapping[str, Any] | None,
-        kept: Collection[str],
-        rng_too: bool,
-    ) -> None:
-        engine = self._engine
-        if "counters" in state:
-            engine.steps = _member(state, "counters", "steps", int)
-        if "optimizer" in state:
-            engine.learning_rate = _member(state, "optimizer", "learning_rate", float)
-            engine.beta_powers.copy_(_member(state, "optimizer", "beta_powers", torch.Tensor))
-        if rank_state is not None and rng_too:
-            engine.generator.set_state(rng.to_tensor(rank_state.get("generator")))
-        engine.derive_weights()
-        engine.gradients = {}
-
-    def finish_restore(self) -> None:
-        pass
+    def restoring(self, selection: Selection) -> ReferenceRestoring:
+        return ReferenceRestoring(self, selection)
 
     def _needed(self) -> Iterator[Fragment]:
         """All but the weights that are derived from masters."""
-        masters = self._engine.tensors[MASTER]
-        return (one for one in self._fragments() if one.part != PARAM or one.name not in masters)
+        masters = self.engine.tensors[MASTER]
+        return (one for one in self.fragments() if one.part != PARAM or one.name not in masters)
 
-    def _fragments(self) -> Iterator[Fragment]:
+    def fragments(self) -> Iterator[Fragment]:
         """All that this rank holds, in memory order; of what it holds nothing, a fragment of no elements."""
-        engine = self._engine
+        engine = self.engine
         for part, tensors in engine.tensors.items():
             for name, data in tensors.items():
                 whole = part == BUFFER
@@ -154,6 +117,43 @@ class ReferenceAdapter:
                 dtype = dtype_name(data.dtype, f"{part}/{name}")
                 copy = engine.rank if whole else 0
                 yield Fragment(part, name, shape, dtype, start, stop, tier, copy, data.view(-1))
+
+
+class ReferenceRestoring:
+    """One restore into a ReferenceEngine on one rank; ``Restoring`` says what each method is for."""
+
+    def __init__(self, adapter: ReferenceAdapter, selection: Selection) -> None:
+        self._adapter, self._engine, self._selection = adapter, adapter.engine, selection
+
+    def problems(self) -> list[str]:
+        state = self._selection.state
+        if "counters" in state:
+            _member(state, "counters", "steps", int)
+        if "optimizer" not in state:
+            return []
+        _member(state, "optimizer", "learning_rate", float)
+        powers, own = _member(state, "optimizer", "beta_powers", torch.Tensor), self._engine.beta_powers
+        there, here = (f"{one.dtype} {list(one.shape)}" for one in (powers, own))
+        return [] if there == here else [f"beta_powers: {there} in the checkpoint, {here} in the engine"]
+
+    def fill(self) -> Generator[tuple[Fragment, ...], None, None]:
+        live = {fragment.key: fragment.data for fragment in self._adapter.fragments()}
+        yield tuple(replace(fragment, data=live[fragment.key]) for fragment in self._selection.wanted)
+
+    def set_state(self) -> None:
+        engine, state, rank_state = self._engine, self._selection.state, self._selection.rank_state
+        if "counters" in state:
+            engine.steps = _member(state, "counters", "steps", int)
+        if "optimizer" in state:
+            engine.learning_rate = _member(state, "optimizer", "learning_rate", float)
+            engine.beta_powers.copy_(_member(state, "optimizer", "beta_powers", torch.Tensor))
+        if rank_state is not None and self._selection.rng:
+            engine.generator.set_state(rng.to_tensor(rank_state.get("generator")))
+        engine.derive_weights()
+        engine.gradients = {}
+
+    def finish(self) -> None:
+        pass
 
 
 def _member(state: Mapping[str, Any], tree: str, key: str, kind: type) -> Any:

@@ -1,0 +1,189 @@
+"""What one rank restores, all of it checked, and what stands against it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zckpt.engines.contract import Selection
+from zckpt.errors import FormatError
+from zckpt.format.names import CLIENT_STATE
+from zckpt.restoring.matching import Match, match
+from zckpt.restoring.mismatch import Caller, part_of, summary, told
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from zckpt.engines.contract import EngineAdapter, Restoring
+    from zckpt.reading.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a caller of ``zckpt.restore``, which says what the first four are, or of an attached engine asks for."""
+
+    parts: Collection[str] | None = None
+    state: Collection[str] | None = None
+    strict: bool = True
+    rng: bool = False
+    own_client_state: bool = False
+    """Where the ranks of the writer each had a ``client_state`` of their own, a rank gets its own again; with another
+    number of ranks all get rank 0's, and a warning says so."""
+    caller: Caller = Caller()  # noqa: RUF009  it cannot change
+    """The function that the user has called."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePlan:
+    """How one rank restores; or, where there are ``problems``, why it does not."""
+
+    adapter: EngineAdapter
+    checkpoint: Checkpoint
+    match: Match
+    restoring: Restoring
+    client_state: dict[str, Any]
+    problems: Sequence[str]
+    hint: str | None
+    """What to do about the problems."""
+    warnings: Sequence[str]
+
+
+def plan_restore(adapter: EngineAdapter, checkpoint: Checkpoint, request: Request, rank: int, size: int) -> RestorePlan:
+    """Reads what the checkpoint says of its tensors, and the trees of state. ``rank`` of ``size`` ranks plans. Raises
+    ValueError for a part or tree that does not exist, and what reading raises."""
+    names = {
+        part: {info.name: info.dtype for info in checkpoint.values() if info.part == part} for part in checkpoint.parts
+    }
+    trees = request.state
+    if trees is None:
+        trees = adapter.trees if request.parts is None else ()
+    _check_known(request.parts or (), names, "checkpoint has no part")
+    _check_known(trees, adapter.trees, "engine has no")
+    if request.parts is not None:
+        names = {part: names[part] for part in request.parts}
+    in_part, trains = request.parts is not None, adapter.trains
+    found = match(checkpoint, names, adapter.wanted(names), adapter.unexpected(names), in_part=in_part, trains=trains)
+
+    saved, same_size = engine_state(checkpoint), checkpoint.world_size == size
+    state = {name: (saved or {}).get(name) for name in trees}
+    needs_rank_state = request.rng or (saved is not None and adapter.needs_rank_state(state))
+    selection = Selection(
+        stored=names,
+        wanted=found.filled,
+        restored=found.sources.keys(),
+        kept=found.weights_kept,
+        state=state,
+        rank_state=checkpoint.rank_state(rank, lazy=True) if needs_rank_state and same_size else None,
+        rng=request.rng,
+    )
+    restoring = adapter.restoring(selection)
+
+    # Where weights alone are asked for, it does not matter who trained them.
+    roles = found.changed_roles() if MASTER in names and trains else []
+    misfits = found.problems(roles) if request.strict or found.restores_nothing else []
+    if saved is None and trees:
+        against = [f"{', '.join(trees)}: not in the checkpoint; repair keeps no such state where the manifest was lost"]
+    else:
+        against = restoring.problems()
+    problems = [*misfits, *told(against, "parts of the other state do not fit")]
+    if request.rng and not same_size:
+        problems.append(f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {size}")
+
+    client_state: dict[str, Any] = {} if saved is None else checkpoint.state[CLIENT_STATE]
+    warnings: list[str] = []
+    if not problems:
+        checkpoint.contents.check_sizes(
+            found.sources[f.key] for f in found.filled if f.start < f.stop and f.key in found.sources
+        )
+        if request.own_client_state:
+            own = _own_client_state(checkpoint, rank if same_size else 0)
+            if own is not None and same_size:
+                client_state = own
+            elif own is not None:
+                warnings.append(
+                    f"each of the {checkpoint.world_size} ranks that wrote {checkpoint.path} had a client_state of its "
+                    f"own; these are {size} ranks, and all of them get that of rank 0"
+                )
+        if not request.strict:
+            warnings += _fits_in_part(checkpoint, found, trees)
+    weights = [part for part in names if part in (MASTER, PARAM, BUFFER)]
+    return RestorePlan(
+        adapter=adapter,
+        checkpoint=checkpoint,
+        match=found,
+        restoring=restoring,
+        client_state=client_state,
+        problems=problems,
+        hint=_hint(found, weights, misfits, roles, against, saved, request.caller),
+        warnings=warnings,
+    )
+
+
+def _check_known(asked: Collection[str], known: Collection[str], who: str) -> None:
+    unknown = sorted(set(asked).difference(known))
+    if unknown:
+        raise ValueError(f"the {who} {', '.join(unknown)}; it has {', '.join(known)}")
+
+
+def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """The trees of an engine's non-tensor state; None if the checkpoint has lost them, or is of something else."""
+    root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
+    engine, client_state = root.get("engine"), root.get(CLIENT_STATE)
+    return engine if isinstance(engine, dict) and isinstance(client_state, dict) else None
+
+
+def _own_client_state(checkpoint: Checkpoint, rank: int) -> dict[str, Any] | None:
+    """The ``client_state`` that this rank alone had when the checkpoint was written, if each rank had its own."""
+    tree = checkpoint.rank_state(rank)
+    if not isinstance(tree, dict) or CLIENT_STATE not in tree:
+        return None
+    if not isinstance(tree[CLIENT_STATE], dict):
+        raise FormatError("state: the client_state of a rank is not a mapping", file=checkpoint.path)
+    own: dict[str, Any] = tree[CLIENT_STATE]
+    return own
+
+
+def _fits_in_part(checkpoint: Checkpoint, found: Match, trees: Collection[str]) -> list[str]:
+    """The warning that says which tensors are not restored, if any."""
+    kept = found.kept
+    if not (kept or found.unexpected or found.zeroed):
+        return []
+    lines = [
+        summary("tensors are restored", list(found.sources)),
+        summary("of the engine are kept as they are", kept),
+        summary("of the checkpoint are left out", found.unexpected),
+    ]
+    if found.zeroed:
+        moments = "moments of restored weights are not in the checkpoint and begin at zero"
+        lines.append(summary(moments, list(found.zeroed)))
+    if "optimizer" in trees and any(part_of(key) not in RESERVED_PARTS for key in kept):
+        lines.append("kept moments beside restored ones, in one partition, take the checkpoint's step")
+    return [f"{checkpoint.path} fits the engine in part: {'; '.join(lines)}"]
+
+
+def _hint(
+    found: Match,
+    weights: Sequence[str],
+    misfits: Sequence[str],
+    roles: Sequence[str],
+    against: Sequence[str],
+    saved: object,
+    caller: Caller,
+) -> str | None:
+    """``weights``: the parts of the checkpoint that hold weights and buffers. The rest is as in ``plan_restore``."""
+    if found.restores_nothing:
+        return (
+            "no weight at all would be restored: make the engine of the model that was saved, or put the weights "
+            "where they belong yourself, from zckpt.open(path).state_dict()"
+        )
+    hints = [caller.weights.format(parts=json.dumps(weights))] if against and weights else []
+    if hints and saved is not None and caller.counters:
+        hints.append(caller.counters)
+    misfitting = {*map(part_of, (*found.differences, *found.no_place)), *([MASTER] if roles else [])}
+    if misfits and (not against or misfitting.intersection(weights)):
+        hints.append(f"{caller.in_part} leaves out what does not fit, and converts what is frozen on one side only")
+    if saved is None:
+        hints.append("zckpt.open(path).state_dict() has the weights too")
+    return "; ".join(hints) or None
