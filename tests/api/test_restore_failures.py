@@ -15,6 +15,7 @@ import torch
 import zckpt
 from tests.support.models import make_engine, train
 from tests.support.runs import assert_same, held, settings
+from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -134,7 +135,7 @@ def restore_two(path: str) -> str:
     train(engine, 1)
     before = held(engine)
     seen = f"{path}/{'ab'[engine.global_rank]}"
-    with mock.patch("zckpt.api.restore.find", return_value=seen), pytest.raises(zckpt.RankError) as caught:
+    with mock.patch("zckpt.api.restore.find", return_value=open_store(seen)), pytest.raises(zckpt.RankError) as caught:
         zckpt.restore(engine, path)
     assert_same(held(engine), before)
     return str(caught.value)

@@ -1,7 +1,8 @@
 """For tests: a training engine that needs no framework, and the contracts of zckpt as tests.
 
-``StoreContract`` has the tests that every store passes; it needs pytest. ``ReferenceEngine`` is a small engine of plain
-tensors, on any device and any number of ranks. ``zckpt.write`` and ``zckpt.restore`` take it as they take DeepSpeed's:
+``StoreContract`` has the tests that every store passes, ``EngineContract`` those that every engine's adapter passes;
+both need pytest. ``ReferenceEngine`` is a small engine of plain tensors, on any device and any number of ranks.
+``zckpt.write`` and ``zckpt.restore`` take it as they take DeepSpeed's:
 
     engine = ReferenceEngine(device="cuda")
     engine.train(steps=3)
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from zckpt.testing.engine import ReferenceEngine
 
 if TYPE_CHECKING:
+    from zckpt.testing.engine_contract import EngineContract
     from zckpt.testing.store_contract import StoreContract
 
-__all__ = ["ReferenceEngine", "StoreContract"]
+__all__ = ["EngineContract", "ReferenceEngine", "StoreContract"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,7 +31,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import pytest
 
-    pytest.register_assert_rewrite("zckpt.testing.store_contract")  # so that a failed assert shows its values
+    # so that a failed assert shows its values
+    pytest.register_assert_rewrite("zckpt.testing.engine_contract", "zckpt.testing.store_contract")
+    from zckpt.testing.engine_contract import EngineContract
     from zckpt.testing.store_contract import StoreContract
 
-    return {"StoreContract": StoreContract}[name]
+    return {"EngineContract": EngineContract, "StoreContract": StoreContract}[name]

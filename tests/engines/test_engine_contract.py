@@ -1,0 +1,84 @@
+"""The contract that every engine's adapter keeps, on the reference engine and on DeepSpeed's in a few modes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+import torch
+
+from tests.support.models import batch, make_engine, train
+from tests.support.runs import everything
+from zckpt.testing import EngineContract, ReferenceEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.support.cluster import Cluster
+
+
+class TestReferenceEngineAlone(EngineContract):
+    """In this process."""
+
+    @classmethod
+    def make(cls, seed: int) -> ReferenceEngine:
+        return ReferenceEngine(seed=seed)
+
+    @classmethod
+    def train(cls, engine: ReferenceEngine, steps: int) -> None:
+        engine.train(steps)
+
+    @classmethod
+    def held(cls, engine: ReferenceEngine) -> Mapping[Any, Any]:
+        names = ("tensors", "steps", "learning_rate", "beta_powers", "gradients")
+        return {"generator": engine.generator.get_state(), **{name: getattr(engine, name) for name in names}}
+
+    @classmethod
+    def spoil(cls, engine: ReferenceEngine) -> None:
+        engine.backward()
+
+
+class OnRanks(EngineContract):
+    ranks = 2
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def run(cls, cluster: Cluster) -> Any:
+        return cluster.run
+
+
+class TestReferenceEngine(OnRanks, TestReferenceEngineAlone):
+    other_ranks = (1, 3)
+
+
+class DeepSpeed(OnRanks):
+    setup: ClassVar[dict[str, Any]]
+
+    @classmethod
+    def make(cls, seed: int) -> Any:
+        return make_engine(**cls.setup, scheduler=True, seed=seed)
+
+    @classmethod
+    def train(cls, engine: Any, steps: int) -> None:
+        train(engine, steps, engine.global_steps)
+
+    @classmethod
+    def held(cls, engine: Any) -> Mapping[Any, Any]:
+        return {**everything(engine), "generator": torch.get_rng_state()}
+
+    @classmethod
+    def spoil(cls, engine: Any) -> None:
+        engine.backward(engine(**batch(engine, 0)))
+
+
+class TestStage0(DeepSpeed):
+    setup: ClassVar = {"stage": 0, "dtype": "fp32"}
+
+
+class TestStage2(DeepSpeed):
+    setup: ClassVar = {"stage": 2, "model": "odd", "frozen": True}
+
+
+class TestStage3(DeepSpeed):
+    setup: ClassVar = {"stage": 3}
+    other_ranks = (1,)
