@@ -96,10 +96,10 @@ COMMIT = [
         Rank 0 waits for every rank, and gets the digest of
         each rank's table."""),
     box("digest", "commit, with_digests", "writing/rank_write.py, plan/catalog.py", """
-        Rank 0 puts index.bin and, under a temporary name,
-        the manifest; confirms that it still has the lock;
-        renames the manifest, which is the commit. Then the
-        same for latest."""),
+        Rank 0 puts index.bin and, under temporary names,
+        the manifest and latest; confirms that it still has
+        the lock; renames the manifest, which is the
+        commit, and then latest."""),
 ]  # fmt: skip
 READ = [
     box("copy", "put, to_device", "transfer/memory.py, transfer/devices.py", """
@@ -156,6 +156,8 @@ W = [300, 360, 360, 320]
 
 
 class Drawing:
+    """The parts of the picture, in the order in which they are painted."""
+
     def __init__(self) -> None:
         self.parts: list[str] = []
 
@@ -269,7 +271,8 @@ def draw() -> str:
         out.text(X[0] + 20, y, f"{kind}: {meaning}", "what")
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {edge + 40} {total}" width="{edge + 40}">',
-        "<style>text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif;fill:#1c2128}.heading{font-size:16px;font-weight:bold}"
+        "<style>text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif;fill:#1c2128}"
+        ".heading{font-size:16px;font-weight:bold}"
         ".name{font-size:12px;font-weight:bold;font-family:Menlo,'DejaVu Sans Mono',monospace}"
         ".where{font-size:10px;fill:#6a737d}.what{font-size:11.5px}</style>",
         '<defs><marker id="end" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
