@@ -83,30 +83,30 @@ TAKE = [
         behind the start of a page as in the file."""),
     box("digest", "_put", "transfer/write.py", """
         xxh3-128 of each block, into the rank's table."""),
-    box("copy", "write, write_edges", "storage/local_writer.py", """
+    box("copy", "LocalWriter, write, write_edges", "storage/local_writer.py", """
         Whole pages by direct I/O: the disk takes them
         from the buffer, no copy. What is no whole page,
         at either end, goes through the page cache."""),
 ]  # fmt: skip
 COMMIT = [
-    box("queue", "sync", "storage/local_writer.py", """
+    box("queue", "LocalWriter, sync", "storage/local_writer.py", """
         One fsync for each file; then digests.bin, and the
         names in the directory."""),
-    box("queue", "share", "ranks/collectives.py", """
+    box("queue", "Ranks, share", "ranks/collectives.py", """
         Rank 0 waits for every rank, and gets the digest of
         each rank's table."""),
-    box("digest", "commit, with_digests", "writing/rank_write.py, plan/catalog.py", """
+    box("digest", "RankWrite, commit, with_digests", "writing/rank_write.py, plan/catalog.py", """
         Rank 0 puts index.bin and, under temporary names,
         the manifest and latest; confirms that it still has
         the lock; renames the manifest, which is the
         commit, and then latest."""),
 ]  # fmt: skip
 READ = [
-    box("copy", "put, to_device", "transfer/memory.py, transfer/devices.py", """
-        host memory: Sinks.put, one copy, converts
-        device: CopyQueue.to_device, one copy, queued on
-        a stream; many small ones, and those that are
-        converted, go through the mirror, one copy more"""),
+    box("copy", "Sinks, put, CopyQueue, to_device", "transfer/memory.py, transfer/devices.py", """
+        host memory: put, one copy, converts
+        device: to_device, one copy, queued on a stream;
+        many small ones, and those that are converted, go
+        through a mirror on the device, one copy more"""),
     box("digest", "check_block", "transfer/read.py", """
         Each block against its digest (rule D003), 2 MiB
         at a time, while they are in the processor's cache."""),
@@ -114,7 +114,7 @@ READ = [
         Not for what HostMemory.destinations finds: bytes
         from the page cache that can lie in the tensor as
         they are go straight to it, and are checked there."""),
-    box("copy", "is_cached, read_into, read_direct", "storage/local_reader.py", """
+    box("copy", "LocalReader, is_cached, read_into, read_direct", "storage/local_reader.py", """
         Below 256 KiB, or mostly in the page cache: from
         there, one copy. Else direct I/O: no copy.
         To a GPU with verify=False: read_to_device, past
@@ -144,10 +144,10 @@ READ_PLAN = [
         8 MiB or 512 segments, each byte once."""),
 ]  # fmt: skip
 AFTER = [
-    box("copy", "set_state, finish", "engines/contract.py", """
-        Restoring, when all has been read: counters, param
-        groups, generators; once every rank has done that,
-        low-precision weights are derived from masters."""),
+    box("copy", "Restoring, set_state, finish", "engines/contract.py", """
+        When every rank has read: counters, param groups,
+        generators. When every rank has set those, weights
+        of low precision are derived from masters."""),
 ]  # fmt: skip
 ENGINE = ["host memory", "device memory", "swap file on NVMe"]
 FILES = ["exp_avg.safetensors", "digests.bin", "index.bin", "manifest.msgpack", "latest"]
