@@ -114,7 +114,7 @@ READ = [
         Not for what HostMemory.destinations finds: bytes
         from the page cache that can lie in the tensor as
         they are go straight to it, and are checked there."""),
-    box("copy", "LocalReader, is_cached, read_into, read_direct", "storage/local_reader.py", """
+    box("copy", "LocalReader, read_into, read_direct", "storage/local_reader.py", """
         Below 256 KiB, or mostly in the page cache: from
         there, one copy. Else direct I/O: no copy.
         To a GPU with verify=False: read_to_device, past
