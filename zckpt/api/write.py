@@ -145,7 +145,8 @@ def _finish(own: RankWrite, ranks: Ranks, snapshot: Snapshot) -> None:
     except BaseException:
         own.remove()
         raise
-    own.release()
+    if own.lock is not None:
+        own.lock.release()
 
 
 def _go_on(pending: PendingWrite, prepared: Preparation, ranks: Ranks) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 import torch
@@ -128,13 +128,13 @@ class Preparation:
             return own.scalars
         return catalog.pack(catalog.receipt(rank, shards))
 
-    def begin(self, told: Sequence[bytes | dict[str, str]]) -> None:
+    def begin(self, told: Sequence[Any]) -> None:
         """On rank 0, the manifest and the index, checked; then the lock and the place for the data."""
-        receipts = [one for one in told if isinstance(one, bytes)]
-        if not receipts:
-            raise _differing([one for one in told if isinstance(one, dict)])
+        if isinstance(told[0], dict):
+            raise _differing(told)
         if self._rank == 0:
-            self.write.describe([catalog.unpack(one) for one in receipts])
+            receipts = [catalog.unpack(one) for one in told]
+            self.write.describe(receipts)
             refuse_place(self._store, self._run, latest=self.options.latest)
             self.write.begin(self._lock)
 

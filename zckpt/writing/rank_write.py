@@ -39,7 +39,7 @@ _ANY_TIME = frozenset({PARAM, BUFFER, STATE})
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankWrite:
     """``describe`` and ``begin`` on rank 0, ``write_own`` on every rank, ``commit`` on rank 0; each once all ranks have
-    done what comes before. At last ``release`` on every rank; after a failure on any of them ``remove``."""
+    done what comes before. At last the lock is released; after a failure on any rank, each one calls ``remove``."""
 
     store: Store
     """The checkpoint."""
@@ -53,7 +53,8 @@ class RankWrite:
     about: catalog.About
     """What the manifest says beside tensors and files."""
     options: WriteOptions
-    _lock: WriteLock | None = field(default=None, init=False)
+    lock: WriteLock | None = field(default=None, init=False)
+    """From ``begin`` to ``remove``; None on all ranks but rank 0."""
     _manifest: bytes = field(default=b"", init=False)
     _index: bytes = field(default=b"", init=False)
     _replaced: list[str] = field(default_factory=list, init=False)
@@ -67,7 +68,7 @@ class RankWrite:
         """Takes the lock, and makes the directory that the new data goes to, beside that of an older checkpoint. What
         writers that died have left there goes first, for the space that it takes. Raises CheckpointExistsError for what
         may not be replaced, LockedError, StorageError."""
-        self._lock = lock
+        self.lock = lock
         lock.acquire()
         store, overwrite = self.store, self.options.overwrite
         foreign = deepspeed_files(store.entries() or ())
@@ -132,8 +133,8 @@ class RankWrite:
         LockedError if this write has lost the right to commit. Whoever has taken that right over has removed the
         temporary manifest, or reads the committed one before it removes anything.
         """
-        assert self._lock is not None, "the write has begun"
-        store, run, confirm = self.store, self.latest_in, self._lock.confirm
+        assert self.lock is not None, "the write has begun"
+        store, run, confirm = self.store, self.latest_in, self.lock.confirm
         manifest = catalog.with_digests(self._manifest, digests)
         written = manifest_format.decode(manifest)
         with closing(store.reader()) as reader:
@@ -171,15 +172,10 @@ class RankWrite:
         for name in self._replaced:
             store.remove(name)
 
-    def release(self) -> None:
-        """Gives the lock back after the commit."""
-        if self._lock is not None:
-            self._lock.release()
-
     def remove(self) -> None:
         """After a failure: removes what this write has made, unless it is committed. As often as one likes."""
-        if self._lock is not None:
-            lock, self._lock = self._lock, None
+        if self.lock is not None:
+            lock, self.lock = self.lock, None
             data_dir = names.data_dir(self.save_id)
             if data_dir in leftovers(self.store):
                 self.store.remove(data_dir)
