@@ -5,6 +5,7 @@ Many rules are checked by what parses a file, for every reader; validation calls
 | rules | what parses | only when validating |
 | --- | --- | --- |
 | M001 to M013, N001 to N004, S003 of the manifest | ``format/manifest.py`` | |
+| L001 | ``format/names.py``, ``reading/runs.py`` | |
 | I001 to I007 | ``format/index.py`` | ``index_checks.py``: I001, and I007 for all pieces at once |
 | F001 to F003 | the store's reader, ``reading/contents.py`` | |
 | S001 to S008 | ``format/shard.py`` | ``file_checks.py``: S007; ``data_checks.py``: the zeros of S008 |
