@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import inspect
 import itertools
 import os
 import resource
@@ -502,3 +504,11 @@ def test_a_restore_from_nowhere_fails_alike_on_all(failed_restores: list[dict[st
     for result in failed_restores:
         assert result["nothing there"][0] == "CheckpointNotFoundError"
         assert result["paths"][0] == "RankError"
+
+
+def test_an_attached_engine_writes_with_the_defaults_of_write() -> None:
+    of_write = inspect.signature(zckpt.write).parameters
+    own = {one.name: one.default for one in dataclasses.fields(WriteOptions)}
+    assert own.keys() - of_write.keys() == {"run", "each_client_state", "replace_foreign"}
+    assert of_write.keys() - own.keys() == {"engine", "path"}
+    assert all(of_write[name].default == own[name] for name in of_write.keys() & own.keys())
