@@ -1,4 +1,9 @@
-"""What the pipelines ask of a training engine. One implementation per framework, found by ``adapt``."""
+"""The contract of engines: what writes and restores ask of a training engine.
+
+A new framework is a folder here with a class that has the methods of ``EngineAdapter`` and one with those of
+``Restoring``, one line in the table ``zckpt.engines.FRAMEWORKS``, and a test class that derives from
+``zckpt.testing.EngineContract``. ``zckpt.testing.adapter`` is the shortest example.
+"""
 
 from __future__ import annotations
 

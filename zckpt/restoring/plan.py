@@ -35,7 +35,7 @@ class Request:
     """The function that the user has called."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RestorePlan:
     """How one rank restores; or, where there are ``problems``, why it does not."""
 
@@ -59,8 +59,11 @@ def plan_restore(adapter: EngineAdapter, checkpoint: Checkpoint, request: Reques
     trees = request.state
     if trees is None:
         trees = adapter.trees if request.parts is None else ()
-    _check_known(request.parts or (), names, "checkpoint has no part")
-    _check_known(trees, adapter.trees, "engine has no")
+    known = ((request.parts or (), names, "checkpoint has no part"), (trees, adapter.trees, "engine has no"))
+    for asked, there, who in known:
+        unknown = sorted(set(asked).difference(there))
+        if unknown:
+            raise ValueError(f"the {who} {', '.join(unknown)}; it has {', '.join(there)}")
     if request.parts is not None:
         names = {part: names[part] for part in request.parts}
     in_part, trains = request.parts is not None, adapter.trains
@@ -69,15 +72,11 @@ def plan_restore(adapter: EngineAdapter, checkpoint: Checkpoint, request: Reques
     saved, same_size = engine_state(checkpoint), checkpoint.world_size == size
     state = {name: (saved or {}).get(name) for name in trees}
     needs_rank_state = request.rng or (saved is not None and adapter.needs_rank_state(state))
+    rank_state = checkpoint.rank_state(rank, lazy=True) if needs_rank_state and same_size else None
     selection = Selection(
-        stored=names,
-        wanted=found.filled,
-        restored=found.sources.keys(),
-        kept=found.weights_kept,
-        state=state,
-        rank_state=checkpoint.rank_state(rank, lazy=True) if needs_rank_state and same_size else None,
-        rng=request.rng,
-    )
+        stored=names, wanted=found.filled, restored=found.sources.keys(), kept=found.weights_kept, state=state,
+        rank_state=rank_state, rng=request.rng,
+    )  # fmt: skip
     restoring = adapter.restoring(selection)
 
     # Where weights alone are asked for, it does not matter who trained them.
@@ -109,22 +108,8 @@ def plan_restore(adapter: EngineAdapter, checkpoint: Checkpoint, request: Reques
         if not request.strict:
             warnings += _fits_in_part(checkpoint, found, trees)
     weights = [part for part in names if part in (MASTER, PARAM, BUFFER)]
-    return RestorePlan(
-        adapter=adapter,
-        checkpoint=checkpoint,
-        match=found,
-        restoring=restoring,
-        client_state=client_state,
-        problems=problems,
-        hint=_hint(found, weights, misfits, roles, against, saved, request.caller),
-        warnings=warnings,
-    )
-
-
-def _check_known(asked: Collection[str], known: Collection[str], who: str) -> None:
-    unknown = sorted(set(asked).difference(known))
-    if unknown:
-        raise ValueError(f"the {who} {', '.join(unknown)}; it has {', '.join(known)}")
+    hint = _hint(found, weights, misfits, roles, against, saved, request.caller)
+    return RestorePlan(adapter, checkpoint, found, restoring, client_state, problems, hint, warnings)
 
 
 def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
