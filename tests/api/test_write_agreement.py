@@ -61,15 +61,22 @@ def ours() -> Iterator[None]:
         yield
 
 
-def called(act: Callable[[CodeType], None]) -> Callable[[FrameType, str, object], None]:
-    """For ``sys.setprofile``: ``act`` at each call of a function that a step of a write runs."""
+def called(act: Callable[[CodeType], None]) -> Callable[[FrameType, str, object], object]:
+    """For ``sys.settrace``: ``act`` at the first line of each function that a step of a write runs.
+
+    A profile function could act at the call itself, but where it raises there, Python 3.11 may crash.
+    """
     between = ("collectives.py", "heartbeat.py", "interrupts.py", "background.py")
 
-    def look(frame: FrameType, event: str, _: object) -> None:
+    def at_first_line(frame: FrameType, event: str, _: object) -> None:
+        if event == "line":
+            frame.f_trace = None
+            act(frame.f_code)
+
+    def look(frame: FrameType, event: str, _: object) -> object:
         code = frame.f_code
         of_ours = code.co_filename.startswith(OURS) and not code.co_filename.endswith(between)
-        if event == "call" and of_ours and code.co_name not in NOT_STEPS:
-            act(code)
+        return at_first_line if of_ours and code.co_name not in NOT_STEPS else None
 
     return look
 
@@ -86,16 +93,16 @@ def fail_everywhere(path: str, who: int, every: int) -> dict[str, int]:
         def fail(code: CodeType) -> None:
             functions.setdefault(code)
             if code is fails_at:
-                raise MemoryError  # Python takes a profile function that raises away by itself; doing so here may crash
+                raise MemoryError  # Python takes a trace function that raises away by itself
 
         if mine:
-            sys.setprofile(called(fail))
+            sys.settrace(called(fail))
         try:
             zckpt.write(Whole(step), f"{path}/c", client_state={"seen": np.arange(3)}, overwrite=True)
         except (zckpt.ZckptError, MemoryError) as error:
             return type(error).__name__ if "no sign of life" not in str(error) else str(error)
         finally:
-            sys.setprofile(None)
+            sys.settrace(None)
         return "ok"
 
     with ours():
