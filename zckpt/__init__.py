@@ -17,18 +17,18 @@ it in this table; an import for type checkers alone counts too:
     engines    -                the contract of an engine adapter, and a folder for each framework
     reading    -                what zckpt.open returns, and what lies in the directory of a run
     validation -                checks a checkpoint against the specification, and reports what it has found
-    repairing  -                what a repair consists of
-    writing    -                what a write consists of
-    restoring  -                what a restore consists of
-    api        -                the functions that users call, a file for each
+    repairing  -                the steps of zckpt.repair: find the data files, rebuild, compare, put in place
+    writing    -                the steps of zckpt.write: collect, agree, write files, commit
+    restoring  -                the steps of zckpt.restore: match tensors, plan, say what does not fit
+    api        -                the functions that users call, a file for each task
     __init__   -                the public names
     testing    -                a reference engine, and the suites that each store and each engine has to pass
     cli        -                the command line
     __main__   -                what `python -m zckpt` runs
 
-"no torch": it does not import torch while it runs. "no I/O": it asks the operating system for nothing. Whatever it
-imports of zckpt promises the same. "no files": it opens no file itself. ``tests/package/test_imports.py`` reads this
-table and fails for every import that breaks it.
+"no torch": it does not import torch while it runs. "no I/O": it asks the operating system for nothing, though it may
+issue a Python warning. Whatever it imports of zckpt promises the same. "no files": it opens no file itself.
+``tests/package/test_imports.py`` reads this table and fails for every import that breaks it.
 """
 
 from zckpt.api.attach import attach, attach_all, detach

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from contextlib import contextmanager
@@ -150,7 +151,7 @@ class MemoryStore:
     def sync_names(self, path: str) -> None: ...
 
     def prepare(self, path: str, data: bytes, digits: str = "") -> str:
-        prepared = temporary(path, digits)
+        prepared = temporary(path, digits or secrets.token_hex(4))
         self.put(prepared, data)
         return prepared
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 
 from zckpt.format.limits import LATEST_BYTES_MAX, NAME_BYTES_MAX
 from zckpt.format.rules import broken
@@ -74,10 +73,9 @@ def is_data_dir(name: str) -> bool:
     return name.startswith("data-") and _SAVE_ID.fullmatch(name[5:]) is not None
 
 
-def temporary(of: str, digits: str = "") -> str:
-    """The name of a temporary file that is to replace ``of``. Without ``digits``, eight random digits make it
-    unique."""
-    return f"{of}.{digits or secrets.token_hex(4)}.tmp"
+def temporary(of: str, digits: str) -> str:
+    """The name of a temporary file that is to replace ``of``; eight hexadecimal ``digits`` make it unique."""
+    return f"{of}.{digits}.tmp"
 
 
 def prepared_digits(save_id: str) -> str:

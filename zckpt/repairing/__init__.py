@@ -1,1 +1,2 @@
-"""What a repair consists of, for ``zckpt.repair``."""
+"""The steps of ``zckpt.repair``: ``salvage`` finds the data files of one save, ``digest_tables`` and ``rebuilt``
+rebuild what is lost and compare all data with the digests that are left, and ``put`` puts it in place."""

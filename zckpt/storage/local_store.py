@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import StorageError, from_os_error
-from zckpt.format.names import LOCK, temporary
+from zckpt.format import names
 from zckpt.storage.files import BINARY, UNSUPPORTED, is_impossible_name, is_link, sync_data
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
@@ -131,7 +132,7 @@ class LocalStore:
         _fsync_directory(self._full(path))
 
     def prepare(self, path: str, data: bytes, digits: str = "") -> str:
-        prepared = temporary(path, digits)
+        prepared = _temporary(path, digits)
         try:
             self.put(prepared, data)
         except BaseException:
@@ -154,7 +155,7 @@ class LocalStore:
         _quietly(os.rmdir, self._full(path))
 
     def claim(self, path: str, data: bytes) -> bool:
-        prepared = temporary(path)
+        prepared = _temporary(path)
         try:
             self.put(prepared, data)
             return self._put_where_none_is(path, data, self._full(prepared))
@@ -167,7 +168,7 @@ class LocalStore:
 
     def withdraw(self, path: str, data: bytes) -> bool:
         # Whoever moves it away has it alone: of those who do so at the same time, all but one find nothing.
-        taken = self._full(temporary(path))
+        taken = self._full(_temporary(path))
         try:
             _once_nobody_reads(lambda: os.rename(self._full(path), taken))
             found = Path(taken).read_bytes()
@@ -222,7 +223,7 @@ class LocalStore:
             raise from_os_error(error, "look at", self._full(path)) from error
 
     def now(self) -> float:
-        probe = self._full(temporary(LOCK))
+        probe = self._full(_temporary(names.LOCK))
         try:
             with open(probe, "xb") as file:
                 # By the file server's clock, not by this host's. Windows takes the name alone.
@@ -235,6 +236,11 @@ class LocalStore:
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, path) if path else self._root
+
+
+def _temporary(of: str, digits: str = "") -> str:
+    """With random digits if none are given."""
+    return names.temporary(of, digits or secrets.token_hex(4))
 
 
 def _once_nobody_reads(rename: Callable[[], None]) -> None:
