@@ -52,13 +52,18 @@ WRITE_PLAN = [
         Ranks tell each other their files. Rank 0 makes
         manifest and index of them, checks both, and
         takes the lock, before a byte is written."""),
+    box("queue", "RankWrite, write_own", "writing/rank_write.py", """
+        From here on in a thread of its own if the write
+        is in the background. Waits for what is queued
+        on devices; has this rank's writes planned, and
+        carried out."""),
     box("plan", "plan_writes, WritePlan, WriteOp", "plan/layout.py", """
         Writes of up to 8 MiB, in whole blocks of 1 MiB."""),
 ]  # fmt: skip
 PIPELINE = box(
     "queue",
-    "Pipeline, Budget",
-    "transfer/pipeline.py, transfer/budget.py",
+    "run_writes, Pipeline, Budget",
+    "transfer/write.py, transfer/pipeline.py, transfer/budget.py",
     """
     4 threads; queues: waiting, filling, full; few buffers""",
 )
@@ -75,18 +80,21 @@ TAKE = [
         device: CopyQueue.from_device, one copy, queued
         on a stream; many small ones are joined before
         in a mirror on the device, one copy more
-        swap file: PageSharing.share, no copy, or else
-        read_from reads it into the buffer"""),
+        swap file: PageSharing.share, no copy yet, or
+        else read_from reads it into the buffer"""),
     box("memory", "StagingBuffer, StagingPool", "transfer/staging.py", """
         In host memory, aligned to pages; pinned where a
         device is involved. The bytes lie in it as far
         behind the start of a page as in the file."""),
     box("digest", "_put", "transfer/write.py", """
-        xxh3-128 of each block, into the rank's table."""),
+        xxh3-128 of each block, into the rank's table. Shared
+        pages come into the buffer now, for their digests:
+        PageSharing.read_back, one copy."""),
     box("copy", "LocalWriter, write, write_edges", "storage/local_writer.py", """
         Whole pages by direct I/O: the disk takes them
         from the buffer, no copy. What is no whole page,
-        at either end, goes through the page cache."""),
+        at either end, goes through the page cache. Of
+        shared pages, nothing but such ends is written."""),
 ]  # fmt: skip
 COMMIT = [
     box("queue", "LocalWriter, sync", "storage/local_writer.py", """
@@ -99,7 +107,7 @@ COMMIT = [
         Rank 0 puts index.bin and, under temporary names,
         the manifest and latest; confirms that it still has
         the lock; renames the manifest, which is the
-        commit, and then latest."""),
+        commit, and then latest. All others wait for this."""),
 ]  # fmt: skip
 READ = [
     box("copy", "Sinks, put, CopyQueue, to_device", "transfer/memory.py, transfer/devices.py", """
@@ -132,6 +140,9 @@ READ_PLAN = [
     box("memory", "Restoring, fill", "engines/contract.py", """
         The engine's own memory, batch by batch; what is
         swapped out is brought in, and put back."""),
+    box("plan", "Checkpoint, read, Want", "reading/checkpoint.py", """
+        Spans of tensors, and the memory they go to: has
+        the reads of a batch planned and carried out."""),
     box("digest", "Contents, StoredPieces", "reading/contents.py, plan/reshard.py", """
         The chunks of index.bin that list exp_avg/<name>,
         and digests.bin of the ranks that hold parts of it.
@@ -195,8 +206,8 @@ class Drawing:
             f'stroke="{COLOURS[one.kind]}"/>',
         )
         self.text(x + 12, y + 18, one.names, "name")
-        self.text(x + 146, y + 18, one.where, "where")
-        self.text(x + 12, y + 35, one.lines[0], "what")
+        self.text(x + 12, y + 32, one.where, "where")
+        self.text(x + 12, y + 47, one.lines[0], "what")
 
     def column(self, x: float, y: float, width: float, boxes: list[Box], *, up: bool = False) -> list[float]:
         """Draws the boxes from the top down, and arrows between them; returns where each begins, and the end."""
@@ -226,7 +237,7 @@ def draw() -> str:
 
     start = top + 58 + 30
     # Bytes on their way down: the pipeline around take and put, then what makes them a checkpoint
-    inner = start + 50
+    inner = start + 60
     ends = out.column(X[1] + 12, inner, W[1] - 24, TAKE)
     pipeline_end = ends[-1] + 12
     out.around(X[1], start, W[1], pipeline_end - start, PIPELINE)
@@ -234,9 +245,9 @@ def draw() -> str:
     out.arrow((X[1] + W[1] / 2, pipeline_end), (X[1] + W[1] / 2, pipeline_end + GAP))
     bottom = commits[-1]
     # Bytes on their way up, as far down as the commit
-    height = sum(one.height + GAP for one in READ) - GAP + 62
+    height = sum(one.height + GAP for one in READ) - GAP + 72
     run = bottom - height
-    reads = out.column(X[2] + 12, run + 50, W[2] - 24, READ, up=True)
+    reads = out.column(X[2] + 12, run + 60, W[2] - 24, READ, up=True)
     out.around(X[2], run, W[2], height, RUN_READS)
     out.column(X[2] + 12, start, W[2] - 24, AFTER)
     out.arrow((X[2] + W[2] / 2, run), (X[2] + W[2] / 2, start + AFTER[0].height))
@@ -261,7 +272,7 @@ def draw() -> str:
     out.arrow((X[1] + W[1] / 2, bottom), (X[1] + W[1] / 2, disk))
     out.arrow((X[2] + W[2] / 2, disk), (X[2] + W[2] / 2, reads[-1]))
     edge = X[3] + W[3]
-    for number, step in enumerate((steps[0], steps[3])):
+    for number, step in enumerate((steps[0], steps[4])):
         x = edge + 12 + 8 * number
         out.arrow((edge, disk + 20 + 12 * number), (x, disk + 20 + 12 * number), (x, step + 20), (edge, step + 20))
     total = disk + 58 + 20
