@@ -56,8 +56,8 @@ class PendingWrite:
         self._started.set()
 
     def cancel(self) -> bool:
-        """After a failure. If it has not been started, it never is: returns True, and leaves no thread. Otherwise it
-        goes on if what may change at any time has been copied, and gives up if not, as it does after any failure."""
+        """To be called after a failure. Before ``start``: stops the thread, and returns True. After it: the write goes
+        on if ``Snapshot.copied`` is set, and is given up if not; returns False."""
         if self._started.is_set() and not self._cancelled:
             if not self._snapshot.copied.is_set():
                 self._give_up()

@@ -60,8 +60,9 @@ def repair(
 
     ``path``: the directory of the checkpoint. ``output``: another directory, where a whole checkpoint is made, data and
     all; the copy is read back and compared before it becomes a checkpoint. None: in place, where the damaged files stay
-    under other names. ``accept_unverified``: go on although some data cannot be verified, or is damaged; what has a
-    digest that it differs from stays so. ``budget``: memory, threads and kind of I/O. Call it on one rank.
+    under other names. ``accept_unverified``: go on although some data cannot be verified, or is damaged. Damaged
+    blocks keep their old digest and are refused when read. ``budget``: memory, threads and kind of I/O. Call it on one
+    rank.
 
     Without the manifest, step, aliases and the tree of non-tensor state are lost: tensors can be loaded, and an
     engine's weights restored (``parts``), but no training resumed. Damaged data cannot be repaired at all.

@@ -80,10 +80,10 @@ def restore(
     asked for. What was frozen and now is trained, or the reverse, is restored: ``master`` from ``param`` and ``param``
     from ``master``, converted. If the weight of a parameter is restored and the checkpoint has no moments of it, as it
     was frozen, its moments begin at zero, and the warning says so. A parameter whose weight is kept keeps its moments.
-    As to settings and step, both join the others of their param group, and of the partition in which DeepSpeed keeps
-    one step for several parameters: there, kept moments are counted with the checkpoint's step from then on. Where no
-    parameter has others there, settings are kept, and so is the step beside kept weights; beside restored ones it
-    begins at 0.
+    Parameters of one param group share their settings; those whose steps DeepSpeed counts together, such as all of one
+    partition, share a step. If the checkpoint has settings or a step for a restored one of them, all take these, and
+    kept moments are counted with that step from then on. If not, the settings stay as they are, and so does the step
+    where all of these weights are kept; where one is restored, the step begins at 0.
 
     Gradients of the engine that no optimizer step has used yet are dropped: they belong to the weights that it had.
 

@@ -64,8 +64,8 @@ def write(
 
     ``path`` is the checkpoint's directory, on a file system that all ranks share; None: ``checkpoints/global_step<N>``.
     ``parts``: which parts of the state; None: all that a bit-exact resume needs. ``exclude``: parts to leave out, such
-    as the ``param`` of frozen weights. Both take one name or several. Further names of a tied tensor that is left out
-    are left out too. ``client_state``: the caller's own plain values, tensors on any device and arrays, taken from rank
+    as the ``param`` of frozen weights. Both take one name or several. If a tied tensor is left out, so are all
+    of its names. ``client_state``: the caller's own plain values, tensors on any device and arrays, taken from rank
     0; a warning says so where another rank gives other ones. Some values come back as plain ones: a numpy scalar as
     Python's number or string, ``torch.Size`` as a tuple, a path as a string, a date or time as a string in ISO 8601, a
     set as a sorted list, a ``defaultdict`` as a dict. ``overwrite``: replace the checkpoint at ``path``, which stays

@@ -23,10 +23,10 @@ class EngineAdapter(Protocol):
     """One live engine on one rank. Ranks are numbered within the engine's own group of ranks (``group_of``).
 
     ``refuse_unsupported`` comes first. A write calls ``inventory``, ``state``, ``rank_state``, maybe ``before_change``,
-    and ``after_write``. A restore chooses from ``wanted`` what fits, and makes a ``Restoring`` of that. No call changes
-    what another one returns, and only a ``Restoring`` changes what the engine holds. Of all methods of both, only
-    ``after_write`` and ``Restoring.finish`` are collective: the ranks agree before that each of them has done all the
-    rest, so a rank that fails earlier leaves no other one waiting.
+    and ``after_write``. A restore chooses from ``wanted`` what fits, and makes a ``Restoring`` of that. Only the
+    methods of a ``Restoring`` change the state that the engine holds. Of all methods of both, only ``after_write`` and
+    ``Restoring.finish`` are collective: the ranks agree before that each of them has done all the rest, so a rank that
+    fails earlier leaves no other one waiting.
 
     An engine without an optimizer, made to evaluate, holds weights and buffers. It wants the weights as the part
     ``param``; the masters of a checkpoint stand in for them, and what an optimizer would keep is not missed.
@@ -97,16 +97,16 @@ class EngineAdapter(Protocol):
         """
 
     def after_write(self) -> None:
-        """Leaves the engine as the framework's own save leaves it. To be called when the engine's memory is not read
-        any more, or when an action given to ``before_change`` waits for whatever still reads it. Collective; changes
-        nothing that ``inventory`` has returned."""
+        """Does to the engine what the framework's own save does to it as a side effect; ZeRO-3's gathers parameters.
+        Called when zckpt reads the engine no more, or when an action given to ``before_change`` holds the next step
+        back until then. Collective; changes nothing that ``inventory`` has returned."""
 
     def before_change(self, action: Callable[[], None]) -> None:
         """Has ``action`` called once, by the training's thread, before the engine next changes or moves the memory of
         its fragments: at its next optimizer step. Buffers may change before."""
 
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
-        """Whether the ``rank_state`` of a writer has a part of ``state``, which is as in ``Selection``. Raises
+        """Whether restoring these trees, which are as in ``Selection``, also needs the writer's ``rank_state``. Raises
         FormatError."""
 
     def wanted(self, stored: Mapping[str, Mapping[str, torch.dtype]]) -> tuple[Fragment, ...]:
@@ -137,8 +137,8 @@ class Selection:
     restored: Collection[str]
     """The keys of ``wanted`` that the checkpoint fills."""
     kept: Collection[str]
-    """The names of parameters whose weights stay as they are, and so do their moments. Their step does too, unless it
-    is also that of a parameter that is restored."""
+    """The names of the parameters whose weights and moments stay as they are. The step that counts for them stays too,
+    unless it also counts for a parameter that is restored."""
     state: Mapping[str, Any]
     """Those of ``EngineAdapter.trees`` that are to be restored."""
     rank_state: Mapping[str, Any] | None

@@ -43,7 +43,7 @@ class Rebuilt:
     """The digest tables of the data as they are now, damaged blocks included."""
 
     def differs_from(self, old: Manifest) -> bool:
-        """Whether the manifest says something else than the old one, but for who has written it."""
+        """Whether the manifest is another one than ``old``. Compares all fields but ``writer``."""
         return replace(manifest_format.decode(self.manifest), writer=old.writer) != old
 
 

@@ -85,9 +85,10 @@ def match(
     in_part: bool,
     trains: bool,
 ) -> Match:
-    """``names``: those of the checkpoint's tensors that may be read, by part. ``in_part``: these are not all, and what
-    is wanted of other parts and has no stand-in among these is not asked for. ``no_place``: the keys among these that
-    the engine does not have. An engine that does not train takes every weight from its master, where there is one.
+    """``names``: those of the checkpoint's tensors that may be read, by part. ``in_part``: ``names`` has only the parts
+    that the caller asked for. A wanted tensor of another part is then read if the part that stands in for its own has
+    it; if not, it was not asked for, and is not missing. ``no_place``: the keys among ``names`` that the engine does
+    not have. An engine that does not train takes every weight from its master, where there is one.
     """
     sources: dict[str, TensorInfo] = {}
     differences: dict[str, Difference] = {}

@@ -93,7 +93,8 @@ class Writer(Protocol):
 
     def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
         """Writes ``nbytes`` at byte ``offset`` of the file: those of ``stage`` from byte ``offset % PAGE_BYTES`` on. So
-        pages of the file are pages of ``stage``, which begins at a page of memory. It is used again afterwards."""
+        pages of the file are pages of ``stage``, which begins at a page of memory. The caller reuses ``stage``: keep no
+        reference to it."""
 
     def sync(self) -> None:
         """Makes the data durable."""
@@ -115,10 +116,10 @@ class PageSharing(Protocol):
         which takes neither time nor space. False where this cannot be done: then nothing has happened."""
 
     def read_back(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        """Fills the whole pages, which were shared, among the bytes that ``write`` would be given."""
+        """Reads the shared whole pages of bytes [offset, offset + nbytes) into ``stage``, laid out as for ``write``."""
 
     def write_edges(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        """Writes what is no whole page among the bytes that ``write`` would be given."""
+        """Writes what is no whole page of bytes [offset, offset + nbytes) from ``stage``, laid out as for ``write``."""
 
 
 class Store(Protocol):
@@ -127,7 +128,7 @@ class Store(Protocol):
 
     @property
     def location(self) -> Location:
-        """What it was made with."""
+        """The Location that this store was made for."""
 
     @property
     def parent(self) -> Store:
@@ -174,8 +175,8 @@ class Store(Protocol):
 
     def prepare(self, path: str, data: bytes, digits: str = "") -> str:
         """Makes a temporary file with these bytes that is to replace ``path``. Its data are durable, its name is not.
-        Returns its path, ``zckpt.format.names.temporary(path, digits)``, with random digits if none are given. Leaves
-        nothing after an error."""
+        Returns its path, ``zckpt.format.names.temporary(path, digits)``, with eight random hexadecimal digits if none
+        are given. Leaves nothing after an error."""
 
     def commit(self, path: str, prepared: str) -> None:
         """Replaces ``path`` by the file ``prepared``, which is gone then. At every instant ``path`` holds either all of

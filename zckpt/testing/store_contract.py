@@ -70,10 +70,11 @@ class StoreContract:
 
         class TestMyStore(StoreContract):
             @pytest.fixture
-            def store(self):
-                return MyStore(Location.of("my://some/place"))
+            def store(self, tmp_path):
+                return MyStore(Location.of(f"my://bucket{tmp_path}/run/checkpoint"))
 
-    ``store`` is another place in each test: no directory is there yet, nor one directly above it.
+    Each test needs a ``store`` at a place of its own, where no directory is yet, nor directly above it. ``tmp_path``,
+    pytest's own fixture, is another path in each test.
     What no test can tell is whether something is durable, and whether several hosts see the same.
     """
 

@@ -100,8 +100,8 @@ class RankWrite:
     def write_own(self, snapshot: Snapshot) -> bytes:
         """Writes this rank's files, durable; returns the digest of its digest table. ``snapshot`` is told when the
         parts have been read that may change at any time (all, unless the write is lazy), and again when all have been.
-        Copies of up to ``snapshot_bytes``, or of the budget if that is more, are not on disk yet at that time. Raises
-        StorageError, RankError, and ZckptError where the write is given up."""
+        Then up to max(``snapshot_bytes``, budget) bytes may still be in buffers. Raises StorageError, RankError, and
+        ZckptError where the write is given up."""
         store, options, block_bytes = self.store, self.options, self.about.block_bytes
         data_dir, rank_dir = names.data_dir(self.save_id), names.rank_dir(self.save_id, self.rank)
         if not store.exists(data_dir):
