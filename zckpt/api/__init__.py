@@ -1,1 +1,1 @@
-"""The functions that users call, a file for each."""
+"""The functions that users call, a file for each task."""
