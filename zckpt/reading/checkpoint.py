@@ -22,10 +22,9 @@ from zckpt.reading.contents import Contents, TensorInfo
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.transfer.budget import Budget, flag
 from zckpt.transfer.devices import check_device, check_devices
-from zckpt.transfer.memory import Sinks, check_cast, fresh_tensor
+from zckpt.transfer.memory import Sinks, check_cast, fresh_tensor, lies_in_order
 from zckpt.transfer.read import run_reads
 from zckpt.transfer.staging import StagingPool, pool_for
-from zckpt.transfer.tensors import lies_in_order
 from zckpt.transfer.torch_dtypes import dtype_of
 
 if TYPE_CHECKING:

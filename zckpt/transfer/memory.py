@@ -1,4 +1,4 @@
-"""Tensors as bytes: fresh memory, and the sinks that loaded bytes go to."""
+"""Tensors as bytes: whether they lie in order, fresh memory, and the sinks that loaded bytes go to."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ def aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int) -> torch.Tens
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor as a 1-D uint8 tensor that shares its memory."""
     return tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def lies_in_order(tensor: torch.Tensor) -> bool:
+    """Whether the memory of ``tensor`` holds its elements as they are, one after the other: it is contiguous, and not a
+    view that PyTorch conjugates or negates when it is read."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def host_bytes(tensor: torch.Tensor) -> Bytes:

@@ -14,7 +14,7 @@ from zckpt.engines.deepspeed import cpu_adam, optimizer, scaler
 from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError
 from zckpt.state.inventory import MASTER, PARAM, RESERVED_PARTS, FileSpan, Fragment
-from zckpt.transfer.tensors import lies_in_order
+from zckpt.transfer.memory import lies_in_order
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
