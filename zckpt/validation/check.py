@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.progress import Progress, reported
 from zckpt.transfer.staging import host_pool
-from zckpt.validation.data_checks import DataChecks
-from zckpt.validation.file_checks import check_files
+from zckpt.validation.file_checks import DataChecks, check_files
 from zckpt.validation.index_checks import check_index
 from zckpt.validation.report import Finding, failures
 from zckpt.validation.values import Values, derived_weights
