@@ -9,8 +9,7 @@ from zckpt.api.open import open_checkpoint
 from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FeatureError, FormatError, VersionError
 from zckpt.format import names
 from zckpt.reading.runs import not_a_checkpoint, nothing_at
-from zckpt.repairing.put import check_copy, copy_data, put_files
-from zckpt.repairing.rebuilt import check_rebuilt, rebuild_from, structure_findings
+from zckpt.repairing.rebuilt import check_copy, check_rebuilt, copy_data, put_files, rebuild_from, structure_findings
 from zckpt.repairing.salvage import refused, the_save
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
