@@ -33,6 +33,10 @@ from __future__ import annotations
 import errno
 import sys
 import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class ZckptError(Exception):
@@ -166,6 +170,11 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "zckpt":
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def first_few(things: Sequence[object], count: int, rest: str = " and {} more") -> str:
+    """At most ``count`` of ``things``, for a message. If there are more, ``rest`` follows, with their number."""
+    return ", ".join(map(str, things[:count])) + (rest.format(len(things) - count) if len(things) > count else "")
 
 
 OPEN_FILES_HINT = (

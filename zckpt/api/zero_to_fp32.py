@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.api.open import open as open_path
-from zckpt.errors import UnsupportedError, warn
+from zckpt.errors import UnsupportedError, first_few, warn
 from zckpt.format import names
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
@@ -73,11 +73,7 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     missing, unexpected = model.load_state_dict(found, strict=False)
     lacks = [("the checkpoint", missing), ("the model", unexpected)]
-    lines = [
-        f"{which} lacks {len(keys)} tensors: {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
-        for which, keys in lacks
-        if keys
-    ]
+    lines = [f"{which} lacks {len(keys)} tensors: {first_few(keys, 5, ', ...')}" for which, keys in lacks if keys]
     if lines:
         warn("loaded in part: " + "; ".join(lines))
     return model

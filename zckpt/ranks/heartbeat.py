@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from zckpt.errors import RankError
+from zckpt.errors import RankError, first_few
 from zckpt.system.threads import Worker
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _is_to_say(rank: int, is_here: Callable[[int], bool]) -> bool:
 
 
 def _say_late(waiting: int, missing: Sequence[int], call: str, doing: str, timeout: int) -> None:
-    few = ", ".join(map(str, missing[:FIRST_FEW])) + (", ..." if len(missing) > FIRST_FEW else "")
+    few = first_few(missing, FIRST_FEW, ", ...")
     ranks = f"rank {few}" if len(missing) == 1 else f"{len(missing)} ranks ({few})"
     print(
         f"zckpt: rank {waiting} has waited for {ranks} for {WAITING_SECONDS} s, in {call} (to {doing}). "

@@ -15,6 +15,7 @@ from zckpt.errors import (
     MissingFileError,
     StorageError,
     ZckptError,
+    first_few,
 )
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
@@ -299,5 +300,4 @@ def what_is_here(run: Store) -> str:
 
 
 def _listed(found: Sequence[Store], run: Store) -> str:
-    more = f" and {len(found) - SHOWN_MAX} more" if len(found) > SHOWN_MAX else ""
-    return ", ".join(one.location.path_from(run.location) for one in found[:SHOWN_MAX]) + more
+    return first_few([one.location.path_from(run.location) for one in found], SHOWN_MAX)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from zckpt.errors import first_few
 from zckpt.state.inventory import MASTER, PARAM
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ def summary(what: str, keys: Sequence[str]) -> str:
         return f"0 {what}"
     parts = ", ".join(f"{count} of {part}" for part, count in Counter(map(part_of, keys)).items())
     names = list(dict.fromkeys(key.partition("/")[2] for key in keys))
-    more = ", ..." if len(names) > SHOWN_MAX else ""
-    return f"{len(keys)} {what} ({parts}: {', '.join(names[:SHOWN_MAX])}{more})"
+    return f"{len(keys)} {what} ({parts}: {first_few(names, SHOWN_MAX, ', ...')})"
 
 
 def by_part(keys: Iterable[str]) -> dict[str, tuple[str, ...]]:

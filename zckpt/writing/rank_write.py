@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from zckpt.errors import CheckpointExistsError, RankError, StorageError
+from zckpt.errors import CheckpointExistsError, RankError, StorageError, first_few
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import digest
@@ -73,10 +73,9 @@ class RankWrite:
         store, overwrite = self.store, self.options.overwrite
         foreign = deepspeed_files(store.entries() or ())
         if foreign and not self.options.replace_foreign:
-            shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
             raise CheckpointExistsError(
-                f"there is a checkpoint in DeepSpeed's own format here ({shown}): DeepSpeed would go on loading that "
-                "one",
+                f"there is a checkpoint in DeepSpeed's own format here ({first_few(foreign, 3)}): DeepSpeed would go "
+                "on loading that one",
                 file=str(store.location),
                 hint="write elsewhere, remove these files, or have them replaced: write(..., overwrite=True), "
                 "attach(engine, replace_deepspeed=True), zckpt run --replace-deepspeed",

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from zckpt.engines.deepspeed.flats import Flat, bound, geometry, is_collective, moments, numbers
-from zckpt.errors import FormatError
+from zckpt.errors import FormatError, first_few
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -157,14 +157,14 @@ class Saved:
     def has_state(self, name: str) -> bool:
         return name in self._state_of
 
-    def settings(self, names: Iterable[str], unknown: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    def settings(self, names: Sequence[str], unknown: Collection[str]) -> tuple[dict[str, Any], list[str]]:
         """The settings that all of ``names`` had when they were saved, and what stands against it. Those that are kept
         or in ``unknown`` need not have had any: they take the others'.
         """
         optional = self._kept.union(unknown)
         groupless = [name for name in names if name not in self._group_of and name not in optional]
         if groupless:
-            return {}, [f"{_some(groupless)}: in no param group of the checkpoint"]
+            return {}, [f"{first_few(groupless, 1)}: in no param group of the checkpoint"]
         groups = _distinct(self._group_of.get(name) for name in names)
         merged = [{key: value for key, value in group.items() if key != "params"} for group in groups if group]
         if not merged:
@@ -172,7 +172,9 @@ class Saved:
         keys = {key for settings in merged for key in settings}
         differing = sorted(key for key in keys if any(not _equal(m.get(key), merged[0].get(key)) for m in merged))
         if differing:
-            return {}, [f"{_some(names)}: one param group here, several with other {', '.join(differing)} when saved"]
+            return {}, [
+                f"{first_few(names, 1)}: one param group here, several with other {', '.join(differing)} when saved"
+            ]
         return merged[0], []
 
     def together(self, names: Sequence[str]) -> Together:
@@ -202,7 +204,7 @@ class Saved:
                 return NOTHING, [_misfit(tied, flat, self.optimizer_class)]
         first, *others = entries
         if not all(_same_state(entry, first) for entry in others):
-            against = f"{_some(flat.names)}: one sub-group here, but other optimizer scalars for each when saved"
+            against = f"{first_few(flat.names, 1)}: one sub-group here, but other optimizer scalars for each when saved"
             return NOTHING, [against]
         return State({**first["values"], **own.get("values", {})}, first["moments"]), []
 
@@ -242,7 +244,7 @@ def problems(
         found += against
         stale = bound(flat, optimizer.state.get(flat.master, {})).keys() - state.values.keys()
         if stale and not against:
-            found.append(f"missing: optimizer state {', '.join(sorted(map(str, stale)))} of {_some(flat.names)}")
+            found.append(f"missing: optimizer state {', '.join(sorted(map(str, stale)))} of {first_few(flat.names, 1)}")
         absent = [
             f"{part}/{slot.name}"
             for part in state.moments
@@ -250,7 +252,7 @@ def problems(
             if f"{part}/{slot.name}" not in restored and saved.has_state(slot.name)
         ]
         if absent:
-            found.append(f"{_some(absent)}: not restored, though the optimizer's scalars would be")
+            found.append(f"{first_few(absent, 1)}: not restored, though the optimizer's scalars would be")
     return found
 
 
@@ -311,8 +313,9 @@ def _states(saved: Saved, optimizer: Any, flats: Sequence[Flat]) -> Iterator[tup
 
 def _misfit(keys: Sequence[str], flat: Flat, optimizer_class: str) -> str:
     return (
-        f"{_some(flat.names)}: {', '.join(keys)} of {optimizer_class} cannot be cut anew, it fits only the elements "
-        "that it was made for: restore with the writer's stage, number of ranks and param groups, or the weights alone"
+        f"{first_few(flat.names, 1)}: {', '.join(keys)} of {optimizer_class} cannot be cut anew, it fits only the "
+        "elements that it was made for: restore with the writer's stage, number of ranks and param groups, or the "
+        "weights alone"
     )
 
 
@@ -361,11 +364,6 @@ def _key(state: Mapping[str, Any]) -> str:
 
 def _distinct(items: Iterable[Mapping[str, Any] | None]) -> list[Mapping[str, Any] | None]:
     return list({id(item): item for item in items}.values())
-
-
-def _some(names: Iterable[str]) -> str:
-    first, *others = names
-    return f"{first} and {len(others)} more" if others else first
 
 
 def _members(tree: Mapping[str, Any], key: str) -> list[Any]:
