@@ -17,8 +17,7 @@ from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.ranks.collectives import Ranks
 from zckpt.reading.deepspeed_files import deepspeed_files
-from zckpt.restoring.mismatch import Caller
-from zckpt.restoring.plan import Request, engine_state
+from zckpt.restoring.plan import Caller, Request, engine_state
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.writing.options import WriteOptions

@@ -12,12 +12,11 @@ from zckpt.api.open import advised, find, open_checkpoint
 from zckpt.engines import adapt, group_of
 from zckpt.errors import FormatError, MismatchError, RankError, StorageError, warn
 from zckpt.plan.reshard import Span
-from zckpt.plan.select import several
+from zckpt.plan.select import by_part, several
 from zckpt.progress import Progress, reported
 from zckpt.ranks.collectives import Ranks, check_arguments, comparable
 from zckpt.reading.checkpoint import Want
 from zckpt.reading.runs import whole_neighbours
-from zckpt.restoring.mismatch import by_part
 from zckpt.restoring.plan import Request, RestorePlan, plan_restore
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store

@@ -1,4 +1,4 @@
-"""From what a caller asks for to keys."""
+"""Keys, which are ``<part>/<name>``: which ones a caller asks for, and of which parts they are."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def select(keys: Sequence[str], wanted: Keys, aliases: Mapping[str, str] = Mappi
 def _of_others(pattern: str, others: set[str], aliases: Mapping[str, str]) -> Iterator[str]:
     """The keys under which tied tensors are also known: every alias of the tensors in ``others``, within the part that
     ``pattern`` names. If the name of the part is itself a pattern, the aliases in all parts."""
-    part = pattern.partition("/")[0]
-    parts = {key.partition("/")[0] for key in others} if any(sign in part for sign in "*?[") else {part}
+    part = part_of(pattern)
+    parts = set(map(part_of, others)) if any(sign in part for sign in "*?[") else {part}
     for one in sorted(parts):
         yield from (f"{one}/{alias}" for alias, name in aliases.items() if f"{one}/{name}" in others)
 
@@ -72,3 +72,16 @@ def nearest(keys: Sequence[str], wanted: str) -> str:
     near = difflib.get_close_matches(wanted, keys[:COMPARED_MAX], n=3, cutoff=0.3) or keys[:3]
     which = "nearest are" if wanted else "first ones are"
     return f"the {which}: {', '.join(near)}" if near else "the checkpoint holds no tensors"
+
+
+def by_part(keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The names of the tensors with these keys, by part."""
+    names: dict[str, list[str]] = {}
+    for key in keys:
+        part, _, name = key.partition("/")
+        names.setdefault(part, []).append(name)
+    return {part: tuple(found) for part, found in names.items()}
+
+
+def part_of(key: str) -> str:
+    return key.partition("/")[0]

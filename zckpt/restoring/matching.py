@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.restoring.mismatch import DTYPE, MISSING, SHAPE, Difference, part_of, told, told_differences
+from zckpt.plan.select import part_of
+from zckpt.restoring.mismatch import DTYPE, MISSING, SHAPE, Difference, told, told_differences
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 

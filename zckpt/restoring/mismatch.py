@@ -6,22 +6,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.errors import first_few
+from zckpt.plan.select import part_of
 from zckpt.state.inventory import MASTER, PARAM
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-
-class Caller(NamedTuple):
-    """The function that restores, and what its arguments are called, for whoever reads an error."""
-
-    call: str = "zckpt.restore"
-    in_part: str = "strict=False"
-    weights: str = "parts={parts} restores the weights alone"
-    """``{parts}`` stands for those of the checkpoint that hold weights and buffers."""
-    counters: str = ""
-    """How more than the weights is restored, without the state of the optimizer."""
-
+    from collections.abc import Collection, Mapping, Sequence
 
 SHOWN_MAX = 5
 """The largest number of similar lines or names that a message shows."""
@@ -72,16 +61,3 @@ def summary(what: str, keys: Sequence[str]) -> str:
     parts = ", ".join(f"{count} of {part}" for part, count in Counter(map(part_of, keys)).items())
     names = list(dict.fromkeys(key.partition("/")[2] for key in keys))
     return f"{len(keys)} {what} ({parts}: {first_few(names, SHOWN_MAX, ', ...')})"
-
-
-def by_part(keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The names of the tensors with these keys, by part."""
-    names: dict[str, list[str]] = {}
-    for key in keys:
-        part, _, name = key.partition("/")
-        names.setdefault(part, []).append(name)
-    return {part: tuple(found) for part, found in names.items()}
-
-
-def part_of(key: str) -> str:
-    return key.partition("/")[0]

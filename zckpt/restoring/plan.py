@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.contract import Selection
 from zckpt.errors import FormatError
 from zckpt.format.names import CLIENT_STATE
+from zckpt.plan.select import part_of
 from zckpt.restoring.matching import Match, match
-from zckpt.restoring.mismatch import Caller, part_of, summary, told
+from zckpt.restoring.mismatch import summary, told
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS
 
 if TYPE_CHECKING:
@@ -18,6 +19,17 @@ if TYPE_CHECKING:
 
     from zckpt.engines.contract import EngineAdapter, Restoring
     from zckpt.reading.checkpoint import Checkpoint
+
+
+class Caller(NamedTuple):
+    """The function that restores, and what its arguments are called, for whoever reads an error."""
+
+    call: str = "zckpt.restore"
+    in_part: str = "strict=False"
+    weights: str = "parts={parts} restores the weights alone"
+    """``{parts}`` stands for those of the checkpoint that hold weights and buffers."""
+    counters: str = ""
+    """How more than the weights is restored, without the state of the optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
