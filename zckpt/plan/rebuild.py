@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from zckpt.format.shard import Entry, Header
 
-Places = dict[tuple[str, str, int, int, int], int]
+_Copies = dict[tuple[str, str, int, int, int], int]
 """The copy that a piece belongs to, by part, name, rank, number of its tier and first element."""
 
 
@@ -102,7 +102,7 @@ def _piece(entry: Entry) -> tuple[str, int, int]:
     return name, start, math.prod(entry.shape)
 
 
-def _copies(files: Sequence[FoundFile]) -> Places:
+def _copies(files: Sequence[FoundFile]) -> _Copies:
     """Which copy each piece belongs to. The headers do not say. If there is more than one, each has to be one rank's
     alone, and they are in the order of the ranks, as they were written."""
     pieces: dict[tuple[str, str], list[tuple[int, int, int, int]]] = {}
@@ -114,7 +114,7 @@ def _copies(files: Sequence[FoundFile]) -> Places:
                 name, start, length = _piece(entry)
                 pieces.setdefault((shard.part, name), []).append((shard.rank, TIERS.index(shard.tier), start, length))
                 sizes[shard.part, name] = math.prod(file.header.whole_shape(entry))
-    copies: Places = {}
+    copies: _Copies = {}
     for (part, name), own in pieces.items():
         size = sizes[part, name]
         if size and sum(length for *_, length in own) == size:
