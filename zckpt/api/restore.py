@@ -92,19 +92,14 @@ def restore(
     raises an error: its own, or a RankError that names the rank. A FormatError or StorageError that comes after the
     engine was touched says so in its hint.
     """
-    request = Request(parts=several(parts), state=several(state), strict=strict, rng=rng)
-    return restore_engine(engine, path, request, verify=verify, budget=budget, progress=progress)
+    request = Request(
+        parts=several(parts), strict=strict, state=several(state), rng=rng, verify=verify, budget=budget,
+        progress=progress,
+    )  # fmt: skip
+    return restore_engine(engine, path, request)
 
 
-def restore_engine(
-    engine: object,
-    path: StrPath,
-    request: Request,
-    *,
-    verify: bool | None = None,
-    budget: Budget | None = None,
-    progress: Progress | None = None,
-) -> Restored:
+def restore_engine(engine: object, path: StrPath, request: Request) -> Restored:
     """``restore``, for integrations."""
     wait()
     ranks = Ranks(group_of(engine), call=request.caller.call)
@@ -117,7 +112,7 @@ def restore_engine(
         )  # fmt: skip
 
     def prepare() -> str:
-        plans.append(_plan(engine, path, request, budget, ranks))
+        plans.append(_plan(engine, path, request, ranks))
         return "\n".join(plans[0].problems)
 
     # Every step of a chain of `share` runs on all ranks, with nothing that can fail between two of them.
@@ -129,7 +124,7 @@ def restore_engine(
             raise _mismatch(plan, problems, ranks)
         ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
         own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
-        ranks.together(lambda: _fill(plan, own, verify, progress), "restore")
+        ranks.together(lambda: _fill(plan, own, request), "restore")
         ranks.together(lambda: _set_state(plan), "restore")
         # Nobody has failed: from here on, none leaves the others alone in a collective, not even by an interrupt.
         errors: list[BaseException] = []
@@ -148,7 +143,7 @@ def _raise_first(errors: Sequence[BaseException]) -> None:
         raise errors[0]
 
 
-def _plan(engine: object, path: StrPath, request: Request, budget: Budget | None, ranks: Ranks) -> RestorePlan:
+def _plan(engine: object, path: StrPath, request: Request, ranks: Ranks) -> RestorePlan:
     adapter = adapt(engine)
     adapter.refuse_unsupported(drop_gradients=True)
     if any(check_device(device).type == "meta" for device in adapter.devices):
@@ -158,7 +153,7 @@ def _plan(engine: object, path: StrPath, request: Request, budget: Budget | None
         )
     found = find(path)
     with advised(found):
-        plan = plan_restore(adapter, open_checkpoint(found, budget), request, ranks.rank, ranks.size)
+        plan = plan_restore(adapter, open_checkpoint(found, request.budget), request, ranks.rank, ranks.size)
     for warning in plan.warnings if ranks.rank == 0 else ():
         warn(warning)
     return plan
@@ -179,7 +174,7 @@ def _mismatch(plan: RestorePlan, problems: Sequence[str], ranks: Ranks) -> Excep
     return kind(message, file=plan.checkpoint.path, rank=rank, hint=plan.hint)
 
 
-def _fill(plan: RestorePlan, rank: int | None, verify: bool | None, progress: Progress | None) -> None:
+def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
     checkpoint, sources = plan.checkpoint, plan.match.sources
     nbytes = sum((f.stop - f.start) * sources[f.key].dtype.itemsize for f in plan.match.filled if f.key in sources)
     synchronize(plan.adapter.devices)
@@ -187,7 +182,7 @@ def _fill(plan: RestorePlan, rank: int | None, verify: bool | None, progress: Pr
     with (
         _changing_the_engine(checkpoint),
         staging.kept(),
-        reported(progress, "restore", nbytes) as advance,
+        reported(request.progress, "restore", nbytes) as advance,
         closing(plan.restoring.fill()) as batches,
     ):
         for fragments in batches:
@@ -200,7 +195,7 @@ def _fill(plan: RestorePlan, rank: int | None, verify: bool | None, progress: Pr
                     continue
                 span = Span(fragment.start, fragment.stop, 0)
                 wants.append(Want(info, [span], fragment.data))
-            checkpoint.read(wants, rank=rank, verify=verify, advance=advance, staging=staging)
+            checkpoint.read(wants, rank=rank, verify=request.verify, advance=advance, staging=staging)
 
 
 def _set_state(plan: RestorePlan) -> None:

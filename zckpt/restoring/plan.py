@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.engines.contract import EngineAdapter, Restoring
+    from zckpt.progress import Progress
     from zckpt.reading.checkpoint import Checkpoint
+    from zckpt.transfer.budget import Budget
 
 
 class Caller(NamedTuple):
@@ -34,12 +36,15 @@ class Caller(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a caller of ``zckpt.restore``, which says what the first four are, or of an attached engine asks for."""
+    """The arguments of ``zckpt.restore``, whose docstring explains them, and two that an attached engine needs."""
 
     parts: Collection[str] | None = None
-    state: Collection[str] | None = None
     strict: bool = True
+    state: Collection[str] | None = None
     rng: bool = False
+    verify: bool | None = None
+    budget: Budget | None = None
+    progress: Progress | None = None
     own_client_state: bool = False
     """Where the ranks of the writer each had a ``client_state`` of their own, a rank gets its own again; with another
     number of ranks all get rank 0's, and a warning says so."""
