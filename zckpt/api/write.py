@@ -109,13 +109,13 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
     pending: PendingWrite | None = None
     with ranks.undivided():
         facts = ranks.share(prepared.prepare, "prepare the write")
-        receipts = ranks.share(lambda: prepared.plan(facts), "plan the write")
+        plans = ranks.share(lambda: prepared.plan(facts), "plan the write")
         own = prepared.write
         # The ranks have agreed that all of them write in the background, or none.
         others = Ranks(group, background=True, call="zckpt.write") if options.background else ranks
 
         def begin() -> PendingWrite | None:
-            prepared.begin(receipts)
+            prepared.begin(plans)
             if not options.background:
                 return None
             return PendingWrite(prepared.target, lambda snapshot: _finish(own, others, snapshot), others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgpack
 import torch
@@ -48,6 +48,14 @@ class Facts(NamedTuple):
     """Of rank 0: the digests of its buffers."""
     save_id: str
     """Of rank 0."""
+
+
+class Planned(NamedTuple):
+    """What a rank tells the others once it has planned its files."""
+
+    receipt: bytes
+    scalars: Mapping[str, str]
+    """What the optimizer keeps once for all ranks, by path; empty unless the ranks differ in it."""
 
 
 class Preparation:
@@ -101,8 +109,8 @@ class Preparation:
                 return b""  # it is not written, and differs from rank 0's, which is
             raise
 
-    def plan(self, told: Sequence[Facts]) -> bytes | dict[str, str]:
-        """The receipt of this rank's files, once the ranks agree; else the optimizer's values that differ."""
+    def plan(self, told: Sequence[Facts]) -> Planned:
+        """This rank's files, once the ranks agree about what has to be the same on all of them."""
         options, own, rank = self.options, self._own, self._rank
         facts = [Facts(*one) for one in told]
         check_arguments([one.arguments for one in facts])
@@ -124,17 +132,17 @@ class Preparation:
             store=self._store, latest_in=self._run if options.latest else None, save_id=save_id, rank=rank,
             shards=shards, about=self._about, options=options,
         )  # fmt: skip
-        if any(one.scalars != facts[0].scalars for one in facts):
-            return own.scalars
-        return catalog.pack(catalog.receipt(rank, shards))
+        differ = any(one.scalars != facts[0].scalars for one in facts)
+        return Planned(catalog.pack(catalog.receipt(rank, shards)), own.scalars if differ else {})
 
-    def begin(self, told: Sequence[Any]) -> None:
-        """On rank 0, the manifest and the index, checked; then the lock and the place for the data."""
-        if isinstance(told[0], dict):
-            raise _differing(told)
+    def begin(self, told: Sequence[Planned]) -> None:
+        """On rank 0, the manifest and the index, checked; then the lock and the place for the data. Raises StateError
+        where the ranks' optimizers differ in what is kept once."""
+        plans = [Planned(*one) for one in told]
+        if any(one.scalars for one in plans):
+            raise _differing([one.scalars for one in plans])
         if self._rank == 0:
-            receipts = [catalog.unpack(one) for one in told]
-            self.write.describe(receipts)
+            self.write.describe([catalog.unpack(one.receipt) for one in plans])
             refuse_place(self._store, self._run, latest=self.options.latest)
             self.write.begin(self._lock)
 
