@@ -9,6 +9,8 @@ both need pytest. ``ReferenceEngine`` is a small engine of plain tensors, on any
     zckpt.write(engine, "checkpoints/a")
     zckpt.restore(ReferenceEngine(device="cuda", seed=1), "checkpoints/a")
 
+``zckpt.testing.fragments.write_fragments`` writes a checkpoint of given tensors, without an engine.
+
 All of this may change from one version of zckpt to the next.
 """
 
