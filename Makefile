@@ -126,7 +126,7 @@ $(SIM): $(SETUP) tests/support/accelerator/build.py $(wildcard tests/support/acc
 	@$(needs_compiler)
 	@mkdir -p .cache
 	@echo "setup: the simulated accelerator (a minute)"
-	@$(PY) -m tests.support.accelerator.build
+	@$(PY) tests/support/accelerator/build.py
 	@touch $@
 
 # The two that its engines use.

@@ -309,9 +309,12 @@ def test_no_checkpoint_hides_others(tmp_path: Path, name: str, latest: bool) -> 
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (TypeError, "client_state must be a dict.*got a list", {"client_state": [1]}),
+        (TypeError, "client_state must be a dict.*got list", {"client_state": [1]}),
         (ValueError, "pass background=True", {"snapshot": "lazy"}),
         (ValueError, "pass background=True", {"snapshot_bytes": 1 << 20}),
+        (ValueError, "snapshot_bytes must be a number of bytes", {"snapshot_bytes": "1GB", "background": True}),
+        (ValueError, "snapshot_bytes must be a number of bytes", {"snapshot_bytes": -1, "background": True}),
+        (TypeError, "budget must be a zckpt.Budget", {"budget": 5}),
         (ValueError, "the engine has no part m; it has master", {"exclude": "m"}),
     ],
 )
@@ -320,6 +323,21 @@ def test_an_argument_of_the_wrong_kind(
 ) -> None:
     with pytest.raises(error, match=message):
         zckpt.write(Engine(), tmp_path / "c", **options)
+    assert everything(tmp_path) == {}
+
+
+def test_a_checkpoint_is_found_that_would_hide_one_far_below_it(tmp_path: Path) -> None:
+    zckpt.write(Engine(step=3), tmp_path / "c", latest=False)
+    before = everything(tmp_path)
+    with pytest.raises(CheckpointExistsError, match=f"{tmp_path / 'c'} is a checkpoint, which would hide"):
+        zckpt.write(Engine(step=4), tmp_path / "c" / "run" / "step4")
+    assert everything(tmp_path) == before
+
+
+def test_an_empty_path_is_not_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the path is empty; the current directory is"):
+        zckpt.write(Engine(), "")
     assert everything(tmp_path) == {}
 
 

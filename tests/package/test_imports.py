@@ -169,3 +169,7 @@ def test_no_test_module_imports_another() -> None:
     for file in tests.rglob("test_*.py"):
         imported = {name for name in imports(ast.parse(file.read_text())) if name.startswith("tests.")}
         assert not {name for name in imported if ".test_" in name}, file
+
+
+def test_type_checkers_find_the_types_of_an_installed_package() -> None:
+    assert (ROOT / "py.typed").is_file()

@@ -69,6 +69,11 @@ def test_select_by_further_names(wanted: object, found: list[str] | None) -> Non
         assert select(keys, wanted, aliases) == found
 
 
+def test_the_name_of_a_part_is_no_key() -> None:
+    with pytest.raises(KeyNotFoundError, match=r"all keys of this part: 'exp_avg/\*'"):
+        select(["exp_avg/a.weight", "exp_avg_sq/a.weight"], "exp_avg")
+
+
 def test_an_unknown_key_names_the_nearest() -> None:
     with pytest.raises(KeyNotFoundError, match=r"nearest are: exp_avg/a\.weight"):
         select(KEYS, "exp_avg/a.wieght")

@@ -456,7 +456,7 @@ def test_out_says_what_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="out must be a dict of tensors by key"):
         checkpoint.load(out=[torch.zeros(5)])  # type: ignore[arg-type]
     with pytest.raises(
-        TypeError, match=r"out\['master/b'\] must be a torch.Tensor, got a numpy.ndarray; torch.from_numpy"
+        TypeError, match=r"out\['master/b'\] must be a torch.Tensor, got numpy.ndarray; torch.from_numpy"
     ):
         checkpoint.load(out={"master/b": np.zeros(5)})  # type: ignore[dict-item]
 

@@ -6,6 +6,7 @@ import ntpath
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_what_is_behind_a_scheme_is_never_changed(url: str) -> None:
 
 def test_a_url_that_pathlib_has_changed_is_refused() -> None:
     for read in (zckpt.open, zckpt.validate, zckpt.gc, zckpt.repair):
-        with pytest.raises(zckpt.UnsupportedError, match=r"s3:/bucket/run.*\n.*as a string"):
+        with pytest.raises(zckpt.UnsupportedError, match=r"s3:/bucket/run.*looks like a URL.*\n.*as a string"):
             read(Path("s3://bucket/run"))
     assert Location.of(Path("at:12/c")).path == os.path.join("at:12", "c")
 
@@ -44,7 +45,7 @@ def test_the_topmost_one_is_its_own_parent() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["run", "run/c", "../run/c", "/run/c", ".", "", "C:/run", "a:b", "x:/y", "s3:/bucket", "é\n"]
+    "path", ["run", "run/c", "../run/c", "/run/c", ".", "C:/run", "a:b", "x:/y", "s3:/bucket", "é\n"]
 )
 def test_a_path_of_a_file_system_is_what_the_system_makes_of_it(path: str) -> None:
     location = Location.of(path)
@@ -80,3 +81,9 @@ def test_paths_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Location.of("D:\\a").path_from(run) == "D:\\a"
     assert (run.parent, run.name) == (Location.of("C:\\"), "runs")
     assert str(Location.of("s3://bucket/run").child("a").parent) == "s3://bucket/run"
+
+
+@pytest.mark.parametrize(("given", "error"), [(b"run", TypeError), (None, TypeError), ("", ValueError)])
+def test_what_is_no_path_is_refused(given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"(?i)path"):
+        Location.of(given)

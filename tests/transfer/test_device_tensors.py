@@ -25,7 +25,7 @@ from zckpt.engines import adapt
 from zckpt.storage import gpudirect
 from zckpt.storage.local_reader import LocalReader
 from zckpt.testing import ReferenceEngine
-from zckpt.testing.adapter import ReferenceAdapter
+from zckpt.testing.adapter import ReferenceRestoring
 from zckpt.transfer import write as io_write
 from zckpt.transfer.devices import CopyQueue, ToDevice
 from zckpt.transfer.snapshot import Snapshot
@@ -429,11 +429,11 @@ def test_a_buffer_is_used_again_only_when_it_has_been_written(kind: str, tmp_pat
 
 @pytest.mark.sim
 def test_a_restore_in_many_batches_pins_memory_once(tmp_path: Path) -> None:
-    engine, fill = ReferenceEngine(device="sim"), ReferenceAdapter.fill
+    engine, fill = ReferenceEngine(device="sim"), ReferenceRestoring.fill
     path = zckpt.write(engine, tmp_path / "c")
     accelerator.reset()
     with mock.patch.object(
-        ReferenceAdapter, "fill", lambda *given: ((one,) for batch in fill(*given) for one in batch)
+        ReferenceRestoring, "fill", lambda *given: ((one,) for batch in fill(*given) for one in batch)
     ):
         zckpt.restore(engine, path)
     counters = accelerator.counters()

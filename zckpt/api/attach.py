@@ -67,7 +67,7 @@ def attach(engine: Any, *, background: bool = False, replace_deepspeed: bool = F
     """
     if not all(hasattr(engine, method) for method in _METHODS):
         raise UnsupportedError(
-            f"a {type(engine).__name__} has no {' and '.join(_METHODS)}",
+            f"{type(engine).__name__} has no {' and '.join(_METHODS)}",
             hint="attach the engine that deepspeed.initialize returns; any other one: zckpt.write and zckpt.restore",
         )
     if "load_checkpoint" not in vars(engine):
@@ -84,7 +84,7 @@ def detach(engine: Any) -> Any:
     return engine
 
 
-def attach_all(*, replace_deepspeed: bool = False, on_attach: Callable[[Any], None] = lambda engine: None) -> None:
+def attach_all(*, replace_deepspeed: bool = False, on_attach: Callable[[Any], None] | None = None) -> None:
     """Has every engine that ``deepspeed.initialize`` returns from now on attached, whoever calls it.
 
     For frameworks that make the engine themselves, such as Trainer, Accelerate and Lightning: call it before they do,
@@ -102,7 +102,8 @@ def attach_all(*, replace_deepspeed: bool = False, on_attach: Callable[[Any], No
     def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         engine, *others = stock(*args, **kwargs)
         attach(engine, replace_deepspeed=replace_deepspeed)
-        on_attach(engine)
+        if on_attach is not None:
+            on_attach(engine)
         return (engine, *others)
 
     setattr(initialize, _MARK, True)
@@ -123,6 +124,7 @@ def _save_checkpoint(
     def own_tag() -> str:
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty path, got {save_dir!r}")
+        Location.of(save_dir)  # it raises here, where the other ranks learn of it
         adapter.refuse_unsupported(drop_gradients=True)
         return f"global_step{engine.global_steps}" if tag is None else str(tag)
 
@@ -186,9 +188,10 @@ def _load_checkpoint(
     wait()  # A write in the background may be about to change `latest`.
     ranks = Ranks(group_of(engine), call=_LOAD.call)
     universal = engine.load_universal_checkpoint()
-    chosen, theirs = ranks.first(lambda: _find(load_dir, tag, universal), "find the checkpoint")
+    run = ranks.together(lambda: open_store(load_dir), "find the checkpoint")
+    chosen, theirs = ranks.first(lambda: _find(run, tag, universal), "find the checkpoint")
     if chosen is None:
-        missing = f"there is no {Location.of(load_dir).child('latest_universal' if universal else 'latest')}"
+        missing = f"there is no {run.location.child('latest_universal' if universal else 'latest')}"
         if universal:
             raise ValueError(f"{missing}, which DeepSpeed needs with checkpoint.load_universal")
         said = f"{missing}: pass a tag to load a checkpoint that it does not name"
@@ -197,7 +200,7 @@ def _load_checkpoint(
     if theirs:
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         return stock(load_dir, chosen, *options, custom_load_fn)  # type: ignore[no-any-return]
-    path = str(Location.of(load_dir).child(chosen))
+    path = str(run.location.child(chosen))
     weights_only = load_module_only or not load_optimizer_states
 
     def what() -> tuple[list[str] | None, list[str]]:
@@ -228,20 +231,19 @@ def _load_checkpoint(
     return path, dict(restore_engine(engine, path, request))
 
 
-def _find(load_dir: StrPath, tag: object, universal: bool) -> tuple[str | None, bool]:
+def _find(run: Store, tag: object, universal: bool) -> tuple[str | None, bool]:
     """The tag that is to be loaded, None if no file names one, and whether its folder is in DeepSpeed's own format.
 
     ``universal``: a checkpoint of DeepSpeed's is to be one that it has converted, which ``latest_universal`` names.
     """
-    run = open_store(load_dir)
     if tag is not None:
         return str(tag), _is_deepspeeds(run.child(str(tag)))
     for file in ("latest", "latest_universal") if universal else ("latest",):
-        place = run.location.child(file).resolved()  # it may be a link, which a reader follows nowhere
         try:
+            place = run.location.child(file).resolved()  # it may be a link, which a reader follows nowhere
             with closing(open_store(place.parent).reader()) as reader:
                 raw = reader.read(place.name, 0, LATEST_BYTES_MAX + 1)
-        except FormatError:  # there is no such file
+        except (FormatError, ValueError):  # there is no such file, or no file can have such a name
             continue
         named = raw.decode(errors="surrogateescape").strip()
         found = run.child(named)

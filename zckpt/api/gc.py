@@ -85,8 +85,8 @@ def gc(
     be repaired. Call it on one rank.
 
     Raises CheckpointNotFoundError if there is no such directory, of the run or of ``discard``; CheckpointExistsError if
-    one of ``discard`` has a manifest; FormatError if ``latest`` cannot be read; StorageError. ValueError for ``keep``
-    below 1.
+    one of ``discard`` has a manifest; FormatError if ``latest`` cannot be read; StorageError; UnsupportedError for the
+    URL of a store that does not exist; ValueError for ``keep`` below 1.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep}")

@@ -47,8 +47,9 @@ def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa:
 
     Reads the manifest and nothing else. Needs neither the framework that wrote it nor torch.distributed. Raises
     CheckpointNotFoundError, which says what is there instead, UnfinishedWriteError, VersionError, FeatureError,
-    FormatError, StorageError. Where something is damaged or missing, the error, and so that of every load, names the
-    newest other checkpoints of the run that are whole.
+    FormatError, StorageError, and UnsupportedError for the URL of a store that does not exist. Where something is
+    damaged or missing, the error, and so that of every load, names the newest other checkpoints of the run that are
+    whole.
     """
     found = find(path)
     with advised(found):

@@ -68,7 +68,8 @@ def repair(
 
     Raises RepairError, which lists everything, if files are missing, damaged or of several saves; LockedError;
     CheckpointNotFoundError, which says what is there instead; CheckpointExistsError (``output``); VersionError;
-    FeatureError; StorageError, also for a copy that differs, of which nothing is left then.
+    FeatureError; UnsupportedError for the URL of a store that does not exist; StorageError, also for a copy that
+    differs, of which nothing is left then.
     """
     source = open_store(path)
     target = source if output is None else open_store(output)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.api.open import find, open_checkpoint
 from zckpt.errors import CheckpointNotFoundError, FormatError
-from zckpt.ranks.collectives import Ranks
+from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.validation.check import Share, check_checkpoint
@@ -35,12 +35,15 @@ def validate(
     Where torch.distributed is initialised, every rank calls it; they share the work, and each gets the whole report.
 
     Never raises for what is wrong with the checkpoint: that is in the report, one finding per broken rule and place.
-    Raises CheckpointNotFoundError if there is nothing to check, StorageError and RankError.
+    Raises CheckpointNotFoundError if there is nothing to check, UnsupportedError for the URL of a store that does
+    not exist, StorageError and RankError.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     ranks = Ranks(call="zckpt.validate")
-    given = ranks.agree(str(Location.of(path)), "paths")
+    paths = ranks.share(lambda: str(Location.of(path)), "find the checkpoint")
+    check_equal(paths, "paths")
+    given = paths[0]
     share = Share(ranks.rank, ranks.size)
     place = ranks.first(lambda: _find(given), "find the checkpoint")
     while True:

@@ -44,6 +44,10 @@ def write(
 def write(
     engine: object, path: StrPath | None = None, *, background: Literal[True], **options: Unpack[_BackgroundOptions]
 ) -> PendingWrite: ...
+@overload
+def write(
+    engine: object, path: StrPath | None = None, *, background: bool, **options: Unpack[_BackgroundOptions]
+) -> str | PendingWrite: ...
 def write(
     engine: object,
     path: StrPath | None = None,

@@ -69,6 +69,8 @@ def _of_others(pattern: str, others: set[str], aliases: Mapping[str, str]) -> It
 
 def nearest(keys: Sequence[str], wanted: str) -> str:
     """A sentence that names the keys most like ``wanted``."""
+    if any(key.startswith(f"{wanted}/") for key in keys):
+        return f"all keys of this part: {f'{wanted}/*'!r}"
     near = difflib.get_close_matches(wanted, keys[:COMPARED_MAX], n=3, cutoff=0.3) or keys[:3]
     which = "nearest are" if wanted else "first ones are"
     return f"the {which}: {', '.join(near)}" if near else "the checkpoint holds no tensors"

@@ -234,6 +234,7 @@ class Ranks:
         step = f"{self._call}, to {doing}"
         try:
             report = _pack([step, None, action()])
+            _unpack(report)  # what cannot come back is this rank's error
         except BaseException as caught:  # raised again below, once the others know
             error = caught
             report = _pack([step, _said(error), None])
@@ -266,12 +267,12 @@ class Ranks:
 
 
 def _pack(value: object) -> bytes:
-    packed: bytes = msgpack.packb(value, unicode_errors="surrogateescape")
+    packed: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
     return packed
 
 
 def _unpack(packed: bytes) -> Any:
-    return msgpack.unpackb(packed, unicode_errors="surrogateescape", strict_map_key=False)
+    return msgpack.unpackb(packed, unicode_errors="surrogatepass", strict_map_key=False)
 
 
 def _said(error: BaseException) -> str:
@@ -285,7 +286,7 @@ def _said(error: BaseException) -> str:
 
 def check_equal(values: Sequence[object], what: str) -> None:
     """Raises RankError unless the values of all ranks are the same."""
-    for rank, other in enumerate(values):
+    for rank, other in enumerate(values[1:], 1):
         if other != values[0]:
             raise RankError(
                 f"the ranks have different {what}: {values[0]!r} on rank 0, {other!r} on rank {rank}", rank=rank

@@ -211,7 +211,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         device = check_device(device)
         given = {} if out is None else out
         if not isinstance(given, Mapping):
-            raise TypeError(f"out must be a dict of tensors by key, such as 'master/embed', got a {type(out).__name__}")
+            raise TypeError(f"out must be a dict of tensors by key, such as 'master/embed', got {type(out).__name__}")
         infos = {key: self[key] for key in (given if keys is None and out is not None else self._select(keys))}
         unused = [key for key in given if key not in infos]
         if unused:
@@ -409,7 +409,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         if not isinstance(given, torch.Tensor):
             what = f"{type(given).__module__}.{type(given).__name__}"
             raise TypeError(
-                f"out[{info.key!r}] must be a torch.Tensor, got a {what}; torch.from_numpy shares an array's memory"
+                f"out[{info.key!r}] must be a torch.Tensor, got {what}; torch.from_numpy shares an array's memory"
             )
         check_cast(info.dtype, target.dtype, info.key)
         if tuple(target.shape) != info.shape or not lies_in_order(target):

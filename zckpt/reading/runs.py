@@ -184,8 +184,8 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
             file=str(target.location),
             hint=f"write to a directory in it: {target.location.child('global_step<N>')}",
         )
-    above, (first, *others) = target, target.location.path_from(run.location).split("/")
-    for _ in range(1 if first == ".." else 1 + len(others)):
+    above, levels = target, target.location.path_from(run.location).count("/") + 1
+    for _ in range(max(levels, DEPTH_MAX)):
         above = above.parent
         if above.exists(names.MANIFEST):
             place = above.location
@@ -267,6 +267,8 @@ def nothing_at(store: Store) -> CheckpointNotFoundError:
     run = run_of(store)
     found = _newest_first(run)
     hint = f"the checkpoints in {run.location} are, newest first: {_listed(found, run)}" if found else ""
+    if str(store.location).startswith("~"):
+        hint = "zckpt takes ~ for the name of a directory: give os.path.expanduser(path)"
     return CheckpointNotFoundError(
         f"the path {what}", file=str(store.location), hint=hint or "give the directory of a checkpoint or run"
     )

@@ -6,6 +6,7 @@ import os
 import posixpath
 import re
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError
@@ -35,10 +36,18 @@ class Location:
 
     @staticmethod
     def of(given: StrPath) -> Location:
-        """Raises UnsupportedError for a ``Path`` that was made from a URL."""
-        text = os.fspath(given)
-        if not isinstance(given, str) and _WITH_LOST_SLASH.match(text):
-            raise UnsupportedError(f"{text!r} was a URL: pathlib changes those", hint="give it as a string")
+        """Raises TypeError for what is no path, ValueError for an empty one, and UnsupportedError for a ``Path`` that
+        may have been made from a URL."""
+        text: object = os.fspath(given)
+        if not isinstance(text, str):
+            raise TypeError(f"a path must be a str or a Path, got {type(text).__name__}")
+        if not text:
+            raise ValueError("the path is empty; the current directory is '.'")
+        if isinstance(given, PurePath) and _WITH_LOST_SLASH.match(text):
+            raise UnsupportedError(
+                f"{text!r} looks like a URL, of which pathlib has taken a slash away",
+                hint="give a URL, or a directory of that name, as a string",
+            )
         found = _WITH_SCHEME.fullmatch(text)
         return Location(*found.groups()) if found else Location("", text)
 

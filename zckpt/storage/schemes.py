@@ -25,6 +25,6 @@ def open_store(given: StrPath | Location) -> Store:
         known = "".join(f", or {scheme}://..." for scheme in sorted(SCHEMES) if scheme)
         raise UnsupportedError(
             f"there is no store for the scheme {location.scheme!r}", file=str(location),
-            hint=f"give a path of a file system, without a scheme{known}",
+            hint=f"give a path of a file system, without a scheme{known}; a directory of this name is './{location}'",
         )  # fmt: skip
     return SCHEMES[location.scheme](location)

@@ -48,10 +48,14 @@ class WriteOptions:
             raise ValueError(f"snapshot must be 'copy' or 'lazy', got {self.snapshot!r}")
         if not self.background and (self.snapshot, self.snapshot_bytes) != ("copy", None):
             raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
+        if self.snapshot_bytes is not None and not (isinstance(self.snapshot_bytes, int) and self.snapshot_bytes >= 0):
+            raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {self.snapshot_bytes!r}")
+        if not isinstance(self.budget, Budget | None):
+            raise TypeError(f"budget must be a zckpt.Budget, got {self.budget!r}")
         client_state: object = self.client_state
         if not isinstance(client_state, Mapping | None):
             kind = type(client_state).__name__
-            raise TypeError(f"client_state must be a dict, of the caller's own values by name, got a {kind}")
+            raise TypeError(f"client_state must be a dict, of the caller's own values by name, got {kind}")
         if self.pending_gradients not in ("refuse", "drop"):
             raise ValueError(f"pending_gradients must be 'refuse' or 'drop', got {self.pending_gradients!r}")
         budget = self.budget or Budget.from_environment()
