@@ -5,11 +5,11 @@
     zckpt.open(path).load(keys, device="cuda")     any part, any process, only the bytes asked for
     zckpt.validate(path)                           against the specification
 
-``README.md`` says what it does, ``spec/format.md`` how its files look, and ``docs/architecture.md`` how a byte gets from
-an engine to the disk and back.
+``README.md`` says what it does, ``spec/format.md`` how its files look, and ``docs/architecture.md`` how a byte gets
+from an engine to the disk and back.
 
-For those who change zckpt: the modules and folders of the package, from the lowest to the highest. Each imports only itself and what stands above
-it in this table; an import for type checkers alone counts too:
+For those who change zckpt: the modules and folders of the package, from the lowest to the highest. Each imports only
+itself and what stands above it in this table; an import for type checkers alone counts too:
 
     version    no torch, no I/O the version of the library
     errors     no torch, no I/O the tree of all errors, and how an error of the system becomes one of them
