@@ -268,7 +268,7 @@ def nothing_at(store: Store) -> CheckpointNotFoundError:
     found = _newest_first(run)
     hint = f"the checkpoints in {run.location} are, newest first: {_listed(found, run)}" if found else ""
     if str(store.location).startswith("~"):
-        hint = "~ is taken for the name of a directory: give pathlib.Path(path).expanduser()"
+        hint = "~ is taken for the name of a directory: give the whole path of the home directory"
     return CheckpointNotFoundError(
         f"the path {what}", file=str(store.location), hint=hint or "give the directory of a checkpoint or run"
     )
