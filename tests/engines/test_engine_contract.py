@@ -10,6 +10,7 @@ import torch
 from tests.support.models import batch, make_engine, train
 from tests.support.runs import everything
 from zckpt.testing import EngineContract, ReferenceEngine
+from zckpt.testing.engine import SHAPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,11 +32,25 @@ class TestReferenceEngineAlone(EngineContract):
     @classmethod
     def held(cls, engine: ReferenceEngine) -> Mapping[Any, Any]:
         names = ("tensors", "steps", "learning_rate", "beta_powers", "gradients")
-        return {"generator": engine.generator.get_state(), **{name: getattr(engine, name) for name in names}}
+        return {**cls.generators(engine), **{name: getattr(engine, name) for name in names}}
 
     @classmethod
-    def spoil(cls, engine: ReferenceEngine) -> None:
+    def backward(cls, engine: ReferenceEngine) -> None:
         engine.backward()
+
+    @classmethod
+    def generators(cls, engine: ReferenceEngine) -> Mapping[str, Any]:
+        return {"generator": engine.generator.get_state()}
+
+    @classmethod
+    def make_resized(cls, seed: int) -> ReferenceEngine:
+        return ReferenceEngine({**SHAPES, "weight": (64, 65), "more": (5, 7)}, seed=seed)
+
+    @classmethod
+    def make_unlike(cls, seed: int) -> ReferenceEngine:
+        engine = cls.make(seed)
+        engine.beta_powers = engine.beta_powers.double()
+        return engine
 
 
 class OnRanks(EngineContract):
@@ -64,11 +79,24 @@ class DeepSpeed(OnRanks):
 
     @classmethod
     def held(cls, engine: Any) -> Mapping[Any, Any]:
-        return {**everything(engine), "generator": torch.get_rng_state()}
+        return {**everything(engine), **cls.generators(engine)}
 
     @classmethod
-    def spoil(cls, engine: Any) -> None:
+    def backward(cls, engine: Any) -> None:
         engine.backward(engine(**batch(engine, 0)))
+
+    @classmethod
+    def generators(cls, engine: Any) -> Mapping[str, Any]:
+        return {"generator": torch.get_rng_state()}
+
+    @classmethod
+    def make_resized(cls, seed: int) -> Any:
+        model = f"resized {cls.setup.get('model', 'mlp')}"
+        return make_engine(**{**cls.setup, "model": model}, scheduler=True, seed=seed)
+
+    @classmethod
+    def make_unlike(cls, seed: int) -> Any:
+        return make_engine(**cls.setup, seed=seed)
 
 
 class TestStage0(DeepSpeed):

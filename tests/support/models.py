@@ -96,6 +96,32 @@ class Odd(nn.Module):
         return logits.float().square().mean() + self.embed(self.batches % 7).square().mean()
 
 
+class ResizedMlp(Mlp):
+    """With another shape of the last weight and bias, and one more parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = nn.Linear(64, 65)
+        self.more = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.more.sum()
+
+
+class ResizedOdd(Odd):
+    """With another shape of the shared weight and of the head's bias, and one more parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 63)
+        self.head = nn.Linear(63, 8)
+        self.head.weight = self.embed.weight
+        self.more = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.more.sum()
+
+
 class Wide(nn.Module):
     """Large enough for NVMe offload: of two ranks, each holds 1 MiB of every weight, in bf16, but not of the biases."""
 
@@ -135,7 +161,8 @@ def make_model(model: str) -> nn.Module:
         return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     if model == "thawed":
         return Wide().requires_grad_()
-    return {"mlp": Mlp, "odd": Odd, "wide": Wide, "uneven": Uneven}[model]()
+    resized = {"resized mlp": ResizedMlp, "resized odd": ResizedOdd}
+    return {"mlp": Mlp, "odd": Odd, "wide": Wide, "uneven": Uneven, **resized}[model]()
 
 
 def make_engine(
@@ -220,6 +247,6 @@ def batch(engine: deepspeed.DeepSpeedEngine, step: int) -> dict[str, torch.Tenso
     if isinstance(engine.module, GPT2LMHeadModel):
         tokens = torch.randint(64, (4, 16), generator=random)
         return {"input_ids": tokens, "labels": tokens}
-    features = {Odd: 63, Wide: 1024}.get(type(engine.module), 64)
+    features = {Odd: 63, ResizedOdd: 63, Wide: 1024}.get(type(engine.module), 64)
     x = torch.randn(4, features, generator=random)
     return {"x": x.to(next(engine.module.parameters()).dtype)}

@@ -3,6 +3,12 @@
 A new framework is a folder here with a class that has the methods of ``EngineAdapter`` and one with those of
 ``Restoring``, one line in the table ``zckpt.engines.FRAMEWORKS``, and a test class that derives from
 ``zckpt.testing.EngineContract``. ``zckpt.testing.adapter`` is the shortest example.
+
+The engine is one object, and its class stands in that table. Where a framework has a model and an optimizer but nothing
+that holds both, the adapter's folder also has a class that does, for users to pass to zckpt.
+
+State is divided into *parts*, such as ``master`` and ``exp_avg``: ``zckpt.state.inventory`` says what each of them is,
+and what a ``Fragment`` is.
 """
 
 from __future__ import annotations
@@ -79,19 +85,32 @@ class EngineAdapter(Protocol):
         ``inventory`` returns: the forward and backward passes between two steps must leave them alone."""
 
     def inventory(self, parts: Collection[str] | None) -> Inventory:
-        """What this rank writes: fragments with ``data``. ``parts=None``: all that a bit-exact resume needs.
+        """What this rank writes: fragments with ``data``. ``parts=None``: all that a bit-exact resume needs, and so no
+        weight that has a master. With ``parts``, all of each: ``param`` then has every weight.
+
+        The fragments of all ranks make up every tensor, without a gap and without any element twice. So of a weight or
+        moment that several ranks hold, each returns a share, or one returns all. A buffer may differ from rank to rank:
+        each rank returns it whole, its rank as ``copy``, and a write keeps those that differ from rank 0's. Whatever is
+        no buffer has copy 0. One rank may return several fragments of a key. No fragment is empty, except that of a
+        tensor without elements, which one rank returns.
 
         Raises ValueError for a part that the engine does not have, naming those it has.
         """
 
     def state(self) -> dict[str, Any]:
         """The non-tensor state, equal on every rank: counters, scheduler, param groups and scalars by parameter name.
+        That of rank 0 is written. The tree ``optimizer`` is compared first: a write fails if it differs between ranks.
+
+        Trees hold None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, dense tensors and NumPy
+        arrays: of exactly these types, with strings and 64-bit integers for keys. They are read back as the same types,
+        with tensors in host memory.
 
         May share memory with the engine: use it before training goes on.
         """
 
     def rank_state(self) -> dict[str, Any]:
-        """The state of this rank alone: random number generators, and optimizer state that no other rank can use.
+        """The state of this rank alone: random number generators, and optimizer state that no other rank can use. It
+        holds the same types as the trees of ``state``.
 
         May share memory with the engine, as ``state`` may.
         """
@@ -140,10 +159,11 @@ class Selection:
     """The names of the parameters whose weights and moments stay as they are. The step that counts for them stays too,
     unless it also counts for a parameter that is restored."""
     state: Mapping[str, Any]
-    """Those of ``EngineAdapter.trees`` that are to be restored."""
+    """Those of ``EngineAdapter.trees`` that are to be restored. One that the checkpoint does not have is None: a
+    problem, unless the engine can keep its own."""
     rank_state: Mapping[str, Any] | None
-    """This rank's; None if the writer had another number of ranks or nothing needs it. Tensors and arrays in it are
-    functions that read them."""
+    """This rank's; None if the writer had another number of ranks or nothing needs it. For each tensor and array it has
+    a function without arguments that reads and returns it."""
     rng: bool
     """Whether random generators are restored too. Otherwise they are left alone."""
 

@@ -14,9 +14,12 @@ TIERS = ("device", "host", "nvme")
 """Where a state lives when it is saved. The order is the numbering of the format (spec, files)."""
 
 MASTER, PARAM, BUFFER, STATE = "master", "param", "buffer", "state"
-"""The parts with a meaning of their own; every other part is an optimizer state named as torch names it.
+"""The parts with a meaning of their own. ``master``: the weights that the optimizer updates, also where no others are
+kept, as in fp32. ``param``: all weights as the model computes with them; those that have a master are derived from it.
+``buffer``: the module's persistent buffers. ``state``: the trees of non-tensor state and the arrays inside them; it is
+not listed among a model's tensors, and no adapter returns it.
 
-``state`` carries the trees of non-tensor state and the arrays inside them; it is not listed among a model's tensors.
+Every other part is a *moment*: what an optimizer keeps in the shape of the weights, under torch's name for it.
 """
 RESERVED_PARTS = frozenset({MASTER, PARAM, BUFFER, STATE})
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,13 +18,16 @@ import zckpt
 from zckpt.engines import adapt, group_of
 from zckpt.engines.contract import Selection
 from zckpt.plan.reshard import Span
+from zckpt.plan.select import part_of
 from zckpt.reading.checkpoint import Want
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, Fragment
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.devices import synchronize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from zckpt.engines.contract import Restoring
 
 BEFORE, AFTER = 3, 2
 TURN_SECONDS = 60
@@ -50,6 +55,9 @@ class EngineContract:
             def held(cls, engine): return engine.state_dict()
 
     They are called on each rank. With one rank, all of it runs in the test's process. For more, override ``run``.
+
+    Define ``backward``, ``generators``, ``make_resized`` and ``make_unlike`` too, if the framework allows it. A test
+    that needs one that is not defined is skipped.
     """
 
     ranks = 1
@@ -75,9 +83,31 @@ class EngineContract:
         raise NotImplementedError
 
     @classmethod
-    def spoil(cls, engine: Any) -> None:
-        """Has the engine do something after which it cannot be written, such as a backward pass without its step."""
-        pytest.skip("the engine can always be written")
+    def backward(cls, engine: Any) -> None:
+        """A forward and backward pass: leaves gradients in the engine that no optimizer step has used yet."""
+        raise NotImplementedError
+
+    @classmethod
+    def generators(cls, engine: Any) -> Mapping[str, Any]:
+        """The states of the random generators that ``seed`` and the rank decide. ``held`` has them too."""
+        raise NotImplementedError
+
+    @classmethod
+    def make_resized(cls, seed: int) -> Any:
+        """As ``make``, but one of the trained weights has another shape, and there is one more of them."""
+        raise NotImplementedError
+
+    @classmethod
+    def make_unlike(cls, seed: int) -> Any:
+        """As ``make``, with the same tensors, but the state of ``make`` does not fit: it has another scheduler, for
+        instance."""
+        raise NotImplementedError
+
+    @classmethod
+    def _needs(cls, name: str) -> None:
+        """Skips a test where the class does not define this method."""
+        if not any(name in vars(one) for one in cls.__mro__[: cls.__mro__.index(EngineContract)]):
+            pytest.skip(f"{cls.__name__} does not define {name}()")
 
     @pytest.fixture(scope="class", name="run")
     @classmethod
@@ -108,6 +138,7 @@ class EngineContract:
             assert restored == before
             assert other_end == end
         assert zckpt.validate(written.path).ok
+        assert zckpt.open(written.path).step == BEFORE
 
     @classmethod
     def _write(cls, path: str) -> list[Any]:
@@ -160,13 +191,112 @@ class EngineContract:
             chosen = {key for key in before if key.startswith(f"{part}/")}
             assert part == PARAM or any(before[key] != source[key] for key in chosen), "nothing differs"
             restored = zckpt.restore(engine, path, parts=[part]).restored
-            assert {f"{part}/{name}" for part, names in restored.items() for name in names} == chosen
+            assert keys_of(restored) == chosen
             zckpt.write(engine, own, overwrite=True)
             after = content(own)
             differ = [key for key in before if after[key] != (source if key in chosen else before)[key]]
             assert not differ, f"after {part} alone was restored"
 
+    def test_what_fits_in_part_is_restored_in_part(self, run: Run, written: Written) -> None:
+        self._needs("make_resized")
+        run(self._restore_what_fits, self.ranks, written.path, f"{written.path}-resized")
+
+    @classmethod
+    def _restore_what_fits(cls, path: str, own: str) -> None:
+        engine, source = cls.make_resized(1), content(path)
+        cls.train(engine, 1)
+        parts = adapt(engine).parts
+
+        def all_of_it() -> dict[str, Any]:
+            zckpt.write(engine, own, parts=parts, overwrite=True)
+            return content(own)
+
+        before = all_of_it()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one says that the checkpoint fits in part
+            found = zckpt.restore(engine, path, strict=False)
+        after = all_of_it()
+        masters = [key.partition("/")[2] for key in before if part_of(key) == MASTER]
+        derived = {f"{PARAM}/{name}" for name in masters}
+        tensors, stored = before.keys() - derived - {""}, source.keys() - {""}
+        fits = {key for key in tensors & stored if before[key][:2] == source[key][:2]}
+        misfits = {key for key in tensors - fits if part_of(key) == MASTER}
+        assert {key in stored for key in misfits} == {True, False}, "no weight is missing, or none has another shape"
+        assert keys_of(found.restored) == fits
+        assert keys_of(found.kept) == tensors - fits
+        assert keys_of(found.unexpected) == stored - fits
+        kept = (tensors - fits) | (before.keys() & {f"{PARAM}/{key.partition('/')[2]}" for key in misfits})
+        assert not [key for key in kept if after[key] != before[key]], "kept tensors have changed"
+        assert not [key for key in fits if after[key] != source[key]], "restored tensors are not the checkpoint's"
+        values = zckpt.open(own).load()
+        for name in masters if PARAM in parts else ():
+            param = values[f"{PARAM}/{name}"]
+            assert frozen(values[f"{MASTER}/{name}"].to(param.dtype)) == frozen(param)
+        cls.train(engine, 1)
+        trained = all_of_it()
+        for keys in (misfits, fits - misfits):
+            assert any(trained[key] != after[key] for key in keys if part_of(key) == MASTER), "it does not train on"
+
+    def test_a_state_that_does_not_fit_is_refused(self, run: Run, written: Written) -> None:
+        self._needs("make_unlike")
+        run(self._refuse_state, self.ranks, written.path)
+
+    @classmethod
+    def _refuse_state(cls, path: str) -> None:
+        engine = cls.make_unlike(1)
+        cls.train(engine, 1)
+        before = frozen(cls.held(engine))
+        with pytest.raises((zckpt.MismatchError, zckpt.RankError)):
+            zckpt.restore(engine, path)
+        assert frozen(cls.held(engine)) == before
+        assert not zckpt.restore(engine, path, state=()).kept, "tensors do not fit either"
+
+    def test_random_generators_are_restored_if_asked_for(self, run: Run, written: Written) -> None:
+        self._needs("generators")
+        run(self._restore_generators, self.ranks, written.path)
+
+    @classmethod
+    def _restore_generators(cls, path: str) -> None:
+        engine = cls.make(1)
+        rank_state = zckpt.open(path).rank_state(rank_of(engine), lazy=True)
+        before = frozen(cls.generators(engine))
+        for rng in (False, True):
+            adapter = adapt(engine)
+            adapter.refuse_unsupported(drop_gradients=True)
+            selection = Selection(
+                stored={}, wanted=(), restored=(), kept=(), state={}, rank_state=rank_state, rng=rng
+            )  # fmt: skip
+            restoring = adapter.restoring(selection)
+            assert restoring.problems() == []
+            assert not any(restoring.fill())
+            restoring.set_state()
+            restoring.finish()
+            assert (frozen(cls.generators(engine)) != before) == rng
+
     # The adapter, call by call
+
+    def test_what_the_adapter_says_of_the_engine(self, run: Run) -> None:
+        run(self._describe, self.ranks)
+
+    @classmethod
+    def _describe(cls) -> None:
+        engine = cls.make(0)
+        for steps in (0, BEFORE):
+            cls.train(engine, steps)
+            adapter = adapt(engine)
+            adapter.refuse_unsupported()
+            assert adapter.step == steps
+        assert adapter.trains
+        assert set(adapter.state()) == set(adapter.trees)
+        assert set(adapter.parts) >= {fragment.part for fragment in adapter.inventory(None).fragments}
+        for part in adapter.parts:
+            fragments = adapter.inventory([part]).fragments
+            assert {fragment.part for fragment in fragments} <= {part}
+            used = {f.data.device for f in fragments if isinstance(f.data, torch.Tensor)}
+            assert used <= set(adapter.devices)
+        with pytest.raises(ValueError, match="no_such_part") as raised:
+            adapter.inventory([*adapter.parts, "no_such_part"])
+        assert all(part in str(raised.value) for part in adapter.parts)
 
     def test_each_rank_restores_alone_until_it_finishes(self, run: Run, written: Written) -> None:
         """Nothing but ``finish`` is collective: rank by rank, each does all the rest while the others do nothing."""
@@ -203,14 +333,22 @@ class EngineContract:
             assert all(fragment.data is None for fragment in wanted)
             assert {f.key for f in wanted if f.part in (MASTER, PARAM)} <= {f.key for f in adapter.wanted({})}
             assert adapter.unexpected(names) == []
-            strange = {MASTER: ["no such name"], "no_such_part": ["no such name"]}
-            assert adapter.unexpected(strange) == [f"{part}/no such name" for part in strange]
-            restoring = adapter.restoring(
-                Selection(
-                    stored=names, wanted=wanted, restored=set(checkpoint), kept=frozenset(), rng=True,
-                    state=checkpoint.state["engine"], rank_state=checkpoint.rank_state(rank, lazy=True),
-                )
+            unknown = {MASTER: ["no such name"], "no_such_part": ["no such name"]}
+            assert adapter.unexpected(unknown) == [f"{part}/no such name" for part in unknown]
+            selection = Selection(
+                stored=names, wanted=wanted, restored=set(checkpoint), kept=frozenset(), rng=True,
+                state=checkpoint.state["engine"], rank_state=checkpoint.rank_state(rank, lazy=True),
             )  # fmt: skip
+            for tree, value in selection.state.items():
+                wrong: list[Any] = [{}, ["no tree"], *([] if value is None else [None])]
+                for strange in wrong:
+                    other = adapter.restoring(replace(selection, state={**selection.state, tree: strange}))
+                    if not found_problems(other):
+                        assert strange is None, f"{tree} of a state that is restored is {strange}"
+                        for _ in other.fill():
+                            pass
+                        other.set_state()
+            restoring = adapter.restoring(selection)
             assert restoring.problems() == []
             filled = []
             for batch in restoring.fill():
@@ -227,6 +365,7 @@ class EngineContract:
         _wait_for(turns, group_size(engine))
         restoring.finish()
         synchronize(adapter.devices)
+        assert adapter.step == checkpoint.step
         return frozen(cls.held(engine)), list(wanted)
 
     def test_a_fill_that_is_given_up_can_be_begun_again(self, run: Run, written: Written) -> None:
@@ -272,20 +411,32 @@ class EngineContract:
         cls.train(engine, 1)
         assert seen == [before]
 
-    def test_what_cannot_be_written_is_refused_before_anything_is_touched(self, run: Run, written: Written) -> None:
-        path = f"{written.path}-refused"
-        run(self._refuse, self.ranks, path)
-        assert open_store(path).entries() is None
+    def test_gradients_are_refused_or_dropped(self, run: Run, written: Written) -> None:
+        """A write drops them from what it writes, a restore from the engine."""
+        self._needs("backward")
+        refused = f"{written.path}-refused"
+        resumed = run(self._drop_gradients, self.ranks, written.path, refused, f"{written.path}-dropped")
+        assert open_store(refused).entries() is None
+        assert resumed == [[before, end] for before, _, end in written.held]
 
     @classmethod
-    def _refuse(cls, path: str) -> None:
-        engine = cls.make(0)
+    def _drop_gradients(cls, path: str, refused: str, dropped: str) -> list[Any]:
+        engine = cls.make(1)
         cls.train(engine, 1)
-        cls.spoil(engine)
+        cls.backward(engine)
         before = frozen(cls.held(engine))
         with pytest.raises((zckpt.UnsupportedError, zckpt.RankError)):
-            zckpt.write(engine, path)
+            zckpt.write(engine, refused)
         assert frozen(cls.held(engine)) == before
+        zckpt.write(engine, dropped, pending_gradients="drop")
+        assert frozen(cls.held(engine)) == before
+        with pytest.raises(zckpt.UnsupportedError):
+            adapt(engine).refuse_unsupported()  # they are still there
+        zckpt.restore(engine, path, rng=True)
+        adapt(engine).refuse_unsupported()
+        restored = frozen(cls.held(engine))
+        cls.train(engine, AFTER)
+        return [restored, frozen(cls.held(engine))]
 
 
 def frozen(value: Any) -> Any:
@@ -305,6 +456,17 @@ def content(path: str) -> dict[str, Any]:
     checkpoint = zckpt.open(path)
     found: dict[str, Any] = frozen({**checkpoint.load(), "": checkpoint.state["engine"]})
     return found
+
+
+def found_problems(restoring: Restoring) -> bool:
+    try:
+        return bool(restoring.problems())
+    except zckpt.FormatError:
+        return True
+
+
+def keys_of(names: Mapping[str, Iterable[str]]) -> set[str]:
+    return {f"{part}/{name}" for part, own in names.items() for name in own}
 
 
 def span_of(fragment: Fragment) -> tuple[str, int, int]:
