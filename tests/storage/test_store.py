@@ -19,57 +19,42 @@ import pytest
 import zckpt
 from tests.support.faults import faulty
 from tests.support.states import write_state
-from zckpt.errors import StorageError
 from zckpt.storage import files, local_store
 from zckpt.storage.schemes import open_store
 from zckpt.system import linux
 from zckpt.testing import StoreContract
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from zckpt.storage.contract import Store
 
 
-class LocalStoreContract(StoreContract):
-    """With what local stores do beside the contract."""
-
-    def test_nothing_comes_to_be_in_a_directory_that_is_not_there(self, store: Store) -> None:
-        assert not store.claim("lock", b"")
-        store.make_directories("")
-        actions: list[Callable[[str], object]] = [
-            lambda path: store.put(path, b""),
-            lambda path: store.prepare(path, b""),
-            lambda path: store.create(path, 0, direct=False),
-        ]
-        for action in actions:
-            with pytest.raises(StorageError):
-                action("x/a")
-        assert store.entries() == []
-
-
-class TestLocalStore(LocalStoreContract):
+class TestLocalStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return open_store(tmp_path / "run" / "c")
 
 
 @pytest.mark.linux
-class TestLocalStoreInMemory(LocalStoreContract):
+class TestLocalStoreInMemory(StoreContract):
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
             yield open_store(Path(directory) / "run" / "c")
 
 
-class TestLocalStoreWithoutLinks(LocalStoreContract):
+class TestLocalStoreWithoutLinks(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
         with mock.patch("os.link", side_effect=PermissionError(errno.EPERM, "no links here")):
             yield open_store(tmp_path / "run" / "c")
 
+    @pytest.mark.skip(reason="there, others may see the file before its content")
+    def test_a_claim_has_its_bytes_from_its_first_instant(self, store: Store) -> None: ...
 
-class TestFaultyStoreWithoutFaults(LocalStoreContract):
+
+class TestFaultyStoreWithoutFaults(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
         with faulty() as operations:

@@ -70,7 +70,7 @@ class MemoryReader:
     def _data(self, path: str) -> bytes:
         file = self._store.disk.get(self._store.full(path))
         if file is None:
-            rule, what = ("F002", "a directory") if self._store.exists(path) else ("F001", "the file is missing")
+            rule, what = ("F002", "a directory") if self._store.is_directory(path) else ("F001", "the file is missing")
             raise broken(rule, what, file=str(self._store.location.child(path)))
         return file.data
 
@@ -119,12 +119,12 @@ class MemoryStore:
         return self.full(path) in self.disk
 
     def entries(self) -> list[str] | None:
-        return list({one.partition("/")[0] for one in self._below("")}) if self.exists("") else None
+        return list({one.partition("/")[0] for one in self._below("")}) if self.is_directory("") else None
 
     def directories(self) -> list[str]:
-        if not self.exists(""):
+        if not self.is_directory(""):
             raise self._error("there is no such directory", "")
-        return sorted(one for one in self._below("") if "/" not in one and self.disk.get(self.full(one)) is None)
+        return sorted(one for one in self._below("") if "/" not in one and self.is_directory(one))
 
     def nbytes(self, path: str) -> int:
         files = [self.disk.get(self.full(path)), *(self.child(path)._file(one) for one in self._below(path))]
@@ -133,20 +133,31 @@ class MemoryStore:
     def _file(self, path: str) -> File | None:
         return self.disk.get(self.full(path))
 
+    def is_directory(self, path: str) -> bool:
+        return self.disk.get(self.full(path), path) is None
+
+    def _put(self, path: str, file: File) -> bool:
+        """``file`` at ``path``, if its directory is there and nothing is at ``path``; whether that is so."""
+        full = self.full(path)
+        with _LOCK:
+            above = self.disk.get(full.rpartition("/")[0], file)
+            return above is None and self.disk.setdefault(full, file) is file
+
     def make_directories(self, path: str) -> None:
         parts = self.full(path).split("/")
         for number in range(len(parts) + 1):
-            self.disk.setdefault("/".join(parts[:number]), None)
+            if self.disk.setdefault("/".join(parts[:number]), None) is not None:
+                raise self._error("a file is in the way", path)
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> MemoryWriter:
         file = File(b"")
-        if self.disk.setdefault(self.full(path), file) is not file:
-            raise self._error("it is there already", path)
+        if not self._put(path, file):
+            raise self._error("it is there already, or its directory is not", path)
         return MemoryWriter(file)
 
     def put(self, path: str, data: bytes) -> None:
         if not self.claim(path, data):
-            raise self._error("it is there already", path)
+            raise self._error("it is there already, or its directory is not", path)
 
     def sync_names(self, path: str) -> None: ...
 
@@ -156,22 +167,25 @@ class MemoryStore:
         return prepared
 
     def commit(self, path: str, prepared: str) -> None:
-        file = self.disk.pop(self.full(prepared), None)
-        if file is None:
-            raise self._error("somebody has removed it", prepared)
-        self.disk[self.full(path)] = file
+        with _LOCK:  # so that nobody removes it in between
+            file = self._file(prepared)
+            if file is None or self.is_directory(path):
+                raise self._error("somebody has removed it, or a directory is in the way", prepared)
+            self.disk[self.full(path)] = file
+            del self.disk[self.full(prepared)]
 
     def remove(self, path: str) -> None:
-        for one in [self.full(path), *map(self.child(path).full, self._below(path))]:
-            self.disk.pop(one, None)
+        with _LOCK:
+            for one in [self.full(path), *map(self.child(path).full, self._below(path))]:
+                self.disk.pop(one, None)
 
     def remove_if_empty(self, path: str) -> None:
-        if not self._below(path):
-            self.disk.pop(self.full(path), None)
+        with _LOCK:
+            if self.is_directory(path) and not self._below(path):
+                del self.disk[self.full(path)]
 
     def claim(self, path: str, data: bytes) -> bool:
-        file = File(data)
-        return self.disk.setdefault(self.full(path), file) is file
+        return self._put(path, File(data))
 
     def withdraw(self, path: str, data: bytes) -> bool:
         with _LOCK:

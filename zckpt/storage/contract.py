@@ -1,15 +1,26 @@
 """The contract of stores: all that is done to the place where checkpoints live goes through here.
 
 A new store is a class with the methods of ``Store``, one line in the table of ``zckpt.storage.schemes``, and a test
-class that derives from ``zckpt.testing.StoreContract``. What the methods have to do is said here, and nowhere else.
+class that derives from ``zckpt.testing.StoreContract``. What the methods have to do is said here, and nowhere else. A
+package outside of zckpt adds its store with ``zckpt.storage.schemes.SCHEMES["s3"] = S3Store``, before it is first used.
 
 - Several processes use a store at the same time, on several hosts. What a method has done, all of them see as soon as
   it has returned. Three methods are atomic: ``commit``, ``claim`` and ``withdraw``.
 - What is *durable* outlives a loss of power. Where the durability of names needs nothing, ``sync_names`` does nothing.
-- A store without directories, such as an object store, marks the ones that ``make_directories`` makes, for instance by
-  empty objects. It may let files be in directories that nobody has made.
+- Files are made only in directories that ``make_directories`` has made and nobody has removed: elsewhere, ``put``,
+  ``create`` and ``prepare`` raise StorageError, and ``claim`` returns False. A store without directories, such as an
+  object store, marks them, for instance by empty objects, and looks for the mark.
+- No path is a file and a directory at once: a method that would make it so raises StorageError and changes nothing;
+  ``claim`` returns False.
 - Every failure is a StorageError, a NoSpaceError where there is no space, with ``file=str(location of the file)``.
-  ``raise broken("F001", "the file is missing", file=...)``, of ``zckpt.format.rules``, raises MissingFileError.
+  Only the methods of ``Reader`` raise FormatErrors, too, which are no StorageErrors: MissingFileError (F001) for a
+  file that is not there, FormatError (F002) for a link and for what is no regular file. Both are made by
+  ``zckpt.format.rules.broken``: ``raise broken("F001", "the file is missing", file=...)``.
+
+An object store that cannot rename has to do something of its own in ``commit``: one that copies ``prepared`` to
+``path`` and then deletes it changes ``path`` though ``remove(prepared)`` has returned in between. For instance, both
+first make a mark, by a write that succeeds only where there is none; who makes it wins, and a ``remove`` that comes
+second waits for the commit, or carries it out itself.
 """
 
 from __future__ import annotations
@@ -32,6 +43,8 @@ class IOCount:
     """What a reader has asked of the store: read calls, and the bytes that they returned."""
 
     reads: int = 0
+    """Requests to the store: one for all ``views`` of a ``read_into``, and one more each time that a request gave fewer
+    bytes than asked for and the rest is asked for."""
     metadata_bytes: int = 0
     """What ``Reader.read`` has returned: of the manifest, the index, digest tables and headers."""
     data_bytes: int = 0
@@ -43,15 +56,16 @@ class IOCount:
 
 
 class Reader(Protocol):
-    """Reads the files of a store. Several threads use it at once. Of a file that is replaced or removed meanwhile it
-    reads the old content, the new content, or nothing.
+    """Reads the files of a store. Several threads use it at once. What one call returns is of one content: of a file
+    that is replaced meanwhile, the old or the new one. Of a file that is removed, it returns the old content or raises
+    MissingFileError.
 
     Paths are those of the store. No link below the store's own directory is followed, where there are links. Every
-    method raises MissingFileError (F001) for a file that is not there, FormatError (F002) for a link and for what is no
-    regular file, and StorageError.
+    method raises MissingFileError (F001), FormatError (F002) and StorageError.
     """
 
     count: IOCount
+    """Of all calls, whichever thread makes them: the reader adds to it under a lock."""
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """``nbytes`` from byte ``offset``, or fewer at the end of the file."""
@@ -87,9 +101,10 @@ class DirectReads(Protocol):
 
 
 class Writer(Protocol):
-    """One new file, which several threads write at once, each part of it once and in any order. When ``sync`` and
-    ``close`` have returned, it has all that was written; without ``sync``, anything or nothing may be left of it. Every
-    method raises StorageError or NoSpaceError."""
+    """One new file, which several threads write at once, each part of it once and in any order. Then ``sync`` is called
+    once, and ``close``. When both have returned, the file has all that was written. Before, others may see no file, or
+    one with any part of the content; after a ``close`` without ``sync``, that may be left of it. Every method raises
+    StorageError or NoSpaceError."""
 
     def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
         """Writes ``nbytes`` at byte ``offset`` of the file: those of ``stage`` from byte ``offset % PAGE_BYTES`` on. So
@@ -97,10 +112,10 @@ class Writer(Protocol):
         reference to it."""
 
     def sync(self) -> None:
-        """Makes the data durable."""
+        """Makes the data durable. Called once, after the last write has returned; not at all after an error."""
 
     def close(self) -> None:
-        """Once, on every way out."""
+        """Called once, whatever has happened before."""
 
     @property
     def sharing(self) -> PageSharing | None:
@@ -146,7 +161,8 @@ class Store(Protocol):
         links."""
 
     def entries(self) -> list[str] | None:
-        """The names of all that is directly in the directory; None if there is no such directory."""
+        """The names of all that is directly in the directory, in any order; None if there is no such directory, be it
+        that a file is there."""
 
     def directories(self) -> list[str]:
         """The names of the directories directly in it, ascending; no links. StorageError if there is none."""
@@ -158,15 +174,17 @@ class Store(Protocol):
     # New files
 
     def make_directories(self, path: str) -> None:
-        """Makes ``path``, and all above it, exist, durably, or leaves nothing of it. Nothing happens if it exists."""
+        """Makes the directory ``path``, and all above it, exist, durably, or raises and leaves nothing new. Nothing
+        happens if it exists."""
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> Writer:
-        """A new file, whose directory exists; an error if the file does. ``reserved_bytes``: what it will need at
-        least; that there is no space for it should show here. ``direct``: to be written past all caches, where that can
-        be done."""
+        """A new file, whose directory exists; StorageError if the file does. ``reserved_bytes``: at least so many will
+        be written, so that its length does not depend on this; that there is no space for them should show here.
+        ``direct``: to be written past all caches, where that can be done."""
 
     def put(self, path: str, data: bytes) -> None:
-        """A new file with these bytes, whose directory exists; an error if the file does. Durable but for its name."""
+        """A new file with these bytes, whose directory exists; StorageError if the file does. Durable but for its
+        name."""
 
     def sync_names(self, path: str) -> None:
         """Makes the names in a directory durable."""
@@ -186,10 +204,12 @@ class Store(Protocol):
     # What goes
 
     def remove(self, path: str) -> None:
-        """Removes a file, or a directory with all in it. Raises nothing: what cannot be removed stays."""
+        """Removes a file, or a directory with all in it. Raises nothing: what cannot be removed stays. Of a ``remove``
+        of what was prepared and its ``commit`` at the same time, one comes first: either the commit raises, or ``path``
+        has its new content when ``remove`` returns."""
 
     def remove_if_empty(self, path: str) -> None:
-        """Removes a directory if nothing is in it. Raises nothing."""
+        """Removes a directory if nothing is in it; not a file, and nothing above it. Raises nothing."""
 
     # Locks
 
@@ -202,11 +222,12 @@ class Store(Protocol):
         withdraw it at once, one succeeds."""
 
     def touch(self, path: str) -> None:
-        """Makes ``changed_at`` of a file now."""
+        """Makes ``changed_at`` of a file now. Raises StorageError if there is none. A file that somebody withdraws or
+        removes at the same time does not come back."""
 
     def changed_at(self, path: str) -> float | None:
-        """When a file was last written or touched, in seconds of the store's own clock, which all hosts share; None if
-        there is none."""
+        """When a file was last written, prepared or touched, in seconds of the store's own clock, which all hosts
+        share; None if there is none. May be rounded to whole seconds, as ``now``."""
 
     def now(self) -> float:
         """By the same clock. The directory exists."""

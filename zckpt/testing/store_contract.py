@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import ANY
 
 import numpy as np
@@ -25,6 +29,12 @@ if TYPE_CHECKING:
 
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Store
+
+T = TypeVar("T")
+ROUNDS = 50
+"""How often a race is run. Each is short, and who wins it is chance."""
+CLOCK_SECONDS = 1.0
+"""By which two times of a store may be wrong, compared with each other: they may be rounded to whole seconds."""
 
 
 def content(nbytes: int, seed: int = 0) -> bytes:
@@ -54,13 +64,69 @@ def replace(store: Store, path: str, data: bytes) -> None:
     store.commit(path, store.prepare(path, data))
 
 
-def together(action: Callable[[bytes], object], arguments: Iterable[bytes]) -> None:
-    """Each call in a thread of its own."""
-    threads = [threading.Thread(target=action, args=(one,)) for one in arguments]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def together(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """What the calls return, each made in a thread of its own, all at the same moment. Raises what one of them raises.
+    Each thread halts at lines of Python chosen by chance, so that a lock which is missing is noticed."""
+    calls = list(calls)
+    barrier = threading.Barrier(len(calls))
+
+    def halt(*_: object) -> Callable[..., Any]:
+        if random.random() < 0.2:
+            time.sleep(1e-6)
+        return halt
+
+    def run(call: Callable[[], T]) -> T:
+        barrier.wait()
+        before = sys.gettrace()
+        sys.settrace(halt)
+        try:
+            return call()
+        finally:
+            sys.settrace(before)
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+def seen_meanwhile(store: Store, path: str, action: Callable[[int], None]) -> set[bytes | None]:
+    """What is read at ``path``, again and again, while another thread carries out ``action`` with 0, 1, 2 and so on,
+    for half a second at least. None stands for a missing file."""
+    seen: set[bytes | None] = set()
+    ended = threading.Event()
+
+    def act() -> None:
+        enough = time.monotonic() + 0.5
+        try:
+            for number in itertools.count():
+                action(number)
+                if number >= ROUNDS and time.monotonic() > enough:
+                    break
+        finally:
+            ended.set()
+
+    def look() -> None:
+        while not ended.is_set():
+            try:
+                seen.add(read(store, path))
+            except MissingFileError:
+                seen.add(None)
+
+    together([act, look])
+    return seen
+
+
+def succeeds(action: Callable[[], object]) -> bool:
+    """Or raises StorageError."""
+    try:
+        action()
+    except StorageError:
+        return False
+    return True
+
+
+def fail(*actions: Callable[[], object]) -> bool:
+    """Whether each raises StorageError."""
+    return not any(map(succeeds, actions))
 
 
 class StoreContract:
@@ -128,26 +194,36 @@ class StoreContract:
     def test_a_commit_shows_the_old_or_the_new(self, store: Store) -> None:
         """To a reader that opens the file again and again meanwhile."""
         store.make_directories("")
-        versions = {content(9000 + 1000 * seed, seed) for seed in range(8)}
-        replace(store, "a", min(versions))
-        seen, ended = set(), threading.Event()
+        versions = [content(9000 + 1000 * seed, seed) for seed in range(8)]
+        replace(store, "a", versions[0])
 
-        def look() -> None:
-            while not ended.is_set():
-                seen.add(read(store, "a"))
+        def commit(number: int) -> None:
+            replace(store, "a", versions[number % 8])
+            assert read(store, "a") == versions[number % 8]
 
-        thread = threading.Thread(target=look)
-        thread.start()
-        try:
-            for _ in range(10):
-                for version in versions:
-                    replace(store, "a", version)
-                    assert read(store, "a") == version
-        finally:
-            ended.set()
-            thread.join()
-        assert seen <= versions
+        seen = seen_meanwhile(store, "a", commit)
+        assert len(seen) > 1
+        assert seen <= set(versions)
         assert store.entries() == ["a"]
+
+    def test_either_a_commit_or_the_removal_of_what_was_prepared_comes_first(self, store: Store) -> None:
+        """The takeover of a dead writer's lock rests on it: once what a writer has prepared is removed, that writer
+        commits no more."""
+        store.make_directories("")
+        replace(store, "a", b"old")
+        for number in range(ROUNDS):
+            old, new = read(store, "a"), str(number).encode()
+            prepared = store.prepare("a", new)
+
+            def remove(prepared: str = prepared) -> bytes:
+                store.remove(prepared)
+                return read(store, "a")
+
+            def commit(prepared: str = prepared, old: bytes = old, new: bytes = new) -> bytes:
+                return new if succeeds(lambda: store.commit("a", prepared)) else old
+
+            assert together([commit, remove]) == [read(store, "a")] * 2
+            assert store.entries() == ["a"]
 
     def test_what_is_prepared_is_committed_unless_somebody_has_removed_it(self, store: Store) -> None:
         store.make_directories("")
@@ -174,7 +250,7 @@ class StoreContract:
         assert set(store.entries() or ()) <= {prepared}
 
     @pytest.mark.parametrize("direct", [False, True])
-    @pytest.mark.parametrize("reserved", [0, 200_001])
+    @pytest.mark.parametrize("reserved", [0, 150_000, 200_001])
     def test_a_file_is_written_in_parts_in_any_order(self, store: Store, direct: bool, reserved: int) -> None:
         store.make_directories("")
         data = content(200_001)
@@ -193,11 +269,10 @@ class StoreContract:
         data = b"".join(bytes([number]) * 5000 for number in range(40))
         with closing(store.create("a", len(data), direct=True)) as file:
 
-            def write(part: bytes) -> None:
-                start = data.index(part)
-                file.write(staged(data, start, start + len(part)), start, len(part))
+            def write(start: int) -> None:
+                file.write(staged(data, start, start + 5000), start, 5000)
 
-            together(write, (data[start : start + 5000] for start in range(0, len(data), 5000)))
+            together(partial(write, start) for start in range(0, len(data), 5000))
             file.sync()
         assert read(store, "a") == data
 
@@ -231,8 +306,9 @@ class StoreContract:
         assert reader.size("data/a") == len(data)
         assert reader.read("data/a", 99_000, 5000) == data[99_000:]
         assert reader.read("data/a", 100_000, 5) == b""
-        views = [np.zeros(nbytes, np.uint8) for nbytes in (0, 10, 5000)]
+        views, before = [np.zeros(nbytes, np.uint8) for nbytes in (0, 10, 5000)], reader.count.reads
         assert reader.read_into("data/a", views, 77) == 5010
+        assert reader.count.reads == before + 1, "one request for all of them"
         assert b"".join(view.tobytes() for view in views) == data[77 : 77 + 5010]
         assert reader.read_into("data/a", [np.zeros(5000, np.uint8)], 99_990) == 10
         got = 0
@@ -252,17 +328,15 @@ class StoreContract:
         for data, path in files.items():
             store.put(path, data)
         with closing(store.reader()) as reader:
-            right: list[bool] = []
 
             def look(data: bytes) -> None:
                 for start in range(0, len(data), 1000):
                     view = np.empty(1000, np.uint8)
-                    got = reader.read_into(files[data], [view], start)
-                    right.append(got == 1000 and view.tobytes() == data[start : start + 1000])
+                    assert reader.read_into(files[data], [view], start) == 1000
+                    assert view.tobytes() == data[start : start + 1000]
 
-            together(look, files)
-            assert right == [True] * 400
-            assert reader.count.data_bytes == 400_000
+            together(partial(look, data) for data in files)
+            assert (reader.count.reads, reader.count.data_bytes) == (400, 400_000)
 
     def test_what_is_not_there_is_named(self, store: Store) -> None:
         store.make_directories("data")
@@ -272,10 +346,47 @@ class StoreContract:
                 with pytest.raises(MissingFileError) as caught:
                     action()
                 assert (caught.value.file, caught.value.rule) == (str(store.location.child(path)), "F001")
-        with pytest.raises(FormatError):
-            reader.size("data")
-        with pytest.raises(FormatError):
-            reader.read_into("data", [np.empty(1, np.uint8)], 0)
+        assert store.changed_at("a") is None
+        assert fail(lambda: store.touch("a"), lambda: store.commit("b", "a"), store.child("a").directories)
+        assert store.entries() == ["data"]
+
+    def test_a_path_is_a_file_or_a_directory(self, store: Store) -> None:
+        store.make_directories("data/rank")
+        store.put("a", b"a")
+        reader = store.reader()
+        actions: list[Callable[[], object]] = [
+            lambda: reader.size("data"),
+            lambda: reader.read("data", 0, 1),
+            lambda: reader.read_into("data", [np.empty(1, np.uint8)], 0),
+        ]
+        for action in actions:
+            with pytest.raises(FormatError) as caught:
+                action()
+            assert (caught.value.file, caught.value.rule) == (str(store.location.child("data")), "F002")
+        reader.close()
+        assert store.child("a").entries() is None
+        assert not store.claim("data", b"")
+        prepared = store.prepare("data", b"")
+        assert fail(
+            store.child("a").directories,
+            lambda: store.make_directories("a"),
+            lambda: store.make_directories("a/b/c"),
+            lambda: store.put("data", b""),
+            lambda: store.create("data", 0, direct=False),
+            lambda: store.commit("data", prepared),
+        )
+        assert set(store.entries() or ()) == {"a", "data", prepared}
+        assert store.child("data").directories() == ["rank"]
+
+    def test_nothing_comes_to_be_in_a_directory_that_is_not_there(self, store: Store) -> None:
+        assert not store.claim("lock", b"")
+        store.make_directories("data")
+        store.remove("data")
+        for path in ("data/a", "other/a"):
+            assert not store.claim(path, b"")
+            assert fail(partial(store.put, path, b""), partial(store.prepare, path, b""))
+            assert fail(partial(store.create, path, 0, direct=False))
+        assert store.entries() == []
 
     def test_what_is_removed_is_gone_with_all_in_it(self, store: Store) -> None:
         store.make_directories("data/rank")
@@ -284,43 +395,98 @@ class StoreContract:
         store.remove_if_empty("data/rank")
         assert store.exists("data/rank/a")
         assert store.child("data").directories() == ["rank"], "it is not empty"
+        store.remove_if_empty("b")
+        assert store.exists("b"), "it is no directory"
+        store.remove("data/rank/a")
+        store.remove_if_empty("data/rank")
+        assert store.entries() is not None
+        assert store.child("data").entries() == [], "it is empty, but was not to be removed"
+        store.make_directories("data/rank/deep")
+        store.put("data/rank/deep/a", b"a")
         for path in ("data", "b", "never there"):
             store.remove(path)
         assert store.entries() == []
         store.remove_if_empty("")
         assert not store.exists("")
 
+    def test_names_that_begin_alike_are_told_apart(self, store: Store) -> None:
+        for path in ("a", "ab", "a.b", "empty", "empty.b"):
+            store.make_directories(path)
+        for path in ("a/x", "ab/x", "a.b/x", "empty.b/x"):
+            store.put(path, b"four")
+        assert store.nbytes("a") == 4
+        assert store.child("a").entries() == ["x"]
+        store.remove("a")
+        store.remove_if_empty("empty")
+        assert store.directories() == ["a.b", "ab", "empty.b"]
+        for path in ("b", "bc", "b.c"):
+            store.put(path, b"four")
+        assert store.nbytes("b") == 4
+        assert not store.exists("a")
+        store.remove("b")
+        assert set(store.entries() or ()) == {"ab", "a.b", "empty.b", "bc", "b.c"}
+        assert store.nbytes("") == 5 * 4
+
     def test_of_many_claims_one_succeeds(self, store: Store) -> None:
         store.make_directories("")
-        got: list[bytes] = []
+        datas = [content(500, seed) for seed in range(8)]
+        for _ in range(ROUNDS):
+            got = together(partial(store.claim, "lock", data) for data in datas)
+            assert sum(got) == 1
+            data = datas[got.index(True)]
+            assert read(store, "lock") == data
+            assert sum(together([partial(store.withdraw, "lock", data)] * 8)) == 1
+            assert store.entries() == []
 
-        def claim(data: bytes) -> None:
-            if store.claim("lock", data):
-                got.append(data)
-
-        together(claim, (content(500, seed) for seed in range(8)))
-        assert len(got) == 1
-        assert read(store, "lock") == got[0]
+    def test_only_what_was_claimed_is_withdrawn(self, store: Store) -> None:
+        store.make_directories("")
+        assert store.claim("lock", b"mine")
         assert not store.withdraw("lock", b"other")
-        assert read(store, "lock") == got[0], "as it was"
-        gone: list[bool] = []
-        together(lambda data: gone.append(store.withdraw("lock", data)), got * 8)
-        assert sorted(gone) == [False] * 7 + [True]
-        assert not store.withdraw("lock", got[0])
+        assert read(store, "lock") == b"mine", "as it was"
+        assert store.withdraw("lock", b"mine")
+        assert not store.withdraw("lock", b"mine")
         assert store.entries() == []
+
+    def test_a_claim_has_its_bytes_from_its_first_instant(self, store: Store) -> None:
+        store.make_directories("")
+        datas = [content(500 + seed, seed) for seed in range(8)]
+
+        def hold(number: int) -> None:
+            assert store.claim("lock", datas[number % 8])
+            assert read(store, "lock") == datas[number % 8]
+            assert store.withdraw("lock", datas[number % 8])
+
+        seen = seen_meanwhile(store, "lock", hold)
+        assert len(seen) > 1
+        assert seen <= {None, *datas}
+
+    def test_what_is_touched_while_it_is_withdrawn_does_not_come_back(self, store: Store) -> None:
+        """Else a lock would come back that its writer has released, or that another one has taken over."""
+        store.make_directories("")
+        for _ in range(ROUNDS):
+            assert store.claim("lock", b"mine")
+            touch = partial(succeeds, partial(store.touch, "lock"))
+            assert together([touch, touch, partial(store.withdraw, "lock", b"mine"), touch])[2]
+            assert store.entries() == []
 
     def test_a_file_has_the_age_of_its_last_change(self, store: Store) -> None:
         store.make_directories("")
-        assert store.changed_at("a") is None
         before = store.now()
-        store.put("a", b"a")
-        first = store.changed_at("a")
-        assert first is not None
-        time.sleep(0.02)
-        store.touch("a")
-        second = store.changed_at("a")
-        assert second is not None
-        assert before <= first < second <= store.now() < before + 60
+
+        def aged(path: str, action: Callable[[], object]) -> None:
+            """After ``action``, done again until the clock has moved on, the file is younger."""
+            old = store.changed_at(path) or before - 2 * CLOCK_SECONDS
+            give_up = time.monotonic() + 3 * CLOCK_SECONDS
+            while (store.changed_at(path) or 0) <= old:
+                assert time.monotonic() < give_up, "its age has not changed"
+                action()
+                time.sleep(0.01)
+            assert before - CLOCK_SECONDS <= (store.changed_at(path) or 0) <= store.now() + CLOCK_SECONDS
+
+        aged("a", lambda: replace(store, "a", b"a"))
+        aged("a", lambda: store.touch("a"))
+        aged("a", lambda: replace(store, "a", b"b"))
+        assert store.now() < before + 60
         assert store.entries() == ["a"]
 
     def test_sizes_are_those_of_all_files_below(self, store: Store) -> None:
