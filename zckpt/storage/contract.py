@@ -194,7 +194,8 @@ class Store(Protocol):
     def prepare(self, path: str, data: bytes, digits: str = "") -> str:
         """Makes a temporary file with these bytes that is to replace ``path``. Its data are durable, its name is not.
         Returns its path, ``zckpt.format.names.temporary(path, digits)``, with eight random hexadecimal digits if none
-        are given. Leaves nothing after an error."""
+        are given. Leaves nothing after an error. A temporary file that is there already is one, and may be
+        gone then."""
 
     def commit(self, path: str, prepared: str) -> None:
         """Replaces ``path`` by the file ``prepared``, which is gone then. At every instant ``path`` holds either all of
