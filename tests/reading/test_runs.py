@@ -212,3 +212,9 @@ def test_repair_of_a_run_lists_its_checkpoints(tmp_path: Path) -> None:
     text = said(tmp_path)
     assert text.endswith("these have no manifest, which zckpt.repair may be able to rebuild: s1, s2")
     assert "give one" not in text
+
+
+def test_a_tilde_is_not_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(zckpt.CheckpointNotFoundError, match="give the whole path of the home directory"):
+        zckpt.open("~/checkpoints")
