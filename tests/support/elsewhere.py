@@ -135,7 +135,8 @@ def become_windows() -> None:
         if dir_fd is not None:
             raise NotImplementedError("dir_fd unavailable on this platform")
         if os.path.isdir(path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            code = errno.EEXIST if flags & os.O_EXCL else errno.EACCES
+            raise OSError(code, os.strerror(code), path)
         assert flags & O_BINARY or not is_zckpts(), f"{path} is opened as text"
         return real_open(path, flags & ~O_BINARY, mode)
 

@@ -185,7 +185,13 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], a
 def check(cluster: Cluster, model: Model, written: Run, restored: Run, trained: int) -> None:
     # Truth is then another engine's, and the last bit of a C++ Adam depends on where in a flat an element lies.
     same = assert_close if written.zero.get("round_robin_gradients") else assert_same
-    fits = all(len({written.settings_of(index) for index in group}) == 1 for group in restored.groups)
+    # ZeRO leaves parameters without elements out of its groups, and other wrappers do not: whether their settings count
+    # depends on who has written and who restores.
+    full = [[index for index in group if 0 not in model.shapes[index]] for group in restored.groups]
+    fits, fits_with_empty = (
+        all(len({written.settings_of(index) for index in group}) <= 1 for group in groups)
+        for groups in (full, restored.groups)
+    )
     with tempfile.TemporaryDirectory(prefix="zckpt-random-") as path:
         truth = cluster.run(write, written.world_size, f"{path}/c", model, written)[0]
         found = cluster.run(restore, restored.world_size, f"{path}/c", model, restored, trained)
@@ -197,7 +203,7 @@ def check(cluster: Cluster, model: Model, written: Run, restored: Run, trained: 
         }
         same(checkpoint.load(), {**truth["logical"], **masterless})
     for rank in found:
-        if not fits:
+        if not fits or (not fits_with_empty and isinstance(rank, str)):
             assert "one param group here, several with other" in rank
             continue
         assert not isinstance(rank, str), rank
