@@ -174,7 +174,7 @@ class LocalStore:
             found = Path(taken).read_bytes()
             if found != data:  # a third one may be as quick: then the holder will notice before it commits
                 self._put_where_none_is(path, found, taken)
-            os.unlink(taken)
+            _once_nobody_reads(lambda: os.unlink(taken))
         except FileNotFoundError:
             return False
         except OSError as error:
