@@ -15,7 +15,7 @@ CORE = [
     "tests/storage/test_symbolic_links.py", "tests/reading/test_load.py::test_load_gives_what_was_written",
     "tests/storage/test_store.py",
     "tests/api/test_gc.py::test_leftovers_go_and_nothing_else", "tests/api/test_repair.py::test_a_manifest",
-    "-knot commit_shows and not first_instant",  # a reader that looks all the time holds renames up there
+    "-knot commit_shows and not first_instant",  # slow there: each rename waits for a reader to close the file
 ]  # fmt: skip
 OTHERWISE = "--deselect=tests/reading/test_load.py::test_it_all_works_without_deepspeed"
 """It starts a process of its own, in which nothing is simulated."""

@@ -110,6 +110,7 @@ def seen_meanwhile(store: Store, path: str, action: Callable[[int], None]) -> se
                 seen.add(read(store, path))
             except MissingFileError:
                 seen.add(None)
+            time.sleep(1e-4)  # Windows renames and removes no file that somebody has open
 
     together([act, look])
     return seen
