@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Mapping
+    from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 
     import torch
     from torch.distributed import ProcessGroup
 
-    from zckpt.state.inventory import Fragment, Inventory
+    from zckpt.state.inventory import Fragment, Holding, Inventory
 
 
 class EngineAdapter(Protocol):
@@ -95,6 +95,15 @@ class EngineAdapter(Protocol):
         tensor without elements, which one rank returns.
 
         Raises ValueError for a part that the engine does not have, naming those it has.
+        """
+
+    def memory(self) -> Iterable[Holding]:
+        """All memory and all swap files in which this rank holds tensors of the state, and gradients too. Unlike
+        ``inventory``, it has what other ranks hold as well, padding, derived weights and buffers that are not
+        persistent. Every storage that the engine keeps for a part is there, but for those that it uses for any part in
+        turn to swap. Where one tensor belongs to two parts, the part ``master`` comes first.
+
+        Changes nothing, and is not collective.
         """
 
     def state(self) -> dict[str, Any]:

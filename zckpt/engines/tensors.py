@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from zckpt.errors import UnsupportedError
+from zckpt.state.inventory import Holding
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -68,6 +70,18 @@ def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
         place.copy_(source)
     else:
         target.data = values
+
+
+def holdings(part: str, name: str, value: Any) -> Iterator[Holding]:
+    """A holding for each dense tensor with elements in ``value``: a tensor, or collections with tensors in them."""
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.sparse_coo:
+            yield from holdings(part, name, [value._indices(), value._values()])
+        elif value.numel() and not value.is_meta:
+            yield Holding(part, name, value)
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from holdings(part, name, one)
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

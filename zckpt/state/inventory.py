@@ -22,6 +22,9 @@ not listed among a model's tensors, and no adapter returns it.
 Every other part is a *moment*: what an optimizer keeps in the shape of the weights, under torch's name for it.
 """
 RESERVED_PARTS = frozenset({MASTER, PARAM, BUFFER, STATE})
+GRADIENT = "gradient"
+"""Gradients between a backward pass and the step that uses them, and the buffers that they are reduced in. An engine
+holds them in memory, but no checkpoint has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +77,17 @@ class Inventory:
 
     fragments: tuple[Fragment, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A place in which an engine holds values of one part of its state, on one rank."""
+
+    part: str
+    """``master``, ``exp_avg``, ``param``, ``buffer``, ``gradient``, ..."""
+    name: str
+    """For people: that of a parameter or buffer, of the first one where there are several, or what the framework calls
+    the memory."""
+    data: torch.Tensor | FileSpan
+    """A dense tensor of any shape, which has elements, or the range of a swap file. Tensors may be views, and several
+    holdings may share a storage."""

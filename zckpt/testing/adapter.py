@@ -12,9 +12,9 @@ import torch
 
 from zckpt.engines import rng
 from zckpt.engines.hooks import call_before
-from zckpt.engines.tensors import dtype_name
+from zckpt.engines.tensors import dtype_name, holdings
 from zckpt.errors import FormatError, UnsupportedError
-from zckpt.state.inventory import BUFFER, MASTER, PARAM, Fragment, Inventory
+from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, Fragment, Holding, Inventory
 from zckpt.transfer.devices import devices_of
 
 if TYPE_CHECKING:
@@ -70,6 +70,11 @@ class ReferenceAdapter:
         fragments = self._needed() if parts is None else (one for one in self.fragments() if one.part in parts)
         # A tensor without elements is nobody's; rank 0 speaks for it.
         return Inventory(tuple(f for f in fragments if f.start < f.stop or (0 in f.shape and self.engine.rank == 0)))
+
+    def memory(self) -> Iterator[Holding]:
+        for part, tensors in {**self.engine.tensors, GRADIENT: self.engine.gradients}.items():
+            for name, tensor in tensors.items():
+                yield from holdings(part, name, tensor)
 
     def state(self) -> dict[str, Any]:
         engine = self.engine

@@ -20,7 +20,7 @@ from zckpt.engines.contract import Selection
 from zckpt.plan.reshard import Span
 from zckpt.plan.select import part_of
 from zckpt.reading.checkpoint import Want
-from zckpt.state.inventory import BUFFER, MASTER, PARAM, Fragment
+from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, FileSpan, Fragment
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.devices import synchronize
 
@@ -298,6 +298,35 @@ class EngineContract:
             adapter.inventory([*adapter.parts, "no_such_part"])
         assert all(part in str(raised.value) for part in adapter.parts)
 
+    def test_memory_has_all_places_of_the_state(self, run: Run) -> None:
+        run(self._look_at_memory, self.ranks)
+
+    @classmethod
+    def _look_at_memory(cls) -> None:
+        engine = cls.make(0)
+        for steps in (0, 1):
+            cls.train(engine, steps)
+            before = frozen(cls.held(engine))
+            adapter = adapt(engine)
+            adapter.refuse_unsupported()
+            memory = list(adapter.memory())
+            assert frozen(cls.held(engine)) == before
+            assert all(one.data.numel() for one in memory if isinstance(one.data, torch.Tensor))
+            places = {(one.part, place_of(one.data)) for one in memory}
+            fragments = [f for f in adapter.inventory(adapter.parts).fragments if f.start < f.stop]
+            assert {(f.part, place_of(f.data)) for f in fragments} <= places
+
+    def test_memory_has_the_gradients(self, run: Run) -> None:
+        self._needs("backward")
+        run(self._look_at_gradients, self.ranks)
+
+    @classmethod
+    def _look_at_gradients(cls) -> None:
+        engine = cls.make(0)
+        cls.train(engine, 1)
+        cls.backward(engine)
+        assert any(one.part == GRADIENT for one in adapt(engine).memory())
+
     def test_each_rank_restores_alone_until_it_finishes(self, run: Run, written: Written) -> None:
         """Nothing but ``finish`` is collective: rank by rank, each does all the rest while the others do nothing."""
         turns = f"{written.path}-turns"
@@ -456,6 +485,12 @@ def content(path: str) -> dict[str, Any]:
     checkpoint = zckpt.open(path)
     found: dict[str, Any] = frozen({**checkpoint.load(), "": checkpoint.state["engine"]})
     return found
+
+
+def place_of(data: torch.Tensor | FileSpan | None) -> str | int:
+    """The file, or the address of the storage."""
+    assert data is not None
+    return data.path if isinstance(data, FileSpan) else data.untyped_storage().data_ptr()
 
 
 def found_problems(restoring: Restoring) -> bool:

@@ -17,9 +17,9 @@ from zckpt.engines.deepspeed.group import RankGroup, process_group, rank_group_o
 from zckpt.engines.deepspeed.restoring import COUNTERS, DeepSpeedRestoring, rng_tracker, subtree
 from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.hooks import call_before
-from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers, unwrapped
+from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persistent_buffers, unwrapped
 from zckpt.errors import UnsupportedError
-from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileSpan, Fragment, Inventory
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileSpan, Fragment, Holding, Inventory
 from zckpt.transfer.devices import devices_of
 
 if TYPE_CHECKING:
@@ -115,6 +115,11 @@ class DeepSpeedAdapter:
             else:
                 fragments += self._flat_fragments(part)
         return Inventory(tuple(fragments), {**self._parameters[1], **self.buffers[1]})
+
+    def memory(self) -> Iterator[Holding]:
+        yield from self.zero.memory()
+        for name, buffer in unwrapped(self.engine.module).named_buffers():
+            yield from holdings(BUFFER, name, buffer)
 
     def state(self) -> dict[str, Any]:
         counters: dict[str, Any] = {"counters": {name: int(getattr(self.engine, name)) for name in COUNTERS}}

@@ -5,9 +5,10 @@ Its layout is that of ``DeepSpeedZeroOptimizer`` under other names, but never re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from zckpt.engines.deepspeed.zero12 import Group, Zero12, consecutive
+from zckpt.state.inventory import GRADIENT, PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 class Bf16Optimizer(Zero12):
     """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
+
+    MEMORY: ClassVar = {PARAM: ("bf16_groups_flat",), GRADIENT: ("fp32_groups_gradients_flat",)}
 
     @staticmethod
     def changes_only_in_step(wrapper: Any) -> bool:

@@ -155,6 +155,14 @@ def _is_moment(flat: Flat, key: str, value: Any) -> bool:
     return tuple(value.shape) == flat.moment_shape(key)
 
 
+_LEFTOVER = "_offload_buffer"
+"""DeepSpeed's offload_states() leaves its staging buffers in the optimizer state for good, with this after the key."""
+
+
 def _is_leftover(key: str) -> bool:
-    # DeepSpeed's offload_states() leaves its staging buffers in the optimizer state for good.
-    return key.endswith("_offload_buffer")
+    return key.endswith(_LEFTOVER)
+
+
+def part_of_state(key: str) -> str:
+    """The part to which a key of the optimizer's state belongs, of a moment or not."""
+    return key.removesuffix(_LEFTOVER)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from zckpt.engines.deepspeed.flats import part_of_state
+from zckpt.engines.tensors import holdings
+from zckpt.state.inventory import GRADIENT, MASTER, PARAM, Holding
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
     import torch
@@ -19,6 +23,9 @@ class Kind:
     """``wrapper.Wrapper`` says what each member is for."""
 
     flats: tuple[Flat, ...] = ()
+    MEMORY: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """The wrapper's attributes that hold tensors, or collections of them, by part; those of masters and of parameters
+    are left out. Not every version of DeepSpeed has each of them."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         self._wrapper = wrapper
@@ -36,6 +43,21 @@ class Kind:
     @property
     def optimizer(self) -> Any:
         return None
+
+    def memory(self) -> Iterator[Holding]:
+        for flat in self.flats:
+            name = next(iter(flat.names), "")
+            state = {MASTER: flat.master, **self.optimizer.state.get(flat.master, {}), GRADIENT: flat.master.grad}
+            for key, value in state.items():
+                file = flat.files.get(key)
+                part = part_of_state(key)
+                yield from holdings(part, name, value) if file is None else [Holding(part, name, file)]
+        for name, parameter in self._parameters.items():
+            yield from holdings(PARAM, name, parameter)
+            yield from holdings(GRADIENT, name, [parameter.grad, getattr(parameter, "grad_accum", None)])
+        for part, attributes in self.MEMORY.items():
+            for attribute in attributes:
+                yield from holdings(part, attribute, getattr(self._wrapper, attribute, None))
 
     def settle(self) -> None:
         pass

@@ -11,7 +11,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from zckpt.state.inventory import MASTER, FileSpan
+from zckpt.engines.tensors import holdings
+from zckpt.state.inventory import GRADIENT, MASTER, FileSpan, Holding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -46,6 +47,17 @@ class OptimizerFiles:
         tensors: Mapping[str, Any] = {MASTER: master, **wrapper.optimizer.state.get(master, {})}
         nbytes = info.tensor_numel * wrapper.optimizer_swapper.swap_element_size
         return {part: FileSpan(paths[id(tensor)], 0, nbytes) for part, tensor in tensors.items() if id(tensor) in paths}
+
+    def gradients(self, sub_group: int) -> Iterator[Holding]:
+        """The gradients of a sub-group: in files, which a step leaves as they are for the next one, and those that are
+        too small for files."""
+        if not self._wrapper._swappable_optimizer_subgroup(sub_group):
+            return
+        swapper = self._wrapper.optimizer_swapper
+        info = swapper.swap_params_info[self._wrapper.fp32_partitioned_groups_flat[sub_group].ds_id]
+        for one in info.swapped_gradients.values():
+            yield Holding(GRADIENT, info.param_id, FileSpan(one.path, 0, one.length * swapper.swap_element_size))
+        yield from holdings(GRADIENT, info.param_id, info.unswapped_gradients)
 
     @contextmanager
     def in_memory(self, sub_group: int) -> Iterator[None]:

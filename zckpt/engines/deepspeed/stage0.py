@@ -7,10 +7,11 @@ private attribute of theirs is read or written.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from zckpt.engines.deepspeed import replicas
 from zckpt.engines.deepspeed.flats import Flat, Slot, foreign, moments
+from zckpt.state.inventory import PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -123,6 +124,8 @@ class PerParameter(Unwrapped):
 
 class Flattened(PerParameter):
     """``FP16_Optimizer``: one master for all parameters of a param group."""
+
+    MEMORY: ClassVar = {PARAM: ("fp16_groups_flat",)}
 
     @classmethod
     def _held(cls, wrapper: Any) -> Iterator[Held]:

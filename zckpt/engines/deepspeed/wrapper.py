@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from zckpt.engines.deepspeed.flats import Flat, Slot
     from zckpt.engines.deepspeed.group import RankGroup
-    from zckpt.state.inventory import FileSpan
+    from zckpt.state.inventory import FileSpan, Holding
 
 
 class Wrapper(Protocol):
@@ -63,6 +63,9 @@ class Wrapper(Protocol):
         """What this rank speaks for of a parameter in its compute dtype: where it belongs, and the 1-D elements, which
         share the parameter's memory, or its file.
         """
+
+    def memory(self) -> Iterator[Holding]:
+        """As ``EngineAdapter.memory``, without the module's buffers."""
 
     def settle(self) -> None:
         """Has all that is under way to or from files done."""

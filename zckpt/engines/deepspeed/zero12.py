@@ -11,19 +11,21 @@ they are set anew after a restore, but never read.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from zckpt.engines.deepspeed import replicas
 from zckpt.engines.deepspeed.flats import Flat, Slot, foreign
 from zckpt.engines.deepspeed.group import ranks_of
-from zckpt.state.inventory import MASTER, PARAM
+from zckpt.engines.tensors import holdings
+from zckpt.state.inventory import GRADIENT, MASTER, PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from zckpt.engines.deepspeed.group import RankGroup
+    from zckpt.state.inventory import Holding
 
 
 class Group(NamedTuple):
@@ -39,6 +41,23 @@ class Group(NamedTuple):
 
 class Zero12(replicas.Replicated):
     """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
+
+    MEMORY: ClassVar = {
+        MASTER: ("hp_params_pin_buffers",),
+        PARAM: ("bit16_groups_flat", "lp_params_pin_buffers", "param_buffer_of_bit16_for_cpu_offload_groups"),
+        GRADIENT: (
+            "averaged_gradients",
+            "all_grad_tensors",
+            "grads_in_partition",
+            "ipg_buffer",  # before DeepSpeed had ipg_buckets
+            "accumulated_grads_in_cpu",
+            "offload_gradient_dict",
+            "temp_grad_buffer_for_cpu_offload",
+            "temp_grad_buffer_for_gpu_offload",
+            "_muon_allgather_buffers",
+            "_muon_pending_momentum",
+        ),
+    }
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         super().__init__(wrapper, parameters, group)
@@ -77,6 +96,11 @@ class Zero12(replicas.Replicated):
             return "host" if "lp_params" in moved else "device"
         on_host = getattr(self._wrapper, "cpu_offload", False)
         return "host" if on_host or ("hp_params" if part == MASTER else "optim_states") in moved else "device"
+
+    def memory(self) -> Iterator[Holding]:
+        yield from super().memory()
+        for bucket in getattr(self._wrapper, "ipg_buckets", {}).values():
+            yield from holdings(GRADIENT, "ipg_buckets", [bucket.buffer, bucket.grads])
 
     def before_restore(self) -> None:
         wrapper, self._moved = self._wrapper, self._offloaded_states

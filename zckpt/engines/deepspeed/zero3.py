@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from zckpt.engines.deepspeed.flats import Flat, Slot, foreign, part_of
 from zckpt.engines.deepspeed.group import ranks_of
 from zckpt.engines.deepspeed.kind import Kind
 from zckpt.engines.deepspeed.nvme import OptimizerFiles, ParameterFiles
 from zckpt.engines.deepspeed.zero12 import uses_muon
-from zckpt.state.inventory import MASTER, PARAM, FileSpan
+from zckpt.engines.tensors import holdings
+from zckpt.state.inventory import GRADIENT, MASTER, PARAM, FileSpan, Holding
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -56,6 +57,15 @@ class Partitioned(Kind):
         if data is None:
             data = self._in_memory(name)
         return slot, part_of(data, 0, slot.stop - slot.start, parameter.dtype)
+
+    def memory(self) -> Iterator[Holding]:
+        for name, parameter in self._parameters.items():
+            file = ParameterFiles.of(parameter)
+            if file is None:
+                yield from holdings(PARAM, name, [parameter.ds_tensor, getattr(parameter, "ds_secondary_tensor", None)])
+            else:
+                yield Holding(PARAM, name, file)
+        yield from super().memory()
 
     def settle(self) -> None:
         for parameter in self._parameters.values():
@@ -94,6 +104,19 @@ class Partitioned(Kind):
 class Zero3(Partitioned):
     """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
 
+    MEMORY: ClassVar = {
+        MASTER: ("hp_params_pin_buffers",),
+        PARAM: ("lp_param_buffer", "param_groups_fp16_flat_cpu_memory", "lp_param_contiguous_pin_buffer"),
+        "momentum_buffer": ("muon_momentum_buffer_partitioned_groups_flat",),
+        GRADIENT: (
+            "averaged_gradients",
+            "grad_partitions_flat_buffer",
+            "lp_grad_partitions_flat_pin_buffers",
+            "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer",  # before DeepSpeed had ipg_buckets
+            "_muon_allgather_buffers",
+        ),
+    }
+
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         super().__init__(wrapper, parameters, group)
         self._files = OptimizerFiles(wrapper)
@@ -126,6 +149,13 @@ class Zero3(Partitioned):
             return "host" if wrapper.offload_param or "lp_params" in moved else "device"
         state = "hp_params" if part == MASTER else "optim_states"
         return "host" if wrapper.offload_optimizer or state in moved else "device"
+
+    def memory(self) -> Iterator[Holding]:
+        yield from super().memory()
+        for bucket in getattr(self._wrapper, "ipg_buckets", {}).values():
+            yield from holdings(GRADIENT, "ipg_buckets", bucket.buffer)
+        for flat in self.flats:
+            yield from self._files.gradients(self._numbers[flat])
 
     def settle(self) -> None:
         self._files.settle()
