@@ -18,11 +18,11 @@ def main() -> None:
     options = parse_options(__doc__)
     with workspace(options, options.size) as directory:
         (found,) = start_ranks(background_rounds, 1, directory, options.size, options.runs)
-    seconds = found["seconds"]
+    rounds = found["rounds"]
     result = Result("background_write", "Training stopped by a write in the background", options)
-    result.add(seconds, found["bytes"])
+    result.add(rounds, found["bytes"])
     for memory in ("touched", "fresh"):
-        value = speedup(seconds, f"copy into {memory} memory", over="zckpt, background")
+        value = speedup(rounds, f"copy into {memory} memory", over="zckpt, background")
         result.at_most(f"training stopped by a background write, over a copy into {memory} memory", value, 1)
     result.finish()
 

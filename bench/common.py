@@ -1,7 +1,8 @@
 """What the comparisons share: options, states, raw I/O, the page cache, interleaved timing, results.
 
 A comparison times its contestants in turns, A B A B ..., so that what else the machine does hits all of them alike, and
-after one round that does not count. A ratio is the median, over the rounds, of the ratio within a round.
+after one round that does not count. A ratio is the median, over the rounds, of the ratio within a round. Processor time
+is the time that all processors together have spent in a contestant's processes, in the kernel on their behalf too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import mmap
 import os
 import platform
+import resource
 import secrets
 import shutil
 import statistics
@@ -22,10 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,12 +42,16 @@ from zckpt.transfer.snapshot import Snapshot
 from zckpt.writing.collect import pack_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PARTS = (MASTER, "exp_avg", "exp_avg_sq")
 RAW_THREADS, RAW_BATCH_BYTES = 4, 8 * MIB
+WRITE_SPEED_MIN = READ_SPEED_MIN = 0.95
+"""Of the raw loop's, writing, and reading what is not cached."""
+CPU_PER_GIB_MAX = 0.16
+"""Seconds of processor time to write or read a GiB, with digests."""
 QUICK_BYTES = 64 * MIB
 
 # Options
@@ -93,12 +101,17 @@ def workspace(options: Options, room_bytes: int) -> Iterator[Path]:
 # States, and checkpoints of them
 
 
-def aligned_memory(nbytes: int) -> np.ndarray:
-    """Bytes from the start of a page, all touched. numpy's memory lies in huge pages where the kernel has them, without
+def fresh_memory(nbytes: int) -> np.ndarray:
+    """Bytes from the start of a page, not touched. numpy's memory lies in huge pages where the kernel has them, without
     which direct I/O is half as fast."""
     room = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
     first = -room.ctypes.data % mmap.PAGESIZE
-    array = room[first : first + nbytes]
+    return room[first : first + nbytes]
+
+
+def aligned_memory(nbytes: int) -> np.ndarray:
+    """The same, all touched."""
+    array = fresh_memory(nbytes)
     array.fill(1)
     return array
 
@@ -232,43 +245,49 @@ def bring_into_cache(path: Path) -> None:
 
 
 class Raw:
-    """The limit: positional direct I/O from and to aligned memory that was touched before, in several threads."""
+    """The limit: positional direct I/O from and to memory that begins with a page, in several threads."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(RAW_THREADS)
-        self._buffers = [aligned_memory(RAW_BATCH_BYTES) for _ in range(RAW_THREADS)]
-        for buffer in self._buffers:
-            buffer[:] = np.frombuffer(os.urandom(len(buffer)), np.uint8)
+        self.buffers = aligned_memory(RAW_THREADS * RAW_BATCH_BYTES)
+        """What is written, again and again."""
+        self.buffers[:] = np.frombuffer(os.urandom(len(self.buffers)), np.uint8)
 
     def write(self, path: Path, nbytes: int) -> None:
         """A new file of ``nbytes``, rounded up to whole pages, durable along with its name."""
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
         os.posix_fallocate(fd, 0, nbytes)  # a file that grows is written by one thread at a time
-        self._each(os.pwritev, fd, nbytes)
+        self._each(os.pwritev, fd, nbytes, self.buffers)
         os.fsync(fd)
         os.close(fd)
         directory = os.open(path.parent, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)
 
-    def read(self, files: Iterable[Path]) -> None:
-        """All bytes of these files, but for what is behind the last whole page of each."""
-        for file in files:
-            fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-            self._each(os.preadv, fd, os.fstat(fd).st_size // mmap.PAGESIZE * mmap.PAGESIZE)
-            os.close(fd)
+    def read(self, path: Path, memory: np.ndarray | None = None) -> np.ndarray:
+        """Returns the bytes of a file, but for what is behind its last whole page: in ``memory``, which is used again
+        and again if it is smaller than the file, or in fresh memory."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        nbytes = os.fstat(fd).st_size // mmap.PAGESIZE * mmap.PAGESIZE
+        memory = fresh_memory(nbytes) if memory is None else memory
+        self._each(os.preadv, fd, nbytes, memory)
+        os.close(fd)
+        return memory
 
-    def _each(self, action: Callable[[int, Sequence[np.ndarray], int], int], fd: int, nbytes: int) -> None:
+    def _each(
+        self, action: Callable[[int, Sequence[np.ndarray], int], int], fd: int, nbytes: int, memory: np.ndarray
+    ) -> None:
         offsets = iter(range(0, nbytes, RAW_BATCH_BYTES))  # shared: whoever is free takes the next
 
-        def work(buffer: np.ndarray) -> None:
+        def work(_: int) -> None:
             for offset in offsets:
-                view = buffer[: nbytes - offset]
+                first = offset % len(memory)
+                view = memory[first : first + min(RAW_BATCH_BYTES, nbytes - offset)]
                 if action(fd, [view], offset) != len(view):
                     raise OSError("the disk took or gave less than it was asked to")
 
-        list(self._pool.map(work, self._buffers))
+        list(self._pool.map(work, range(RAW_THREADS)))
 
 
 def keep_freed_memory() -> None:
@@ -283,6 +302,18 @@ def keep_freed_memory() -> None:
 # Timing
 
 
+class Took(NamedTuple):
+    """One round of one contestant."""
+
+    seconds: float
+    cpu_seconds: float
+    """Processor time of all processes that worked for it."""
+
+
+Rounds = Mapping[str, Sequence[Took]]
+"""By label, of every round that counts."""
+
+
 @dataclass(frozen=True)
 class Contestant:
     label: str
@@ -290,28 +321,73 @@ class Contestant:
     before: Callable[[], object] = lambda: None
     """Not timed, as is ``after``: bring files into the cache or out of it, remove what was written."""
     after: Callable[[], object] = lambda: None
+    finish: Callable[[], object] = lambda: None
+    """Not timed, but its processor time counts: wait for what goes on in the background."""
+    pids: Sequence[int] = ()
+    """Other processes that work for it, and go on when it has ended."""
 
 
-def interleaved(contestants: Sequence[Contestant], runs: int) -> dict[str, list[float]]:
-    """Seconds of every round, by label; one more round goes first and does not count."""
-    seconds: dict[str, list[float]] = {contestant.label: [] for contestant in contestants}
+def loading(label: str, path: Path, prepare: Callable[[Path], object], load: Callable[[Path], object]) -> Contestant:
+    """One that loads ``path``, which ``prepare`` has brought into the page cache or out of it."""
+    return Contestant(label, partial(load, path), partial(prepare, path), partial(drop_from_cache, path))
+
+
+def interleaved(
+    contestants: Sequence[Contestant],
+    runs: int,
+    barrier: Callable[[], object] = lambda: None,
+    over_ranks: Callable[[float], float] = lambda seconds: seconds,
+) -> dict[str, list[Took]]:
+    """All rounds but the first one, which does not count. On several ranks, a round starts when all are ready and ends
+    when all are done; ``over_ranks`` adds up the processor time of all."""
+    rounds: dict[str, list[Took]] = {contestant.label: [] for contestant in contestants}
     for number in range(runs + 1):
         for contestant in contestants:
             contestant.before()
             os.sync()  # nobody pays for what another one, or the last program, has left unwritten
+            barrier()
+            used = cpu_seconds(contestant.pids)
             start = time.perf_counter()
             kept = contestant.action()
+            barrier()
             elapsed = time.perf_counter() - start
+            contestant.finish()
+            used = cpu_seconds(contestant.pids) - used
             del kept
             contestant.after()
+            took = Took(elapsed, over_ranks(used))
+            barrier()
             if number:
-                seconds[contestant.label].append(elapsed)
-    return seconds
+                rounds[contestant.label].append(took)
+    return rounds
 
 
-def speedup(seconds: Mapping[str, Sequence[float]], of: str, over: str) -> float:
+def cpu_seconds(pids: Sequence[int] = ()) -> float:
+    """Processor time so far, user and system, of all threads: of this process, of its children that have ended, and of
+    the processes ``pids``."""
+    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    clock = ctypes.c_int()
+    others = 0.0
+    for pid in pids:
+        if ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
+            raise ProcessLookupError(pid)
+        others += time.clock_gettime(clock.value)
+    return sum(one.ru_utime + one.ru_stime for one in own) + others
+
+
+def speedup(rounds: Rounds, of: str, over: str) -> float:
     """How many times as fast ``of`` is as ``over``: the median of the rounds."""
-    return statistics.median(b / a for a, b in zip(seconds[of], seconds[over], strict=True))
+    return statistics.median(b.seconds / a.seconds for a, b in zip(rounds[of], rounds[over], strict=True))
+
+
+def fastest(rounds: Rounds, labels: Iterable[str]) -> str:
+    """The label with the shortest median."""
+    return min(labels, key=lambda label: statistics.median(took.seconds for took in rounds[label]))
+
+
+def cpu_per_gib(rounds: Sequence[Took], nbytes: int) -> float:
+    """Seconds of processor time for a GiB, where each round has moved ``nbytes``: the median."""
+    return statistics.median(took.cpu_seconds for took in rounds) / (nbytes / GIB)
 
 
 # Results
@@ -332,7 +408,7 @@ class Target:
     def __str__(self) -> str:
         sign = ">=" if self.at_least else "<="
         verdict = "met" if self.met else "MISSED"
-        return f"{verdict:6}  {self.value:8.2f} {self.unit:4} {sign} {self.bound:6.2f}  {self.what}"
+        return f"{verdict:6}  {self.value:8.2f} {self.unit:5} {sign} {self.bound:6.2f}  {self.what}"
 
 
 @dataclass
@@ -346,18 +422,20 @@ class Result:
     targets: list[Target] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, seconds: Mapping[str, Sequence[float]], nbytes: int, group: str = "") -> None:
+    def add(self, rounds: Rounds, nbytes: int, group: str = "") -> None:
         """Rows: one for each label, all of the same ``nbytes``."""
-        for label, times in seconds.items():
-            median = statistics.median(times)
+        for label, took in rounds.items():
+            median = statistics.median(one.seconds for one in took)
             self.rows.append(
                 {
                     "group": group,
                     "label": label,
                     "bytes": nbytes,
-                    "seconds": list(times),
+                    "seconds": [one.seconds for one in took],
                     "median_seconds": median,
                     "gib_per_second": nbytes / GIB / median,
+                    "cpu_seconds": [one.cpu_seconds for one in took],
+                    "cpu_seconds_per_gib": cpu_per_gib(took, nbytes),
                 }
             )
 
@@ -373,7 +451,8 @@ class Result:
         for row in self.rows:
             spread = f"{min(row['seconds']):.3f} to {max(row['seconds']):.3f}"
             label = f"{row['group']}: {row['label']}" if row["group"] else row["label"]
-            print(f"  {label:52} {row['median_seconds']:9.4f} s  ({spread}) {row['gib_per_second']:7.2f} GiB/s")
+            speed = f"{row['gib_per_second']:7.2f} GiB/s {row['cpu_seconds_per_gib']:7.3f} CPU s/GiB"
+            print(f"  {label:52} {row['median_seconds']:9.4f} s  ({spread}) {speed}")
         print()
         for target in self.targets:
             print(f"  {target}")
@@ -384,6 +463,7 @@ class Result:
             "title": self.title,
             "size_bytes": self.options.size,
             "runs": self.options.runs,
+            "commit": output_of("git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"),
             "machine": machine(self.options.dir),
             "rows": self.rows,
             "targets": [{**asdict(target), "met": target.met} for target in self.targets],
@@ -393,15 +473,11 @@ class Result:
 
 
 def machine(directory: Path) -> dict[str, Any]:
-    command = ["findmnt", "--noheadings", "--output", "FSTYPE", "--target", str(directory)]
-    try:
-        file_system = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        file_system = "unknown"
+    file_system = output_of("findmnt", "--noheadings", "--output", "FSTYPE", "--target", str(directory))
     return {
         "cpus": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "file_system": file_system,
+        "file_system": file_system or "unknown",
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -409,3 +485,11 @@ def machine(directory: Path) -> dict[str, Any]:
         "load_average": os.getloadavg()[1],  # of five minutes: more than these processes make says that others ran too
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
+
+
+def output_of(*command: str) -> str:
+    """Of a command, without the spaces around it; nothing if it failed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

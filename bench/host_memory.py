@@ -97,11 +97,11 @@ def main() -> None:
                 Contestant(label, partial(load, path, state, kind))
                 for label, kind in ((ADDRESS, HostMemory), (VIEWS, Views))
             ]
-            seconds = interleaved(contestants, options.runs)
+            rounds = interleaved(contestants, options.runs)
             group = f"{count:,} tensors of {nbytes // KIB:,} KiB"
-            result.add(seconds, total_bytes(state), group)
+            result.add(rounds, total_bytes(state), group)
             if nbytes < MIB:  # large ones take as long either way
-                result.at_least(f"{ADDRESS} against {VIEWS}, {group}", speedup(seconds, ADDRESS, over=VIEWS), 1.05)
+                result.at_least(f"{ADDRESS} against {VIEWS}, {group}", speedup(rounds, ADDRESS, over=VIEWS), 1.05)
             gc.unfreeze()
     result.finish()
 

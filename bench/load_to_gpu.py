@@ -6,8 +6,8 @@
 The same fp32 tensors, in zckpt's files and in one safetensors file; loaders that are not installed are left out. Of
 these versions, all give tensors that own their memory. Cold: the files are dropped from the page cache; cached: they
 were read just before. The limits: one copy of as many bytes from pinned memory that stays the same, and direct reads
-of as many bytes into memory that stays the same. zckpt checks digests, the others check nothing; so once more without,
-and once by GPUDirect Storage where there is kvikio and a driver for it.
+of as many bytes into the same few buffers. zckpt checks digests, the others check nothing; so once more without, and
+once by GPUDirect Storage where there is kvikio and a driver for it.
 
 Overlap: 1 if a cold load takes no longer than the longer one of both limits, 0 if it takes as long as one after the
 other.
@@ -35,8 +35,9 @@ from common import (
     bring_into_cache,
     cut,
     drop_from_cache,
-    files_of,
+    fastest,
     interleaved,
+    loading,
     make_state,
     parse_options,
     speedup,
@@ -48,9 +49,10 @@ from peers import safetensors_save
 from zckpt.storage import gpudirect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
+    from common import Rounds
     from peers import Tensors
 
 PINNED_BYTES = 256 * MIB
@@ -83,31 +85,29 @@ def main(device: str = "cuda") -> None:
             del found
         raw = Raw()
         for group, prepare in (("cold", drop_from_cache), ("cached", bring_into_cache)):
-            contestants = []
-            for label, (path, load) in loads.items():
-                action = partial(finished, load, path, device)
-                contestants.append(Contestant(label, action, partial(prepare, path), partial(drop_from_cache, path)))
+            contestants = [
+                loading(label, path, prepare, partial(finished, load, device=device))
+                for label, (path, load) in loads.items()
+            ]
             contestants.append(Contestant(COPY, pinned_copy(nbytes, device)))
             if group == "cold":
-                contestants.append(Contestant(READ, partial(raw.read, files_of(ours))))
-            seconds = interleaved(contestants, options.runs)
-            result.add(seconds, nbytes, group)
-            best = min(peers, key=lambda label: statistics.median(seconds[label]))
+                contestants.append(loading(READ, theirs, prepare, lambda path: raw.read(path, raw.buffers)))
+            rounds = interleaved(contestants, options.runs)
+            result.add(rounds, nbytes, group)
+            best = fastest(rounds, peers)
             result.at_least(
-                f"load to a GPU, {group}, against the best peer ({best})", speedup(seconds, "zckpt", best), 1
+                f"load to a GPU, {group}, against the best peer ({best})", speedup(rounds, "zckpt", best), 1
             )
             if group == "cold":
-                result.at_least("share of overlap of reads and copies", overlap(seconds), 0.9, "")
-        result.at_least(
-            "load to a GPU, cached, against a copy from pinned memory", speedup(seconds, "zckpt", COPY), 0.8
-        )
+                result.at_least("share of overlap of reads and copies", overlap(rounds), 0.9, "")
+        result.at_least("load to a GPU, cached, against a copy from pinned memory", speedup(rounds, "zckpt", COPY), 0.8)
     result.finish()
 
 
-def overlap(seconds: Mapping[str, Sequence[float]]) -> float:
+def overlap(rounds: Rounds) -> float:
     """Of the median round. More than 1 if the load is faster than the reads of the limit."""
-    rounds = zip(seconds["zckpt"], seconds[COPY], seconds[READ], strict=True)
-    return statistics.median((copy + read - load) / min(copy, read) for load, copy, read in rounds)
+    seconds = zip(*([took.seconds for took in rounds[label]] for label in ("zckpt", COPY, READ)), strict=True)
+    return statistics.median((copy + read - load) / min(copy, read) for load, copy, read in seconds)
 
 
 def finished(load: Callable[[Path, str], Tensors], path: Path, device: str) -> Tensors:

@@ -6,12 +6,12 @@ The same fp32 tensors in every format. What is loaded is the caller's own copy. 
 page cache; cached: they were read just before. Each allocates as it does for its users, fresh memory from the kernel,
 which was in use until just before: a virtual machine gives back what it has not used for a while, and who is first to
 touch it again would pay for all. Once more with a malloc that keeps freed memory, so that all load into memory that was
-touched before. ``out=`` loads into tensors that the caller has; of the peers, only DCP can do that.
+touched before. ``out=`` loads into tensors that the caller has; of the peers, only DCP can do that. Raw: direct reads
+of a file of as many bytes into as much fresh memory, in several threads.
 """
 
 from __future__ import annotations
 
-import statistics
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,15 +19,20 @@ import torch
 
 import zckpt
 from common import (
-    Contestant,
+    CPU_PER_GIB_MAX,
+    READ_SPEED_MIN,
+    Raw,
     Result,
     aligned_memory,
     bring_into_cache,
+    cpu_per_gib,
     cut,
     drop_from_cache,
     empty_like,
+    fastest,
     interleaved,
     keep_freed_memory,
+    loading,
     make_state,
     parse_options,
     speedup,
@@ -43,20 +48,22 @@ if TYPE_CHECKING:
 
 
 TOUCHED = "cached, touched memory"
+BOUNDS = {"cold": 1.3, "cached": 1.5}
+"""Against the best peer. In touched memory that copies as fast as memory can."""
 
 
 def main() -> None:
     options = parse_options(__doc__)
-    best: dict[str, str] = {}
-    peers: dict[str, list[float]] = {}
     state = make_state(options.size, ["master"])
     nbytes = total_bytes(state)
     result = Result("load_vs_peers", "Load all weights to the CPU", options)
-    with workspace(options, 4 * options.size) as directory:
+    with workspace(options, 5 * options.size) as directory:
         checkpoint = directory / "checkpoint"
         write_checkpoint(checkpoint, cut(state))
         for label, save in SAVES.items():
             save(state, directory / label)
+        raw, file = Raw(), directory / "raw"
+        raw.write(file, nbytes)
         out = empty_like(state)
         state.clear()
         loads = {
@@ -66,12 +73,9 @@ def main() -> None:
             "safetensors, pread": (directory / "safetensors", safetensors_pread),
             "DCP": (directory / "DCP", dcp_load(out)),
         }
+        peers = [label for label in loads if label != "zckpt"]
         check_equal(zckpt.open(checkpoint).load("master/*"), torch_load(directory / "torch.save"))
-        for group, prepare, bound in (
-            ("cold", drop_from_cache, 1.3),
-            ("cached", bring_into_cache, 1.5),
-            (TOUCHED, bring_into_cache, 1.5),
-        ):
+        for group, prepare in (("cold", drop_from_cache), ("cached", bring_into_cache), (TOUCHED, bring_into_cache)):
             if group == TOUCHED:
                 keep_freed_memory()
 
@@ -79,36 +83,30 @@ def main() -> None:
                 prepare(path)
                 aligned_memory(nbytes)
 
-            contestants = [
-                Contestant(label, partial(load, path), partial(before, path), partial(drop_from_cache, path))
-                for label, (path, load) in loads.items()
-            ]
-            seconds = interleaved(contestants, options.runs)
-            result.add(seconds, nbytes, group)
-            best[group] = best_of(seconds, [label for label in loads if label != "zckpt"])
-            value = speedup(seconds, "zckpt", over=best[group])
-            result.at_least(f"load, {group}, against the best peer ({best[group]})", value, bound)
-            peers[group] = seconds[best[group]]
-        seconds = interleaved(
-            [
-                into_memory("zckpt, out=", checkpoint, lambda: zckpt.open(checkpoint).load("master/*", out=out)),
-                into_memory("DCP, into tensors", directory / "DCP", lambda: dcp_load_into(out, directory / "DCP")),
-            ],
-            options.runs,
-        )
-        result.add(seconds, nbytes, "cached, into given memory")
-        for group in ("cached", TOUCHED):
-            value = speedup(seconds | {"peer": peers[group]}, "zckpt, out=", over="peer")
-            result.at_least(f"load into given memory, cached, against {best[group]}, {group}", value, 4)
+            contestants = [loading(label, path, before, load) for label, (path, load) in loads.items()]
+            if group == "cold":
+                contestants.append(loading("raw", file, before, raw.read))
+            rounds = interleaved(contestants, options.runs)
+            result.add(rounds, nbytes, group)
+            if group in BOUNDS:
+                best = fastest(rounds, peers)
+                value = speedup(rounds, "zckpt", over=best)
+                result.at_least(f"load, {group}, against the best peer ({best})", value, BOUNDS[group])
+            if group == "cold":
+                value = speedup(rounds, "zckpt", over="raw")
+                result.at_least("load, cold, against raw O_DIRECT", value, READ_SPEED_MIN)
+                used = cpu_per_gib(rounds["zckpt"], nbytes)
+                result.at_most("processor time of a load", used, CPU_PER_GIB_MAX, "s/GiB")
+        contestants = [
+            loading("zckpt, out=", checkpoint, bring_into_cache, partial(load_into, out)),
+            loading("DCP, into tensors", directory / "DCP", bring_into_cache, partial(dcp_load_into, out)),
+        ]
+        result.add(interleaved(contestants, options.runs), nbytes, "cached, into given memory")
     result.finish()
 
 
-def into_memory(label: str, path: Path, load: object) -> Contestant:
-    return Contestant(label, load, partial(bring_into_cache, path), partial(drop_from_cache, path))
-
-
-def best_of(seconds: dict[str, list[float]], labels: list[str]) -> str:
-    return min(labels, key=lambda label: statistics.median(seconds[label]))
+def load_into(out: dict[str, torch.Tensor], path: Path) -> None:
+    zckpt.open(path).load("master/*", out=out)
 
 
 def check_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

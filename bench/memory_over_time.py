@@ -26,7 +26,7 @@ def main() -> None:
             for doing, function in (("save", watched_save), ("resume", watched_resume)):
                 found = start_ranks(function, RANKS, directory / kind, options.size, kind)[0]
                 label = f"{doing}: {kind}"
-                result.add({label: [found["seconds"]]}, options.size)
+                result.add({label: [found["took"]]}, options.size)
                 samples[label] = found["samples"]
                 base = [max(one[i] for one in found["samples"] if one[0] < 0) for i in (0, 1, 2)]
                 peak = [max(one[i] for one in found["samples"]) - base[i] for i in (0, 1, 2)]

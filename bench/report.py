@@ -69,12 +69,14 @@ def page(found: dict[str, Any]) -> str:
         "",
         "Made by `bench/report.py` from the JSON files beside it; the docstring of each program says what is measured.",
         "A ratio is the median of the rounds, in each of which all contestants take turns on the same bytes.",
+        "CPU s/GiB: seconds of processor time for a GiB, user and system, of all processes that took part together.",
         "",
     ]
     one = next(iter(found.values()))["machine"]
     here = described(one)
     lines += [
         here,
+        *commits_note({result.get("commit") for result in found.values()}),
         *load_note([result["machine"].get("load_average") for result in found.values()], one["cpus"]),
         "",
         "![memory over time](memory.svg)",
@@ -97,17 +99,21 @@ def page(found: dict[str, Any]) -> str:
             "",
             f"## {result['title']}",
             "",
-            f"`bench/{result['name']}.py`, {result['size_bytes'] / GIB:g} GiB",
+            f"`bench/{result['name']}.py`, {result['size_bytes'] / GIB:g} GiB{commit_of(result)}",
             "",
         ]
         if described(result["machine"]) != here:
             lines += [described(result["machine"]), ""]
         if result["rows"]:
-            lines += ["| | median | from | to | GiB/s |", "| --- | ---: | ---: | ---: | ---: |"]
+            lines += [
+                "| | median | from | to | GiB/s | CPU s/GiB |",
+                "| --- | ---: | ---: | ---: | ---: | ---: |",
+            ]
         for row in result["rows"]:
             label = f"{row['group']}: {row['label']}" if row["group"] else row["label"]
             times = " | ".join(f"{value:.4g} s" for value in (row["median_seconds"], *span(row["seconds"])))
-            lines.append(f"| {label} | {times} | {row['gib_per_second']:.2f} |")
+            cpu = f"{row['cpu_seconds_per_gib']:.3g}" if "cpu_seconds_per_gib" in row else ""
+            lines.append(f"| {label} | {times} | {row['gib_per_second']:.2f} | {cpu} |")
         if "by_size" in result:
             lines += ["| | peak | Cached |", "| --- | ---: | ---: |"]
         for size, by_doing in result.get("by_size", {}).items():
@@ -123,6 +129,19 @@ def described(one: dict[str, Any]) -> str:
         f"{one['date']}: {one['cpus']} cores, {one['memory_bytes'] / GIB:.0f} GiB of memory, {one['file_system']}, "
         f"Linux {one['kernel']}, Python {one['python']}, torch {one['torch']}{gpu}."
     )
+
+
+def commit_of(result: dict[str, Any]) -> str:
+    return f", at commit {result['commit']}" if result.get("commit") else ""
+
+
+def commits_note(commits: set[str | None]) -> list[str]:
+    if len(commits) == 1:
+        return []
+    return [
+        "Not all of it was measured at the same commit, so figures of different sections may contradict each other.",
+        "Each section says at which commit it was measured; those that name none are older than those that do.",
+    ]
 
 
 def load_note(loads: list[float | None], cpus: int) -> list[str]:

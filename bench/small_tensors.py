@@ -23,6 +23,7 @@ from common import (
     drop_from_cache,
     fill,
     interleaved,
+    loading,
     parse_options,
     remove,
     speedup,
@@ -73,23 +74,21 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         with multiprocessing.get_context("fork").Pool(RANKS) as pool:
+            pids = [process.pid for process in multiprocessing.active_children() if process.pid]
             writes = [
-                Contestant(label, partial(write, path, label, pool), partial(remove, path))
+                Contestant(label, partial(write, path, label, pool), partial(remove, path), pids=pids)
                 for label, path in paths.items()
             ]
-            seconds = interleaved(writes, options.runs)
-        result.add(seconds, nbytes, "write")
-        result.at_least("20,000 tensors against 20, write", speedup(seconds, SMALL, over=LARGE), 0.6)
+            rounds = interleaved(writes, options.runs)
+        result.add(rounds, nbytes, "write")
+        result.at_least("20,000 tensors against 20, write", speedup(rounds, SMALL, over=LARGE), 0.6)
         for group, prepare in (("load cold", drop_from_cache), ("load cached", bring_into_cache)):
             contestants = [
-                Contestant(
-                    label, partial(load, path, states[label]), partial(prepare, path), partial(drop_from_cache, path)
-                )
-                for label, path in paths.items()
+                loading(label, path, prepare, partial(load, out=states[label])) for label, path in paths.items()
             ]
-            seconds = interleaved(contestants, options.runs)
-            result.add(seconds, nbytes, group)
-            result.at_least(f"20,000 tensors against 20, {group}", speedup(seconds, SMALL, over=LARGE), 0.6)
+            rounds = interleaved(contestants, options.runs)
+            result.add(rounds, nbytes, group)
+            result.at_least(f"20,000 tensors against 20, {group}", speedup(rounds, SMALL, over=LARGE), 0.6)
     result.finish()
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,21 @@ import torch
 import torch.distributed as dist
 
 import zckpt
-from common import GIB, MIB, ROOT, Contestant, Raw, bring_into_cache, drop_from_cache, files_of, make_durable
+from common import (
+    GIB,
+    MIB,
+    ROOT,
+    Contestant,
+    Raw,
+    Took,
+    aligned_memory,
+    bring_into_cache,
+    cpu_seconds,
+    drop_from_cache,
+    files_of,
+    interleaved,
+    make_durable,
+)
 from sampler import Sampler, metered
 from zckpt.engines import adapt
 
@@ -93,7 +108,7 @@ def load_with_deepspeed(engine: Any, path: Path) -> None:
 
 
 def write_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
-    """Seconds by contestant, of as many bytes as zckpt writes."""
+    """Rounds by contestant, of as many bytes as zckpt writes."""
     engine = make_engine(nbytes)
     raw = Raw()
     path = directory / "written"
@@ -109,8 +124,8 @@ def write_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
         Contestant(label, partial(save_with_deepspeed, engine, writer, path))
         for label, writer in writers(engine).items()
     ]
-    seconds = together(contestants, runs, after=lambda: remove_on_first(directory))
-    return {"seconds": seconds, "bytes": own}
+    rounds = together(contestants, runs, after=lambda: remove_on_first(directory))
+    return {"rounds": rounds, "bytes": own}
 
 
 def restore_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
@@ -122,11 +137,12 @@ def restore_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     dist.barrier()
     own = directory / f"raw-{dist.get_rank()}"  # not our files: a host may keep what another contestant has just read
     raw.write(own, written_by_rank(ours))
+    memory = aligned_memory(own.stat().st_size)  # an engine has its memory already
     reads = [
         Contestant("zckpt", lambda: zckpt.restore(engine, ours)),
         Contestant("DeepSpeed", lambda: load_with_deepspeed(engine, theirs)),
     ]
-    first = [Contestant("raw", lambda: raw.read([own]))]
+    first = [Contestant("raw", lambda: raw.read(own, memory))]
     cold = together(first + reads, runs, before=lambda: on_first(drop_from_cache, directory))
     cached = {}
     for contestant, path in zip(reads, (ours, theirs), strict=True):  # in memory, there is no room for both
@@ -161,22 +177,19 @@ def background_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]
         for mine, theirs in zip(touched, state, strict=True):
             mine.copy_(theirs)
 
-    def finish() -> None:
-        zckpt.wait()
-        remove_on_first(directory)
-
     contestants = [
         Contestant("copy into touched memory", copy),
         Contestant("copy into fresh memory", lambda: [tensor.clone() for tensor in state]),
-        Contestant("zckpt, background", lambda: zckpt.write(engine, path, background=True), after=finish),
+        Contestant("zckpt, background", lambda: zckpt.write(engine, path, background=True), finish=zckpt.wait),
         Contestant(
             "zckpt, background, lazy",
             lambda: zckpt.write(engine, path, background=True, snapshot="lazy"),
-            after=finish,
+            finish=zckpt.wait,
         ),
-        Contestant("zckpt, not in the background", lambda: zckpt.write(engine, path), after=finish),
+        Contestant("zckpt, not in the background", lambda: zckpt.write(engine, path)),
     ]
-    return {"seconds": together(contestants, runs), "bytes": sum(tensor.nbytes for tensor in state)}
+    rounds = together(contestants, runs, after=lambda: remove_on_first(directory))
+    return {"rounds": rounds, "bytes": sum(tensor.nbytes for tensor in state)}
 
 
 def write_once(nbytes: int, ours: Path, theirs: Path | None = None) -> int:
@@ -229,7 +242,7 @@ def memory_of_engine(directory: Path, nbytes: int) -> dict[str, dict[str, float]
 
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
-    """Seconds, and on rank 0 samples of the memory of all ranks, from two seconds before to two seconds after."""
+    """How long it took, and on rank 0 samples of the memory of all ranks, from two seconds before to two after."""
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     found: dict[str, Any] = {}
@@ -237,10 +250,10 @@ def watched() -> Iterator[dict[str, Any]]:
     sampler = Sampler(pids) if dist.get_rank() == 0 else None
     time.sleep(margin)
     dist.barrier()
-    start = time.monotonic()
+    start, used = time.monotonic(), cpu_seconds()
     yield found
     dist.barrier()
-    found["seconds"] = time.monotonic() - start
+    found["took"] = Took(time.monotonic() - start, over_ranks(cpu_seconds() - used))
     time.sleep(margin)
     if sampler:
         found["samples"] = [(at - start, rss, cached) for at, rss, cached in sampler.stop()]
@@ -251,25 +264,25 @@ def together(
     runs: int,
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
-) -> dict[str, list[float]]:
-    """``interleaved`` on all ranks: a round starts when all are ready and ends when all are done."""
-    seconds: dict[str, list[float]] = {contestant.label: [] for contestant in contestants}
-    for number in range(runs + 1):
-        for contestant in contestants:
-            before()
-            contestant.before()
-            os.sync()
-            dist.barrier()
-            start = time.perf_counter()
-            contestant.action()
-            dist.barrier()
-            elapsed = time.perf_counter() - start
-            contestant.after()
-            after()
-            dist.barrier()
-            if number:
-                seconds[contestant.label].append(elapsed)
-    return seconds
+) -> dict[str, list[Took]]:
+    """``interleaved`` on all ranks, with something to be done before and after every contestant."""
+
+    def both(one: Callable[[], object], other: Callable[[], object]) -> None:
+        one()
+        other()
+
+    wrapped = [
+        replace(one, before=partial(both, before, one.before), after=partial(both, one.after, after))
+        for one in contestants
+    ]
+    return interleaved(wrapped, runs, dist.barrier, over_ranks)
+
+
+def over_ranks(value: float) -> float:
+    """The sum."""
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
 
 
 def written_by_rank(path: Path) -> int:

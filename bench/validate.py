@@ -66,11 +66,11 @@ def main() -> None:
                 memory[level] = fresh.submit(memory_of, path, level).result()
         contestants = [Contestant("cat", cat, drop)]
         contestants += [Contestant(level, partial(validate, path, level), drop) for level in LEVELS]
-        seconds = interleaved(contestants, options.runs)
+        rounds = interleaved(contestants, options.runs)
     result = Result("validate", f"Validation of {options.size / GIB:.3g} GiB, cold", options)
-    result.add(seconds, options.size)
+    result.add(rounds, options.size)
     for level in LEVELS[1:]:
-        result.at_least(f"validate --level {level}, against cat, cold", speedup(seconds, level, "cat"), 0.9)
+        result.at_least(f"validate --level {level}, against cat, cold", speedup(rounds, level, "cat"), 0.9)
     for level, one in memory.items():
         result.at_most(f"extra memory of validate --level {level}", one["peak_mib"], BOUND_MIB, "MiB")
     result.extra["memory"] = memory

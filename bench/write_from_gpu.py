@@ -57,13 +57,13 @@ def main(device: str = "cuda") -> None:
             Contestant(COPY, copy_to_pinned(state)),
             Contestant(WRITE, partial(raw.write, path, nbytes), after=partial(remove, path)),
         ]
-        seconds = interleaved(contestants, options.runs)
+        rounds = interleaved(contestants, options.runs)
     result = Result("write_from_gpu", "Write tensors on a GPU, durable", options)
-    result.add(seconds, nbytes)
+    result.add(rounds, nbytes)
     for label in SAVES:
-        result.at_least(f"write from a GPU, against {label}", speedup(seconds, "zckpt", over=label), 1)
-    slower = max((COPY, WRITE), key=lambda label: sum(seconds[label]))
-    result.at_least(f"write from a GPU, against {slower}", speedup(seconds, "zckpt", over=slower), 0.9)
+        result.at_least(f"write from a GPU, against {label}", speedup(rounds, "zckpt", over=label), 1)
+    slower = max((COPY, WRITE), key=lambda label: sum(took.seconds for took in rounds[label]))
+    result.at_least(f"write from a GPU, against {slower}", speedup(rounds, "zckpt", over=slower), 0.9)
     result.finish()
 
 

@@ -34,11 +34,11 @@ def main() -> None:
         contestants += [
             Contestant(label, partial(save, state, path), after=partial(remove, path)) for label, save in SAVES.items()
         ]
-        seconds = interleaved(contestants, options.runs)
+        rounds = interleaved(contestants, options.runs)
     result = Result("write_vs_peers", "Write tensors in CPU memory, durable", options)
-    result.add(seconds, total_bytes(state))
+    result.add(rounds, total_bytes(state))
     for label in SAVES:
-        result.at_least(f"write, against {label}", speedup(seconds, "zckpt", over=label), 1.7)
+        result.at_least(f"write, against {label}", speedup(rounds, "zckpt", over=label), 1.7)
     result.finish()
 
 

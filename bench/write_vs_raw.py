@@ -12,9 +12,12 @@ from __future__ import annotations
 from functools import partial
 
 from common import (
+    CPU_PER_GIB_MAX,
+    WRITE_SPEED_MIN,
     Contestant,
     Raw,
     Result,
+    cpu_per_gib,
     cut,
     interleaved,
     make_state,
@@ -33,7 +36,7 @@ def main() -> None:
     raw = Raw()
     with workspace(options, options.size) as directory:
         checkpoint, file = directory / "checkpoint", directory / "raw"
-        seconds = interleaved(
+        rounds = interleaved(
             [
                 Contestant("raw", partial(raw.write, file, total_bytes(state)), after=partial(remove, file)),
                 Contestant(
@@ -43,8 +46,10 @@ def main() -> None:
             options.runs,
         )
     result = Result("write_vs_raw", "Write a state in CPU memory, durable", options)
-    result.add(seconds, total_bytes(state))
-    result.at_least("write, against raw O_DIRECT", speedup(seconds, "zckpt", over="raw"), 0.9)
+    result.add(rounds, total_bytes(state))
+    result.at_least("write, against raw O_DIRECT", speedup(rounds, "zckpt", over="raw"), WRITE_SPEED_MIN)
+    used = cpu_per_gib(rounds["zckpt"], total_bytes(state))
+    result.at_most("processor time of a write", used, CPU_PER_GIB_MAX, "s/GiB")
     result.finish()
 
 
