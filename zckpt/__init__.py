@@ -4,6 +4,7 @@
     zckpt.restore(engine, path)                    every rank: from any world size, stage and offload into any other
     zckpt.open(path).load(keys, device="cuda")     any part, any process, only the bytes asked for
     zckpt.validate(path)                           against the specification
+    zckpt.where(engine)                            every rank: which part of the state is in which memory and file
 
 ``README.md`` says what it does, ``spec/format.md`` how its files look, and ``docs/architecture.md`` how a byte gets
 from an engine to the disk and back.
@@ -45,6 +46,7 @@ from zckpt.api.open import open  # noqa: A004  zckpt.open reads like the builtin
 from zckpt.api.repair import RepairReport, repair
 from zckpt.api.restore import Restored, restore
 from zckpt.api.validate import validate
+from zckpt.api.where import Placement, PlacementEntry, RankMemory, where
 from zckpt.api.write import write
 from zckpt.api.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -102,9 +104,12 @@ __all__ = [
     "Observation",
     "PendingWrite",
     "PieceInfo",
+    "Placement",
+    "PlacementEntry",
     "Progress",
     "ProgressBar",
     "RankError",
+    "RankMemory",
     "Removed",
     "RepairError",
     "RepairReport",
@@ -132,5 +137,6 @@ __all__ = [
     "restore",
     "validate",
     "wait",
+    "where",
     "write",
 ]

@@ -36,16 +36,18 @@ IO_FUNCTIONS = {*FILE_FUNCTIONS, "input", "print", "stderr", "stdin", "stdout"}
 PUBLIC_NAMES = """
     Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup DeviceError DigestError
     FeatureError Finding FormatError KeyNotFoundError LockedError MismatchError MissingFileError NoSpaceError
-    Observation PendingWrite PieceInfo Progress ProgressBar RankError Removed RepairError RepairReport Report Restored
-    SizeError StateError StorageError TagError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError
+    Observation PendingWrite PieceInfo Placement PlacementEntry Progress ProgressBar RankError RankMemory Removed
+    RepairError RepairReport Report Restored SizeError StateError StorageError TagError TensorInfo
+    UnfinishedWriteError UnsupportedError VersionError ZckptError
     __version__ attach attach_all convert_zero_checkpoint_to_fp32_state_dict detach gc
     get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint open repair restore validate wait
-    write
+    where write
 """
 
 # The modules above storage that mean local files, none of which belongs to a checkpoint. To all others, a path is a
 # Location, which may be that of an object store.
 OF_LOCAL_FILES = {
+    "api/where.py",  # looks at swap files
     "api/zero_to_fp32.py",  # writes files of other programs
     "cli/run.py",  # runs a script
     "testing/store_contract.py",  # shares pages of a file outside of the store

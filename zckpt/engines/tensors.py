@@ -78,7 +78,7 @@ def holdings(part: str, name: str, value: Any) -> Iterator[Holding]:
         if value.layout == torch.sparse_coo:
             yield from holdings(part, name, [value._indices(), value._values()])
         elif value.numel() and not value.is_meta:
-            yield Holding(part, name, value)
+            yield Holding(part, name, value, value.dtype)
     elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from holdings(part, name, one)

@@ -91,3 +91,4 @@ class Holding:
     data: torch.Tensor | FileSpan
     """A dense tensor of any shape, which has elements, or the range of a swap file. Tensors may be views, and several
     holdings may share a storage."""
+    dtype: torch.dtype

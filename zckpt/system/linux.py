@@ -67,6 +67,13 @@ def uncache(fd: int, offset: int = 0, nbytes: int = 0) -> None:
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
+def resident_bytes() -> int | None:
+    """The bytes of memory that this process has; None where the system does not tell."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    return None
+
+
 def reserve(fd: int, nbytes: int) -> None:
     """Gives the first ``nbytes`` of a file, 1 or more, their blocks on the disk, where the file system can. Raises
     OSError if there is no space for them."""

@@ -83,6 +83,17 @@ def device_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device
         ) from error
 
 
+def used_bytes(device: torch.device) -> tuple[int, int] | None:
+    """The bytes that torch's allocator has given to tensors of a device, and those that it has taken from the device.
+    None for the CPU, and where torch does not tell."""
+    if not _is_accelerator(device):
+        return None
+    try:
+        return torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)
+    except (AttributeError, RuntimeError, NotImplementedError):  # an older torch, or a device without such an allocator
+        return None
+
+
 def pinned_memory(nbytes: int) -> torch.Tensor:
     """Returns a 1-D uint8 tensor in pinned host memory. torch's allocator rounds ``nbytes`` up to a power of two.
 

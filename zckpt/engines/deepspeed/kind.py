@@ -51,7 +51,9 @@ class Kind:
             for key, value in state.items():
                 file = flat.files.get(key)
                 part = part_of_state(key)
-                yield from holdings(part, name, value) if file is None else [Holding(part, name, file)]
+                yield from (
+                    holdings(part, name, value) if file is None else [Holding(part, name, file, flat.master.dtype)]
+                )
         for name, parameter in self._parameters.items():
             yield from holdings(PARAM, name, parameter)
             yield from holdings(GRADIENT, name, [parameter.grad, getattr(parameter, "grad_accum", None)])

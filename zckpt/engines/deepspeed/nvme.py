@@ -56,7 +56,8 @@ class OptimizerFiles:
         swapper = self._wrapper.optimizer_swapper
         info = swapper.swap_params_info[self._wrapper.fp32_partitioned_groups_flat[sub_group].ds_id]
         for one in info.swapped_gradients.values():
-            yield Holding(GRADIENT, info.param_id, FileSpan(one.path, 0, one.length * swapper.swap_element_size))
+            span = FileSpan(one.path, 0, one.length * swapper.swap_element_size)
+            yield Holding(GRADIENT, info.param_id, span, info.tensor_dtype)
         yield from holdings(GRADIENT, info.param_id, info.unswapped_gradients)
 
     @contextmanager

@@ -59,13 +59,13 @@ class Partitioned(Kind):
         return slot, part_of(data, 0, slot.stop - slot.start, parameter.dtype)
 
     def memory(self) -> Iterator[Holding]:
+        yield from super().memory()
         for name, parameter in self._parameters.items():
             file = ParameterFiles.of(parameter)
             if file is None:
                 yield from holdings(PARAM, name, [parameter.ds_tensor, getattr(parameter, "ds_secondary_tensor", None)])
             else:
-                yield Holding(PARAM, name, file)
-        yield from super().memory()
+                yield Holding(PARAM, name, file, parameter.dtype)
 
     def settle(self) -> None:
         for parameter in self._parameters.values():
