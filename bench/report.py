@@ -27,6 +27,7 @@ ORDER = (
     "masters_vs_zero_to_fp32",
     "one_tensor",
     "memory",
+    "memory_limit",
     "verify",
     "validate",
     "other_world_size",
@@ -114,6 +115,8 @@ def page(found: dict[str, Any]) -> str:
             times = " | ".join(f"{value:.4g} s" for value in (row["median_seconds"], *span(row["seconds"])))
             cpu = f"{row['cpu_seconds_per_gib']:.3g}" if "cpu_seconds_per_gib" in row else ""
             lines.append(f"| {label} | {times} | {row['gib_per_second']:.2f} | {cpu} |")
+        if "notes" in result:
+            lines += ["", *result["notes"]]
         if "by_size" in result:
             lines += ["| | peak | Cached |", "| --- | ---: | ---: |"]
         for size, by_doing in result.get("by_size", {}).items():

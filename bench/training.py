@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from tests.support.memory_cgroup import MemoryGroup
+
 BYTES_PER_PARAMETER = 12
 """Of state that a bit-exact resume needs: fp32 weights and both moments of Adam."""
+NO_LIMIT, LIMITED = "no limit", "limited"
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
@@ -238,6 +241,57 @@ def memory_of_engine(directory: Path, nbytes: int) -> dict[str, dict[str, float]
     with metered(found, "restore of an engine"):
         zckpt.restore(engine, directory / "checkpoint")
     return found
+
+
+def limited_rounds(group: MemoryGroup, directory: Path, nbytes: int, headroom_bytes: int, runs: int) -> dict[str, Any]:
+    """Rounds without and with a limit on memory, and the most memory that was taken in those with it."""
+    group.enter()
+    engine = make_engine(nbytes)
+    ours, theirs = directory / "zckpt", directory / "deepspeed"
+    writer = writers(engine)["DeepSpeed, default"]
+    save_with_deepspeed(engine, writer, theirs)
+    zckpt.write(engine, ours, latest=False)
+    fragments = adapt(engine).inventory(None).fragments
+    out = {one.key: one.data.view(one.shape) for one in fragments if isinstance(one.data, torch.Tensor)}
+
+    def write_in_background() -> None:
+        zckpt.write(engine, ours, latest=False, overwrite=True, background=True)
+        zckpt.wait()
+
+    doings: dict[str, Callable[[], object]] = {
+        "zckpt, write": lambda: zckpt.write(engine, ours, latest=False, overwrite=True),
+        "zckpt, write in the background": write_in_background,
+        "zckpt, restore": lambda: zckpt.restore(engine, ours),
+        "zckpt, load": lambda: zckpt.open(ours).load(list(out), out=out),
+        "DeepSpeed, save": lambda: save_with_deepspeed(engine, writer, theirs),
+    }
+    peaks: dict[str, list[int]] = {doing: [] for doing in doings}
+
+    def close() -> None:
+        drop_from_cache(directory)
+        group.close(headroom_bytes)
+        found["used"] = group.used_bytes()
+
+    def note_peak(doing: str) -> None:
+        peaks[doing].append(group.peak_bytes() - found["used"])
+        group.open()
+
+    found: dict[str, Any] = {"rounds": {}, "peak_bytes": peaks, "bytes": sum(tensor.nbytes for tensor in out.values())}
+    for doing, action in doings.items():
+        contestants = [
+            Contestant(NO_LIMIT, action, before=partial(drop_from_cache, directory)),
+            Contestant(LIMITED, action, before=close, after=partial(note_peak, doing)),
+        ]
+        found["rounds"][doing] = interleaved(contestants, runs)
+    return found
+
+
+def limited_load(group: MemoryGroup, directory: Path, nbytes: int, headroom_bytes: int) -> None:
+    """DeepSpeed's own, of what ``limited_rounds`` has saved."""
+    group.enter()
+    engine = make_engine(nbytes)
+    group.close(headroom_bytes)
+    load_with_deepspeed(engine, directory / "deepspeed")
 
 
 @contextmanager
