@@ -78,7 +78,7 @@ def look(setup: dict[str, Any]) -> None:
             ("master", "exp_avg", "exp_avg_sq"), 4 * numel
         )
         assert large["gradient"] >= 2 * numel
-        if setup["stage"] == 0:  # In fp32, weights and masters are one; in bf16, DeepSpeed has a second copy.
+        if setup["stage"] == 0:  # in fp32, where the weights and the masters are one
             assert large.get("param") == (None if setup.get("dtype") == "fp32" else 2 * numel)
     assert {one.dtype for one in placement.entries if one.part == "master"} == {"float32"}
     assert {one.dtype for one in placement.entries if one.part == "param"} <= {"bfloat16"}

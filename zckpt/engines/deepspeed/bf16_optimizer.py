@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zckpt.engines.deepspeed.zero12 import Group, Zero12, consecutive
-from zckpt.state.inventory import GRADIENT, PARAM
+from zckpt.state.inventory import GRADIENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Bf16Optimizer(Zero12):
     """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
 
-    MEMORY: ClassVar = {PARAM: ("bf16_groups_flat",), GRADIENT: ("fp32_groups_gradients_flat",)}
+    MEMORY: ClassVar = {GRADIENT: ("fp32_groups_gradients_flat",)}
 
     @staticmethod
     def changes_only_in_step(wrapper: Any) -> bool:

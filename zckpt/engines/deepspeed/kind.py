@@ -24,8 +24,8 @@ class Kind:
 
     flats: tuple[Flat, ...] = ()
     MEMORY: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """The wrapper's attributes that hold tensors, or collections of them, by part; those of masters and of parameters
-    are left out. Not every version of DeepSpeed has each of them."""
+    """The wrapper's attributes with tensors, or collections of them, by part. Those whose storages the masters, their
+    state and the parameters have too are left out. Not every version of DeepSpeed has each attribute."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         self._wrapper = wrapper

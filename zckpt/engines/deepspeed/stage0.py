@@ -7,11 +7,10 @@ private attribute of theirs is read or written.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.deepspeed import replicas
 from zckpt.engines.deepspeed.flats import Flat, Slot, foreign, moments
-from zckpt.state.inventory import PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -124,8 +123,6 @@ class PerParameter(Unwrapped):
 
 class Flattened(PerParameter):
     """``FP16_Optimizer``: one master for all parameters of a param group."""
-
-    MEMORY: ClassVar = {PARAM: ("fp16_groups_flat",)}
 
     @classmethod
     def _held(cls, wrapper: Any) -> Iterator[Held]:

@@ -44,14 +44,12 @@ class Zero12(replicas.Replicated):
 
     MEMORY: ClassVar = {
         MASTER: ("hp_params_pin_buffers",),
-        PARAM: ("bit16_groups_flat", "lp_params_pin_buffers", "param_buffer_of_bit16_for_cpu_offload_groups"),
+        PARAM: ("lp_params_pin_buffers", "param_buffer_of_bit16_for_cpu_offload_groups"),
         GRADIENT: (
             "averaged_gradients",
             "all_grad_tensors",
-            "grads_in_partition",
             "ipg_buffer",  # before DeepSpeed had ipg_buckets
             "accumulated_grads_in_cpu",
-            "offload_gradient_dict",
             "temp_grad_buffer_for_cpu_offload",
             "temp_grad_buffer_for_gpu_offload",
             "_muon_allgather_buffers",

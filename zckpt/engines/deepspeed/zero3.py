@@ -106,7 +106,7 @@ class Zero3(Partitioned):
 
     MEMORY: ClassVar = {
         MASTER: ("hp_params_pin_buffers",),
-        PARAM: ("lp_param_buffer", "param_groups_fp16_flat_cpu_memory", "lp_param_contiguous_pin_buffer"),
+        PARAM: ("param_groups_fp16_flat_cpu_memory", "lp_param_contiguous_pin_buffer"),
         "momentum_buffer": ("muon_momentum_buffer_partitioned_groups_flat",),
         GRADIENT: (
             "averaged_gradients",
