@@ -23,6 +23,7 @@ itself and what stands above it in this table; an import for type checkers alone
     storage    -                the contract of a store, local directories, the table of stores, the writer's lock
     transfer   -                carries out planned writes and reads: buffers, budget, copies to devices, digests
     engines    -                the contract of an engine adapter, and a folder for each framework
+    offloading -                the steps of zckpt.offload: scratch files, storages without memory, what is out
     reading    -                what zckpt.open returns, and what lies in the directory of a run
     validation -                checks a checkpoint against the specification, and reports what it has found
     repairing  -                the steps of zckpt.repair: find the data files, rebuild, compare, put in place
@@ -42,6 +43,7 @@ issue a Python warning. Whatever it imports of zckpt promises the same. "no file
 from zckpt.api.attach import attach, attach_all, detach
 from zckpt.api.background import PendingWrite, wait
 from zckpt.api.gc import Cleanup, Removed, gc
+from zckpt.api.offload import Offloaded, offload, offloaded, reload
 from zckpt.api.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
 from zckpt.api.repair import RepairReport, repair
 from zckpt.api.restore import Restored, restore
@@ -66,6 +68,7 @@ from zckpt.errors import (
     MismatchError,
     MissingFileError,
     NoSpaceError,
+    OffloadedError,
     RankError,
     RepairError,
     SizeError,
@@ -102,6 +105,8 @@ __all__ = [
     "MissingFileError",
     "NoSpaceError",
     "Observation",
+    "Offloaded",
+    "OffloadedError",
     "PendingWrite",
     "PieceInfo",
     "Placement",
@@ -132,7 +137,10 @@ __all__ = [
     "gc",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
+    "offload",
+    "offloaded",
     "open",
+    "reload",
     "repair",
     "restore",
     "validate",

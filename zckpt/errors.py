@@ -15,6 +15,7 @@
     ├── KeyNotFoundError             (KeyError)            no such key; names the nearest ones
     ├── CastError                    (TypeError)           a dtype that cannot be converted without nonsense
     ├── StateError                   (TypeError)           a value that the state tree cannot hold
+    ├── OffloadedError               (RuntimeError)        state that a call needs is on disk, or was lost there
     ├── DeviceError                  (RuntimeError)        a device that is not there, fails, or is full
     ├── UnsupportedError             (NotImplementedError) an engine or mode that is not supported, by name
     ├── MismatchError                (ValueError)          engine and checkpoint do not fit; lists everything
@@ -133,6 +134,10 @@ class CastError(ZckptError, TypeError):
 
 class StateError(ZckptError, TypeError):
     """A value that the state tree cannot hold; ``key`` is the path to it."""
+
+
+class OffloadedError(ZckptError, RuntimeError):
+    """A call needs state of the engine that ``zckpt.offload`` has moved to disk, or that was lost there."""
 
 
 class DeviceError(ZckptError, RuntimeError):

@@ -36,12 +36,11 @@ IO_FUNCTIONS = {*FILE_FUNCTIONS, "input", "print", "stderr", "stdin", "stdout"}
 PUBLIC_NAMES = """
     Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup DeviceError DigestError
     FeatureError Finding FormatError KeyNotFoundError LockedError MismatchError MissingFileError NoSpaceError
-    Observation PendingWrite PieceInfo Placement PlacementEntry Progress ProgressBar RankError RankMemory Removed
-    RepairError RepairReport Report Restored SizeError StateError StorageError TagError TensorInfo
-    UnfinishedWriteError UnsupportedError VersionError ZckptError
-    __version__ attach attach_all convert_zero_checkpoint_to_fp32_state_dict detach gc
-    get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint open repair restore validate wait
-    where write
+    Observation Offloaded OffloadedError PendingWrite PieceInfo Placement PlacementEntry Progress ProgressBar RankError
+    RankMemory Removed RepairError RepairReport Report Restored SizeError StateError StorageError TagError TensorInfo
+    UnfinishedWriteError UnsupportedError VersionError ZckptError __version__ attach attach_all
+    convert_zero_checkpoint_to_fp32_state_dict detach gc get_fp32_state_dict_from_zero_checkpoint
+    load_state_dict_from_zero_checkpoint offload offloaded open reload repair restore validate wait where write
 """
 
 # The modules above storage that mean local files, none of which belongs to a checkpoint. To all others, a path is a

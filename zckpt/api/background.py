@@ -1,4 +1,4 @@
-"""A write that goes on while training does: one at a time, never lost from sight."""
+"""What goes on while training does, such as a write: one at a time, never lost from sight."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ if TYPE_CHECKING:
 
     from zckpt.ranks.collectives import Ranks
 
-_current: PendingWrite | None = None
+_current: Background | None = None
 
 
-class PendingWrite:
-    """What ``zckpt.write(..., background=True)`` returns.
+class Background:
+    """Something that a thread of its own does, on all ranks.
 
-    Nothing has to be done with it: a failure is said on stderr at once, the next write or restore waits for it and
-    raises its error, a process that ends waits for it too and prints what nobody has seen.
+    Nothing has to be done with it: a failure is said on stderr at once, the next write, restore, offload or reload
+    waits for it and raises its error, a process that ends waits for it too and prints what nobody has seen.
     """
 
-    def __init__(self, path: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
-        """``finish`` writes and commits, from ``start`` on; it is given what to tell of the engine's state.
-        ``ranks``: those that write together, as the background knows them."""
-        self.path = path
-        """The checkpoint's absolute path."""
+    def __init__(self, what: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
+        """``what``: for messages, such as "the write of /run/step1". ``finish`` does it, from ``start`` on; it is given
+        what to tell of the engine's state. ``ranks``: those that do it together, as the background knows them."""
+        self._what = what
         self.error: BaseException | None = None
         """Why it has failed; the same kind of failure on every rank."""
         self._finish = finish
@@ -49,14 +48,14 @@ class PendingWrite:
         self._worker.start()
 
     def start(self) -> None:
-        """Has it begin, after ``stand_by``. The next write, the next restore and the end of the process wait for it
-        from now on. Raises nothing."""
-        global _current  # noqa: PLW0603  the one write under way
+        """Has it begin, after ``stand_by``. What comes next of zckpt's and the end of the process wait for it from now
+        on. Raises nothing."""
+        global _current  # noqa: PLW0603  the one that there is
         _current = self
         self._started.set()
 
     def cancel(self) -> bool:
-        """To be called after a failure. Before ``start``: stops the thread, and returns True. After it: the write goes
+        """To be called after a failure. Before ``start``: stops the thread, and returns True. After it: the work goes
         on if ``Snapshot.copied`` is set, and is given up if not; returns False."""
         if self._started.is_set() and not self._cancelled:
             if not self._snapshot.copied.is_set():
@@ -68,29 +67,28 @@ class PendingWrite:
         self._snapshot.end()
         return True
 
-    def __repr__(self) -> str:
-        state = "failed" if self.error else "done" if self.done else "under way"
-        return f"<zckpt.PendingWrite {self.path!r}: {state}>"
-
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._worker.ended
 
-    def wait(self, timeout: float | None = None) -> str:
-        """Returns the path once the checkpoint is durable. Raises what ``zckpt.write`` would have raised, and
-        TimeoutError after ``timeout`` seconds. May be called again after that, or after an interrupt."""
+    def join(self, timeout: float | None = None) -> None:
+        """Returns once it is done. Raises its error, and TimeoutError after ``timeout`` seconds. May be called again
+        after that, or after an interrupt."""
         if not self._worker.wait(timeout):
-            raise TimeoutError(f"the write of {self.path} is still under way")
+            raise TimeoutError(f"{self._what} is still under way")
         if self.error is not None:
             self._seen = True
             raise self.error
-        return self.path
+
+    def settle(self) -> None:
+        """Until it has ended, well or not. Raises nothing but an interrupt."""
+        self._worker.wait()
 
     def finish(self) -> None:
-        """As ``wait``, but an error that the caller has seen is not raised again."""
+        """As ``join``, but an error that the caller has seen is not raised again."""
         if not self._seen:
-            self.wait()
+            self.join()
 
     def wait_until_copied(self, ranks: Ranks) -> None:
         """Until what may change at any time has been copied. Raises nothing but an interrupt, and gives up then; one
@@ -120,14 +118,18 @@ class PendingWrite:
         try:
             if not self._cancelled:
                 self._finish(self._snapshot)
-        except BaseException as error:  # raised by wait()
+        except BaseException as error:  # raised by join()
             traceback.clear_frames(error.__traceback__)  # what is open there goes now, whoever keeps the error
             self.error = error
             if self._ranks.rank == 0 or not isinstance(error, RankError):
                 why = f"{type(error).__name__}: {error}"
-                what = f"zckpt: the write of {self.path} in the background has failed: {why}\n"
+                what = f"zckpt: {self._what} in the background has failed: {why}\n"
                 with suppress(Exception):
-                    print(f"{what}The next write, restore or wait raises this error.", file=sys.stderr, flush=True)
+                    print(
+                        f"{what}The next write, restore, offload, reload or wait raises this error.",
+                        file=sys.stderr,
+                        flush=True,
+                    )
         finally:
             del self._finish  # and with it the state
             self._snapshot.end()
@@ -137,18 +139,43 @@ class PendingWrite:
             traceback.print_exception(self.error)
 
 
+class PendingWrite(Background):
+    """What ``zckpt.write(..., background=True)`` returns.
+
+    Nothing has to be done with it: a failure is said on stderr at once, the next write or restore waits for it and
+    raises its error, a process that ends waits for it too and prints what nobody has seen.
+    """
+
+    def __init__(self, path: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
+        """``finish`` writes and commits; ``ranks`` write together."""
+        super().__init__(f"the write of {path}", finish, ranks)
+        self.path = path
+        """The checkpoint's absolute path."""
+
+    def __repr__(self) -> str:
+        state = "failed" if self.error else "done" if self.done else "under way"
+        return f"<zckpt.PendingWrite {self.path!r}: {state}>"
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Returns the path once the checkpoint is durable. Raises what ``zckpt.write`` would have raised, and
+        TimeoutError after ``timeout`` seconds. May be called again after that, or after an interrupt."""
+        self.join(timeout)
+        return self.path
+
+
 def wait() -> None:
-    """Until this rank has no write under way in the background. Every rank that takes part in that write calls it.
-    Raises its error on every one of them, unless ``PendingWrite.wait`` has done so on all of them. An interrupt on one
-    of them ends the wait on all, and not the write: the next write or restore waits for it again."""
-    global _current  # noqa: PLW0603  the one write under way
+    """Until this rank has nothing under way in the background, be it a write or an offload. Every rank that takes part
+    in that calls it. Raises its error on every one of them, unless ``PendingWrite.wait`` or ``Offloaded.wait`` has done
+    so on all of them. An interrupt on one of them ends the wait on all, and not the work: the next write or restore
+    waits for it again."""
+    global _current  # noqa: PLW0603  the one that there is
     pending = _current
     if pending is not None:
         ranks = pending._ranks.foreground("zckpt.wait")
         with ranks.undivided():
-            ranks.together(pending._worker.wait, "wait for a write in the background")
+            ranks.together(pending._worker.wait, "wait for what goes on in the background")
             _current = None  # on all ranks or none: they go on together
-            ranks.together(pending.finish, "finish a write in the background")
+            ranks.together(pending.finish, "finish what goes on in the background")
 
 
 @atexit.register

@@ -19,6 +19,7 @@ from zckpt.reading.runs import directories, is_begun, is_of_trainer, nothing_at,
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock
 from zckpt.storage.schemes import open_store
+from zckpt.storage.scratch import left_over
 from zckpt.writing.leftovers import leftovers, prepared_manifests, recoverable, run_leftovers
 
 if TYPE_CHECKING:
@@ -73,8 +74,9 @@ def gc(
     path: StrPath, *, keep: int | None = None, dry_run: bool = False, discard: StrPath | Collection[StrPath] = ()
 ) -> Cleanup:
     """Removes what dead writers have left in a run, or in one checkpoint: data that no manifest names, temporary files,
-    checkpoints that were never committed. What somebody writes at this moment is left alone, and so is what
-    ``zckpt.repair`` could make a checkpoint of: there is no manifest, but all data of a save.
+    checkpoints that were never committed, and scratch files of ``zckpt.offload``. What somebody writes at this moment
+    is left alone, and so is what ``zckpt.repair`` could make a checkpoint of: there is no manifest, but all data of a
+    save.
 
     The checkpoints of a run are those directly in it, those in directories of it where ``latest`` may name them, and
     those in the ``checkpoint-<N>`` of Hugging Face's Trainer. Another run inside of it is left alone.
@@ -100,7 +102,7 @@ def gc(
     work = _Work(dry_run, _discarded(run, found, discard))
     for one in found:
         work.clean(one, run if one.location in unwanted else None)
-    work.remove(run, run_leftovers(run), "leftover")
+    work.remove(run, [*run_leftovers(run), *left_over(entries)], "leftover")
     return Cleanup(tuple(work.removed), tuple(work.in_use), dry_run, tuple(work.recoverable), len(found))
 
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.api.background import wait
+from zckpt.api.offload import bring_back_to_restore
 from zckpt.api.open import advised, find, open_checkpoint
 from zckpt.engines import adapt, group_of
 from zckpt.errors import FormatError, MismatchError, RankError, StorageError, warn
+from zckpt.offloading.away import away
 from zckpt.plan.reshard import Span
 from zckpt.plan.select import by_part, several
 from zckpt.progress import Progress, reported
@@ -85,6 +87,7 @@ def restore(
     where all of these weights are kept; where one is restored, the step begins at 0.
 
     Gradients of the engine that no optimizer step has used yet are dropped: they belong to the weights that it had.
+    What ``zckpt.offload`` has moved to disk is brought back first; what was lost there has to be restored.
 
     Everything that can be known without reading tensors is checked before the engine is touched. Raises MismatchError,
     which says how many tensors do not fit and shows some of each kind, in full on one rank; ValueError for a part or
@@ -123,6 +126,7 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> Restored:
         if any(problems):
             raise _mismatch(plan, problems, ranks)
         ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
+        bring_back_to_restore(engine, {fragment.key for fragment in plan.match.filled}, ranks, request.budget)
         own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
         ranks.together(lambda: _fill(plan, own, request), "restore")
         ranks.together(lambda: _set_state(plan), "restore")
@@ -134,6 +138,9 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> Restored:
         except BaseException as error:  # raised again below, for the others to know
             errors.append(error)
         ranks.together(lambda: _raise_first(errors), "restore")
+        out = away(engine)
+        if out is not None:
+            out.settled((), {})  # nothing is lost any more
     found = plan.match
     return Restored(plan.client_state, by_part(found.sources), by_part(found.kept), by_part(found.unexpected))
 

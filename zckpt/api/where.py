@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.engines import adapt, group_of
 from zckpt.errors import UnsupportedError
+from zckpt.offloading.away import directory_of
 from zckpt.ranks.collectives import Ranks
 from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, FileSpan
 from zckpt.system.available import available_bytes
@@ -146,11 +147,13 @@ def _look(adapter: EngineAdapter) -> tuple[list[tuple[Any, ...]], tuple[Any, ...
     seen: set[int | str] = set()
     for one in adapter.memory():
         place: int | str
+        path: str | None
         if isinstance(one.data, FileSpan):
             place, tier, nbytes, path = one.data.path, "nvme", _on_disk(one.data.path), one.data.path
         else:
             storage = one.data.untyped_storage()
-            place, tier, nbytes, path = storage._cdata, _tier(storage), storage.nbytes(), None
+            place, nbytes, path = storage._cdata, storage.nbytes(), directory_of(storage)
+            tier = "offloaded" if path is not None else _tier(storage)
         if place not in seen:
             seen.add(place)
             sums[one.part, str(one.dtype).removeprefix("torch."), tier, path] += nbytes

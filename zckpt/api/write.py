@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from zckpt.api.background import PendingWrite, wait
 from zckpt.engines import group_of
+from zckpt.offloading.away import away
 from zckpt.ranks.collectives import Ranks
+from zckpt.state.inventory import PARAM
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.writing.options import WriteOptions
 from zckpt.writing.prepare import Preparation
@@ -87,13 +89,17 @@ def write(
     time: the next write or restore and the end of the process wait for it and raise or print its error, which stderr
     shows as soon as it happens.
 
+    What ``zckpt.offload`` has moved to disk is taken from there, by pages that the files share where the file system
+    can do that: none of it is loaded.
+
     Returns the checkpoint's absolute path. Raises on every rank, and leaves nothing behind, if any rank fails:
     UnsupportedError (also for more than the format can hold), StateError, DeviceError (a device that gives no bytes),
-    ValueError for a part that the engine does not have and for a path that ``latest`` cannot name,
-    CheckpointExistsError (also where ``path`` is the directory of a run or lies in a checkpoint: whoever opens the
-    outer of two gets that), LockedError (somebody else is writing there), RankError, StorageError, NoSpaceError. All
-    that can be known from the state is checked before a byte is written. KeyboardInterrupt on one rank makes the others
-    raise RankError, unless it comes when all have agreed to commit: then the write has happened.
+    OffloadedError for what was lost while it was offloaded, ValueError for a part that the engine does not have and for
+    a path that ``latest`` cannot name, CheckpointExistsError (also where ``path`` is the directory of a run or lies in
+    a checkpoint: whoever opens the outer of two gets that), LockedError (somebody else is writing there), RankError,
+    StorageError, NoSpaceError. All that can be known from the state is checked before a byte is written.
+    KeyboardInterrupt on one rank makes the others raise RankError, unless it comes when all have agreed to commit: then
+    the write has happened.
     """
     options = WriteOptions(
         parts=parts, exclude=exclude, client_state=client_state, overwrite=overwrite, latest=latest, budget=budget,
@@ -135,7 +141,9 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
             if pending is None or pending.cancel():
                 own.remove()
             raise
-        prepared.adapter.after_write()
+        out = away(engine)
+        if out is None or PARAM not in out.parts:  # what would be gathered is in memory
+            prepared.adapter.after_write()
         return pending or prepared.target
 
 

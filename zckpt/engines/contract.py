@@ -14,7 +14,7 @@ and what a ``Fragment`` is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -133,6 +133,10 @@ class EngineAdapter(Protocol):
         """Has ``action`` called once, by the training's thread, before the engine next changes or moves the memory of
         its fragments: at its next optimizer step. Buffers may change before."""
 
+    def uses(self) -> Iterable[Use]:
+        """The calls that read or change what ``memory`` returns: all by which a training loop, an evaluation and the
+        framework's own checkpoints do so. Holds no reference to the adapter."""
+
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
         """Whether restoring these trees, which are as in ``Selection``, also needs the writer's ``rank_state``. Raises
         FormatError."""
@@ -151,6 +155,15 @@ class EngineAdapter(Protocol):
 
     def restoring(self, selection: Selection) -> Restoring:
         """One restore into the engine. Changes nothing."""
+
+
+class Use(NamedTuple):
+    """A method that uses tensors of the state; ``__call__`` is that of a module, whoever calls it."""
+
+    owner: Any
+    method: str
+    parts: Collection[str] | None = None
+    """The parts that it uses; None: any of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

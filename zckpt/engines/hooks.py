@@ -6,31 +6,75 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 def call_before(action: Callable[[], None], methods: Sequence[tuple[Any, str]]) -> None:
     """Has ``action`` called once, before the next call of any of ``methods``, each an object and a method's name."""
-    wrappers: list[tuple[Any, str, Any, Any]] = []
     pending = [action]
 
-    def release() -> None:
+    def once() -> None:
         if pending:
-            for owner, name, wrapper, before in wrappers:
-                # Somebody may have wrapped the wrapper since: then it stays, and does nothing.
-                if vars(owner).get(name) is wrapper:
-                    vars(owner).pop(name) if before is None else setattr(owner, name, before)
+            undo()
             pending.pop()()
 
-    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+    undo = before_calls([(owner, name, once) for owner, name in methods])
+
+
+def before_calls(methods: Iterable[tuple[Any, str, Callable[[], None]]]) -> Callable[[], None]:
+    """Has an action called before each call of a method, until the function is called that is returned. Each of
+    ``methods`` is an object, a method's name and an action. The method ``__call__`` of a module runs its other hooks
+    after the action."""
+    undone: list[Callable[[], None]] = []
+    for owner, name, action in methods:
+        if name == "__call__":
+            # The first hook of all: those of ZeRO-3 gather the weights.
+            undone.append(owner.register_forward_pre_hook(_hook(action), prepend=True).remove)
+        else:
+            watched = getattr(getattr(owner, name), _WATCHED, None) or _Watched(owner, name)
+            watched.actions.append(action)
+            undone.append(functools.partial(watched.remove, action))
+
+    def undo() -> None:
+        while undone:
+            undone.pop()()
+
+    return undo
+
+
+_WATCHED = "_zckpt_watched"
+"""The attribute of a method's wrapper with its ``_Watched``. ``functools.wraps`` gives it to the wrappers that others
+put around that wrapper, so no method is wrapped here a second time."""
+
+
+class _Watched:
+    """A method of an object, wrapped."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.actions: list[Callable[[], None]] = []
+        self._owner, self._name, self._before = owner, name, vars(owner).get(name)
+        method = getattr(owner, name)
+
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            release()
+            for action in tuple(self.actions):
+                action()
             return method(*args, **kwargs)
 
-        return call
+        setattr(call, _WATCHED, self)
+        setattr(owner, name, call)
+        self._wrapper = vars(owner)[name]
 
-    for owner, name in methods:
-        wrapper, before = wrapped(getattr(owner, name)), vars(owner).get(name)
-        setattr(owner, name, wrapper)
-        wrappers.append((owner, name, wrapper, before))
+    def remove(self, action: Callable[[], None]) -> None:
+        self.actions.remove(action)
+        owner, name = self._owner, self._name
+        # Somebody may have wrapped the wrapper since: then it stays, and does nothing.
+        if not self.actions and vars(owner).get(name) is self._wrapper:
+            vars(owner).pop(name) if self._before is None else setattr(owner, name, self._before)
+
+
+def _hook(action: Callable[[], None]) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        action()
+
+    return hook

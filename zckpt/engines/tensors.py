@@ -84,6 +84,15 @@ def holdings(part: str, name: str, value: Any) -> Iterator[Holding]:
             yield from holdings(part, name, one)
 
 
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Whether all elements are zero; False for a tensor whose values are on disk."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # it has no memory
+        return False
+    return not tensor.any()
+
+
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
     return torch.equal(one, other)

@@ -137,7 +137,16 @@ class PageSharing(Protocol):
         """Writes what is no whole page of bytes [offset, offset + nbytes) from ``stage``, laid out as for ``write``."""
 
 
-class Store(Protocol):
+class Creator(Protocol):
+    """Makes new files."""
+
+    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> Writer:
+        """A new file, whose directory exists; StorageError if the file does. ``reserved_bytes``: at least so many will
+        be written, so that its length does not depend on this; that there is no space for them should show here.
+        ``direct``: to be written past all caches, where that can be done."""
+
+
+class Store(Creator, Protocol):
     """A directory of checkpoints, or one checkpoint. Its files have paths relative to it, with ``/`` between their
     components; the empty path is the directory itself, which need not exist. To make a ``Store`` touches nothing."""
 
@@ -171,16 +180,11 @@ class Store(Protocol):
         """The size of a file, or of all files in a directory and below it; 0 for what is not there. Raises nothing for
         what goes meanwhile."""
 
-    # New files
+    # New files, beside those of ``create``
 
     def make_directories(self, path: str) -> None:
         """Makes the directory ``path``, and all above it, exist, durably, or raises and leaves nothing new. Nothing
         happens if it exists."""
-
-    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> Writer:
-        """A new file, whose directory exists; StorageError if the file does. ``reserved_bytes``: at least so many will
-        be written, so that its length does not depend on this; that there is no space for them should show here.
-        ``direct``: to be written past all caches, where that can be done."""
 
     def put(self, path: str, data: bytes) -> None:
         """A new file with these bytes, whose directory exists; StorageError if the file does. Durable but for its

@@ -28,14 +28,17 @@ class LocalWriter:
     grows is written by one thread at a time, and a full disk shows before a byte is written.
     """
 
-    def __init__(self, path: str, reserved_bytes: int, direct: bool) -> None:
+    def __init__(
+        self, path: str, reserved_bytes: int, direct: bool, flags: int = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    ) -> None:
+        """``flags``: how the file is opened; by default it is new."""
         self.path = path
         self._unsynced_bytes = 0
         self._position = threading.Lock()
         """Without positional writes, a thread holds this lock while it moves the file's position and writes there."""
         self._direct_fd = -1
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
+            self._fd = os.open(path, flags | BINARY, 0o666)
         except OSError as error:
             raise from_os_error(error, "create", path) from error
         try:
@@ -68,7 +71,7 @@ class LocalWriter:
         self._unsynced_bytes += nbytes
         if self._unsynced_bytes >= UNSYNCED_BYTES_MAX:
             self._unsynced_bytes = 0
-            self.sync()
+            self._flush()
             linux.uncache(self._fd)
 
     def share(self, source: FileSpan, offset: int) -> bool:
@@ -112,6 +115,9 @@ class LocalWriter:
             return os.write(fd, view)
 
     def sync(self) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
         try:
             sync_data(self._fd)
         except OSError as error:

@@ -74,6 +74,13 @@ def resident_bytes() -> int | None:
     return None
 
 
+def read_ahead(fd: int, offset: int, nbytes: int) -> None:
+    """Has the system read these bytes of a file into the page cache, and mostly does not wait for it."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # it is advice, as above
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
 def reserve(fd: int, nbytes: int) -> None:
     """Gives the first ``nbytes`` of a file, 1 or more, their blocks on the disk, where the file system can. Raises
     OSError if there is no space for them."""
@@ -102,6 +109,12 @@ def free_lazily(address: int, nbytes: int) -> None:
     first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if libc is not None and first < last:
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_FREE)
+
+
+def trim_heap() -> None:
+    """Gives the memory back to the system that was freed and that the C library has kept."""
+    if libc is not None and hasattr(libc, "malloc_trim"):  # glibc has it
+        libc.malloc_trim(0)
 
 
 def boot_id() -> str | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines import rng
+from zckpt.engines.contract import Use
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name, holdings
 from zckpt.errors import FormatError, UnsupportedError
@@ -91,6 +92,9 @@ class ReferenceAdapter:
 
     def before_change(self, action: Callable[[], None]) -> None:
         call_before(action, [(self.engine, "step")])
+
+    def uses(self) -> tuple[Use, ...]:
+        return Use(self.engine, "backward", {PARAM, BUFFER, GRADIENT}), Use(self.engine, "step")
 
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
         return False

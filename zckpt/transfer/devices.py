@@ -115,6 +115,14 @@ def give_back_pinned_memory() -> None:
     getattr(torch.accelerator, "empty_host_cache", before)()
 
 
+def give_back_memory(devices: Iterable[torch.device]) -> None:
+    """Gives memory of these devices that is not in use back to them, and pinned memory to the system: torch's
+    allocators would keep both for other tensors."""
+    if any(map(_is_accelerator, devices)):
+        torch.accelerator.empty_cache()
+        give_back_pinned_memory()
+
+
 class ToDevice(NamedTuple):
     """One copy from a staging buffer to a device: elements of ``dtype``, stored from byte ``start`` of the buffer on,
     fill ``target``, a 1-D tensor, and are converted to its dtype."""

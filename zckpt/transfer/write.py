@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from zckpt.plan.layout import ShardPlan, WriteOp, WritePlan
-    from zckpt.storage.contract import PageSharing, Store, Writer
+    from zckpt.storage.contract import Creator, PageSharing, Writer
     from zckpt.transfer.budget import Budget
     from zckpt.transfer.snapshot import Snapshot
     from zckpt.transfer.staging import StagingBuffer, StagingPool
@@ -60,7 +60,7 @@ class _Job:
 
 
 def run_writes(
-    store: Store,
+    store: Creator,
     plan: WritePlan,
     budget: Budget,
     staging: StagingPool,

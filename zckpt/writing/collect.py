@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from zckpt.errors import StateError
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
+from zckpt.offloading.away import place_of
 from zckpt.state.inventory import BUFFER, STATE, Fragment
 from zckpt.transfer.devices import check_devices, synchronize
 from zckpt.transfer.memory import host_bytes
@@ -50,7 +51,7 @@ def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
         raise ValueError(f"exclude: the engine has no part {', '.join(unknown)}; it has {', '.join(adapter.parts)}")
     synchronize(adapter.devices)
     inventory = adapter.inventory(options.parts)
-    fragments = [fragment for fragment in inventory.fragments if fragment.part not in options.exclude]
+    fragments = [_where_it_is(fragment) for fragment in inventory.fragments if fragment.part not in options.exclude]
     for fragment in fragments:  # a part's name is a file's name
         names.check_part_name(fragment.part)
         names.check_tensor_name(fragment.name)
@@ -60,6 +61,12 @@ def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
     state, rank_state = adapter.state(), adapter.rank_state()
     scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))
     return Collected(fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments))
+
+
+def _where_it_is(fragment: Fragment) -> Fragment:
+    """A fragment that was offloaded lies in a file."""
+    place = place_of(fragment.data) if isinstance(fragment.data, torch.Tensor) else None
+    return fragment if place is None else replace(fragment, tier="nvme", data=place)
 
 
 def tensors_of(fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:

@@ -14,6 +14,7 @@ from zckpt.engines import adapt
 from zckpt.errors import StateError, warn
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, digest
+from zckpt.offloading.away import away
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.ranks.collectives import check_arguments
@@ -72,6 +73,9 @@ class Preparation:
         """All that this rank has to write, and what the ranks have to agree about."""
         options = self.options = self.options.checked()
         adapter = self.adapter = adapt(self._engine)
+        out = away(self._engine)
+        if out is not None:
+            out.refuse_lost("zckpt.write")
         adapter.refuse_unsupported(drop_gradients=options.pending_gradients == "drop")
         if options.lazy:
             adapter.refuse_lazy()

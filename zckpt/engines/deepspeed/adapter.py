@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines import rng
+from zckpt.engines.contract import Use
 from zckpt.engines.deepspeed import optimizer, refuse, scaler
 from zckpt.engines.deepspeed.flats import moments
 from zckpt.engines.deepspeed.group import RankGroup, process_group, rank_group_of
@@ -19,7 +20,17 @@ from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persistent_buffers, unwrapped
 from zckpt.errors import UnsupportedError
-from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileSpan, Fragment, Holding, Inventory
+from zckpt.state.inventory import (
+    BUFFER,
+    GRADIENT,
+    MASTER,
+    PARAM,
+    RESERVED_PARTS,
+    FileSpan,
+    Fragment,
+    Holding,
+    Inventory,
+)
 from zckpt.transfer.devices import devices_of
 
 if TYPE_CHECKING:
@@ -148,6 +159,22 @@ class DeepSpeedAdapter:
     def before_change(self, action: Callable[[], None]) -> None:
         steps = [(self.engine.optimizer, "step")] if self.trains else []
         call_before(action, [*steps, (self.engine, "offload_states"), (self.engine, "reload_states")])
+
+    def uses(self) -> Iterator[Use]:
+        engine = self.engine
+        yield Use(engine, "forward", {PARAM, BUFFER})
+        yield Use(engine.module, "__call__", {PARAM, BUFFER})
+        yield Use(engine, "backward", {PARAM, GRADIENT})
+        yield Use(engine, "zero_grad", {GRADIENT})
+        yield Use(engine, "save_16bit_model", {PARAM, BUFFER})
+        for method in ("step", "offload_states", "reload_states"):
+            yield Use(engine, method)
+        for method in ("save_checkpoint", "load_checkpoint"):
+            if method not in vars(engine):  # those of an attached engine are zckpt's own
+                yield Use(engine, method)
+        if self.trains:
+            for owner in {id(one): one for one in (engine.optimizer, self.zero.optimizer)}.values():
+                yield Use(owner, "step")
 
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
         return state.get("optimizer") is not None and optimizer.Saved.has_bound(subtree(state, "optimizer"))

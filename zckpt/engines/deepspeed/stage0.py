@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.deepspeed import replicas
 from zckpt.engines.deepspeed.flats import Flat, Slot, foreign, moments
+from zckpt.engines.tensors import is_zero
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -60,7 +61,7 @@ class Unwrapped(replicas.Replicated):
     @classmethod
     def has_gradients(cls, wrapper: Any) -> bool:
         gradients = [parameter.grad for held in cls._held(wrapper) for parameter in held.parameters]
-        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+        return any(gradient is not None and not is_zero(gradient) for gradient in gradients)
 
     @property
     def optimizer(self) -> Any:

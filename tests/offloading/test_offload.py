@@ -1,0 +1,459 @@
+"""What offload and reload promise, of one rank that needs no framework."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.reference_engine import held
+from zckpt.offloading import away as away_module
+from zckpt.offloading.away import away
+from zckpt.storage import scratch
+from zckpt.system import linux
+from zckpt.testing import ReferenceEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.linux
+
+SHAPES = {"wide": (1500, 1501), "odd": (63, 65), "one": (1,), "scalar": (), "empty": (0, 3), "frozen": (63, 63)}
+ALL = ("param", "master", "exp_avg", "exp_avg_sq")
+
+
+def trained(steps: int = 2, seed: int = 0, **options: Any) -> ReferenceEngine:
+    engine = ReferenceEngine(SHAPES, seed=seed, **options)
+    engine.train(steps)
+    return engine
+
+
+def assert_equal(engine: ReferenceEngine, expected: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(held(engine), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_as_before(engine: ReferenceEngine, expected: dict[str, torch.Tensor]) -> None:
+    """With all in memory, nothing watched, and training as it would have been."""
+    assert away(engine) is None
+    assert not {"step", "backward", "_zckpt_away"} & vars(engine).keys()
+    assert_equal(engine, expected)
+    engine.train(1)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def damage(engine: ReferenceEngine, part: str, name: str, at: int = 100) -> None:
+    out = away(engine)
+    assert out is not None
+    one = next(one for one in out.moved if (one.parts, one.name) == ((part,), name))
+    assert one.saved is not None
+    fd = one.saved.file.open(os.O_RDWR)
+    before = os.pread(fd, 1, one.start + at)
+    os.pwrite(fd, bytes([before[0] ^ 1]), one.start + at)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("parts", [None, ["master"], ["exp_avg", "param"], "optim_states", ["hp_params", "lp_params"]])
+def test_all_tensors_and_views_are_as_before(tmp_path: Path, parts: Any) -> None:
+    engine = trained()
+    before, views = held(engine), [tensors["wide"][5:9] for tensors in list(engine.tensors.values())[:4]]
+    values = [view.clone() for view in views]
+    out = zckpt.offload(engine, tmp_path, parts=parts)
+    assert out.nbytes == sum(tensor.nbytes for part in out.parts for tensor in engine.tensors[part].values())
+    assert os.listdir(tmp_path) == []
+    zckpt.reload(engine)
+    assert all(map(torch.equal, views, values))
+    assert_as_before(engine, before)
+
+
+def test_the_memory_is_free_meanwhile(tmp_path: Path) -> None:
+    engine = ReferenceEngine({"wide": (4000, 4000)})
+    zckpt.offload(engine, tmp_path)
+    zckpt.reload(engine)
+    full = resident_bytes()
+    out = zckpt.offload(engine, tmp_path)
+    assert full - resident_bytes() > 0.95 * out.nbytes
+    zckpt.reload(engine)
+
+
+def test_what_uses_the_engine_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
+    engine = trained()
+    before = held(engine)
+    zckpt.offload(engine, tmp_path, parts=["exp_avg"])
+    engine.backward()  # needs no moments
+    with pytest.raises(zckpt.OffloadedError, match=r"step uses exp_avg, which .*\n.*zckpt\.reload\(engine\)"):
+        engine.step()
+    zckpt.offload(engine, tmp_path, parts=["param", "exp_avg"])
+    for call in (engine.backward, engine.step):
+        with pytest.raises(zckpt.OffloadedError, match=f"{call.__name__} uses param"):
+            call()
+    zckpt.reload(engine, ["param"])
+    engine.backward()
+    zckpt.reload(engine)
+    engine.gradients = {}
+    before |= {key: value for key, value in held(engine).items() if key.startswith("buffer/")}
+    assert_as_before(engine, before)
+
+
+def test_a_call_brings_back_what_it_needs(tmp_path: Path) -> None:
+    engine, plain = trained(), trained()
+    zckpt.offload(engine, tmp_path, auto=True)
+    engine.backward()
+    out = away(engine)
+    assert out is not None
+    assert out.parts == {"master", "exp_avg", "exp_avg_sq"}
+    engine.step()
+    plain.train(1)
+    assert_as_before(engine, held(plain))
+
+
+def test_nothing_to_do_does_nothing(tmp_path: Path) -> None:
+    engine = trained()
+    before = held(engine)
+    zckpt.reload(engine)
+    assert zckpt.offload(engine, tmp_path, parts=["gradient"]).parts == ()
+    assert zckpt.offload(engine, tmp_path, parts=["lp_grads", "contiguous_grad_buffer"]).nbytes == 0
+    first = zckpt.offload(engine, tmp_path, parts=["master"])
+    assert zckpt.offload(engine, tmp_path, parts=["master"]).parts == ()
+    assert zckpt.offload(engine, tmp_path).parts == ("param", "exp_avg", "exp_avg_sq")
+    zckpt.reload(engine, ["gradient"])
+    zckpt.reload(engine, first.parts)
+    zckpt.reload(engine, first.parts)
+    zckpt.reload(engine)
+    assert_as_before(engine, before)
+
+
+def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
+    engine = trained()
+    for call in (lambda: zckpt.offload(engine, tmp_path, parts=["exp_arg"]), lambda: zckpt.reload(engine, "exp_arg")):
+        with pytest.raises(ValueError, match="exp_arg can be offloaded here; these can: param, gradient, master, exp"):
+            call()
+    with pytest.raises(ValueError, match="no part buffer"):
+        zckpt.offload(engine, tmp_path, parts=["buffer"])
+
+
+def test_where_says_so(tmp_path: Path) -> None:
+    engine = trained()
+    before = zckpt.where(engine)
+    with zckpt.offloaded(engine, tmp_path, parts=["master", "param"]) as out:
+        entries = [one for one in zckpt.where(engine).entries if one.tier == "offloaded"]
+        assert {one.part: one.path for one in entries} == dict.fromkeys(out.parts, str(tmp_path))
+        assert sum(one.nbytes for one in entries) == out.nbytes
+    assert zckpt.where(engine).entries == before.entries
+
+
+def test_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, plain = trained(), trained()
+    going_on = threading.Event()
+    stock = scratch.ScratchStore.create
+
+    def create(self: Any, *args: Any, **options: Any) -> Any:
+        going_on.wait()
+        return stock(self, *args, **options)
+
+    monkeypatch.setattr(scratch.ScratchStore, "create", create)
+    out = zckpt.offload(engine, tmp_path, background=True, auto=True)
+    assert out.parts == ALL
+    with pytest.raises(TimeoutError, match=r"the offload to .* is still under way"):
+        out.wait(0)
+    threading.Timer(0.2, going_on.set).start()
+    engine.train(1)  # waits, and brings it back
+    plain.train(1)
+    out.wait()
+    assert_as_before(engine, held(plain))
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[int], None]]:
+    """Has every file end at so many bytes: the system then says that it is too large."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_leaves_the_engine_as_it_was(
+    tmp_path: Path, full_disk: Callable[[int], None], background: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = trained()
+    before = held(engine)
+    full_disk(1 << 20)
+    with pytest.raises(zckpt.NoSpaceError, match="the state is still in memory"):
+        zckpt.offload(engine, tmp_path, background=background).wait()
+    full_disk(resource.RLIM_INFINITY)
+    assert "the offload to" in capfd.readouterr().err or not background
+    zckpt.wait()
+    assert_as_before(engine, before)
+    with zckpt.offloaded(engine, tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failed_write_leaves_what_was_out_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    engine = trained()
+    before = held(engine)
+    zckpt.offload(engine, tmp_path, parts=["param"])
+
+    def fail(*_: Any) -> None:
+        raise zckpt.StorageError("cannot write: broken", file="x")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scratch._ScratchWriter, "write", fail)
+        with pytest.raises(zckpt.StorageError, match=f"broken.*{tmp_path}"):
+            zckpt.offload(engine, tmp_path, background=background).wait()
+    engine_away = away(engine)
+    assert engine_away is not None
+    assert engine_away.parts == {"param"}
+    zckpt.reload(engine)
+    assert_as_before(engine, before)
+
+
+def test_the_context_brings_back_after_an_error_too(tmp_path: Path) -> None:
+    engine = trained()
+    before = held(engine)
+
+    def use() -> None:
+        with zckpt.offloaded(engine, tmp_path, parts=["master"]) as out:
+            assert out.parts == ("master",)
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        use()
+    assert_as_before(engine, before)
+
+
+def test_damage_is_named_and_the_engine_waits_for_a_restore(tmp_path: Path) -> None:
+    engine = trained()
+    zckpt.write(engine, tmp_path / "ck")
+    before = held(engine)
+    zckpt.offload(engine, tmp_path)
+    damage(engine, "exp_avg", "wide", 4 * 600_000)
+    with pytest.raises(zckpt.DigestError, match=r"(?s)bytes \[.*key exp_avg/wide\).*zckpt\.restore"):
+        zckpt.reload(engine)
+    left = away(engine)
+    assert left is not None
+    assert left.parts == {"exp_avg"}
+    for call in (engine.step, engine.backward, lambda: zckpt.write(engine, tmp_path / "other")):
+        with pytest.raises(zckpt.OffloadedError, match="exp_avg/wide"):
+            call()
+    with pytest.raises(zckpt.OffloadedError, match="exp_avg/wide"):
+        zckpt.offload(engine, tmp_path, parts=["param"])
+    with pytest.raises(zckpt.MismatchError, match="exp_avg/wide: lost"):
+        zckpt.restore(engine, tmp_path / "ck", parts=["master"])
+    with pytest.raises(zckpt.OffloadedError, match="exp_avg/wide"):
+        engine.step()
+    zckpt.restore(engine, tmp_path / "ck")
+    assert_as_before(engine, before)
+
+
+def test_damage_that_is_gone_again_is_none(tmp_path: Path) -> None:
+    engine = trained()
+    before = held(engine)
+    zckpt.offload(engine, tmp_path)
+    damage(engine, "master", "odd")
+    with pytest.raises(zckpt.DigestError, match="key master/odd"):
+        zckpt.reload(engine, ["master", "param"])
+    damage(engine, "master", "odd")
+    zckpt.reload(engine)
+    assert_as_before(engine, before)
+
+
+def test_without_digests_damage_comes_back(tmp_path: Path) -> None:
+    engine = trained()
+    zckpt.offload(engine, tmp_path)
+    damage(engine, "master", "odd")
+    zckpt.reload(engine, verify=False)
+    assert away(engine) is None
+
+
+@pytest.mark.parametrize("how", ["closed", "another file", "cut off"])
+def test_a_lost_file_is_named(tmp_path: Path, how: str) -> None:
+    engine = trained()
+    zckpt.write(engine, tmp_path / "ck")
+    before = held(engine)
+    zckpt.offload(engine, tmp_path)
+    out = away(engine)
+    assert out is not None
+    saved = next(one.saved for one in out.moved if one.parts == ("exp_avg_sq",))
+    assert saved is not None
+    fd = int(saved.file.path.rpartition("/")[2])
+    other = os.open(tmp_path / "ck" / "manifest.msgpack", os.O_RDONLY)
+    if how == "cut off":
+        os.truncate(saved.file.path, 5000)
+    else:
+        os.close(fd)
+        if how == "another file":
+            os.dup2(other, fd)
+    error = zckpt.SizeError if how == "cut off" else zckpt.MissingFileError
+    with pytest.raises(error, match=f"{tmp_path}.*key exp_avg_sq/"):
+        zckpt.reload(engine)
+    assert out.parts == {"exp_avg_sq"}
+    zckpt.restore(engine, tmp_path / "ck")
+    assert_as_before(engine, before)
+    os.close(other)
+    if how == "another file":
+        os.close(fd)
+
+
+def test_a_write_takes_over_what_is_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, plain = trained(), trained()
+    zckpt.write(plain, tmp_path / "plain")
+    zckpt.offload(engine, tmp_path, parts=["master", "exp_avg", "param"])
+    monkeypatch.setattr(away_module, "read_back", None)
+    for name, options in (
+        ("fore", {}),
+        ("back", {"background": True}),
+        ("lazy", {"background": True, "snapshot": "lazy"}),
+    ):
+        zckpt.write(engine, tmp_path / name, **options)
+    zckpt.wait()
+    monkeypatch.undo()
+    expected = zckpt.open(tmp_path / "plain").load()
+    for name in ("fore", "back", "lazy"):
+        found = zckpt.open(tmp_path / name).load()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+        assert zckpt.validate(tmp_path / name).ok
+    zckpt.reload(engine)
+    engine.train(1)  # the lazy write has waited for a step
+    plain.train(1)
+    assert_as_before(engine, held(plain))
+
+
+def test_a_restore_brings_back_first(tmp_path: Path) -> None:
+    engine, other = trained(3, seed=1), trained()
+    zckpt.write(other, tmp_path / "ck")
+    zckpt.offload(engine, tmp_path)
+    zckpt.restore(engine, tmp_path / "ck", rng=True)
+    assert_as_before(engine, held(other))
+
+
+def test_two_hundred_times_and_nothing_grows(tmp_path: Path) -> None:
+    engine = ReferenceEngine({"wide": (300, 301), "frozen": (63, 63)})
+    engine.train(1)
+    before = held(engine)
+    for number in range(200):
+        if number == 20:
+            memory, files = resident_bytes(), os.listdir("/proc/self/fd")
+        with zckpt.offloaded(engine, tmp_path):
+            pass
+    assert os.listdir("/proc/self/fd") == files
+    assert resident_bytes() - memory < 16 << 20
+    assert_as_before(engine, before)
+
+
+def test_an_engine_that_is_gone_leaves_nothing_open(tmp_path: Path) -> None:
+    gc.collect()
+    files = os.listdir("/proc/self/fd")
+    zckpt.offload(trained(), tmp_path)
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == files
+
+
+def test_a_forked_process_changes_nothing(tmp_path: Path) -> None:
+    engine = trained()
+    before = held(engine)
+    zckpt.offload(engine, tmp_path)
+    if (child := os.fork()) == 0:
+        vars(engine).clear()
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    zckpt.reload(engine)
+    assert_as_before(engine, before)
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system where a file needs a name as long as it is open."""
+    stock = os.open
+
+    def opened(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "not supported")
+        return stock(path, flags, *args, **options)
+
+    def unlink(path: Any, **options: Any) -> None:
+        fds = [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.lexists(f"/proc/self/fd/{fd}")
+        ]
+        if os.fspath(path) in fds:
+            raise OSError(16, "busy")
+        os.remove(path, **options)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "unlink", unlink)
+
+
+def killed_while_offloaded(directory: Path) -> None:
+    if (child := os.fork()) == 0:
+        torch.set_num_threads(1)
+        zckpt.offload(ReferenceEngine(SHAPES), directory, budget=zckpt.Budget(threads=1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    killed_while_offloaded(tmp_path / "scratch")
+    assert os.listdir(tmp_path / "scratch") == []
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("remover", ["offload", "gc"])
+def test_what_a_killed_process_leaves_by_name_is_removed(tmp_path: Path, remover: str) -> None:
+    directory = tmp_path / "scratch"
+    killed_while_offloaded(directory)
+    left = os.listdir(directory)
+    assert len(left) == 4  # one for each part
+    engine = trained()
+    before = held(engine)
+    elsewhere = directory / left[0].replace(left[0].split("-")[2], "0" * 16)  # of another machine
+    elsewhere.touch()
+    zckpt.offload(engine, directory if remover == "offload" else tmp_path / "other", parts=["master"])
+    if remover == "gc":
+        assert {one.path for one in zckpt.gc(directory).removed} == {str(directory / name) for name in left}
+        assert zckpt.gc(tmp_path / "other").removed == ()
+    assert not {*left} & {*os.listdir(directory)}
+    assert elsewhere.exists()
+    zckpt.reload(engine)
+    assert os.listdir(directory) == [elsewhere.name]
+    assert_as_before(engine, before)
+
+
+def test_what_comes_next_is_read_ahead(tmp_path: Path) -> None:
+    engine = trained()
+    before = held(engine)
+    zckpt.offload(engine, tmp_path)
+    zckpt.reload(engine, ["param"])
+    out = away(engine)
+    assert out is not None
+    for worker in out._ahead:
+        worker.wait()
+    cached = {}
+    for one in out.moved:
+        if one.name == "wide":
+            assert one.saved is not None
+            fd = one.saved.file.open(os.O_RDONLY)
+            cached[one.parts[0]] = linux.cached_bytes(fd, one.start, one.nbytes) / one.nbytes
+            os.close(fd)
+    assert cached["master"] > 0.9
+    assert cached["exp_avg"] < 0.1
+    zckpt.reload(engine, prefetch=0)
+    assert_as_before(engine, before)

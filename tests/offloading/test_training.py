@@ -1,0 +1,102 @@
+"""Training with states moved to disk and back between any two calls equals training without, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.models import batch, make_engine
+from tests.support.offload import CPU
+from tests.support.runs import everything
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+STEPS = 3
+PARTS: tuple[Any, ...] = (
+    None,
+    ["master"],
+    ["exp_avg", "lp_params"],
+    ["optim_states"],
+    ["param"],
+    ["gradient", "hp_params"],
+)
+SETUPS: dict[str, dict[str, Any]] = {
+    "0-fp32": {"stage": 0, "dtype": "fp32", "optimizer": "torch_adamw"},
+    "0-bf16": {"stage": 0},
+    "1": {"stage": 1, "groups": True, "frozen": True},
+    "1-torch": {"stage": 1, "optimizer": "torch_adamw"},
+    "1-bf16-optimizer": {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    "2": {"stage": 2, "frozen": True},
+    "2-cpu": {"stage": 2, "offload_optimizer": CPU},
+    "2-cpu-pinned": {"stage": 2, "offload_optimizer": {**CPU, "pin_memory": True}},
+    "3": {"stage": 3, "model": "odd", "groups": True},
+    "3-torch": {"stage": 3, "optimizer": "torch_adamw", "frozen": True},
+    "3-cpu": {"stage": 3, "offload_optimizer": CPU},
+    "3-cpu+cpu": {"stage": 3, "model": "odd", "offload_optimizer": CPU, "offload_param": {**CPU, "pin_memory": True}},
+}
+CORE = ("1", "2-cpu", "3", "3-cpu+cpu")
+
+
+def train(setup: dict[str, Any], directory: str, parts: Any = (), *, auto: bool = False, moved: bool = False) -> Any:
+    """Losses, and what the engine holds in the end. ``parts``: what is moved between any two calls, in turns; nothing
+    if there are none. ``moved``: DeepSpeed moves them to host memory first."""
+    engine = make_engine(**setup)
+    losses, moves = [], 0
+
+    def pause() -> None:
+        nonlocal moves
+        if not parts:
+            return
+        asked = parts[moves % len(parts)]
+        moves += 1
+        if moved:
+            engine.offload_states()
+        out = zckpt.offload(engine, directory, parts=asked, auto=auto, background=moves % 3 == 0)
+        assert out.nbytes or asked in (["exp_avg", "lp_params"], ["optim_states"]) or moves > 1
+        if not auto:
+            zckpt.reload(engine, out.parts[:1])
+            zckpt.reload(engine)
+        if moved:
+            engine.reload_states()
+
+    for step in range(STEPS):
+        pause()
+        loss = engine(**batch(engine, step))
+        loss = getattr(loss, "loss", loss)
+        engine.backward(loss)
+        if not moved:  # which drops gradients
+            pause()
+        with torch.no_grad():
+            engine.step()
+        losses.append(loss.item())
+    zckpt.reload(engine)
+    assert not hasattr(engine, "_zckpt_away")
+    assert "forward" not in vars(engine)
+    return losses, everything(engine)
+
+
+def train_all(names: tuple[str, ...], directory: str, parts: tuple[Any, ...] = PARTS) -> None:
+    for name in names:
+        expected = train(SETUPS[name], directory)
+        one_by_one = [(each,) for each in parts] if len(names) == 1 else []
+        for own in (parts, *one_by_one):
+            for auto in (False, True) if len(names) == 1 else (own is PARTS,):
+                assert train(SETUPS[name], directory, own, auto=auto) == expected, (name, own, auto)
+    assert not os.listdir(directory)
+
+
+def test_training_is_the_same(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(train_all, 2, CORE, str(tmp_path / "scratch"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", SETUPS)
+def test_training_is_the_same_in_every_mode(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    cluster.run(train_all, 2, (name,), str(tmp_path / "scratch"), timeout=300)

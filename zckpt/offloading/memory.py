@@ -1,0 +1,74 @@
+"""Storages without memory: what torch's tensors stand on while their bytes are on disk.
+
+A storage keeps its identity and its size, so all tensors and views on it stay as they are and can still be asked for
+their shape, dtype and place. Whoever changes one of them gets an error of torch's. To read one ends the process: there
+is nothing to be read, and torch does not look. So calls that would are caught before (``guards``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.errors import UnsupportedError
+from zckpt.system import linux
+from zckpt.transfer.devices import device_memory, give_back_memory, pinned_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+def check_supported() -> None:
+    """Raises UnsupportedError where torch is too old."""
+    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        raise UnsupportedError(f"zckpt.offload needs torch 2.13 or newer; this is torch {torch.__version__}")
+
+
+def whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, as a 1-D uint8 tensor that shares them."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def is_movable(storage: torch.UntypedStorage) -> bool:
+    """Whether there is anything in it, and nobody else can have it but tensors of this process."""
+    return storage.nbytes() > 0 and storage.device.type != "meta" and not (_on_host(storage) and storage.is_shared())
+
+
+def is_pinned(storage: torch.UntypedStorage) -> bool:
+    return _on_host(storage) and whole(storage).is_pinned()
+
+
+def take_memory(storage: torch.UntypedStorage) -> None:
+    """Frees the memory of a storage."""
+    nothing: Any = torch._C._construct_storage_from_data_pointer(0, storage.device, storage.nbytes())
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(nothing, 0, (0,), (1,))
+    torch._C._set_throw_on_mutable_data_ptr(empty)
+    _swap(storage, nothing)  # and with `nothing` the memory goes
+
+
+def fresh_memory(storage: torch.UntypedStorage, *, pinned: bool) -> torch.Tensor:
+    """Uninitialised memory for a storage, like that which was taken, as a 1-D uint8 tensor. Raises DeviceError."""
+    if pinned:
+        return pinned_memory(storage.nbytes())
+    return device_memory((storage.nbytes(),), torch.uint8, storage.device)
+
+
+def give_memory(storage: torch.UntypedStorage, memory: torch.Tensor) -> None:
+    """Puts a storage on ``memory``, which is as long."""
+    _swap(storage, memory.untyped_storage())
+
+
+def give_back(devices: Collection[torch.device]) -> None:
+    """Has the system, and these devices, get what was freed: allocators would keep it for themselves."""
+    linux.trim_heap()
+    give_back_memory(devices)
+
+
+def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Of two storages of one device and as long as each other, each gets the memory of the other."""
+    one._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def _on_host(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type == "cpu"

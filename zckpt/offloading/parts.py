@@ -1,0 +1,50 @@
+"""The parts of a state that can be moved out of memory: their names, and the order in which training uses them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zckpt.state.inventory import GRADIENT, MASTER, PARAM, RESERVED_PARTS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+MOMENTS = "optim_states"
+"""DeepSpeed's name for all moments at once."""
+DEEPSPEED = {"hp_params": MASTER, "lp_params": PARAM, "lp_grads": GRADIENT, "contiguous_grad_buffer": GRADIENT}
+"""DeepSpeed's other names, of ``engine.offload_states``."""
+_IN_USE = (PARAM, GRADIENT, MASTER)
+
+
+def in_order(parts: Iterable[str]) -> tuple[str, ...]:
+    """In the order in which a step of training first uses them: the moments last."""
+    return tuple(sorted(parts, key=lambda part: (_IN_USE.index(part) if part in _IN_USE else len(_IN_USE), part)))
+
+
+def movable(parts: Iterable[str]) -> tuple[str, ...]:
+    """Those among the parts of an engine that can be moved, and the gradients."""
+    return in_order({*parts, GRADIENT} - (RESERVED_PARTS - {MASTER, PARAM}))
+
+
+def chosen(asked: Collection[str] | None, known: Collection[str]) -> tuple[str, ...]:
+    """The parts among ``known`` that are asked for, by our names or DeepSpeed's; None: all. Raises ValueError, which
+    names what is known, for any other name."""
+    if asked is None:
+        return in_order(known)
+    always = {MASTER, PARAM, GRADIENT, MOMENTS, *DEEPSPEED}
+    unknown = sorted({*map(str, asked)} - always - {*known})
+    if unknown:
+        names = [*in_order({*known, MASTER, PARAM, GRADIENT}), MOMENTS, *DEEPSPEED]
+        raise ValueError(
+            f"no part {', '.join(unknown)} can be offloaded here; these can: {', '.join(names)}. Moments exist from "
+            f"the first step on; {MOMENTS} names all of them at any time"
+        )
+    named = {DEEPSPEED.get(part, part) for part in asked}
+    return in_order(part for part in known if part in named or (MOMENTS in named and part not in _IN_USE))
+
+
+def next_in_use(parts: Collection[str], out: Collection[str], count: int) -> tuple[str, ...]:
+    """The first ``count`` of the parts that are ``out`` which training uses after ``parts``."""
+    order = in_order({*parts, *out})
+    last = max((order.index(part) for part in parts), default=-1)
+    return tuple(part for part in (*order[last + 1 :], *order[: last + 1]) if part in out and part not in parts)[:count]
