@@ -140,6 +140,35 @@ def test_states_that_deepspeed_has_moved_are_where_they_are_now(cluster: Cluster
     cluster.run(accelerator.run, 1, look_at_moved_states, stage, pinned)
 
 
+def look_at_offloaded_states(setup: dict[str, Any], directory: str) -> None:
+    engine = make_engine(**setup, **SMALL_BUCKETS)
+    train(engine, 1)
+    rank, own_directory = torch.distributed.get_rank(), f"{directory}/{torch.distributed.get_rank()}"
+    before = zckpt.where(engine)
+    zckpt.offload(engine, own_directory, parts=["master", "exp_avg"])
+    placement = zckpt.where(engine)
+    tier = ("offloaded", own_directory)
+    own = [one for one in placement.entries if one.rank == rank]
+    assert {one.part for one in own if (one.tier, one.path) == tier} == {"master", "exp_avg"}
+    assert {one.part for one in own if one.tier == "pageable"} >= {"exp_avg_sq"}
+    assert {one.path for one in own} == {None, own_directory}
+    sums = [sum(one.nbytes for one in found.entries) for found in (before, placement)]
+    assert sums[0] == sums[1] == placement.total("pageable") + placement.total("offloaded")
+    assert placement.ranks[rank].free_bytes.keys() == {own_directory}
+    lines = str(placement).splitlines()
+    assert any(line.startswith(f"rank {rank}: ") and f" in {own_directory}, " in line for line in lines)
+    zckpt.offload(engine, own_directory)
+    everything = zckpt.where(engine)
+    assert {one.part for one in everything.entries if one.tier == "pageable"} <= {"buffer", "step"}
+    zckpt.reload(engine)
+    assert zckpt.where(engine).entries == before.entries
+
+
+@pytest.mark.parametrize("case", ["0", pytest.param("2-cpu", marks=pytest.mark.matrix), "3"])
+def test_offloaded_states_are_on_disk_with_all_of_their_bytes(cluster: Cluster, tmp_path: Path, case: str) -> None:
+    cluster.run(look_at_offloaded_states, 2, STAGES[case], str(tmp_path))
+
+
 def look_at_devices() -> zckpt.Placement:
     device = f"sim:{torch.distributed.get_rank()}"
     before = torch.accelerator.memory_allocated(device)
@@ -190,6 +219,21 @@ def test_memory_as_the_system_counts_it() -> None:
     assert after.ranks[0].resident_bytes is not None
     assert abs(told.resident_bytes - after.ranks[0].resident_bytes - freed) < MIB
     assert before.total("pageable") - after.total("pageable") == freed
+
+
+def test_memory_that_offload_has_freed_is_free_as_the_system_counts_it(tmp_path: Path) -> None:
+    engine = ReferenceEngine({"weight": (8 * MIB,)}, frozen=())
+    engine.train(1)
+    with zckpt.offloaded(engine, tmp_path):  # which takes some memory for good, for code and buffers
+        pass
+    before = zckpt.where(engine)
+    moved = zckpt.offload(engine, tmp_path)
+    after = zckpt.where(engine)
+    assert after.total("offloaded") == moved.nbytes == before.total("pageable") - after.total("pageable")
+    resident = [one.ranks[0].resident_bytes or 0 for one in (before, after)]
+    assert resident[0] - resident[1] > 0.98 * moved.nbytes
+    zckpt.reload(engine)
+    assert zckpt.where(engine).entries == before.entries
 
 
 def test_a_storage_counts_once_and_whole() -> None:
