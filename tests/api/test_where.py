@@ -164,7 +164,9 @@ def look_at_offloaded_states(setup: dict[str, Any], directory: str) -> None:
     assert zckpt.where(engine).entries == before.entries
 
 
-@pytest.mark.parametrize("case", ["0", pytest.param("2-cpu", marks=pytest.mark.matrix), "3"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("0", marks=pytest.mark.matrix), pytest.param("2-cpu", marks=pytest.mark.matrix), "3"]
+)
 def test_offloaded_states_are_on_disk_with_all_of_their_bytes(cluster: Cluster, tmp_path: Path, case: str) -> None:
     cluster.run(look_at_offloaded_states, 2, STAGES[case], str(tmp_path))
 
@@ -202,7 +204,7 @@ def test_devices_and_pinned_memory(cluster: Cluster) -> None:
 
 
 def test_memory_as_the_system_counts_it() -> None:
-    engine = ReferenceEngine({"weight": (8 * MIB,)}, frozen=())
+    engine = ReferenceEngine({"weight": (4 * MIB,)}, frozen=())
     engine.train(1)
     before, held = zckpt.where(engine), memory("VmRSS")
     (told,) = before.ranks
@@ -212,7 +214,7 @@ def test_memory_as_the_system_counts_it() -> None:
     assert told.allocated_bytes is told.reserved_bytes is None
     moments = {"exp_avg", "exp_avg_sq"}
     freed = sum(one.nbytes for one in before.entries if one.part in moments)
-    assert freed == 2 * 32 * MIB
+    assert freed == 2 * 16 * MIB
     for part in moments:
         del engine.tensors[part]
     after = zckpt.where(engine)
@@ -222,7 +224,7 @@ def test_memory_as_the_system_counts_it() -> None:
 
 
 def test_memory_that_offload_has_freed_is_free_as_the_system_counts_it(tmp_path: Path) -> None:
-    engine = ReferenceEngine({"weight": (8 * MIB,)}, frozen=())
+    engine = ReferenceEngine({"weight": (4 * MIB,)}, frozen=())
     engine.train(1)
     with zckpt.offloaded(engine, tmp_path):  # which takes some memory for good, for code and buffers
         pass
@@ -234,6 +236,22 @@ def test_memory_that_offload_has_freed_is_free_as_the_system_counts_it(tmp_path:
     assert resident[0] - resident[1] > 0.98 * moved.nbytes
     zckpt.reload(engine)
     assert zckpt.where(engine).entries == before.entries
+
+
+def pin_by_deepspeed() -> None:
+    os.environ["DS_PIN_MEMORY_BACKEND"] = "native"
+    engine = make_engine(stage=2, offload_optimizer={**CPU, "pin_memory": True}, **SMALL_BUCKETS)
+    master = engine.optimizer.single_partition_of_fp32_groups[0]
+    assert get_accelerator().is_pinned(master)
+    assert not master.is_pinned()  # that is, by torch
+    placement = zckpt.where(engine)
+    tiers = {one.part: one.tier for one in placement.entries}
+    assert tiers["master"] == "pinned"
+    assert {one.tier for one in placement.entries} == {"pinned", "pageable"}
+
+
+def test_memory_that_deepspeed_has_locked_is_pinned(cluster: Cluster) -> None:
+    cluster.run(pin_by_deepspeed, 1)
 
 
 def test_a_storage_counts_once_and_whole() -> None:

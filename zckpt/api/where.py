@@ -15,7 +15,7 @@ from zckpt.offloading.away import directory_of
 from zckpt.ranks.collectives import Ranks
 from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, FileSpan
 from zckpt.system.available import available_bytes
-from zckpt.system.linux import resident_bytes
+from zckpt.system.linux import locked_ranges, resident_bytes
 from zckpt.transfer.devices import used_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from zckpt.engines.contract import EngineAdapter
 
 TIERS = ("device", "pinned", "pageable", "nvme", "offloaded")
-"""The memory of a device; pinned and other host memory; swap files of the framework; scratch files of zckpt.offload."""
+"""The memory of a device; host memory that torch has pinned or the system has locked; other host memory; swap files of
+the framework; scratch files of zckpt.offload."""
 _LAST_PARTS = (PARAM, BUFFER, GRADIENT)
 _COLUMNS = 8
 """Ranks beside each other in a table; the others come below."""
@@ -145,6 +146,7 @@ def _look(adapter: EngineAdapter) -> tuple[list[tuple[Any, ...]], tuple[Any, ...
     adapter.refuse_unsupported(drop_gradients=True)
     sums: Counter[tuple[str, str, str, str | None]] = Counter()
     seen: set[int | str] = set()
+    locked = locked_ranges()
     for one in adapter.memory():
         place: int | str
         path: str | None
@@ -153,7 +155,7 @@ def _look(adapter: EngineAdapter) -> tuple[list[tuple[Any, ...]], tuple[Any, ...
         else:
             storage = one.data.untyped_storage()
             place, nbytes, path = storage._cdata, storage.nbytes(), directory_of(storage)
-            tier = "offloaded" if path is not None else _tier(storage)
+            tier = "offloaded" if path is not None else _tier(storage, locked)
         if place not in seen:
             seen.add(place)
             sums[one.part, str(one.dtype).removeprefix("torch."), tier, path] += nbytes
@@ -171,10 +173,12 @@ def _look(adapter: EngineAdapter) -> tuple[list[tuple[Any, ...]], tuple[Any, ...
     return entries, (resident_bytes(), available, allocated, reserved, free)
 
 
-def _tier(storage: torch.UntypedStorage) -> str:
+def _tier(storage: torch.UntypedStorage, locked: Sequence[tuple[int, int]]) -> str:
     if storage.device.type != "cpu":
         return "device"
-    return "pinned" if storage.is_pinned() else "pageable"
+    # DeepSpeed can pin memory in its own way, of which torch does not know.
+    is_locked = any(first <= storage.data_ptr() < stop for first, stop in locked)
+    return "pinned" if is_locked or storage.is_pinned() else "pageable"
 
 
 def _on_disk(path: str) -> int:

@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "3-nvme-pipelined": {**WIDE, "offload_optimizer": PIPELINED},
     "3-without-optimizer": {"optimizer": "none"},
 }
-EVERY_TIME = {"0", "1-bf16-optimizer", "2-cpu", "3", "3-nvme+disk"}
+EVERY_TIME = {"1-bf16-optimizer", "2-cpu", "3", "3-nvme+disk"}
 
 
 def storages() -> dict[int, tuple[int, Any]]:
