@@ -33,7 +33,6 @@ ORDER = (
     "other_world_size",
     "background_write",
     "small_tensors",
-    "host_memory",
     "memory_over_time",
     "limits",
 )

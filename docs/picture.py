@@ -119,9 +119,9 @@ READ = [
         Each block against its digest (rule D003), 2 MiB
         at a time, while they are in the processor's cache."""),
     box("memory", "StagingBuffer, StagingPool", "transfer/staging.py", """
-        Not for what HostMemory.destinations finds: bytes
-        from the page cache that can lie in the tensor as
-        they are go straight to it, and are checked there."""),
+        Not for what can lie in the tensor as it is and is
+        in the page cache, or is aligned for direct I/O:
+        it goes straight to it, and is checked there."""),
     box("copy", "LocalReader, read_into, read_direct", "storage/local_reader.py", """
         Below 256 KiB, or mostly in the page cache: from
         there, one copy. Else direct I/O: no copy.
@@ -152,7 +152,8 @@ READ_PLAN = [
         and where in memory each of them goes."""),
     box("plan", "plan_reads, ReadOp, Segments", "plan/coalesce.py", """
         Whole blocks, neighbours joined: reads of up to
-        8 MiB or 512 segments, each byte once."""),
+        8 MiB or 511 segments, each byte once; which of
+        them go straight to their place."""),
 ]  # fmt: skip
 AFTER = [
     box("copy", "Restoring, set_state, finish", "engines/contract.py", """

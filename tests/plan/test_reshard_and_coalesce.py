@@ -17,7 +17,7 @@ from zckpt.errors import MismatchError
 from zckpt.format.digest import block_count, blocks
 from zckpt.format.index import Piece
 from zckpt.plan import coalesce
-from zckpt.plan.coalesce import joined_copies, plan_reads
+from zckpt.plan.coalesce import Places, Ranges, joined_copies, plan_reads
 from zckpt.plan.reshard import Extents, Span, StoredPieces, choose_copies, extents, slice_spans
 
 FILES = 3
@@ -176,6 +176,136 @@ def test_reads_give_what_indexing_gives(
     assert all(((op.segments.block >= 0) == verify).all() for op in ops)
     if not verify:
         assert len(read) == sum(map(len, sinks))
+
+
+def rows(ranges: Ranges) -> list[tuple[int, int, int]]:
+    return list(zip(ranges.start.tolist(), ranges.nbytes.tolist(), ranges.address.tolist(), strict=True))
+
+
+def run_straight(
+    store: Store, ops: tuple[coalesce.ReadOp, ...], sinks: list[bytearray], places: Places
+) -> Counter[tuple[int, int]]:
+    """Carries out reads as direct I/O does, on bytes in memory. Returns how often each byte of each sink was filled."""
+    filled: Counter[tuple[int, int]] = Counter()
+    bounds = [(at, at + len(sink)) for at, sink in zip(places.address.tolist(), sinks, strict=True)]
+
+    def put(file: int, start: int, nbytes: int, address: int) -> None:
+        """Into one sink, or into several that are neighbours in memory."""
+        before = filled.total()
+        for sink, (first, last) in enumerate(bounds):
+            begin, end = max(address, first), min(address + nbytes, last)
+            if first >= 0 and begin < end:
+                sinks[sink][begin - first : end - first] = store.contents[file][start + begin - address :][
+                    : end - begin
+                ]
+                filled.update((sink, byte) for byte in range(begin - first, end - first))
+        assert filled.total() == before + nbytes, "never outside of its sinks"
+
+    for op in ops:
+        segments, step = op.segments, max(places.memory_bytes, places.offset_bytes)
+        for start, nbytes, address in rows(op.inner):
+            assert nbytes >= coalesce.STRAIGHT_BYTES_MIN
+            assert start % step == nbytes % step == address % places.memory_bytes == 0
+            put(op.file, start, nbytes, address)
+        for start, nbytes, address in rows(op.edges):
+            assert nbytes < step
+            put(op.file, start, nbytes, address)
+        covered = sorted(rows(op.inner) + rows(op.edges))
+        assert all(start + nbytes <= after for (start, nbytes, _), (after, *_) in pairwise(covered))
+        starts = op.offset + np.cumsum(segments.nbytes) - segments.nbytes
+        assert sum(nbytes for _, nbytes, _ in covered) == segments.nbytes[segments.straight].sum()
+        segment = np.repeat(np.arange(len(starts)), segments.copies)
+        staged = ~segments.straight[segment]
+        columns = (starts[segment] + segments.source, segments.copy_bytes, segments.sink, segments.target)
+        for start, nbytes, sink, target in np.stack(columns, 1)[staged].tolist():
+            sinks[sink][target : target + nbytes] = store.contents[op.file][start : start + nbytes]
+            filled.update((sink, byte) for byte in range(target, target + nbytes))
+        alone = np.flatnonzero(segments.address >= 0)
+        first = (np.cumsum(segments.copies) - segments.copies)[alone]
+        assert not segments.straight[segments.address < 0].any()
+        assert (segments.copies[alone] == 1).all()
+        assert (segments.copy_bytes[first] == segments.nbytes[alone]).all()
+        assert (segments.address[alone] == places.address[segments.sink[first]] + segments.target[first]).all()
+    return filled
+
+
+@given(st.data(), stores(), st.booleans(), st.integers(1, 5), st.integers(1, 40), st.integers(0, 3), st.integers(0, 3))
+def test_each_byte_gets_to_its_place_once(
+    data: st.DataObject,
+    store: Store,
+    verify: bool,
+    batch_blocks: int,
+    straight_bytes_min: int,
+    memory_power: int,
+    offset_power: int,
+) -> None:
+    """Whatever part of which tensors goes wherever in memory, and some of them not to memory as they are."""
+    wants: Wants = []
+    sinks, expected, address = [], [], []
+    end = 1000  # of the memory that is taken
+    for stored in store.tensors:
+        index = data.draw(slices(stored.values.shape[:-1]))
+        _, spans = slice_spans(stored.values.shape[:-1], index)
+        wants.append((stored, spans))
+        expected.append(stored.values[index].tobytes())
+        sinks.append(bytearray(len(expected[-1])))
+        begin = end + data.draw(st.just(0) | st.integers(0, 40))
+        address.append(begin if data.draw(st.integers(0, 4)) else -1)
+        end = begin + len(sinks[-1])
+    places = Places(np.array(address, np.int64), 1 << memory_power, 1 << offset_power)
+    with mock.patch.object(coalesce, "STRAIGHT_BYTES_MIN", straight_bytes_min):
+        ops = plan_reads(
+            found(wants),
+            data_starts=store.data_starts,
+            block_bytes=store.block_bytes,
+            verify=verify,
+            batch_bytes=batch_blocks * store.block_bytes,
+            places=places,
+        )
+        filled = run_straight(store, ops, sinks, places)
+    assert sinks == expected
+    assert set(filled) == {(sink, byte) for sink, own in enumerate(expected) for byte in range(len(own))}
+    assert set(filled.values()) <= {1}
+
+
+@pytest.mark.parametrize(
+    ("places", "inner", "edges"),
+    [
+        (Places(np.array([5003, 5103]), 1, 8), [(104, 192, 5004)], [(103, 1, 5003), (296, 7, 5196)]),
+        (Places(np.array([5003, 5103]), 4, 8), [(104, 192, 5004)], [(103, 1, 5003), (296, 7, 5196)]),
+        (Places(np.array([5003, 5103]), 8, 8), [], []),  # 4 bytes off
+        (Places(np.array([5007, 5107]), 8, 1), [(104, 192, 5008)], [(103, 1, 5007), (296, 7, 5200)]),
+        (Places(np.array([5003, -1]), 4, 4), [(104, 96, 5004)], [(103, 1, 5003), (200, 3, 5100)]),
+        (
+            Places(np.array([5003, 5503]), 4, 4),
+            [(104, 96, 5004), (204, 96, 5504)],
+            [(103, 1, 5003), (200, 3, 5100), (203, 1, 5503), (300, 3, 5600)],
+        ),
+    ],
+)
+def test_what_lies_in_memory_as_in_the_file_goes_straight_there(
+    places: Places, inner: list[tuple[int, int, int]], edges: list[tuple[int, int, int]]
+) -> None:
+    """Two tensors of 100 bytes, one behind the other in the file, from its byte 103 on."""
+    stored = [Stored(np.empty(0), 1, [Piece(0, 0, 0, 0, 100, offset, 0)], [0]) for offset in (3, 103)]
+    extents = found([(one, [Span(0, 100, 0)]) for one in stored])
+    with mock.patch.object(coalesce, "STRAIGHT_BYTES_MIN", 90):
+        (op,) = plan_reads(extents, data_starts=[100], block_bytes=64, verify=True, batch_bytes=4096, places=places)
+        assert (rows(op.inner), rows(op.edges)) == (inner, edges)
+    (op,) = plan_reads(extents, data_starts=[100], block_bytes=64, verify=True, batch_bytes=4096, places=places)
+    assert not op.segments.straight.any(), "it is too little"
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_block_of_which_a_part_is_wanted_goes_through_a_buffer(verify: bool) -> None:
+    """And so does one that is wanted twice."""
+    stored = Stored(np.empty(0), 1, [Piece(0, 0, 0, 0, 256, 0, 0)], [0])
+    extents = found([(stored, [Span(10, 200, 10)]), (stored, [Span(130, 140, 0)])])
+    places = Places(np.array([5000, 9000]), 1, 1)
+    with mock.patch.object(coalesce, "STRAIGHT_BYTES_MIN", 1):
+        ops = plan_reads(extents, data_starts=[0], block_bytes=64, verify=verify, batch_bytes=4096, places=places)
+    straight = np.concatenate([op.segments.straight for op in ops]).tolist()
+    assert straight == ([False, True, False, False] if verify else [True] * 5)
 
 
 @given(stores(), st.lists(st.booleans(), min_size=4, max_size=4), st.booleans())

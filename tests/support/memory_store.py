@@ -49,9 +49,7 @@ class MemoryReader:
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         found = self._data(path)[offset : offset + nbytes]
-        with _LOCK:
-            self.count.reads += 1
-            self.count.metadata_bytes += len(found)
+        self.count.add(reads=1, metadata_bytes=len(found))
         return found
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
@@ -60,9 +58,7 @@ class MemoryReader:
             got = min(len(view), len(rest) - done)
             np.asarray(view)[:got] = rest[done : done + got]
             done += got
-        with _LOCK:
-            self.count.reads += 1
-            self.count.data_bytes += done
+        self.count.add(reads=1, data_bytes=done)
         return done
 
     def close(self) -> None: ...

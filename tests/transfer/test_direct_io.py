@@ -65,6 +65,32 @@ def has_direct_io(directory: Path) -> bool:
     return cached_bytes(path) == 0
 
 
+def uncache(directory: Path) -> None:
+    """Takes all files below it out of the page cache."""
+    for path in directory.rglob("*.*"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A directory whose files have direct I/O."""
+    if not has_direct_io(tmp_path):
+        pytest.skip("the file system has no direct I/O")
+    return tmp_path
+
+
+@pytest.fixture(params=["its own", (4, 512), (512, 4096), (4096, 512), (4096, 4096)])
+def alignment(request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Bytes that addresses are multiples of, and bytes that offsets are; of the file system, or asked for."""
+    (disk / "file").write_bytes(b"x")
+    own = LocalReader(str(disk)).alignment("file")
+    asked = own if request.param == "its own" else tuple(map(max, request.param, own))
+    monkeypatch.setattr(linux, "direct_alignment", lambda fd: asked)
+    return asked
+
+
 @pytest.fixture
 def overlay(tmp_path: Path) -> Iterator[Path]:
     """A directory of an overlay file system, such as containers are given."""
@@ -82,9 +108,8 @@ def overlay(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", directories[3]], check=True)
 
 
-def test_direct_io_leaves_the_page_cache_alone(tmp_path: Path) -> None:
-    if not has_direct_io(tmp_path):
-        pytest.skip("the file system has no direct I/O")
+def test_direct_io_leaves_the_page_cache_alone(disk: Path) -> None:
+    tmp_path = disk
     state = write_state(tmp_path / "c", 2, SHAPES)
     files = data_files(tmp_path / "c")
     edges = MIB // 2  # pages shared by two writes, small reads and what the kernel reads ahead of these
@@ -95,6 +120,85 @@ def test_direct_io_leaves_the_page_cache_alone(tmp_path: Path) -> None:
     assert all(cached_bytes(file) <= edges for file in files)
     assert same_all(zckpt.open(tmp_path / "c", budget=zckpt.Budget(direct=False)).load(), state.full)
     assert any(cached_bytes(file) > edges for file in files)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_large_tensors_are_read_straight_into_their_memory(
+    disk: Path, alignment: tuple[int, int], verify: bool
+) -> None:
+    state = write_state(disk / "c", 1, SHAPES)
+    uncache(disk / "c")
+    checkpoint = zckpt.open(disk / "c")
+    assert same_all(checkpoint.load(verify=verify), state.full)
+    edges = 2 * max(alignment) * checkpoint.io.reads
+    assert 0 < checkpoint.io.copied_bytes <= edges < checkpoint.nbytes // 100
+    part = checkpoint.load_slice("master/larger", slice(1001, 2_100_009), verify=verify)
+    assert torch.equal(part, state.full["master/larger"][1001:2_100_009])
+
+
+def test_what_goes_through_a_buffer_is_counted(disk: Path) -> None:
+    write_state(disk / "c", 1, SHAPES, parts=("master",))
+    for copied in (False, True):
+        uncache(disk / "c")
+        checkpoint = zckpt.open(disk / "c")
+        checkpoint.load("master/larger", dtype=torch.bfloat16 if copied else None)
+        nbytes = checkpoint["master/larger"].nbytes
+        assert checkpoint.io.copied_bytes == nbytes if copied else checkpoint.io.copied_bytes < nbytes // 100
+        before = checkpoint.io.copied_bytes
+        for file in data_files(disk / "c"):
+            file.read_bytes()
+        checkpoint.load("master/larger")
+        assert checkpoint.io.copied_bytes == before, "nothing of what is read from the page cache"
+
+
+@pytest.mark.parametrize("shift", [0, 1, 16, 127, 128, 1024])
+def test_nothing_is_read_into_what_lies_beside_a_tensor(disk: Path, alignment: tuple[int, int], shift: int) -> None:
+    """Wherever it lies. The tensors are neighbours in memory, the last one of the file first; each read is of 1 MiB, so
+    that four threads fill neighbouring ranges."""
+    shapes = {"a": (1_000_003,), "b": (300_001,), "c": (700_000,)}
+    state = write_state(disk / "c", 1, shapes, parts=("master",), block_bytes=MIB)
+    memory = torch.from_numpy(np.full(sum(map(sum, shapes.values())) + 4096, 7, np.float32))
+    at = (-memory.data_ptr() % PAGE_BYTES) // 4 + shift
+    guard = memory[:at], memory[at + sum(map(sum, shapes.values())) :]
+    out = {}
+    for name in reversed(shapes):
+        out[f"master/{name}"] = memory[at : at + shapes[name][0]]
+        at += shapes[name][0]
+    uncache(disk / "c")
+    checkpoint = zckpt.open(disk / "c", budget=zckpt.Budget(nbytes=8 * MIB))
+    checkpoint.load(out=out)
+    assert same_all(out, state.full)
+    assert all(bool((one == 7).all()) for one in guard)
+
+
+def test_each_flipped_bit_of_what_is_read_straight_is_found(disk: Path) -> None:
+    """At the edges of reads, of blocks of the disk and of blocks with a digest."""
+    write_state(disk / "c", 1, {"a": (2_200_001,), "b": (300_003,)}, parts=("master",), block_bytes=MIB)
+    (path,) = data_files(disk / "c")
+    checkpoint = zckpt.open(disk / "c", budget=zckpt.Budget(nbytes=8 * MIB))
+    content = path.read_bytes()
+    pieces = {info.key: info.pieces[0] for info in checkpoint.values()}
+    for key, piece in pieces.items():
+        stop, step = piece.offset + piece.nbytes, 512
+        marks = [piece.offset, *range(piece.offset + MIB, stop, 3 * MIB), stop]
+        marks += [mark // step * step for mark in marks] + [-(-mark // step) * step for mark in marks]
+        for byte in sorted(
+            {mark + shift for mark in marks for shift in (-1, 0) if piece.offset <= mark + shift < stop}
+        ):
+            with path.open("rb+") as file:
+                file.seek(byte)
+                file.write(bytes([content[byte] ^ 1]))
+            uncache(disk / "c")
+            with pytest.raises(zckpt.DigestError) as caught:
+                checkpoint.load()
+            assert (caught.value.key, caught.value.rule) == (key, "D003")
+            assert caught.value.start <= byte < caught.value.stop <= caught.value.start + MIB
+            with path.open("rb+") as file:
+                file.seek(byte)
+                file.write(content[byte : byte + 1])
+    uncache(disk / "c")
+    checkpoint.load()
+    assert checkpoint.io.copied_bytes < checkpoint.io.data_bytes // 50
 
 
 @pytest.mark.parametrize("percent", [0, 30, 60, 100])
@@ -181,6 +285,7 @@ def test_a_file_system_without_direct_io(
     monkeypatch.setattr(os, "preadv", used("preadv"))
     monkeypatch.setattr(os, "pwritev", used("pwritev"))
     state = write_state(tmp_path / "c", 2, SHAPES)
+    uncache(tmp_path / "c")
     assert same_all(zckpt.open(tmp_path / "c").load(), state.full)
     monkeypatch.undo()
     assert zckpt.validate(tmp_path / "c").ok

@@ -1,8 +1,10 @@
-"""From extents to reads: whole blocks where digests are to be checked, neighbours joined, each byte read once."""
+"""From extents to reads: whole blocks where digests are to be checked, neighbours joined, each byte read once, and
+straight into its place where that can be."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +19,24 @@ if TYPE_CHECKING:
     from zckpt.format.index import Ints
     from zckpt.plan.reshard import Extents
 
-SEGMENTS_MAX = 512
-"""Per read: below the operating system's limit on vectors, 1024."""
+SEGMENTS_MAX = 511
+"""Per read. Each may need two vectors, with one more for all of them: the operating system's limit is 1024."""
+STRAIGHT_BYTES_MIN = 256 << 10
+"""Of a range that direct I/O reads straight into its place: fewer bytes are copied as quickly as they are arranged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the sinks of a load lie in the host's memory.
+
+    ``address``: of the first byte of each sink, int64; -1 for those that stored bytes cannot go into as they are, on
+    devices or of another dtype. ``memory_bytes`` and ``offset_bytes``, powers of two: direct I/O takes memory whose
+    address is a multiple of the former, and ranges of a file that begin and end at multiples of the latter.
+    """
+
+    address: Ints
+    memory_bytes: int
+    offset_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +44,16 @@ class Segments:
     """Consecutive bytes of a read, and where they go, as int64 columns.
 
     For each segment its ``nbytes``, the number of the digest that covers exactly them (``block``, -1 for none), and how
-    many ``copies`` there are of parts of it. For each copy: ``copy_bytes`` from byte ``source`` of the segment to byte
-    ``target`` of sink ``sink``.
+    many ``copies`` there are of parts of it. ``address``: the memory that all of it goes to as it is, -1 where there is
+    no such memory; ``straight``, a column of bool: whether direct I/O, too, brings it there without a staging buffer,
+    but for its edges. For each copy: ``copy_bytes`` from byte ``source`` of the segment to byte ``target`` of sink
+    ``sink``.
     """
 
     nbytes: Ints
     block: Ints
+    address: Ints
+    straight: NDArray[np.bool_]
     copies: Ints
     source: Ints
     copy_bytes: Ints
@@ -40,13 +62,30 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranges:
+    """Ranges of a file and the memory that they go to as they are, as int64 columns: ``nbytes`` from byte ``start`` of
+    the file on, to ``address``."""
+
+    start: Ints
+    nbytes: Ints
+    address: Ints
+
+
+@dataclass(frozen=True, slots=True)
 class ReadOp:
-    """One contiguous read of ``nbytes`` at byte ``offset`` of file ``file``."""
+    """One contiguous read of ``nbytes`` at byte ``offset`` of file ``file``.
+
+    For direct I/O, the segments that are ``straight`` are cut in two: the ranges ``inner``, ascending and aligned as it
+    asks for, which are read straight into their memory; and ``edges``, what is left of these segments, which is read
+    into a buffer with all others and copied from there, since another read may fill what lies beside it.
+    """
 
     file: int
     offset: int
     nbytes: int
     segments: Segments
+    inner: Ranges
+    edges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +117,19 @@ def joined_copies(segments: Segments, wanted: NDArray[np.bool_]) -> Copies:
 
 
 def plan_reads(
-    extents: Extents, *, data_starts: Sequence[int], block_bytes: int, verify: bool, batch_bytes: int
+    extents: Extents,
+    *,
+    data_starts: Sequence[int],
+    block_bytes: int,
+    verify: bool,
+    batch_bytes: int,
+    places: Places | None = None,
 ) -> tuple[ReadOp, ...]:
     """The reads for ``extents``, file by file in ascending order.
 
     With ``verify`` every block that an extent touches is read whole, once, however many extents touch it; without, only
     the wanted bytes are. ``data_starts`` holds the first data byte of each file. ``batch_bytes`` is at least
-    ``block_bytes``.
+    ``block_bytes``. Without ``places``, all that is read goes through staging buffers.
     """
     first = extents.start // block_bytes
     extent, number = ragged((extents.stop - 1) // block_bytes - first + 1)  # an extent for each block that it touches
@@ -114,19 +159,59 @@ def plan_reads(
     file, start_at, stop_at, block = file[begins], start_at[begins], stop_at[begins], block[begins]
     joins = np.zeros(len(file), bool)  # with the segment before it
     joins[1:] = (file[1:] == file[:-1]) & (start_at[1:] == stop_at[:-1])
-    ops = []
+    cuts = []  # the first segment of each read
     for run, run_stop in runs(np.cumsum(~joins)):
         position = run
         while position < run_stop:
-            offset = int(start_at[position])
-            fits = int(np.searchsorted(stop_at[position:run_stop], offset + batch_bytes, side="right"))
-            next_position = position + min(fits, SEGMENTS_MAX)
-            own = slice(position, next_position)
-            first_own = int(first_copy[position])
-            last_own = int(first_copy[next_position - 1] + copies[next_position - 1])
-            segments = Segments(
-                stop_at[own] - start_at[own], block[own], copies[own], *(c[first_own:last_own] for c in copy_columns)
-            )
-            ops.append(ReadOp(int(file[run]), offset, int(stop_at[next_position - 1]) - offset, segments))
-            position = next_position
+            cuts.append(position)
+            fits = int(np.searchsorted(stop_at[position:run_stop], start_at[position] + batch_bytes, side="right"))
+            position += min(fits, SEGMENTS_MAX)
+
+    nbytes = stop_at - start_at
+    _, copy_bytes, sink, target = (column[first_copy] for column in copy_columns)
+    if places is None:
+        places = Places(np.full(int(sink.max(initial=-1)) + 1, -1), 1, 1)
+    alone = (copies == 1) & (copy_bytes == nbytes) & (places.address[sink] >= 0)
+    address = np.where(alone, places.address[sink] + target, -1)
+    straight, inner, edges = _straight(cuts, start_at, stop_at, address, places)
+    ops = []
+    for (begin, end), own_inner, own_edges in zip(pairwise([*cuts, len(file)]), inner, edges, strict=True):
+        own, own_copies = slice(begin, end), slice(int(first_copy[begin]), int(first_copy[end - 1] + copies[end - 1]))
+        segments = Segments(
+            nbytes[own], block[own], address[own], straight[own], copies[own],
+            *(column[own_copies] for column in copy_columns),
+        )  # fmt: skip
+        offset, stop_byte = int(start_at[begin]), int(stop_at[end - 1])
+        ops.append(ReadOp(int(file[begin]), offset, stop_byte - offset, segments, own_inner, own_edges))
     return tuple(ops)
+
+
+def _straight(
+    cuts: Sequence[int], start: Ints, stop: Ints, address: Ints, places: Places
+) -> tuple[NDArray[np.bool_], list[Ranges], list[Ranges]]:
+    """Which segments are straight, and for each read its ``inner`` and its ``edges``. ``cuts``: the first segment of
+    each read; ``start`` and ``stop``: the bytes of the files at which the segments begin and end."""
+    shift = address - start
+    begins = np.zeros(len(start), bool)  # a run of segments that lie in memory as they lie in the file
+    begins[np.array(cuts, np.int64)] = True
+    begins[1:] |= (np.diff(shift) != 0) | (np.diff(address >= 0) != 0)
+    first = np.flatnonzero(begins)
+    run_stop = stop[np.roll(begins, -1)]  # the first segment begins one
+    step = max(places.memory_bytes, places.offset_bytes)
+    inner_start, inner_stop = -(-start[first] // step) * step, run_stop // step * step
+    is_straight = (address[first] >= 0) & (shift[first] % places.memory_bytes == 0)
+    is_straight &= inner_stop - inner_start >= STRAIGHT_BYTES_MIN
+    bounds = np.stack([start[first], inner_start, inner_stop, run_stop], 1)[is_straight]
+    segment = first[is_straight]
+
+    def of_each_read(which_bounds: list[int]) -> list[Ranges]:
+        """The ranges between two neighbouring columns of ``bounds``."""
+        starts, stops = bounds[:, which_bounds], bounds[:, np.add(which_bounds, 1)]
+        run, column = np.nonzero(starts < stops)
+        at, nbytes = starts[run, column], (stops - starts)[run, column]
+        columns = (at, nbytes, at + shift[segment[run]])
+        cut = np.searchsorted(segment[run], [*cuts, len(start)]).tolist()
+        return [Ranges(*(one[a:b] for one in columns)) for a, b in pairwise(cut)]
+
+    mask = np.repeat(is_straight, np.diff(first, append=len(start)))
+    return mask, of_each_read([1]), of_each_read([0, 2])

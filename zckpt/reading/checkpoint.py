@@ -14,12 +14,13 @@ from zckpt.errors import KeyNotFoundError, MismatchError
 from zckpt.format import names, tree
 from zckpt.format.limits import TREE_BYTES_MAX
 from zckpt.format.rules import broken
-from zckpt.plan.coalesce import plan_reads
+from zckpt.plan.coalesce import Places, plan_reads
 from zckpt.plan.reshard import Span, extents, slice_spans
 from zckpt.plan.select import Keys, nearest, select
 from zckpt.progress import Progress, reported
 from zckpt.reading.contents import Contents, TensorInfo
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
+from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.transfer.budget import Budget, flag
 from zckpt.transfer.devices import check_device, check_devices
 from zckpt.transfer.memory import Sinks, check_cast, fresh_tensor, lies_in_order
@@ -30,6 +31,7 @@ from zckpt.transfer.torch_dtypes import dtype_of
 if TYPE_CHECKING:
     from zckpt.format.manifest import Manifest
     from zckpt.storage.contract import IOCount, Reader
+    from zckpt.transfer.read import ReadFile
 
 Device = torch.device | str
 HOST = torch.device("cpu")
@@ -348,8 +350,15 @@ class Checkpoint(Mapping[str, TensorInfo]):
             block_bytes=manifest.block_bytes,
             verify=verify,
             batch_bytes=staging.batch_bytes,
+            places=self._places(sinks, files),
         )
         run_reads(self.reader, ops, files, sinks, self.budget, staging, advance)
+
+    def _places(self, sinks: Sinks, files: Mapping[int, ReadFile]) -> Places:
+        """All files of a checkpoint lie on one file system, so that they are aligned alike."""
+        direct, one = self.reader.direct, next(iter(files.values()), None)
+        alignment = (PAGE_BYTES, PAGE_BYTES) if direct is None or one is None else direct.alignment(one.path)
+        return Places(sinks.host.address, *alignment)
 
     def staging(self, devices: Iterable[torch.device]) -> StagingPool:
         """Makes a pool of buffers for ``read`` into memory of these devices and of the host."""
@@ -386,9 +395,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """Whole tensors, in the memory that is ``given`` for some of them, all others in memory of their own."""
         dtypes, given = dtypes or {}, given or {}
         unread = {name for name in infos if (given[name].is_meta if name in given else device.type == "meta")}
-        self.contents.check_sizes(info for name, info in infos.items() if name not in unread)
+        begins = self.contents.check_sizes(info for name, info in infos.items() if name not in unread)
         targets = {
-            name: given[name] if name in given else self._empty(info, info.shape, device, dtypes.get(name))
+            name: given[name]
+            if name in given
+            else self._empty(info, info.shape, device, dtypes.get(name), begins.get(info.key, 0))
             for name, info in infos.items()
         }
         wants = [Want(info, _all_of(math.prod(info.shape)), targets[name]) for name, info in infos.items()]
@@ -396,12 +407,17 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return targets
 
     def _empty(
-        self, info: TensorInfo, shape: tuple[int, ...], device: Device = "cpu", dtype: torch.dtype | None = None
+        self,
+        info: TensorInfo,
+        shape: tuple[int, ...],
+        device: Device = "cpu",
+        dtype: torch.dtype | None = None,
+        begins: int = 0,
     ) -> torch.Tensor:
-        """Memory for elements of ``info``. Its sizes are checked before, so that there is never more asked for than the
-        files really hold, whatever the manifest says."""
+        """Memory for elements of ``info``, which begin at byte ``begins`` of a file. Its sizes are checked before, so
+        that there is never more asked for than the files really hold, whatever the manifest says."""
         check_cast(info.dtype, dtype or info.dtype, info.key)
-        return fresh_tensor(shape, dtype or info.dtype, device)
+        return fresh_tensor(shape, dtype or info.dtype, device, begins)
 
     def _given(self, info: TensorInfo, target: torch.Tensor) -> torch.Tensor:
         """Memory of the caller's, if it can hold ``info``. Raises TypeError, MismatchError, CastError."""

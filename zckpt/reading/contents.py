@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -196,13 +196,14 @@ class Contents:
         file = manifest.file_numbers(layout.rank, part_id, layout.tier)
         return (row, file, start, start + layout.length, layout.offset, layout.block), copy, layout.rank
 
-    def check_sizes(self, infos: Iterable[TensorInfo]) -> None:
+    def check_sizes(self, infos: Iterable[TensorInfo]) -> dict[str, int]:
         """Raises FormatError (F001 to F003, I007) unless the files that hold ``infos`` are there, as long as recorded,
-        and hold no less than that."""
-        infos = list({info.key: info for info in infos}.values())
-        self.check_copies(infos, [None] * len(infos))
+        and hold no less than that. Returns for each key the byte of its first file at which the tensor begins."""
+        by_key = {info.key: info for info in infos}
+        begins = self.check_copies(list(by_key.values()), [None] * len(by_key))
+        return dict(zip(by_key, begins, strict=True))
 
-    def check_copies(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> None:
+    def check_copies(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> list[int]:
         """Of one copy each, none of them given twice."""
         stored = self.stored(infos, copies, None)
         item = np.array([info.dtype.itemsize for info in infos], np.int64)
@@ -210,6 +211,9 @@ class Contents:
         first = dict(zip(stored.file[::-1].tolist(), stored.want[::-1].tolist(), strict=True))  # of each file
         for number, one in sorted(first.items()):
             self.check_length(number, infos[one].key)
+        first_piece = np.searchsorted(stored.want, np.arange(len(infos)))
+        starts = np.array(self.manifest.files.data_start, np.int64)[stored.file] + stored.offset
+        return cast("list[int]", starts[first_piece].tolist())
 
     def check_length(self, number: int, key: str | None = None) -> None:
         """Raises FormatError (F001 to F003) unless the data file is there and as long as recorded. It names ``key``."""

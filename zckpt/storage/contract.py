@@ -25,7 +25,8 @@ second waits for the commit, or carries it out itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class IOCount:
-    """What a reader has asked of the store: read calls, and the bytes that they returned."""
+    """What a reader has asked of the store: read calls, and the bytes that they returned; and what became of them."""
 
     reads: int = 0
     """Requests to the store: one for all ``views`` of a ``read_into``, and one more each time that a request gave fewer
@@ -49,6 +50,18 @@ class IOCount:
     """What ``Reader.read`` has returned: of the manifest, the index, digest tables and headers."""
     data_bytes: int = 0
     """What all other reads have returned: of tensors."""
+    copied_bytes: int = 0
+    """Of tensors in the host's memory: what the processor has copied or converted from a staging buffer to its place.
+    The rest was read straight into its place."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+
+    def add(self, *, reads: int = 0, metadata_bytes: int = 0, data_bytes: int = 0, copied_bytes: int = 0) -> None:
+        """Several threads may call it at once."""
+        with self._lock:
+            self.reads += reads
+            self.metadata_bytes += metadata_bytes
+            self.data_bytes += data_bytes
+            self.copied_bytes += copied_bytes
 
     @property
     def bytes_read(self) -> int:
@@ -65,7 +78,7 @@ class Reader(Protocol):
     """
 
     count: IOCount
-    """Of all calls, whichever thread makes them: the reader adds to it under a lock."""
+    """Of all calls, whichever thread makes them."""
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """``nbytes`` from byte ``offset``, or fewer at the end of the file."""
@@ -91,9 +104,14 @@ class DirectReads(Protocol):
     def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
         """Whether most of these bytes are in memory already, so that ``read_into`` suits better. Starts no I/O."""
 
-    def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
-        """Fills ``pages``, whole pages of memory, from byte ``offset``, a multiple of a page, past all caches; returns
-        the bytes read: fewer at the end of the file, or 0 where this cannot be done."""
+    def alignment(self, path: str) -> tuple[int, int]:
+        """In bytes, powers of two: what ``read_direct`` of this file wants the addresses of memory to be multiples of,
+        and what it wants offsets and lengths to be."""
+
+    def read_direct(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
+        """Fills ``views``, one after the other, from byte ``offset``, past all caches; returns the bytes read: fewer at
+        the end of the file, or 0 where this cannot be done. ``offset`` and all addresses and lengths are multiples of
+        what ``alignment`` says."""
 
     def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
         """Fills ``target``, 1-D uint8 in device memory that nobody else is using, from byte ``offset``, past the host's

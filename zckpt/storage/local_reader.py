@@ -15,7 +15,7 @@ import numpy as np
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format.rules import broken
 from zckpt.storage import gpudirect
-from zckpt.storage.buffers import PAGE_BYTES, after
+from zckpt.storage.buffers import after
 from zckpt.storage.contract import IOCount
 from zckpt.storage.files import BINARY, is_impossible_name, is_link, is_refused, read_at
 from zckpt.system import linux
@@ -54,9 +54,7 @@ class LocalReader:
         buffer = np.empty(nbytes, np.uint8)
         with self.file(path) as fd:
             got, reads = self._fill(fd, [buffer], offset, path)
-        with self._lock:
-            self.count.reads += reads
-            self.count.metadata_bytes += got
+        self.count.add(reads=reads, metadata_bytes=got)
         return buffer[:got].tobytes()
 
     def size(self, path: str) -> int:
@@ -70,22 +68,27 @@ class LocalReader:
         with self.file(path) as fd:
             return 2 * linux.cached_bytes(fd, offset, nbytes) > nbytes
 
-    def read_direct(self, path: str, pages: Bytes, offset: int) -> int:
+    def alignment(self, path: str) -> tuple[int, int]:
+        with self.file(path) as fd:
+            return linux.direct_alignment(fd)
+
+    def read_direct(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
+        total = sum(map(len, views))
         done = reads = 0
         try:
             with self.file(path, linux.O_DIRECT) as fd:
-                while done < len(pages) and done % PAGE_BYTES == 0:
-                    got = read_at(fd, [pages[done:]], offset + done)
+                while done < total:
+                    got = read_at(fd, after(views, done), offset + done)
                     reads += 1
                     if got == 0:
                         break
                     done += got
         except OSError as error:
-            if not is_refused(error):
+            if not is_refused(error):  # as is the rest of a read that has ended between two blocks of the disk
                 if isinstance(error, StorageError):
                     raise
-                raise from_os_error(error, "read", self._full(path), offset + done, offset + len(pages)) from error
-        self._add(reads, done)
+                raise from_os_error(error, "read", self._full(path), offset + done, offset + total) from error
+        self.count.add(reads=reads, data_bytes=done)
         return done
 
     def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
@@ -93,19 +96,14 @@ class LocalReader:
             return 0
         with self.file(path) as fd:
             got = gpudirect.read(fd, self._full(path), target, offset)
-        self._add(1, got)
+        self.count.add(reads=1, data_bytes=got)
         return got
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         with self.file(path) as fd:
             got, reads = self._fill(fd, views, offset, path)
-        self._add(reads, got)
+        self.count.add(reads=reads, data_bytes=got)
         return got
-
-    def _add(self, reads: int, data_bytes: int) -> None:
-        with self._lock:
-            self.count.reads += reads
-            self.count.data_bytes += data_bytes
 
     def _fill(self, fd: int, views: Sequence[Bytes | memoryview], offset: int, path: str) -> tuple[int, int]:
         """Bytes and calls."""

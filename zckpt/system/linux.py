@@ -32,6 +32,9 @@ FICLONERANGE = 0x4020940D
 """ioctl_ficlonerange(2)."""
 MADV_FREE = 8
 """madvise(2)."""
+AT_EMPTY_PATH = 0x1000
+STATX_DIOALIGN = 0x2000
+"""statx(2)."""
 OVERLAYFS = 0x794C7630
 """What statfs(2) calls an overlay, such as a container's root."""
 _STATFS_BYTES = 256
@@ -59,6 +62,17 @@ def cached_bytes(fd: int, offset: int, nbytes: int) -> int:
         address = np.frombuffer(mapped, np.uint8).ctypes.data
         libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_void_p(resident.ctypes.data))
         return int(np.count_nonzero(resident & 1)) * mmap.PAGESIZE
+
+
+def direct_alignment(fd: int) -> tuple[int, int]:
+    """What direct I/O on this file wants the addresses of memory to be multiples of, and what it wants offsets and
+    lengths to be. A page for both where the system does not tell, or where there is no direct I/O."""
+    found = (ctypes.c_uint32 * 64)()  # of struct statx, stx_mask is the first word
+    if libc is not None and hasattr(libc, "statx") and not libc.statx(fd, b"", AT_EMPTY_PATH, STATX_DIOALIGN, found):
+        memory_bytes, offset_bytes = found[38], found[39]  # stx_dio_mem_align, stx_dio_offset_align
+        if found[0] & STATX_DIOALIGN and memory_bytes and offset_bytes:
+            return memory_bytes, offset_bytes
+    return mmap.PAGESIZE, mmap.PAGESIZE
 
 
 def uncache(fd: int, offset: int = 0, nbytes: int = 0) -> None:

@@ -314,10 +314,13 @@ class StoreContract:
         assert reader.read_into("data/a", [np.zeros(5000, np.uint8)], 99_990) == 10
         got = 0
         if reader.direct is not None:
-            stage = pages(6 * PAGE_BYTES)
-            got = reader.direct.read_direct("data/a", stage, 20 * PAGE_BYTES)
-            assert got in (0, len(data) - 20 * PAGE_BYTES)
-            assert stage[:got].tobytes() == data[20 * PAGE_BYTES :][:got]
+            memory_bytes, offset_bytes = reader.direct.alignment("data/a")
+            start, step = 80_000 // offset_bytes * offset_bytes, max(memory_bytes, offset_bytes)
+            room = pages(len(data) + 4 * step)[memory_bytes:]
+            views = [room[:offset_bytes], room[2 * step :][: -(-20_000 // offset_bytes) * offset_bytes]]
+            got = reader.direct.read_direct("data/a", views, start)
+            assert got in (0, len(data) - start)
+            assert b"".join(view.tobytes() for view in views)[:got] == data[start:][:got]
             assert reader.direct.is_cached("data/a", 5, 10) in (False, True)
         assert (reader.count.metadata_bytes, reader.count.data_bytes) == (1000, 5010 + 10 + got)
         assert reader.count.reads >= 4

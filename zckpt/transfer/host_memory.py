@@ -1,13 +1,15 @@
-"""Host memory by its address: how loaded bytes get into very many small tensors.
+"""Host memory by its address: how loaded bytes get straight into tensors, be they very many and small.
 
-To make a view of each target takes longer than to fill a small one. So there is one view of the whole address space,
-and what is read into is a slice of it. ``bench/host_memory.py`` compares the two: from the page cache, with digests, by
-two cores, loads of tensors of 4 KiB and of 40 KiB are 1.3 times as fast by address; large tensors make no difference.
+By their addresses, a plan finds neighbours in memory that are neighbours in a file, and what is aligned for direct I/O.
+And to make a view of each target takes longer than to fill a small one: loads of tensors of 4 KiB and of 40 KiB from
+the page cache are 1.3 times as fast by address. So there is one view of the whole address space, and what is read into
+is a slice of it.
 
 Such a slice has no bounds of its own and keeps no memory alive. It is safe as long as this holds:
 
 - The targets are contiguous, and whoever uses ``HostMemory`` keeps them alive meanwhile. ``Sinks`` does both.
 - ``check`` has seen every span before the first byte is moved. ``run_reads`` calls it for all of its reads.
+- The reads were planned with ``address``, which gives each span that goes straight to its place its own address.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from zckpt.plan.coalesce import Segments
     from zckpt.storage.buffers import Bytes
 
     Ints = NDArray[np.int64]
@@ -36,6 +37,16 @@ _ALL_VIEW = memoryview(_ALL)
 """The same; slices of it are made in half the time."""
 
 
+def memory(address: int, nbytes: int) -> memoryview:
+    """``nbytes`` of host memory from ``address`` on."""
+    return _ALL_VIEW[address - PAGE_BYTES : address - PAGE_BYTES + nbytes]
+
+
+def copy_to(address: int, staged: Bytes) -> None:
+    """Copies ``staged`` to host memory. Other threads run meanwhile, as they do not for a copy to a memoryview."""
+    _ALL[address - PAGE_BYTES : address - PAGE_BYTES + len(staged)] = staged
+
+
 class HostMemory:
     """The memory of the targets of a load that stored bytes can go into as they are: on the host, of the stored dtype.
 
@@ -43,14 +54,14 @@ class HostMemory:
 
     def __init__(self, targets: Sequence[torch.Tensor], stored: Sequence[torch.dtype]) -> None:
         """``stored``: the dtypes of the elements in the files."""
-        self._place = np.array(
+        self.address = np.array(
             [
-                target.data_ptr() - PAGE_BYTES if target.is_cpu and target.dtype == dtype else -1
+                target.data_ptr() if target.is_cpu and target.dtype == dtype else -1
                 for target, dtype in zip(targets, stored, strict=True)
             ],
             np.int64,
         )
-        """Where in ``_ALL`` each target lies; -1 for those that stored bytes cannot go into as they are."""
+        """Of each target; -1 for those that stored bytes cannot go into as they are."""
         self._nbytes = np.array([t.numel() * d.itemsize for t, d in zip(targets, stored, strict=True)], np.int64)
         """What each target holds, counted in stored bytes; also of those on devices."""
 
@@ -59,19 +70,10 @@ class HostMemory:
         if (start < 0).any() or (start + nbytes > self._nbytes[target]).any():
             raise ValueError("a span is longer than the memory that it goes to")
 
-    def destinations(self, segments: Segments) -> list[memoryview | None]:
-        """For each segment the memory that it goes to, if all of it goes to one place as it is."""
-        first = np.cumsum(segments.copies) - segments.copies
-        place = self._place[segments.sink[first]]
-        alone = (segments.copies == 1) & (segments.copy_bytes[first] == segments.nbytes) & (place >= 0)
-        start = place + segments.target[first]
-        columns = (alone.tolist(), start.tolist(), (start + segments.nbytes).tolist())
-        return [_ALL_VIEW[at:stop] if one else None for one, at, stop in zip(*columns, strict=True)]
-
     def put(self, target: int, start: int, staged: Bytes) -> bool:
         """Copies stored bytes to byte ``start`` of a target. Returns False, and copies nothing, if they cannot go there
         as they are."""
-        place = int(self._place[target])
-        if place >= 0:
-            _ALL[place + start : place + start + len(staged)] = staged
-        return place >= 0
+        address = int(self.address[target])
+        if address >= 0:
+            copy_to(address + start, staged)
+        return address >= 0

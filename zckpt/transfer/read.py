@@ -1,8 +1,8 @@
 """Runs planned reads: parallel positional I/O, digests checked on the way.
 
-What is mostly in the page cache is read from there, straight into the destination where that can be; the rest by direct
-I/O into aligned staging buffers, so that it evicts nothing. Copies to a device are queued once their bytes are in a
-buffer; while they run, the next read fills another buffer.
+What is mostly in the page cache is read from there, the rest by direct I/O, so that it evicts nothing: straight into
+the destination where the plan says that it can be, else into aligned staging buffers. Copies to a device are queued
+once their bytes are in a buffer; while they run, the next read fills another buffer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from zckpt.format.rules import broken
 from zckpt.plan.coalesce import joined_copies
 from zckpt.storage.buffers import PAGE_BYTES, after
 from zckpt.transfer.devices import synchronize
+from zckpt.transfer.host_memory import copy_to, memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zckpt.errors import FormatError
-    from zckpt.plan.coalesce import ReadOp, Segments
+    from zckpt.plan.coalesce import Ranges, ReadOp, Segments
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Reader
     from zckpt.transfer.budget import Budget
@@ -93,23 +94,25 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
     if not (verify or cached) and _read_to_device(reader, op, file, sinks):
         return
     with staging.lend() as stage:
-        places: list[memoryview | None] = sinks.host.destinations(segments) if cached else [None] * len(blocks)
+        places = np.where(cached | segments.straight, segments.address, -1).tolist()
         views = [
-            stage.bytes[start - base : stop - base] if place is None else place  # staged as they lie in the file
+            stage.bytes[start - base : stop - base] if place < 0 else memory(place, stop - start)  # as in the file
             for (start, stop), place in zip(itertools.pairwise(starts), places, strict=True)
         ]
         if not cached:
-            _fill(reader, file, op.offset, starts[-1], views, stage, key_at)
+            _fill(reader, file, op.offset, starts[-1], views, key_at, _read_direct(reader, op, file, stage))
+        copied_bytes = 0 if cached else int(op.edges.nbytes.sum())
         for part in _portions(starts, PORTION_BYTES if verify else op.nbytes):
             if cached:
-                _fill(reader, file, starts[part.start], starts[part.stop], views[part], None, key_at)
+                _fill(reader, file, starts[part.start], starts[part.stop], views[part], key_at)
             if verify and not _are_sound(file, blocks[part], views[part]):
                 for number in range(part.start, part.stop):
                     check_block(views[number], blocks[number], file, starts[number], key(number))
             for number in range(part.start, part.stop):
-                if places[number] is None:
+                if places[number] < 0:
                     staged = cast("Bytes", views[number])
-                    _put(segments, first_copy[number], int(segments.copies[number]), staged, sinks)
+                    copied_bytes += _put(segments, first_copy[number], int(segments.copies[number]), staged, sinks)
+        reader.count.add(copied_bytes=copied_bytes)
         _queue(segments, op.offset - base, sinks, stage)
 
 
@@ -157,7 +160,8 @@ def read_op(
         first = op.offset % PAGE_BYTES
         view = stage.bytes[first : first + op.nbytes]
         cached = _is_cached(reader, op, file, direct)
-        _fill(reader, file, op.offset, op.offset + op.nbytes, [view], None if cached else stage, lambda byte: None)
+        got = 0 if cached else _read_direct(reader, op, file, stage)
+        _fill(reader, file, op.offset, op.offset + op.nbytes, [view], lambda byte: None, got)
         look(view)
 
 
@@ -174,21 +178,40 @@ def _fill(
     start: int,
     stop: int,
     views: Sequence[Bytes | memoryview],
-    stage: StagingBuffer | None,
     key_at: Callable[[int], str | None],
+    done: int = 0,
 ) -> None:
-    """Reads bytes ``start`` to ``stop`` of the file into ``views``, one after the other. ``stage``: what all of these
-    lie in, to be filled by direct I/O where there is any. Raises FormatError (F003) if the file is too short; it names
-    the key of the byte at which it ends."""
-    got = start
-    if stage is not None and reader.direct is not None:
-        base = start - start % PAGE_BYTES
-        pages = stage.bytes[: -(-stop // PAGE_BYTES) * PAGE_BYTES - base]
-        got = min(max(got, base + reader.direct.read_direct(file.path, pages, base)), stop)
+    """Reads bytes ``start`` to ``stop`` of the file into ``views``, one after the other, but for the first ``done``,
+    which are there. Raises FormatError (F003) if the file is too short; it names the key of the byte at which it
+    ends."""
+    got = start + done
     if got < stop:
         got += reader.read_into(file.path, after(views, got - start), got)
     if got < stop:
         raise _too_short(file, got, key_at(got), start, stop)
+
+
+def _read_direct(reader: Reader, op: ReadOp, file: ReadFile, stage: StagingBuffer) -> int:
+    """Brings the bytes of ``op`` to their places by direct I/O, and to the stage what does not go straight there.
+    Returns how many there are: fewer at the end of the file, or 0 where this cannot be done."""
+    if reader.direct is None:
+        return 0
+    base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes
+    pages = stage.bytes[: -(-stop // PAGE_BYTES) * PAGE_BYTES - base]
+    views: list[Bytes | memoryview] = []
+    done = 0
+    for start, nbytes, address in _rows(op.inner):
+        views += [pages[done : start - base], memory(address, nbytes)]
+        done = start - base + nbytes
+    views.append(pages[done:])
+    got = reader.direct.read_direct(file.path, [view for view in views if len(view)], base)
+    for start, nbytes, address in _rows(op.edges):
+        copy_to(address, pages[start - base : start - base + nbytes])
+    return min(max(base + got - op.offset, 0), op.nbytes)
+
+
+def _rows(ranges: Ranges) -> Iterator[tuple[int, int, int]]:
+    return zip(ranges.start.tolist(), ranges.nbytes.tolist(), ranges.address.tolist(), strict=True)
 
 
 def _too_short(file: ReadFile, nbytes: int, key: str | None, start: int, stop: int) -> FormatError:
@@ -196,12 +219,16 @@ def _too_short(file: ReadFile, nbytes: int, key: str | None, start: int, stop: i
     return broken("F003", what, file=file.path, key=key, start=start, stop=stop)
 
 
-def _put(segments: Segments, first: int, copies: int, staged: Bytes, sinks: Sinks) -> None:
-    """Brings a segment that was staged to its sinks on the host."""
+def _put(segments: Segments, first: int, copies: int, staged: Bytes, sinks: Sinks) -> int:
+    """Brings a segment that was staged to its sinks on the host. Returns how many bytes it has copied."""
+    copied_bytes = 0
     for copy in range(first, first + copies):
         sink, start = int(segments.sink[copy]), int(segments.source[copy])
         if sinks.device[sink] < 0:
-            sinks.put(sink, int(segments.target[copy]), staged[start : start + int(segments.copy_bytes[copy])])
+            own = staged[start : start + int(segments.copy_bytes[copy])]
+            sinks.put(sink, int(segments.target[copy]), own)
+            copied_bytes += len(own)
+    return copied_bytes
 
 
 def _queue(segments: Segments, first: int, sinks: Sinks, stage: StagingBuffer) -> None:
