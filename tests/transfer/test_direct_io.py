@@ -126,7 +126,7 @@ def test_direct_io_leaves_the_page_cache_alone(disk: Path) -> None:
 def test_large_tensors_are_read_straight_into_their_memory(
     disk: Path, alignment: tuple[int, int], verify: bool
 ) -> None:
-    state = write_state(disk / "c", 1, SHAPES)
+    state = write_state(disk / "c", 1, SHAPES, block_bytes=MIB)
     uncache(disk / "c")
     checkpoint = zckpt.open(disk / "c")
     assert same_all(checkpoint.load(verify=verify), state.full)
@@ -137,7 +137,7 @@ def test_large_tensors_are_read_straight_into_their_memory(
 
 
 def test_what_goes_through_a_buffer_is_counted(disk: Path) -> None:
-    write_state(disk / "c", 1, SHAPES, parts=("master",))
+    write_state(disk / "c", 1, SHAPES, parts=("master",), block_bytes=MIB)
     for copied in (False, True):
         uncache(disk / "c")
         checkpoint = zckpt.open(disk / "c")
