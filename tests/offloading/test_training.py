@@ -41,7 +41,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "3-cpu": {"stage": 3, "offload_optimizer": CPU},
     "3-cpu+cpu": {"stage": 3, "model": "odd", "offload_optimizer": CPU, "offload_param": {**CPU, "pin_memory": True}},
 }
-CORE = ("1", "2-cpu", "3", "3-cpu+cpu")
+CORE: dict[str, dict[str, bool]] = {"1": {"moved": True}, "2-cpu": {"auto": True}, "3": {"auto": True}, "3-cpu+cpu": {}}
 
 
 def train(setup: dict[str, Any], directory: str, parts: Any = (), *, auto: bool = False, moved: bool = False) -> Any:
@@ -56,15 +56,16 @@ def train(setup: dict[str, Any], directory: str, parts: Any = (), *, auto: bool 
             return
         asked = parts[moves % len(parts)]
         moves += 1
+        if asked and "exp_avg" in asked and not engine.global_steps:
+            return  # there are no moments yet
         if moved:
             engine.offload_states()
         out = zckpt.offload(engine, directory, parts=asked, auto=auto, background=moves % 3 == 0)
-        assert out.nbytes or asked in (["exp_avg", "lp_params"], ["optim_states"]) or moves > 1
         if not auto:
             zckpt.reload(engine, out.parts[:1])
             zckpt.reload(engine)
         if moved:
-            engine.reload_states()
+            engine.reload_states()  # with `auto`, once what is out is back
 
     for step in range(STEPS):
         pause()
@@ -82,21 +83,27 @@ def train(setup: dict[str, Any], directory: str, parts: Any = (), *, auto: bool 
     return losses, everything(engine)
 
 
-def train_all(names: tuple[str, ...], directory: str, parts: tuple[Any, ...] = PARTS) -> None:
-    for name in names:
-        expected = train(SETUPS[name], directory)
-        one_by_one = [(each,) for each in parts] if len(names) == 1 else []
-        for own in (parts, *one_by_one):
-            for auto in (False, True) if len(names) == 1 else (own is PARTS,):
-                assert train(SETUPS[name], directory, own, auto=auto) == expected, (name, own, auto)
+def core(directory: str) -> None:
+    for name, options in CORE.items():
+        assert train(SETUPS[name], directory, PARTS, **options) == train(SETUPS[name], directory), name
     assert not os.listdir(directory)
 
 
 def test_training_is_the_same(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.run(train_all, 2, CORE, str(tmp_path / "scratch"))
+    cluster.run(core, 2, str(tmp_path / "scratch"))
+
+
+def each(name: str, directory: str) -> None:
+    expected = train(SETUPS[name], directory)
+    for parts in (PARTS, *((one,) for one in PARTS)):
+        for auto in (False, True):
+            assert train(SETUPS[name], directory, parts, auto=auto) == expected, (parts, auto)
+        if name in ("1", "2", "3"):
+            assert train(SETUPS[name], directory, parts, moved=True) == expected, parts
+    assert not os.listdir(directory)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", SETUPS)
 def test_training_is_the_same_in_every_mode(cluster: Cluster, tmp_path: Path, name: str) -> None:
-    cluster.run(train_all, 2, (name,), str(tmp_path / "scratch"), timeout=300)
+    cluster.run(each, 2, name, str(tmp_path / "scratch"), timeout=300)

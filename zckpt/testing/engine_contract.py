@@ -324,6 +324,26 @@ class EngineContract:
             cls.backward(engine)
             assert any(one.part == GRADIENT for one in adapt(engine).memory())
 
+    def test_what_moves_to_disk_comes_back(self, run: Run, written: Written) -> None:
+        found = run(self._move_to_disk, self.ranks, f"{written.path}-scratch")
+        assert found == [[before, later] for before, _, later in written.held]
+
+    @classmethod
+    def _move_to_disk(cls, directory: str) -> list[Any]:
+        engine = cls.make(0)
+        cls.train(engine, BEFORE)
+        assert zckpt.offload(engine, directory).parts
+        assert set(adapt(engine).parts) >= {fragment.part for fragment in adapt(engine).inventory(None).fragments}
+        with pytest.raises(zckpt.OffloadedError):
+            cls.train(engine, 1)
+        zckpt.reload(engine)
+        before = frozen(cls.held(engine))
+        for part in zckpt.offload(engine, directory, auto=True).parts:
+            if part != MASTER:
+                zckpt.reload(engine, [part])
+        cls.train(engine, AFTER)
+        return [before, frozen(cls.held(engine))]
+
     def test_each_rank_restores_alone_until_it_finishes(self, run: Run, written: Written) -> None:
         """Nothing but ``finish`` is collective: rank by rank, each does all the rest while the others do nothing."""
         turns = f"{written.path}-turns"

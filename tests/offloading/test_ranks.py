@@ -1,0 +1,157 @@
+"""Several ranks, DeepSpeed's engines, and a device."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.accelerator import DEVICE_TYPE
+from tests.support.models import batch, make_engine, train
+from tests.support.offload import CPU
+from tests.support.reference_engine import held
+from tests.support.runs import everything
+from zckpt.offloading.away import away
+from zckpt.testing import ReferenceEngine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+SHAPES = {"wide": (700, 701), "odd": (63, 65), "one": (1,), "empty": (0, 3), "frozen": (63, 63)}
+
+
+def damage(engine: Any, part: str) -> None:
+    """Of this part, all storages."""
+    for one in away(engine).moved:  # type: ignore[union-attr]
+        if one.parts == (part,):
+            assert one.saved is not None
+            fd = one.saved.file.open(os.O_RDWR)
+            before = os.pread(fd, 1, one.start + one.nbytes // 2)
+            os.pwrite(fd, bytes([before[0] ^ 1]), one.start + one.nbytes // 2)
+            os.close(fd)
+
+
+def one_rank_fails(directory: str) -> None:
+    engine = ReferenceEngine(SHAPES)
+    engine.train(2)
+    before = held(engine)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for background in (False, True):
+        if engine.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+        error = zckpt.NoSpaceError if engine.rank == 1 else zckpt.RankError
+        with pytest.raises(error):
+            zckpt.offload(engine, directory, background=background).wait()
+        zckpt.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert away(engine) is None
+    torch.testing.assert_close(held(engine), before, rtol=0, atol=0)
+    zckpt.write(engine, f"{directory}/ck")
+    zckpt.offload(engine, directory)
+    if engine.rank == 1:
+        damage(engine, "exp_avg")
+    with pytest.raises(zckpt.DigestError if engine.rank == 1 else zckpt.RankError, match="exp_avg/"):
+        zckpt.reload(engine)
+    for call in (engine.step, lambda: zckpt.write(engine, f"{directory}/other")):
+        with pytest.raises(zckpt.OffloadedError, match="exp_avg/"):
+            call()
+    zckpt.restore(engine, f"{directory}/ck")
+    torch.testing.assert_close(held(engine), before, rtol=0, atol=0)
+    with pytest.raises(zckpt.RankError, match="different parts arguments"):
+        zckpt.offload(engine, directory, parts=["master"] if engine.rank else ["param"])
+    if engine.rank == 0:  # the other one has nothing of it
+        engine.tensors["exp_avg"]["extra"] = torch.ones(1000)
+        engine.shapes["extra"], engine.spans["extra"] = (1000,), (0, 1000)
+    zckpt.offload(engine, directory, parts=["exp_avg"])
+    with pytest.raises(zckpt.OffloadedError):
+        engine.step()
+    zckpt.reload(engine)
+    assert away(engine) is None
+
+
+def test_a_failure_on_one_rank_is_one_on_all(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(one_rank_fails, 2, str(tmp_path))
+
+
+def deepspeed_engine(directory: str, setup: dict[str, Any]) -> None:
+    engine = make_engine(**setup)
+    train(engine, 2)
+    zckpt.write(engine, f"{directory}/plain")
+    before = everything(engine)
+    zckpt.offload(engine, f"{directory}/scratch")
+    zckpt.write(engine, f"{directory}/out")  # what ZeRO-3 gathers after a write is out
+    plain, out = (zckpt.open(f"{directory}/{which}").load() for which in ("plain", "out"))
+    assert plain.keys() == out.keys()
+    assert all(torch.equal(plain[key], out[key]) for key in plain)
+    inputs, stock = batch(engine, 2), f"{directory}/stock"
+    for call, name in (
+        (lambda: engine(**inputs), "forward"),
+        (lambda: engine.module(**inputs), "__call__"),
+        (lambda: engine.backward(torch.zeros((), requires_grad=True)), "backward"),
+        (engine.step, "step"),
+        (engine.optimizer.step, "step"),
+        (engine.zero_grad, "zero_grad"),
+        (lambda: engine.save_checkpoint(stock), "save_checkpoint"),
+        (lambda: engine.load_checkpoint(stock), "load_checkpoint"),
+        (lambda: engine.save_16bit_model(stock), "save_16bit_model"),
+        (engine.offload_states, "offload_states"),
+        (engine.reload_states, "reload_states"),
+    ):
+        if name != "zero_grad" or "gradient" in away(engine).parts:  # type: ignore[union-attr]
+            with pytest.raises(zckpt.OffloadedError, match=f"{name} uses .*which zckpt.offload has moved"):
+                call()
+    assert not os.path.exists(stock)
+    damage(engine, "exp_avg")
+    with pytest.raises(zckpt.DigestError, match=r"key exp_avg/.*weight"):
+        zckpt.reload(engine)
+    with pytest.raises(zckpt.OffloadedError, match="exp_avg/"):
+        engine(**inputs)
+    zckpt.restore(engine, f"{directory}/out", rng=True)
+    assert away(engine) is None
+    assert everything(engine) == before
+    expected = train(engine, 2, 2)
+    zckpt.restore(engine, f"{directory}/plain", rng=True)
+    assert train(engine, 2, 2) == expected
+
+
+def deepspeed_engines(directory: str) -> None:
+    deepspeed_engine(f"{directory}/3", {"stage": 3, "model": "odd", "groups": True})
+    deepspeed_engine(f"{directory}/1", {"stage": 1, "frozen": True})
+    deepspeed_engine(f"{directory}/2", {"stage": 2, "offload_optimizer": CPU})
+
+
+def test_engines_of_deepspeed_are_guarded_written_and_restored(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(deepspeed_engines, 2, str(tmp_path))
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("auto", [False, True])
+def test_on_a_device(tmp_path: Path, auto: bool) -> None:
+    engine, plain = (ReferenceEngine(SHAPES, device=DEVICE_TYPE) for _ in range(2))
+    pinned = torch.arange(10_000, dtype=torch.float32).pin_memory()  # DeepSpeed's, which cannot be resized
+    engine.tensors["exp_avg"]["pinned"], engine.shapes["pinned"], engine.spans["pinned"] = (
+        pinned,
+        (10_000,),
+        (0, 10_000),
+    )
+    for _ in range(3):
+        plain.train(1)
+        engine.backward()
+        engine.step()
+        out = zckpt.offload(engine, tmp_path, auto=auto)
+        assert out.nbytes > pinned.nbytes
+        if not auto:
+            zckpt.reload(engine)
+    zckpt.reload(engine)
+    assert pinned.is_pinned()
+    assert torch.equal(pinned, torch.arange(10_000, dtype=torch.float32))
+    del engine.tensors["exp_avg"]["pinned"]
+    torch.testing.assert_close(held(engine), held(plain), rtol=0, atol=0)
