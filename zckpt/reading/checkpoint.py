@@ -14,24 +14,22 @@ from zckpt.errors import KeyNotFoundError, MismatchError
 from zckpt.format import names, tree
 from zckpt.format.limits import TREE_BYTES_MAX
 from zckpt.format.rules import broken
-from zckpt.plan.coalesce import Places, plan_reads
+from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Span, extents, slice_spans
 from zckpt.plan.select import Keys, nearest, select
 from zckpt.progress import Progress, reported
 from zckpt.reading.contents import Contents, TensorInfo
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
-from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.transfer.budget import Budget, flag
 from zckpt.transfer.devices import check_device, check_devices
 from zckpt.transfer.memory import Sinks, check_cast, fresh_tensor, lies_in_order
-from zckpt.transfer.read import run_reads
+from zckpt.transfer.read import places_of, run_reads
 from zckpt.transfer.staging import StagingPool, pool_for
 from zckpt.transfer.torch_dtypes import dtype_of
 
 if TYPE_CHECKING:
     from zckpt.format.manifest import Manifest
     from zckpt.storage.contract import IOCount, Reader
-    from zckpt.transfer.read import ReadFile
 
 Device = torch.device | str
 HOST = torch.device("cpu")
@@ -350,15 +348,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
             block_bytes=manifest.block_bytes,
             verify=verify,
             batch_bytes=staging.batch_bytes,
-            places=self._places(sinks, files),
+            places=places_of(self.reader, sinks, files),
         )
         run_reads(self.reader, ops, files, sinks, self.budget, staging, advance)
-
-    def _places(self, sinks: Sinks, files: Mapping[int, ReadFile]) -> Places:
-        """All files of a checkpoint lie on one file system, so that they are aligned alike."""
-        direct, one = self.reader.direct, next(iter(files.values()), None)
-        alignment = (PAGE_BYTES, PAGE_BYTES) if direct is None or one is None else direct.alignment(one.path)
-        return Places(sinks.host.address, *alignment)
 
     def staging(self, devices: Iterable[torch.device]) -> StagingPool:
         """Makes a pool of buffers for ``read`` into memory of these devices and of the host."""

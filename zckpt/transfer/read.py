@@ -18,7 +18,7 @@ import torch
 
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
-from zckpt.plan.coalesce import joined_copies
+from zckpt.plan.coalesce import Places, joined_copies
 from zckpt.storage.buffers import PAGE_BYTES, after
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.host_memory import copy_to, memory
@@ -47,6 +47,13 @@ class ReadFile:
     path: str
     nbytes: int
     digests: memoryview
+
+
+def places_of(reader: Reader, sinks: Sinks, files: Mapping[int, ReadFile]) -> Places:
+    """Where ``sinks`` lie, for the planner. All ``files`` lie on one file system, so that they are aligned alike."""
+    direct, one = reader.direct, next(iter(files.values()), None)
+    alignment = (PAGE_BYTES, PAGE_BYTES) if direct is None or one is None else direct.alignment(one.path)
+    return Places(sinks.host.address, *alignment)
 
 
 def run_reads(
