@@ -18,6 +18,9 @@ from zckpt.transfer.devices import device_memory, give_back_memory, pinned_memor
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+HUGE_BYTES_MIN = 4 << 20
+"""Of smaller memory, malloc may give to others what is freed of it."""
+
 
 def check_supported() -> None:
     """Raises UnsupportedError where torch is too old."""
@@ -51,7 +54,10 @@ def fresh_memory(storage: torch.UntypedStorage, *, pinned: bool) -> torch.Tensor
     """Uninitialised memory for a storage, like that which was taken, as a 1-D uint8 tensor. Raises DeviceError."""
     if pinned:
         return pinned_memory(storage.nbytes())
-    return device_memory((storage.nbytes(),), torch.uint8, storage.device)
+    memory = device_memory((storage.nbytes(),), torch.uint8, storage.device)
+    if memory.is_cpu and memory.nbytes >= HUGE_BYTES_MIN:
+        linux.ask_for_huge_pages(memory.data_ptr(), memory.nbytes)
+    return memory
 
 
 def give_memory(storage: torch.UntypedStorage, memory: torch.Tensor) -> None:

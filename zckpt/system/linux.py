@@ -30,7 +30,7 @@ CACHESTAT = 451
 """The number of cachestat(2), the same on every processor that torch runs on."""
 FICLONERANGE = 0x4020940D
 """ioctl_ficlonerange(2)."""
-MADV_FREE = 8
+MADV_FREE, MADV_HUGEPAGE = 8, 14
 """madvise(2)."""
 AT_EMPTY_PATH = 0x1000
 STATX_DIOALIGN = 0x2000
@@ -138,9 +138,19 @@ def share_blocks(fd: int, source_fd: int, source_offset: int, nbytes: int, offse
 def free_lazily(address: int, nbytes: int) -> None:
     """The content of this memory, which is private to this process, is not needed any more: the system may take the
     memory, and does when it runs short. What it leaves is as quick to write to as it was."""
+    _advise(address, nbytes, MADV_FREE)
+
+
+def ask_for_huge_pages(address: int, nbytes: int) -> None:
+    """Of memory that nobody has touched yet: it is touched, and given back, in a fraction of the time in huge pages."""
+    _advise(address, nbytes, MADV_HUGEPAGE)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    """About all whole pages of this memory."""
     first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if libc is not None and first < last:
-        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_FREE)
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
 
 
 def trim_heap() -> None:
