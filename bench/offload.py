@@ -3,10 +3,10 @@
     python bench/offload.py [--size 3GiB] [--dir DIR] [--runs 5]
 
 One rank, which has trained a step, on the GPU if there is one. For all parts together and for each alone, in turns:
-``zckpt.offload`` and ``zckpt.reload``; direct writes of as many bytes by four threads, and direct reads of these into as
-much fresh memory; ``torch.save`` of the same tensors, with fsync and without, and ``torch.load``; with a GPU, also
+``zckpt.offload`` and ``zckpt.reload``; direct writes of as many bytes by four threads, and direct reads of these into
+as much fresh memory; ``torch.save`` of the same tensors, with fsync and without, and ``torch.load``; with a GPU, also
 ``engine.offload_states`` to pinned memory of the host and back. Nothing that is read is in the page cache. Only zckpt
-checks what it reads, and only ``torch.save`` with fsync and the direct writes leave nothing to be written later.
+checks what it reads. Only ``torch.save`` without fsync leaves something to be written later.
 
 What is freed is what the operating system, or the device, counts: the memory that the process has before and after.
 """
@@ -14,7 +14,6 @@ What is freed is what the operating system, or the device, counts: the memory th
 from __future__ import annotations
 
 import os
-import statistics
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ import torch
 
 import zckpt
 from common import (
-    GIB,
     Contestant,
     Raw,
     Result,
@@ -75,9 +73,7 @@ def main() -> None:
     result.finish()
 
 
-def ways(
-    engine: Any, raw: Raw, directory: Path, parts: Collection[str], nbytes: int
-) -> dict[str, list[Contestant]]:
+def ways(engine: Any, raw: Raw, directory: Path, parts: Collection[str], nbytes: int) -> dict[str, list[Contestant]]:
     """The contestants out and back."""
     written, saved = directory / "raw", directory / "saved"
     tensors = tensors_of(engine, parts)

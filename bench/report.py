@@ -32,6 +32,7 @@ ORDER = (
     "validate",
     "other_world_size",
     "background_write",
+    "offload",
     "small_tensors",
     "memory_over_time",
     "limits",
