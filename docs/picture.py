@@ -76,7 +76,8 @@ RUN_READS = box(
 )
 TAKE = [
     box("copy", "_take", "transfer/write.py", """
-        host memory: memmove, one copy
+        host memory: no copy where 1 MiB or more lie in
+        one run (WriteOp.place); else memmove, one copy
         device: CopyQueue.from_device, one copy, queued
         on a stream; many small ones are joined before
         in a mirror on the device, one copy more
@@ -92,9 +93,9 @@ TAKE = [
         PageSharing.read_back, one copy."""),
     box("copy", "LocalWriter, write, write_edges", "storage/local_writer.py", """
         Whole pages by direct I/O: the disk takes them
-        from the buffer, no copy. What is no whole page,
-        at either end, goes through the page cache. Of
-        shared pages, nothing but such ends is written."""),
+        from where they lie, no copy. A part of a page, at
+        either end, is kept until the rest of it is there.
+        Of shared pages, only such ends are written."""),
 ]  # fmt: skip
 COMMIT = [
     box("queue", "LocalWriter, sync", "storage/local_writer.py", """

@@ -238,7 +238,7 @@ def lost(operation: Any, file: str) -> None:
 
 
 def misplaced(operation: Any, file: str) -> None:
-    """A disk that writes something else."""
+    """A disk that has something else in the end."""
     operation()
     flip(Path(file), -1)
 
@@ -254,7 +254,7 @@ def too_short(operation: Any, file: str) -> int:
     [
         Fault(too_short, names=("read_into",), path=os.path.join("c", "data-"), lasting=True),
         Fault(lost, names=("write",), path="new", at=2),
-        Fault(misplaced, names=("write",), path="new", at=2),
+        Fault(misplaced, names=("sync",), path="new", at=2),
         Fault(lost, names=("write",), path="new", lasting=True),
         Fault(REFUSED, names=("commit",), path=os.path.join("new", "manifest.msgpack")),
     ],

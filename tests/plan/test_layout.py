@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from unittest import mock
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +15,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.shard import decode_header
+from zckpt.plan import layout
 from zckpt.plan.layout import HEADER, plan_shards, plan_writes
 from zckpt.state.inventory import Fragment
 
@@ -71,6 +76,69 @@ def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_b
             assert op.offset + op.nbytes == position
         assert position == plan.nbytes
         assert block == plan.first_block + plan.blocks
+
+
+def fragments_in_memory(memory: torch.Tensor, choice: random.Random) -> list[Fragment]:
+    """Of one part, one after the other in ``memory``: adjacent, or with gaps; of any dtype, also at odd addresses."""
+    found: list[Fragment] = []
+    at = choice.randrange(64)
+    while True:
+        dtype = choice.choice(["F32", "BF16", "U8", "F64"])
+        for _ in range(choice.randrange(1, 5)):
+            count = choice.choice([0, 1, 33, choice.randrange(6000)])
+            at += choice.choice([0, 0, 0, 1, 8, 640])
+            stop = at + count * ITEM_BYTES[dtype]
+            if stop > len(memory):
+                return found
+            found.append(Fragment("master", f"w{len(found)}", (count,), dtype, 0, count, data=memory[at:stop]))
+            at = stop
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4))
+def test_long_runs_in_host_memory_are_written_from_there_and_all_else_is_staged(seed: int, batch_blocks: int) -> None:
+    memory, worth_bytes = torch.empty(200_000, dtype=torch.uint8), 10_000
+    fragments = fragments_in_memory(memory, random.Random(seed))
+    with mock.patch.object(layout, "STRAIGHT_BYTES_MIN", worth_bytes):
+        files = plan_shards(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
+        sizes = {"batch_bytes": batch_blocks * BLOCK_BYTES, "block_bytes": BLOCK_BYTES}
+        plan, staged = plan_writes(files, straight=True, **sizes), plan_writes(files, **sizes)
+    assert all(op.place is None for op in staged.ops)
+    position = dict.fromkeys(range(len(files)), 0)
+    block, straight = 0, set()
+    for op in plan.ops:
+        fragments = list(files[op.file].fragments)
+        assert (op.offset, op.block) == (position[op.file], block)
+        position[op.file] += op.nbytes
+        block += sum(block_count(nbytes, BLOCK_BYTES) for nbytes in op.span_bytes.tolist())
+        if op.place is None:
+            continue
+        path, address = op.place
+        assert not path
+        assert (address - op.offset) % layout.DATA_ALIGNMENT_BYTES == 0
+        for source, start, nbytes in zip(
+            op.source.tolist(), op.span_start.tolist(), op.span_bytes.tolist(), strict=True
+        ):
+            data = fragments[source].data
+            assert isinstance(data, torch.Tensor)
+            assert data.data_ptr() + start == address
+            address += nbytes
+            straight.add(fragments[source].name)
+    for number, file in enumerate(files):
+        assert position[number] == file.nbytes
+        decode_header(file.header, file.nbytes, file.shard)
+        stop, run, runs = 0, [], []
+        for one in file.fragments:
+            assert isinstance(one.data, torch.Tensor)
+            if len(one.data):
+                aligned = one.data.data_ptr() % ITEM_BYTES[one.dtype] == 0
+                if one.data.data_ptr() != stop or not aligned:
+                    run = []
+                    runs.append(run)
+                run.append(one)
+                stop = one.data.data_ptr() + len(one.data) if aligned else 0
+        long = [run for run in runs if sum(len(one.data) for one in run) >= worth_bytes]
+        aligned = [run for run in long if run[0].data.data_ptr() % ITEM_BYTES[run[0].dtype] == 0]
+        assert straight == {one.name for run in aligned for one in run}
 
 
 def test_more_blocks_than_a_digest_table_can_hold_are_refused() -> None:

@@ -20,7 +20,7 @@ from zckpt.state.inventory import FileSpan, Fragment
 from zckpt.storage.local_writer import LocalWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from tests.support.cluster import Cluster
@@ -58,9 +58,9 @@ def written_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     put = LocalWriter._put
 
-    def counted(self: LocalWriter, fd: int, view: object, offset: int) -> None:
-        lengths.append(len(view))  # type: ignore[arg-type]
-        put(self, fd, view, offset)  # type: ignore[arg-type]
+    def counted(self: LocalWriter, fd: int, views: Sequence[memoryview], offset: int) -> None:
+        lengths.append(sum(map(len, views)))
+        put(self, fd, views, offset)
 
     monkeypatch.setattr(LocalWriter, "_put", counted)
     return lengths

@@ -15,7 +15,6 @@ import numpy as np
 from zckpt.errors import StorageError
 from zckpt.format.names import temporary
 from zckpt.format.rules import broken
-from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.contract import IOCount
 from zckpt.storage.schemes import SCHEMES
 
@@ -78,8 +77,8 @@ class MemoryWriter:
         self._file = file
         self._parts: dict[int, bytes] = {}
 
-    def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        self._parts[offset] = stage[offset % PAGE_BYTES :][:nbytes].tobytes()
+    def write(self, data: Bytes | memoryview, offset: int) -> None:
+        self._parts[offset] = bytes(data)
 
     def sync(self) -> None:
         self._file.data = b"".join(self._parts[offset] for offset in sorted(self._parts))

@@ -314,11 +314,39 @@ def test_a_write_of_any_offset_and_length(tmp_path: Path) -> None:
         spans = list(itertools.pairwise(cuts))
         for start, stop in random.permutation(spans).tolist():
             stage = StagingPool(stop - start).acquire()
-            stage.bytes[start % PAGE_BYTES : start % PAGE_BYTES + stop - start] = content[start:stop]
-            file.write(stage.bytes, start, stop - start)
+            data = stage.bytes[start % PAGE_BYTES :][: stop - start]
+            data[:] = content[start:stop]
+            file.write(data, start)
+            data[:] = 0
         file.sync()
         file.close()
         assert (tmp_path / f"file{direct}").read_bytes() == content.tobytes()
+
+
+def test_pages_that_are_written_in_parts_go_with_those_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte once, no write of its own for such a page but at the end of the file, and nothing else by the cache."""
+    if not has_direct_io(tmp_path):
+        pytest.skip("the file system has no direct I/O")
+    content = np.random.default_rng(0).integers(0, 256, 50_001, dtype=np.uint8)
+    done: list[tuple[bool, int, int]] = []
+    real, file = os.pwritev, LocalWriter(str(tmp_path / "file"), len(content), True)
+
+    def counted(fd: int, views: Any, offset: int) -> int:
+        done.append((fd == file._direct_fd, offset, offset + sum(map(len, views))))
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "pwritev", counted)
+    stage = StagingPool(len(content)).acquire().bytes[: len(content)]
+    stage[:] = content
+    for start, stop in itertools.pairwise([0, 10_000, 10_010, 30_000, 40_960, 50_001]):
+        file.write(stage[start:stop], start)
+    file.sync()
+    file.close()
+    assert (tmp_path / "file").read_bytes() == content.tobytes()
+    pages = [(True, *span) for span in [(0, 8192), (8192, 28672), (28672, 40960), (40960, 49152)]]
+    assert done == [*pages, (False, 49152, 50_001)]
 
 
 def test_no_space_is_noticed_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

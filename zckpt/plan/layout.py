@@ -16,7 +16,7 @@ from zckpt.format.index import ragged, runs
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES, DIGEST_TABLE_BYTES_MAX
 from zckpt.format.names import FILLER_PREFIX, piece_name
 from zckpt.format.shard import ShardId, encode_header
-from zckpt.state.inventory import TIERS, FileSpan, Fragment
+from zckpt.state.inventory import TIERS, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 HEADER, FILLER = -1, -2
 """Sources of a write that are no pieces."""
-SHARED_BYTES_MIN = 64 << 10
-"""Of adjacent bytes in a swap file that a filler is worth."""
+SHARED_BYTES_MIN, STRAIGHT_BYTES_MIN = 64 << 10, 1 << 20
+"""Of adjacent bytes that a filler is worth: in a swap file, and in host memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,10 +104,10 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
     sources = [HEADER]
     shapes: dict[str, tuple[int, ...]] = {}
     offset = 0
-    shared = shareable(fragments)
+    long = long_runs(fragments)
     for number, fragment in enumerate(fragments):
-        if shared.get(number) == number and isinstance(fragment.data, FileSpan):
-            gap = (fragment.data.offset - offset) % DATA_ALIGNMENT_BYTES  # as far behind the start of a page as there
+        if long.get(number) == number and fragment.place is not None:
+            gap = (fragment.place[1] - offset) % DATA_ALIGNMENT_BYTES  # as far behind the start of a page as there
             if gap:
                 entries.append((f"{FILLER_PREFIX}{number}", "U8", (gap,), offset, gap))
                 sources.append(FILLER)
@@ -129,21 +129,33 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
     return ShardPlan(shard, header, tuple(fragments), regions, int(stops[-1]), first_block, int(block_stops[-1]))
 
 
-def shareable(fragments: Sequence[Fragment]) -> dict[int, int]:
-    """Of the fragments, by position, that are part of a long run of adjacent bytes of a swap file: the first of the
-    run. A file system that can share pages between files need not write them."""
-    runs: list[tuple[list[int], FileSpan]] = []
+def long_runs(fragments: Sequence[Fragment], *, in_memory: bool = True) -> dict[int, int]:
+    """Of the fragments, by position, that are part of a long run of adjacent bytes, of a swap file or ``in_memory`` of
+    the host: the first of the run. Where a run lies in the checkpoint's file as far behind the start of a page as it
+    does there, this file can share pages with the swap file, or be written from the memory itself."""
+    runs: list[tuple[str, list[int], list[int]]] = []  # path, numbers and sizes of the fragments
+    stop: tuple[str, int] | None = None
     for number, fragment in enumerate(fragments):
-        data = fragment.data
-        if not isinstance(data, FileSpan):
+        item_bytes, place = ITEM_BYTES[fragment.dtype], fragment.place
+        nbytes = (fragment.stop - fragment.start) * item_bytes
+        if nbytes == 0:
             continue
-        numbers, run = runs[-1] if runs else ([], FileSpan("", 0, 0))
-        if (data.path, data.offset) == (run.path, run.offset + run.nbytes):
-            numbers.append(number)
-            runs[-1] = numbers, FileSpan(run.path, run.offset, run.nbytes + data.nbytes)
-        else:
-            runs.append(([number], data))
-    return {number: numbers[0] for numbers, run in runs if run.nbytes >= SHARED_BYTES_MIN for number in numbers}
+        # In the file, each piece begins at a multiple of the bytes of its elements.
+        if place is None or place[1] % item_bytes or not (place[0] or in_memory):
+            stop = None
+            continue
+        path, start = place
+        if place != stop:
+            runs.append((path, [], []))
+        runs[-1][1].append(number)
+        runs[-1][2].append(nbytes)
+        stop = path, start + nbytes
+    return {
+        number: numbers[0]
+        for path, numbers, sizes in runs
+        if sum(sizes) >= (SHARED_BYTES_MIN if path else STRAIGHT_BYTES_MIN)
+        for number in numbers
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,8 +164,9 @@ class WriteOp:
     number of its first digest in the rank's table.
 
     Its spans, as int64 columns: ``span_bytes`` of a ``source``, as in ``Regions``, from that source's byte
-    ``span_start`` on. Whole blocks, but for the last of a source. ``swapped``: of a run of ``shareable`` bytes, their
-    range of the swap file.
+    ``span_start`` on. Whole blocks, but for the last of a source. ``place``: where all of these bytes lie one after the
+    other, as ``Fragment.place``, and as far behind the start of a page as in the file: those of a swap file may share
+    its pages, those in host memory are written from there. None: they are staged.
     """
 
     file: int
@@ -163,7 +176,7 @@ class WriteOp:
     source: Ints
     span_start: Ints
     span_bytes: Ints
-    swapped: FileSpan | None
+    place: tuple[str, int] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,26 +200,32 @@ class WritePlan:
 
 
 def plan_writes(
-    files: Iterable[ShardPlan], later: Collection[str] = (), *, batch_bytes: int, block_bytes: int
+    files: Iterable[ShardPlan],
+    later: Collection[str] = (),
+    *,
+    batch_bytes: int,
+    block_bytes: int,
+    straight: bool = False,
 ) -> WritePlan:
     """Cuts the files of one rank into writes of at most ``batch_bytes``, a multiple of ``block_bytes``. The parts in
-    ``later`` come last, for they do not change before the others have been read."""
+    ``later`` come last, for they do not change before the others have been read. ``straight``: nothing changes before
+    all is written, so that long runs of bytes in host memory can be written from there."""
     files = tuple(files)
-    ops = [op for number, file in enumerate(files) for op in _cut(file, number, batch_bytes, block_bytes)]
+    ops = [op for number, file in enumerate(files) for op in _cut(file, number, batch_bytes, block_bytes, straight)]
     ops.sort(key=lambda op: files[op.file].shard.part in later)
     urgent = sum(files[op.file].shard.part not in later for op in ops)
     return WritePlan(files, tuple(ops), urgent, block_bytes)
 
 
-def _cut(plan: ShardPlan, number: int, batch_bytes: int, block_bytes: int) -> Iterator[WriteOp]:
-    """The writes of one file. A run of ``shareable`` bytes has writes of its own."""
-    shared = shareable(plan.fragments)
+def _cut(plan: ShardPlan, number: int, batch_bytes: int, block_bytes: int, straight: bool) -> Iterator[WriteOp]:
+    """The writes of one file. Each of the ``long_runs`` has writes of its own."""
+    long = long_runs(plan.fragments, in_memory=straight)
     regions = plan.regions
-    region, place = ragged(block_count(regions.nbytes, block_bytes))  # a row for each block
-    source, start = regions.source[region], place * block_bytes
+    region, block = ragged(block_count(regions.nbytes, block_bytes))  # a row for each block
+    source, start = regions.source[region], block * block_bytes
     nbytes = np.minimum(regions.nbytes[region] - start, block_bytes)
     at = regions.start[region] + start
-    run = np.array([shared.get(one, -1) for one in regions.source.tolist()], np.int64)[region]
+    run = np.array([long.get(one, -1) for one in regions.source.tolist()], np.int64)[region]
     for first, run_stop in runs(run):
         while first < run_stop:
             stop = first + int(
@@ -215,7 +234,8 @@ def _cut(plan: ShardPlan, number: int, batch_bytes: int, block_bytes: int) -> It
             begins = np.array([begin for begin, _ in runs(source[first:stop])], np.int64)
             spans = source[first:stop][begins], start[first:stop][begins], np.add.reduceat(nbytes[first:stop], begins)
             total = int(nbytes[first:stop].sum())
-            data = plan.fragments[source[first]].data if run[first] >= 0 else None
-            swapped = data.narrow(int(start[first]), total) if isinstance(data, FileSpan) else None
-            yield WriteOp(number, int(at[first]), total, plan.first_block + first, *spans, swapped)
+            place = plan.fragments[source[first]].place if run[first] >= 0 else None
+            if place is not None:
+                place = place[0], place[1] + int(start[first])
+            yield WriteOp(number, int(at[first]), total, plan.first_block + first, *spans, place)
             first = stop

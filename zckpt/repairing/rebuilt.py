@@ -180,11 +180,11 @@ def copy_data(source: Store, target: Store, found: FoundSave, budget: Budget) ->
         try:
             with staging.lend() as stage:
                 for offset in range(0, file.nbytes, batch_bytes):
-                    nbytes = min(batch_bytes, file.nbytes - offset)
-                    got = reader.read_into(path, [stage.bytes[:nbytes]], offset)
-                    if got < nbytes:
+                    data = stage.bytes[: min(batch_bytes, file.nbytes - offset)]
+                    got = reader.read_into(path, [data], offset)
+                    if got < len(data):
                         raise broken("F003", f"the file ends at byte {offset + got}, expected {file.nbytes}", file=path)
-                    writer.write(stage.bytes, offset, nbytes)
+                    writer.write(data, offset)
             writer.sync()
         finally:
             writer.close()

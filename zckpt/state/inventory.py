@@ -66,6 +66,15 @@ class Fragment:
     def key(self) -> str:
         return f"{self.part}/{self.name}"
 
+    @property
+    def place(self) -> tuple[str, int] | None:
+        """Where the bytes of ``data`` begin: the path of a swap file and an offset in it, or the empty path and an
+        address in host memory. None for the memory of a device, and without data."""
+        data = self.data
+        if isinstance(data, FileSpan):
+            return data.path, data.offset
+        return ("", data.data_ptr()) if data is not None and data.is_cpu else None
+
 
 @dataclass(frozen=True, slots=True)
 class Inventory:

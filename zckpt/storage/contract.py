@@ -124,10 +124,10 @@ class Writer(Protocol):
     one with any part of the content; after a ``close`` without ``sync``, that may be left of it. Every method raises
     StorageError or NoSpaceError."""
 
-    def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        """Writes ``nbytes`` at byte ``offset`` of the file: those of ``stage`` from byte ``offset % PAGE_BYTES`` on. So
-        pages of the file are pages of ``stage``, which begins at a page of memory. The caller reuses ``stage``: keep no
-        reference to it."""
+    def write(self, data: Bytes | memoryview, offset: int) -> None:
+        """Writes ``data`` from byte ``offset`` of the file on. It lies as far behind the start of a page of memory as
+        there of the file: so pages of the file are pages of memory. The caller changes it afterwards: keep no reference
+        to it."""
 
     def sync(self) -> None:
         """Makes the data durable. Called once, after the last write has returned; not at all after an error."""
@@ -148,11 +148,12 @@ class PageSharing(Protocol):
         """Makes all whole pages of the part from byte ``offset`` on those of a local file outside of any checkpoint,
         which takes neither time nor space. False where this cannot be done: then nothing has happened."""
 
-    def read_back(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        """Reads the shared whole pages of bytes [offset, offset + nbytes) into ``stage``, laid out as for ``write``."""
+    def read_back(self, room: Bytes, offset: int) -> None:
+        """Reads the shared whole pages of the part from byte ``offset`` on into ``room``, which is as long as the part
+        and lies as the ``data`` of ``write``."""
 
-    def write_edges(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        """Writes what is no whole page of bytes [offset, offset + nbytes) from ``stage``, laid out as for ``write``."""
+    def write_edges(self, data: Bytes | memoryview, offset: int) -> None:
+        """Writes of the part from byte ``offset`` on, which is ``data``, what is no whole page."""
 
 
 class Creator(Protocol):

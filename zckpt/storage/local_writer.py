@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from zckpt.errors import StorageError, from_os_error
-from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.storage.buffers import PAGE_BYTES, after
 from zckpt.storage.files import BINARY, is_refused, read_from, sync_data
 from zckpt.system import linux
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from zckpt.state.inventory import FileSpan
     from zckpt.storage.buffers import Bytes
 
@@ -34,8 +39,10 @@ class LocalWriter:
         """``flags``: how the file is opened; by default it is new."""
         self.path = path
         self._unsynced_bytes = 0
-        self._position = threading.Lock()
-        """Without positional writes, a thread holds this lock while it moves the file's position and writes there."""
+        self._pages: dict[int, _Page] = {}
+        """Those that have been written in part, by their first byte."""
+        self._lock = threading.Lock()
+        """Held to change ``_pages``, and without positional writes to move the file's position and write there."""
         self._direct_fd = -1
         try:
             self._fd = os.open(path, flags | BINARY, 0o666)
@@ -55,28 +62,17 @@ class LocalWriter:
     def sharing(self) -> LocalWriter:
         return self
 
-    def write(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        base, stop = offset - offset % PAGE_BYTES, offset + nbytes
-        first, last = _whole_pages(offset, stop)
-        if self._direct_fd >= 0 and first < last:
-            try:
-                self._put(self._direct_fd, stage[first - base : last - base], first)
-            except StorageError as error:
-                if not is_refused(error):
-                    raise
-            else:
-                self.write_edges(stage, offset, nbytes)
-                return
-        self._put(self._fd, stage[offset - base : stop - base], offset)
-        self._unsynced_bytes += nbytes
-        if self._unsynced_bytes >= UNSYNCED_BYTES_MAX:
-            self._unsynced_bytes = 0
-            self._flush()
-            linux.uncache(self._fd)
+    def write(self, data: Bytes | memoryview, offset: int) -> None:
+        if self._direct_fd < 0:
+            self._put_cached([data], offset)
+            return
+        first, last = _whole_pages(offset, len(data))
+        head, tail = self._edge(data[:first], offset), self._edge(data[last:], offset + last)
+        self._put_pages([*head, data[first:last], *tail], offset - offset % PAGE_BYTES if head else offset + first)
 
     def share(self, source: FileSpan, offset: int) -> bool:
         # Not where the file system cannot, or `source` lies otherwise in its pages
-        first, last = _whole_pages(offset, offset + source.nbytes)
+        first, last = _whole_pages(offset, source.nbytes)
         if source.offset % PAGE_BYTES != offset % PAGE_BYTES or first >= last:
             return False
         try:
@@ -84,38 +80,78 @@ class LocalWriter:
         except OSError:  # whatever the reason: what is wrong shows when it is copied
             return False
         try:
-            return linux.share_blocks(self._fd, fd, source.offset + first - offset, last - first, first)
+            return linux.share_blocks(self._fd, fd, source.offset + first, last - first, offset + first)
         finally:
             os.close(fd)
 
-    def read_back(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        base = offset - offset % PAGE_BYTES
-        first, last = _whole_pages(offset, offset + nbytes)
-        read_from(self.path, first, stage[first - base : last - base])
+    def read_back(self, room: Bytes, offset: int) -> None:
+        first, last = _whole_pages(offset, len(room))
+        read_from(self.path, offset + first, room[first:last])
 
-    def write_edges(self, stage: Bytes, offset: int, nbytes: int) -> None:
-        base, stop = offset - offset % PAGE_BYTES, offset + nbytes
-        first, last = _whole_pages(offset, stop)
-        self._put(self._fd, stage[offset - base : first - base], offset)
-        self._put(self._fd, stage[last - base : stop - base], last)
+    def write_edges(self, data: Bytes | memoryview, offset: int) -> None:
+        first, last = _whole_pages(offset, len(data))
+        for part, at in ((data[:first], offset), (data[last:], offset + last)):
+            if self._direct_fd < 0:
+                self._put(self._fd, [part], at)
+            else:
+                self._put_pages(self._edge(part, at), at - at % PAGE_BYTES)
 
-    def _put(self, fd: int, view: Bytes, offset: int) -> None:
-        done = 0
+    def _edge(self, part: Bytes | memoryview, offset: int) -> list[Bytes]:
+        """Keeps a part of a page. Returns the page once all of it is there; ``sync`` writes what stays in parts. By
+        the page cache, each part would wait for all direct writes to the file that are under way."""
+        if not len(part):
+            return []
+        start = offset % PAGE_BYTES
+        with self._lock:
+            page = self._pages.pop(offset - start, None) or _Page()
+            if page.add(part, start):
+                return [page.room]
+            self._pages[offset - start] = page
+            return []
+
+    def _put_pages(self, views: Sequence[Bytes | memoryview], offset: int) -> None:
         try:
-            while done < len(view):
-                done += self._write_at(fd, view[done:], offset + done)
-        except OSError as error:
-            raise from_os_error(error, "write", self.path, offset + done, offset + len(view)) from error
+            self._put(self._direct_fd, views, offset)
+        except StorageError as error:
+            if not is_refused(error):
+                raise
+            self._put_cached(views, offset)
 
-    def _write_at(self, fd: int, view: Bytes, offset: int) -> int:
+    def _put_cached(self, views: Sequence[Bytes | memoryview], offset: int) -> None:
+        self._put(self._fd, views, offset)
+        self._unsynced_bytes += sum(map(len, views))
+        if self._unsynced_bytes >= UNSYNCED_BYTES_MAX:
+            self._unsynced_bytes = 0
+            self._flush()
+            linux.uncache(self._fd)
+
+    def _put(self, fd: int, views: Sequence[Bytes | memoryview], offset: int) -> None:
+        """Writes ``views`` one after the other."""
+        stop = offset + sum(map(len, views))
+        views = [view for view in views if len(view)]
+        try:
+            while views:
+                done = self._write_at(fd, views, offset)
+                offset += done
+                views = after(views, done)
+        except OSError as error:
+            raise from_os_error(error, "write", self.path, offset, stop) from error
+
+    def _write_at(self, fd: int, views: Sequence[Bytes | memoryview], offset: int) -> int:
         if linux.HAS_POSITIONAL_IO:
-            return os.pwritev(fd, [view], offset)
-        with self._position:
+            return os.pwritev(fd, views, offset)
+        with self._lock:
             os.lseek(fd, offset, os.SEEK_SET)
-            return os.write(fd, view)
+            return os.write(fd, views[0])
 
     def sync(self) -> None:
+        self._complete()
         self._flush()
+
+    def _complete(self) -> None:
+        """Writes what is there of pages that have stayed in parts."""
+        for offset, page in self._pages.items():
+            self._put(self._fd, [page.room[page.start : page.stop]], offset + page.start)
 
     def _flush(self) -> None:
         try:
@@ -129,7 +165,24 @@ class LocalWriter:
                 os.close(fd)
 
 
-def _whole_pages(start: int, stop: int) -> tuple[int, int]:
-    """Where the first whole page between two bytes of a file begins, and the last one ends; no more than the former if
-    there is none."""
-    return -(-start // PAGE_BYTES) * PAGE_BYTES, stop - stop % PAGE_BYTES
+class _Page:
+    """A page of a file that is written in parts."""
+
+    def __init__(self) -> None:
+        self.room: Bytes = np.frombuffer(mmap.mmap(-1, PAGE_BYTES), np.uint8)  # itself a page of memory
+        self.start, self.stop, self._nbytes = PAGE_BYTES, 0, 0
+
+    def add(self, part: Bytes | memoryview, start: int) -> bool:
+        """Whether that makes it whole: no byte is written twice."""
+        stop = start + len(part)
+        self.room[start:stop] = part
+        self.start, self.stop = min(self.start, start), max(self.stop, stop)
+        self._nbytes += len(part)
+        return self._nbytes == PAGE_BYTES
+
+
+def _whole_pages(offset: int, nbytes: int) -> tuple[int, int]:
+    """Of ``nbytes`` from byte ``offset`` of a file on: where the first whole page begins among them, and where the last
+    one ends; the same, which may be behind them, if there is none."""
+    first = -offset % PAGE_BYTES
+    return first, max(first, nbytes - (offset + nbytes) % PAGE_BYTES)

@@ -122,7 +122,8 @@ class ScratchStore:
 
 class _ScratchWriter(LocalWriter):
     def sync(self) -> None:
-        """Nothing: no scratch file outlives the system."""
+        """Nothing is made durable: no scratch file outlives the system."""
+        self._complete()
 
 
 class ScratchReader(LocalReader):

@@ -1,4 +1,5 @@
-"""Runs planned writes: through aligned staging buffers, digests on the way, large positional writes, durable.
+"""Runs planned writes: from host memory itself or through staging buffers, digests first, large positional writes,
+durable.
 
 A state goes to disk piece by piece from where it is, a device or a swap file too: a write needs no memory for a whole
 state, and by direct I/O it leaves nothing in the page cache. What lies in a swap file is not even written where the
@@ -21,6 +22,7 @@ from zckpt.state.inventory import FileSpan
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.files import read_from
 from zckpt.transfer.devices import FromDevice
+from zckpt.transfer.host_memory import memory
 from zckpt.transfer.memory import byte_tensor
 from zckpt.transfer.pipeline import Pipeline
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from zckpt.plan.layout import ShardPlan, WriteOp, WritePlan
+    from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Creator, PageSharing, Writer
     from zckpt.transfer.budget import Budget
     from zckpt.transfer.snapshot import Snapshot
@@ -97,11 +100,14 @@ def run_writes(
 
 
 def _take(job: _Job, stage: StagingBuffer) -> _Job:
-    source, sharing = job.op.swapped, job.file.sharing
-    if source is not None and sharing is not None and sharing.share(source, job.op.offset):
+    op, sharing = job.op, job.file.sharing
+    path, place = op.place or (None, 0)
+    if path == "":  # it is written from where it lies
+        return job
+    if path is not None and sharing is not None and sharing.share(FileSpan(path, place, op.nbytes), op.offset):
         start, stop = job.starts[0], job.starts[-1]
         for edge in (slice(start, -(-start // PAGE_BYTES) * PAGE_BYTES), slice(stop - stop % PAGE_BYTES, stop)):
-            read_from(source.path, source.offset + edge.start - start, stage.bytes[edge])
+            read_from(path, place + edge.start - start, stage.bytes[edge])
         return replace(job, shared=sharing)
     copies: defaultdict[torch.device, list[FromDevice]] = defaultdict(list)
     for span, at in zip(job.spans, job.starts, strict=False):
@@ -112,19 +118,22 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
 
 
 def _put(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) -> None:
+    op = job.op
+    staged: Bytes = stage.bytes[job.starts[0] : job.starts[-1]]
     if job.shared is not None:
-        job.shared.read_back(stage.bytes, job.op.offset, job.op.nbytes)
+        job.shared.read_back(staged, op.offset)
+    data = staged if op.place is None or op.place[0] else memory(op.place[1], op.nbytes)
     blocks = [
-        stage.bytes[first : min(first + block_bytes, stop)]
-        for start, stop in itertools.pairwise(job.starts)
+        data[first : min(first + block_bytes, stop)]
+        for start, stop in itertools.pairwise(itertools.accumulate(op.span_bytes.tolist(), initial=0))
         for first in range(start, stop, block_bytes)
     ]
-    first_byte = job.op.block * DIGEST_BYTES
+    first_byte = op.block * DIGEST_BYTES
     table[first_byte : first_byte + len(blocks) * DIGEST_BYTES] = b"".join(map(digest, blocks))
     if job.shared is not None:
-        job.shared.write_edges(stage.bytes, job.op.offset, job.op.nbytes)
+        job.shared.write_edges(data, op.offset)
     else:
-        job.file.write(stage.bytes, job.op.offset, job.op.nbytes)
+        job.file.write(data, op.offset)
 
 
 def _fill(

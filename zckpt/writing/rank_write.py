@@ -117,7 +117,10 @@ class RankWrite:
         staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
         buffers = staging.buffers or max(snapshot_bytes // staging.nbytes, budget.threads)
         later = {shard.shard.part for shard in self.shards} - _ANY_TIME if options.lazy else ()
-        plan = plan_writes(self.shards, later, batch_bytes=staging.batch_bytes, block_bytes=block_bytes)
+        plan = plan_writes(
+            self.shards, later, batch_bytes=staging.batch_bytes, block_bytes=block_bytes,
+            straight=not options.background,
+        )  # fmt: skip
         with reported(options.progress, "write", plan.tensor_bytes) as advance:
             table = run_writes(store, plan, budget, staging, buffers, snapshot, advance)
         store.put(names.digests_path(self.save_id, self.rank), table)
