@@ -26,7 +26,7 @@ second waits for the commit, or carries it out itself.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from zckpt.state.inventory import FileSpan
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.location import Location
+
+
+_COUNTING = threading.Lock()
 
 
 @dataclass
@@ -53,11 +56,10 @@ class IOCount:
     copied_bytes: int = 0
     """Of tensors in the host's memory: what the processor has copied or converted from a staging buffer to its place.
     The rest was read straight into its place."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def add(self, *, reads: int = 0, metadata_bytes: int = 0, data_bytes: int = 0, copied_bytes: int = 0) -> None:
         """Several threads may call it at once."""
-        with self._lock:
+        with _COUNTING:
             self.reads += reads
             self.metadata_bytes += metadata_bytes
             self.data_bytes += data_bytes
