@@ -17,18 +17,21 @@ import pytest
 import torch
 
 import zckpt
-from tests.support.states import same_all, write_state
+from tests.support.states import PARTS, same_all, write_state
 from zckpt.plan.reshard import Span
 from zckpt.reading.checkpoint import Want
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
 from zckpt.system import linux
+from zckpt.testing import ReferenceEngine
 from zckpt.transfer.staging import StagingPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from zckpt.storage.contract import IOCount
 
 MIB = 1 << 20
 SHAPES = {"large": (1500, 1009), "larger": (2_200_001,), "one": (1,), "none": (0, 3)}
@@ -134,6 +137,26 @@ def test_large_tensors_are_read_straight_into_their_memory(
     assert 0 < checkpoint.io.copied_bytes <= edges < checkpoint.nbytes // 100
     part = checkpoint.load_slice("master/larger", slice(1001, 2_100_009), verify=verify)
     assert torch.equal(part, state.full["master/larger"][1001:2_100_009])
+
+
+def test_a_restore_into_memory_that_lies_as_that_of_the_writer_copies_edges_alone(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {"large": (1031, 1009), "larger": (3, 700_001), "last": (600_000,)}
+    engine = ReferenceEngine(shapes)
+    engine.train(1)
+    zckpt.write(engine, disk / "c")
+    before = {part: {name: one.clone() for name, one in own.items()} for part, own in engine.tensors.items()}
+    engine.train(1)
+    uncache(disk / "c")
+    counts: list[IOCount] = []
+    monkeypatch.setattr(LocalReader, "close", lambda self: counts.append(self.count))
+    zckpt.restore(engine, disk / "c")
+    for part, tensors in before.items():
+        assert same_all(engine.tensors[part], tensors)
+    large = sum(one.nbytes for part in PARTS for one in before[part].values())
+    assert sum(count.data_bytes for count in counts) >= large
+    assert sum(count.copied_bytes for count in counts) < 2 * PAGE_BYTES * sum(count.reads for count in counts)
 
 
 def test_what_goes_through_a_buffer_is_counted(disk: Path) -> None:
