@@ -130,6 +130,12 @@ def write_and_read_again(
         group.close(headroom_bytes)
         zckpt.restore(engine, path, budget=budget)
         assert fingerprints(held(engine)) == before
+    group.close(headroom_bytes)
+    used = group.used_bytes()
+    moved = zckpt.offload(engine, directory, parts=("master", "optim_states"), budget=budget)
+    assert used - group.used_bytes() > 0.99 * moved.nbytes - headroom_bytes
+    zckpt.reload(engine, budget=budget)
+    assert fingerprints(held(engine)) == before
     forget_files(directory)
     destination_bytes = sum(tensor.nbytes for tensor in held(engine).values())
     group.close(destination_bytes + headroom_bytes)
@@ -181,7 +187,8 @@ def run(cluster: Cluster, function: Callable[..., Any], group: MemoryGroup, *arg
 def test_no_copy_of_the_state_is_needed(
     cluster: Cluster, group: MemoryGroup, disk: Path, kind: str, size: tuple[int, int], direct: bool
 ) -> None:
-    """Written, also in the background, restored, and loaded into fresh memory, which counts as used, from the disk."""
+    """Written, also in the background, restored, moved to disk and back, and loaded into fresh memory, which counts as
+    used; nothing is read from the page cache."""
     outcome = run(cluster, write_and_read_again, group, disk, kind, *size, direct, init=kind != "reference")
     assert not outcome.failed, f"{outcome.error}\n{outcome.output}"
     assert group.kills() == 0
