@@ -236,7 +236,8 @@ def test_what_is_cached_is_read_from_there_and_the_rest_once(tmp_path: Path, per
     loaded = checkpoint.load(verify=verify)
     assert same_all(loaded, state.full)
     total = sum(info.nbytes for info in checkpoint.values())
-    assert total <= checkpoint.io.data_bytes <= total + 4 * 2 * PAGE_BYTES  # whole pages at either end of a read
+    whole_pages = 2 * PAGE_BYTES * checkpoint.io.reads  # at either end of a read
+    assert total <= checkpoint.io.data_bytes <= total + whole_pages < 1.02 * total
 
 
 def test_no_byte_goes_behind_the_memory_that_it_is_meant_for(tmp_path: Path) -> None:
