@@ -37,6 +37,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "2-cpu": {"stage": 2, "offload_optimizer": CPU},
     "2-cpu-pinned": {"stage": 2, "offload_optimizer": {**CPU, "pin_memory": True}},
     "3": {"stage": 3, "model": "odd", "groups": True},
+    "3-plain": {"stage": 3},  # with several groups, DeepSpeed's own offload_states() fails
     "3-torch": {"stage": 3, "optimizer": "torch_adamw", "frozen": True},
     "3-cpu": {"stage": 3, "offload_optimizer": CPU},
     "3-cpu+cpu": {"stage": 3, "model": "odd", "offload_optimizer": CPU, "offload_param": {**CPU, "pin_memory": True}},
@@ -98,7 +99,7 @@ def each(name: str, directory: str) -> None:
     for parts in (PARTS, *((one,) for one in PARTS)):
         for auto in (False, True):
             assert train(SETUPS[name], directory, parts, auto=auto) == expected, (parts, auto)
-        if name in ("1", "2", "3"):
+        if name in ("1", "2", "3-plain"):
             assert train(SETUPS[name], directory, parts, moved=True) == expected, parts
     assert not os.listdir(directory)
 
