@@ -223,6 +223,25 @@ def test_a_failed_write_leaves_what_was_out_before(
     assert_as_before(engine, before)
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_an_offload_that_cannot_begin_leaves_no_thread_and_no_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    engine = trained()
+    before = held(engine)
+
+    def fail(self: Any, engine: Any, uses: Any) -> None:
+        engine._zckpt_away = self
+        self._undo, self.parts, self.lost, self._engine = lambda: None, frozenset(), {}, engine
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(away_module.Away, "__init__", fail)
+        with pytest.raises(RuntimeError, match="no more"):
+            zckpt.offload(engine, tmp_path, background=background)
+    assert_as_before(engine, before)
+
+
 def test_the_context_brings_back_after_an_error_too(tmp_path: Path) -> None:
     engine = trained()
     before = held(engine)

@@ -47,26 +47,26 @@ CORE: dict[str, dict[str, bool]] = {"1": {"moved": True}, "2-cpu": {"auto": True
 
 def train(setup: dict[str, Any], directory: str, parts: Any = (), *, auto: bool = False, moved: bool = False) -> Any:
     """Losses, and what the engine holds in the end. ``parts``: what is moved between any two calls, in turns; nothing
-    if there are none. ``moved``: DeepSpeed moves them to host memory first."""
+    if there are none. ``moved``: DeepSpeed moves all to host memory first."""
     engine = make_engine(**setup)
     losses, moves = [], 0
 
     def pause() -> None:
         nonlocal moves
-        if not parts:
-            return
-        asked = parts[moves % len(parts)]
         moves += 1
-        if asked and "exp_avg" in asked and not engine.global_steps:
-            return  # there are no moments yet
         if moved:
             engine.offload_states()
+        # The moments have names from the first step on.
+        if parts and (engine.global_steps or "exp_avg" not in (parts[moves % len(parts)] or ())):
+            move(parts[moves % len(parts)])
+        if moved:
+            engine.reload_states()  # with `auto`, once what is out is back
+
+    def move(asked: Any) -> None:
         out = zckpt.offload(engine, directory, parts=asked, auto=auto, background=moves % 3 == 0)
         if not auto:
             zckpt.reload(engine, out.parts[:1])
             zckpt.reload(engine)
-        if moved:
-            engine.reload_states()  # with `auto`, once what is out is back
 
     for step in range(STEPS):
         pause()
@@ -86,7 +86,8 @@ def train(setup: dict[str, Any], directory: str, parts: Any = (), *, auto: bool 
 
 def core(directory: str) -> None:
     for name, options in CORE.items():
-        assert train(SETUPS[name], directory, PARTS, **options) == train(SETUPS[name], directory), name
+        expected = train(SETUPS[name], directory, moved=options.get("moved", False))
+        assert train(SETUPS[name], directory, PARTS, **options) == expected, name
     assert not os.listdir(directory)
 
 
@@ -100,7 +101,8 @@ def each(name: str, directory: str) -> None:
         for auto in (False, True):
             assert train(SETUPS[name], directory, parts, auto=auto) == expected, (parts, auto)
         if name in ("1", "2", "3-plain"):
-            assert train(SETUPS[name], directory, parts, moved=True) == expected, parts
+            expected_moved = train(SETUPS[name], directory, moved=True)  # which DeepSpeed may change by itself
+            assert train(SETUPS[name], directory, parts, moved=True) == expected_moved, parts
     assert not os.listdir(directory)
 
 

@@ -70,7 +70,7 @@ def attach(engine: Any, *, background: bool = False, replace_deepspeed: bool = F
             f"{type(engine).__name__} has no {' and '.join(_METHODS)}",
             hint="attach the engine that deepspeed.initialize returns; any other one: zckpt.write and zckpt.restore",
         )
-    if "load_checkpoint" not in vars(engine):
+    if not isinstance(vars(engine).get("load_checkpoint"), functools.partial):
         stock: Callable[..., Any] = engine.load_checkpoint
         engine.save_checkpoint = functools.partial(_save_checkpoint, engine, background, replace_deepspeed)
         engine.load_checkpoint = functools.partial(_load_checkpoint, engine, stock)

@@ -98,14 +98,19 @@ def offload(
                 raise
             own.take(moving)
 
-        if background:
-            pending = Background(f"the offload to {own.directory}", finish, others)
-            ranks.together(lambda: own.stand_by(pending), "begin the offload")
+        pending = Background(f"the offload to {own.directory}", finish, others) if background else None
+        try:
+            ranks.together(lambda: own.begin(pending), "begin the offload")
+        except BaseException:
+            if pending is not None:
+                pending.cancel()
+            own.give_up()
+            raise
+        if pending is None:
+            finish(Snapshot())
+        else:
             pending.start()
-            return Offloaded(moving, own.nbytes, pending)
-        ranks.together(own.guard, "begin the offload")
-        finish(Snapshot())
-        return Offloaded(moving, own.nbytes)
+        return Offloaded(moving, own.nbytes, pending)
 
 
 def reload(
@@ -192,8 +197,8 @@ def _is_restored(key: str, keys: Collection[str]) -> bool:
 
 
 class _Offload:
-    """One rank's part in an offload: ``prepare``, ``guard`` or ``stand_by``, ``write``; then ``take``, or after a
-    failure on any rank ``give_up``."""
+    """One rank's part in an offload: ``prepare``, ``begin``, ``write``, ``take``; after a failure on any rank
+    ``give_up``."""
 
     def __init__(
         self, engine: Any, directory: StrPath, asked: Collection[str] | None, auto: bool, budget: Budget | None
@@ -219,21 +224,20 @@ class _Offload:
             self.directory = scratch_directory(self.directory)
         return in_order({part for one in self._moved for part in one.parts})
 
-    def guard(self) -> None:
-        """From now on, whatever uses the engine asks first what is out."""
-        self._out = away(self._engine) or Away(self._engine, self._adapter.uses())
-
-    def stand_by(self, pending: Background) -> None:
-        pending.stand_by()
-        self.guard()
-        self._out.settle = pending.settle
+    def begin(self, pending: Background | None) -> None:
+        """From now on, whatever uses the engine asks first what is out, and waits for ``pending``."""
+        out = away(self._engine) or Away(self._engine, self._adapter.uses())
+        if pending is not None:
+            pending.stand_by()
+            out.settle = pending.settle
 
     def write(self, snapshot: Snapshot) -> None:
         synchronize(self._adapter.devices)
         write_out(self._moved, self.directory, self._budget or Budget.from_environment(), snapshot)
 
     def take(self, parts: Collection[str]) -> None:
-        out = self._out
+        out = away(self._engine)
+        assert out is not None, "it has begun"
         out.take(self._moved, parts, self.directory)
         out.bring_back = partial(reload, self._engine, budget=self._budget) if self._auto else None
         give_back(self._adapter.devices)
@@ -241,7 +245,9 @@ class _Offload:
     def give_up(self) -> None:
         for one in self._moved:
             one.drop()
-        self._out.settled(self._out.parts, self._out.lost)
+        out = away(self._engine)
+        if out is not None:
+            out.settled(out.parts, out.lost)
 
 
 class _Reload:
