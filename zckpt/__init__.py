@@ -5,6 +5,7 @@
     zckpt.open(path).load(keys, device="cuda")     any part, any process, only the bytes asked for
     zckpt.validate(path)                           against the specification
     zckpt.where(engine)                            every rank: which part of the state is in which memory and file
+    zckpt.offload(engine, directory)               every rank: live states to a local disk; zckpt.reload: and back
 
 ``README.md`` says what it does, ``spec/format.md`` how its files look, and ``docs/architecture.md`` how a byte gets
 from an engine to the disk and back.
@@ -20,10 +21,10 @@ itself and what stands above it in this table; an import for type checkers alone
     state      no torch, no I/O what a rank holds of a training state: fragments of tensors, and where they are
     plan       no torch, no I/O pure functions that lay out files, plan writes and reads, select keys and reshard
     ranks      no files         what ranks tell each other, and how each notices that another one has died
-    storage    -                the contract of a store, local directories, the table of stores, the writer's lock
+    storage    -                the contract of a store, local directories, scratch files, the writer's lock
     transfer   -                carries out planned writes and reads: buffers, budget, copies to devices, digests
     engines    -                the contract of an engine adapter, and a folder for each framework
-    offloading -                the steps of zckpt.offload: scratch files, storages without memory, what is out
+    offloading -                the steps of zckpt.offload: write and read storages, free them, guard what is out
     reading    -                what zckpt.open returns, and what lies in the directory of a run
     validation -                checks a checkpoint against the specification, and reports what it has found
     repairing  -                the steps of zckpt.repair: find the data files, rebuild, compare, put in place

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.support.memory import memory
 from tests.support.reference_engine import held
 from zckpt.offloading import away as away_module
 from zckpt.offloading.away import away
@@ -48,11 +49,6 @@ def assert_as_before(engine: ReferenceEngine, expected: dict[str, torch.Tensor])
     engine.train(1)
 
 
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
 def damage(engine: ReferenceEngine, part: str, name: str, at: int = 100) -> None:
     out = away(engine)
     assert out is not None
@@ -81,9 +77,9 @@ def test_the_memory_is_free_meanwhile(tmp_path: Path) -> None:
     engine = ReferenceEngine({"wide": (4000, 4000)})
     zckpt.offload(engine, tmp_path)
     zckpt.reload(engine)
-    full = resident_bytes()
+    full = memory("VmRSS")
     out = zckpt.offload(engine, tmp_path)
-    assert full - resident_bytes() > 0.95 * out.nbytes
+    assert full - memory("VmRSS") > 0.95 * out.nbytes
     zckpt.reload(engine)
 
 
@@ -141,6 +137,12 @@ def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
             call()
     with pytest.raises(ValueError, match="no part buffer"):
         zckpt.offload(engine, tmp_path, parts=["buffer"])
+
+
+def test_another_system_than_linux_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE")
+    with pytest.raises(zckpt.UnsupportedError, match=r"zckpt\.offload needs Linux"):
+        zckpt.offload(trained(), tmp_path)
 
 
 def test_where_says_so(tmp_path: Path) -> None:
@@ -369,11 +371,11 @@ def test_two_hundred_times_and_nothing_grows(tmp_path: Path) -> None:
     before = held(engine)
     for number in range(200):
         if number == 100:
-            memory, files = resident_bytes(), os.listdir("/proc/self/fd")
+            resident, files = memory("VmRSS"), os.listdir("/proc/self/fd")
         with zckpt.offloaded(engine, tmp_path):
             pass
     assert os.listdir("/proc/self/fd") == files
-    assert resident_bytes() - memory < 32 << 20  # a hundred states are 130 MiB
+    assert memory("VmRSS") - resident < 32 << 20  # a hundred states are 130 MiB
     assert_as_before(engine, before)
 
 

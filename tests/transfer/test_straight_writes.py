@@ -106,6 +106,16 @@ def test_no_large_tensor_is_copied(tmp_path: Path, copied_bytes: list[int], dire
     assert small <= sum(copied_bytes) < small + writes_at_most * PAGE_BYTES
 
 
+def test_an_offload_copies_no_large_tensor_either(tmp_path: Path, copied_bytes: list[int]) -> None:
+    engine = ReferenceEngine(SHAPES)
+    engine.train(1)
+    before = held(engine)
+    with zckpt.offloaded(engine, tmp_path) as moved:
+        pass
+    assert sum(copied_bytes) < moved.nbytes // 100
+    assert same_all(held(engine), before)
+
+
 def check(path: str, tensors: dict[str, torch.Tensor]) -> None:
     assert same_all(zckpt.open(path).load(), tensors)
     report = zckpt.validate(path, level="deep")

@@ -48,8 +48,8 @@ class Background:
         self._worker.start()
 
     def start(self) -> None:
-        """Has it begin, after ``stand_by``. What comes next of zckpt's and the end of the process wait for it from now
-        on. Raises nothing."""
+        """Has it begin, after ``stand_by``. From now on the next write, restore, offload or reload waits for it, and so
+        does the end of the process. Raises nothing."""
         global _current  # noqa: PLW0603  the one that there is
         _current = self
         self._started.set()
@@ -82,7 +82,7 @@ class Background:
             raise self.error
 
     def settle(self) -> None:
-        """Until it has ended, well or not. Raises nothing but an interrupt."""
+        """Waits until it has ended, well or not. Raises nothing but an interrupt."""
         self._worker.wait()
 
     def finish(self) -> None:
@@ -142,8 +142,8 @@ class Background:
 class PendingWrite(Background):
     """What ``zckpt.write(..., background=True)`` returns.
 
-    Nothing has to be done with it: a failure is said on stderr at once, the next write or restore waits for it and
-    raises its error, a process that ends waits for it too and prints what nobody has seen.
+    Nothing has to be done with it: a failure is said on stderr at once, the next write, restore, offload or reload
+    waits for it and raises its error, a process that ends waits for it too and prints what nobody has seen.
     """
 
     def __init__(self, path: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
@@ -164,10 +164,10 @@ class PendingWrite(Background):
 
 
 def wait() -> None:
-    """Until this rank has nothing under way in the background, be it a write or an offload. Every rank that takes part
-    in that calls it. Raises its error on every one of them, unless ``PendingWrite.wait`` or ``Offloaded.wait`` has done
-    so on all of them. An interrupt on one of them ends the wait on all, and not the work: the next write or restore
-    waits for it again."""
+    """Waits until this rank has nothing under way in the background, be it a write or an offload. Every rank that takes
+    part in that calls it. Raises its error on every one of them, unless ``PendingWrite.wait`` or ``Offloaded.wait`` has
+    done so on all of them. An interrupt on one of them ends the wait on all, and not the work: the next write, restore,
+    offload or reload waits for it again."""
     global _current  # noqa: PLW0603  the one that there is
     pending = _current
     if pending is not None:

@@ -34,9 +34,9 @@ class Offloaded:
 
     def __init__(self, parts: tuple[str, ...] = (), nbytes: int = 0, pending: Background | None = None) -> None:
         self.parts = parts
-        """The parts that it moves, on any rank."""
+        """The parts of which it moves something on any rank."""
         self.nbytes = nbytes
-        """What it moves on this rank."""
+        """How many bytes it moves on this rank."""
         self._pending = pending
 
     def wait(self, timeout: float | None = None) -> None:
@@ -63,16 +63,16 @@ def offload(
 
     ``parts``: such as ``["master", "exp_avg"]``; None: ``master``, all moments, ``param`` and ``gradient``. DeepSpeed's
     names ``hp_params``, ``optim_states``, ``lp_params``, ``lp_grads`` and ``contiguous_grad_buffer`` mean the same
-    here. A part that is out already, or of which there is nothing yet, is left alone; so is memory that holds a part
-    which is not asked for too, and what lies in swap files or in memory that processes share.
+    here. A part that is out already, or of which there is nothing yet, is left alone. So is memory that also holds a
+    part which is not asked for, and what lies in swap files or in memory that processes share.
 
     ``background``: return at once, and have a thread move the states. Whatever uses the engine waits for it.
-    ``auto``: a call that uses what is out, such as ``engine.step()``, brings back what it needs first; else it raises
-    OffloadedError. The last offload decides for all that is out. ``budget``: as for ``write``.
+    ``auto``: a call that uses what is out, such as ``engine.step()``, first brings back what it needs. Without ``auto``
+    it raises OffloadedError. The last offload decides this for all that is out. ``budget``: as for ``write``.
 
     Nothing is freed before every rank has written all of its own: if one fails, by a full disk for instance, all raise,
-    and the engine is as before. Raises ValueError for an unknown part; UnsupportedError, StorageError, NoSpaceError,
-    RankError.
+    and the engine is as before. Raises ValueError for an unknown part; OffloadedError if an earlier offload has lost
+    something; UnsupportedError, StorageError, NoSpaceError, DeviceError, RankError.
     """
     wait()
     group = group_of(engine)
@@ -125,14 +125,14 @@ def reload(
     bit for bit; when it returns, they are there. Every rank calls it.
 
     ``parts``: as for ``offload``; None: all that is out. What is not out is left alone. ``verify``: compare every block
-    with its digest; None: yes, unless the environment has ZCKPT_VERIFY=0. ``prefetch``: of so many more parts, those
-    that training uses next, a thread reads the files into the page cache, so that their reload finds them there; the
-    system can take that memory back. ``budget``: as for ``write``.
+    with its digest; None: yes, unless the environment has ZCKPT_VERIFY=0. ``prefetch``: how many more parts a
+    thread reads into the page cache when these are back, so that their reload finds them there; it takes those that
+    training uses next, and the system can take that memory back. ``budget``: as for ``write``.
 
     Raises MissingFileError, DigestError and other FormatErrors, and StorageError, where a file is lost, damaged or not
     readable: ``key`` says which tensors that means. All else is back then, and the engine refuses to step, to compute
     and to be saved until these tensors are: by another reload, or by ``zckpt.restore``. Raises ValueError for an
-    unknown part; DeviceError, where there is too little memory: what is not back is on disk still; RankError.
+    unknown part; DeviceError where there is too little memory, and what is not back then is on disk still; RankError.
     """
     wait()
     out = away(engine)

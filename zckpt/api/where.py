@@ -30,7 +30,7 @@ TIERS = ("device", "pinned", "pageable", "nvme", "offloaded")
 the framework; scratch files of zckpt.offload."""
 _LAST_PARTS = (PARAM, BUFFER, GRADIENT)
 _COLUMNS = 8
-"""Ranks beside each other in a table; the others come below."""
+"""How many ranks stand beside each other in a table. The others come below."""
 _TOLD = {
     "resident memory": "resident_bytes",
     "available memory": "available_bytes",
@@ -163,7 +163,7 @@ def _look(adapter: EngineAdapter) -> tuple[list[tuple[Any, ...]], tuple[Any, ...
     used = [found for device in adapter.devices if (found := used_bytes(device)) is not None]
     allocated, reserved = (sum(numbers) for numbers in zip(*used, strict=True)) if used else (None, None)
     available = None
-    with suppress(UnsupportedError):
+    with suppress(UnsupportedError):  # this system does not tell
         available = available_bytes()
     directories = {_directory(tier, path) for _, _, tier, path in sums if path is not None}
     free = {}

@@ -89,8 +89,8 @@ def write(
     time: the next write or restore and the end of the process wait for it and raise or print its error, which stderr
     shows as soon as it happens.
 
-    What ``zckpt.offload`` has moved to disk is taken from there, by pages that the files share where the file system
-    can do that: none of it is loaded.
+    What ``zckpt.offload`` has moved to disk is not loaded: the checkpoint shares pages with those files where the file
+    system can do that, and else their bytes are copied.
 
     Returns the checkpoint's absolute path. Raises on every rank, and leaves nothing behind, if any rank fails:
     UnsupportedError (also for more than the format can hold), StateError, DeviceError (a device that gives no bytes),

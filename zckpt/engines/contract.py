@@ -100,8 +100,8 @@ class EngineAdapter(Protocol):
     def memory(self) -> Iterable[Holding]:
         """All memory and all swap files in which this rank holds tensors of the state, and gradients too. Unlike
         ``inventory``, it has what other ranks hold as well, padding, derived weights and buffers that are not
-        persistent. Every storage that the engine keeps for a part is there, but for those that it uses for any part in
-        turn to swap. Where one tensor belongs to two parts, the part ``master`` comes first.
+        persistent. Every storage that the engine keeps for a part is there, but not the buffers through which it swaps
+        one part after the other. Where one tensor belongs to two parts, the part ``master`` comes first.
 
         Changes nothing, and is not collective.
         """
@@ -135,7 +135,7 @@ class EngineAdapter(Protocol):
 
     def uses(self) -> Iterable[Use]:
         """The calls that read or change what ``memory`` returns: all by which a training loop, an evaluation and the
-        framework's own checkpoints do so. Holds no reference to the adapter."""
+        framework's own checkpoints do so. What is returned refers to no adapter."""
 
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
         """Whether restoring these trees, which are as in ``Selection``, also needs the writer's ``rank_state``. Raises
@@ -158,7 +158,7 @@ class EngineAdapter(Protocol):
 
 
 class Use(NamedTuple):
-    """A method that uses tensors of the state; ``__call__`` is that of a module, whoever calls it."""
+    """A method that uses tensors of the state. ``__call__`` is the call of a module, whoever makes it."""
 
     owner: Any
     method: str

@@ -22,8 +22,8 @@ def call_before(action: Callable[[], None], methods: Sequence[tuple[Any, str]]) 
 
 
 def before_calls(methods: Iterable[tuple[Any, str, Callable[[], None]]]) -> Callable[[], None]:
-    """Has an action called before each call of a method, until the function is called that is returned. Each of
-    ``methods`` is an object, a method's name and an action. The method ``__call__`` of a module runs its other hooks
+    """Has an action called before each call of a method. Returns a function that ends this. Each of ``methods`` is an
+    object, a method's name and an action. The method ``__call__`` of a module runs its other hooks
     after the action."""
     undone: list[Callable[[], None]] = []
     for owner, name, action in methods:

@@ -1,1 +1,1 @@
-"""The steps of zckpt.offload and zckpt.reload: scratch files, storages without memory, guards, what is out."""
+"""The steps of zckpt.offload and zckpt.reload: write and read storages, free their memory, guard what is out."""

@@ -1,4 +1,4 @@
-"""What of each engine is on disk instead of in memory, on this rank, and who has to know."""
+"""What an engine has on disk instead of in memory, on this rank, and the guard of its methods meanwhile."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Event
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
 
 LOST_HINT = "restore the engine from a checkpoint: zckpt.restore(engine, path)"
 READ_AHEAD_BYTES = 128 << 10
-"""What is asked for at a time: the kernel reads no more ahead of one call."""
+"""How much one call asks for: the kernel reads no more ahead than that."""
 
 _AWAY = "_zckpt_away"
-"""The attribute of an engine with its ``Away``. Not a table of engines: what guards an engine refers to it."""
+"""The attribute of an engine with its ``Away``. A table of all engines would keep them alive, since an ``Away`` refers
+to its engine."""
 _storages: WeakValueDictionary[int, Moved] = WeakValueDictionary()
-"""By the address of torch's own object, which lives as long as the storage."""
+"""Everything that is out, by the address of torch's own object for the storage, which lives as long as the storage."""
 
 
 def away(engine: object) -> Away | None:
@@ -93,14 +95,14 @@ def _meets(tensor: torch.Tensor, moved: Moved, start: int, stop: int) -> bool:
     return same and first < stop and first + tensor.numel() * tensor.itemsize > start
 
 
-def _read_ahead(spans: Sequence[ScratchSpan], going: Collection[bool]) -> None:
+def _read_ahead(spans: Sequence[ScratchSpan], stopped: Event) -> None:
     left = available_bytes() // 2
     for span in spans:
         with suppress(ZckptError):  # what is wrong shows when it is read
             fd = span.file.open(os.O_RDONLY)
             try:
                 for offset in range(span.offset, span.offset + min(span.nbytes, left), READ_AHEAD_BYTES):
-                    if not going:
+                    if stopped.is_set():
                         return
                     linux.read_ahead(fd, offset, READ_AHEAD_BYTES)
             finally:
@@ -115,9 +117,9 @@ class Back:
     left: tuple[str, ...] = ()
     """The parts of which something is still out."""
     lost: dict[str, str] = field(default_factory=dict)
-    """As in ``Away``."""
+    """The keys that cannot be brought back, and why, as in ``Away``."""
     error: FormatError | StorageError | None = None
-    """The first one."""
+    """The first error."""
 
 
 class Away:
@@ -126,18 +128,20 @@ class Away:
     def __init__(self, engine: object, uses: Iterable[Use]) -> None:
         """``uses``: the calls that touch the state."""
         self.parts: frozenset[str] = frozenset()
-        """Those that are out on any rank."""
+        """The parts that are out on any rank."""
         self.lost: dict[str, str] = {}
         """Maps the keys of tensors that no reload can bring back to the reason why."""
         self.bring_back: Callable[[Collection[str]], None] | None = None
         """Brings parts back for a call that uses them, on all ranks; None: such a call is refused."""
         self.directory = ""
+        """Where the last offload has made its files."""
         self.moved: list[Moved] = []
+        """The storages of this rank that are out."""
         self.settle: Callable[[], None] = lambda: None
         """Waits until nothing is being moved out in the background."""
         self._engine = engine
         self._ahead: list[Worker] = []
-        self._reading_ahead = [True]
+        self._stopped = Event()
         self._undo = before_calls((use.owner, use.method, partial(self._check, use.method, use.parts)) for use in uses)
         setattr(engine, _AWAY, self)
 
@@ -159,8 +163,8 @@ class Away:
         self.directory = directory
 
     def bring(self, parts: Collection[str], adapter: EngineAdapter, budget: Budget, *, verify: bool) -> Back:
-        """Reads the storages of these parts into new memory. What cannot be read stays out. Raises DeviceError: then
-        more of it is out still."""
+        """Reads the storages of these parts into new memory. What cannot be read stays out. Raises DeviceError where
+        there is too little memory; then more stays out."""
         self._stop_reading_ahead()
         wanted = [one for one in self.moved if not {*parts}.isdisjoint(one.parts)]
         back = Back()
@@ -185,16 +189,16 @@ class Away:
         self._stop_reading_ahead()
         spans = [one.span(0, one.nbytes) for one in self.moved if not {*parts}.isdisjoint(one.parts)]
         if spans:
-            going = self._reading_ahead = [True]
-            self._ahead = [Worker(partial(_read_ahead, spans, going), "zckpt-read-ahead", daemon=True)]
+            self._stopped = Event()
+            self._ahead = [Worker(partial(_read_ahead, spans, self._stopped), "zckpt-read-ahead", daemon=True)]
             self._ahead[0].start()
 
     def _stop_reading_ahead(self) -> None:
-        self._reading_ahead.clear()
+        self._stopped.set()
         stop(self._ahead)
 
     def replace_lost(self) -> None:
-        """Gives the storages that are still out memory of zeros."""
+        """Gives new memory, filled with zeros, to the storages that are still out."""
         left = [*self.moved]
         self._put_back(left, [fresh_memory(one.storage, pinned=one.pinned).zero_() for one in left])
 

@@ -54,7 +54,7 @@ class Moved:
     parts: tuple[str, ...]
     """All parts of the state that have tensors on it."""
     name: str
-    """Of the first tensor on it."""
+    """The name of the first tensor on it."""
     pinned: bool
     saved: Saved | None = field(default=None, init=False)
     number: int = field(default=0, init=False)
@@ -85,7 +85,8 @@ class Moved:
 
 def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: Snapshot) -> None:
     """Writes the bytes of all of these to new scratch files, one for each combination of parts. They are not durable.
-    Raises StorageError, and ZckptError if the snapshot is given up; then nothing is left on the disk."""
+    Nothing may change these bytes meanwhile. Raises StorageError, and ZckptError if the snapshot is given up; then
+    nothing is left on the disk."""
     tensors = [whole(one.storage) for one in moved]
     devices = devices_of(tensors)
     synchronize(devices)
@@ -95,7 +96,7 @@ def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: 
     ]
     shards = plan_shards(fragments, secrets.token_hex(8), 0, 1, block_bytes=BLOCK_BYTES)
     staging = pool_for(devices, budget, BLOCK_BYTES)
-    plan = plan_writes(shards, batch_bytes=staging.batch_bytes, block_bytes=BLOCK_BYTES)
+    plan = plan_writes(shards, batch_bytes=staging.batch_bytes, block_bytes=BLOCK_BYTES, straight=True)
     store = ScratchStore(directory)
     buffers = staging.buffers or budget.threads
     try:

@@ -2,11 +2,12 @@
 
 A storage keeps its identity and its size, so all tensors and views on it stay as they are and can still be asked for
 their shape, dtype and place. Whoever changes one of them gets an error of torch's. To read one ends the process: there
-is nothing to be read, and torch does not look. So calls that would are caught before (``guards``).
+is nothing to be read, and torch does not look. So ``Away`` watches the calls that would read one, and refuses them.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 HUGE_BYTES_MIN = 4 << 20
-"""Of smaller memory, malloc may give to others what is freed of it."""
+"""The least memory for which huge pages are asked: smaller memory may be a part of malloc's heap, whose pages have
+other users too."""
 
 
 def check_supported() -> None:
-    """Raises UnsupportedError where torch is too old."""
+    """Raises UnsupportedError where torch is too old, or the system is not Linux."""
+    if not hasattr(os, "O_TMPFILE"):
+        raise UnsupportedError("zckpt.offload needs Linux")
     if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         raise UnsupportedError(f"zckpt.offload needs torch 2.13 or newer; this is torch {torch.__version__}")
 
@@ -34,7 +38,7 @@ def whole(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def is_movable(storage: torch.UntypedStorage) -> bool:
-    """Whether there is anything in it, and nobody else can have it but tensors of this process."""
+    """Whether it has bytes, and no other process shares them."""
     return storage.nbytes() > 0 and storage.device.type != "meta" and not (_on_host(storage) and storage.is_shared())
 
 
@@ -66,13 +70,13 @@ def give_memory(storage: torch.UntypedStorage, memory: torch.Tensor) -> None:
 
 
 def give_back(devices: Collection[torch.device]) -> None:
-    """Has the system, and these devices, get what was freed: allocators would keep it for themselves."""
+    """Gives what was freed back to the system and to these devices. The allocators would keep it for themselves."""
     linux.trim_heap()
     give_back_memory(devices)
 
 
 def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Of two storages of one device and as long as each other, each gets the memory of the other."""
+    """Exchanges the memory of two storages, which are on one device and equally long."""
     one._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 

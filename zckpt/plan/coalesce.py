@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from zckpt.plan.reshard import Extents
 
 SEGMENTS_MAX = 511
-"""Per read. Each may need two vectors, with one more for all of them: the operating system's limit is 1024."""
+"""The most segments of one read. Each may need two vectors, and the read one more; the operating system allows 1024."""
 STRAIGHT_BYTES_MIN = 256 << 10
-"""Of a range that direct I/O reads straight into its place: fewer bytes are copied as quickly as they are arranged."""
+"""The fewest adjacent bytes that direct I/O reads straight into their place. Fewer are copied from a buffer as fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Segments:
 
     For each segment its ``nbytes``, the number of the digest that covers exactly them (``block``, -1 for none), and how
     many ``copies`` there are of parts of it. ``address``: the memory that all of it goes to as it is, -1 where there is
-    no such memory; ``straight``, a column of bool: whether direct I/O, too, brings it there without a staging buffer,
-    but for its edges. For each copy: ``copy_bytes`` from byte ``source`` of the segment to byte ``target`` of sink
+    no such memory; ``straight``, a column of bool: whether direct I/O reads it straight into that memory, but for its
+    edges. For each copy: ``copy_bytes`` from byte ``source`` of the segment to byte ``target`` of sink
     ``sink``.
     """
 
@@ -196,7 +196,7 @@ def _straight(
     begins[np.array(cuts, np.int64)] = True
     begins[1:] |= (np.diff(shift) != 0) | (np.diff(address >= 0) != 0)
     first = np.flatnonzero(begins)
-    run_stop = stop[np.roll(begins, -1)]  # the first segment begins one
+    run_stop = stop[np.roll(begins, -1)]  # of the segments before those that begin a run; the last one, for the first
     step = max(places.memory_bytes, places.offset_bytes)
     inner_start, inner_stop = -(-start[first] // step) * step, run_stop // step * step
     is_straight = (address[first] >= 0) & (shift[first] % places.memory_bytes == 0)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 HEADER, FILLER = -1, -2
 """Sources of a write that are no pieces."""
 SHARED_BYTES_MIN, STRAIGHT_BYTES_MIN = 64 << 10, 1 << 20
-"""Of adjacent bytes that a filler is worth: in a swap file, and in host memory."""
+"""The fewest adjacent bytes, in a swap file and in host memory, that get a filler before them so that nothing has to be
+copied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,9 +131,10 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
 
 
 def long_runs(fragments: Sequence[Fragment], *, in_memory: bool = True) -> dict[int, int]:
-    """Of the fragments, by position, that are part of a long run of adjacent bytes, of a swap file or ``in_memory`` of
-    the host: the first of the run. Where a run lies in the checkpoint's file as far behind the start of a page as it
-    does there, this file can share pages with the swap file, or be written from the memory itself."""
+    """For each fragment that is part of a long run, by its position: the position of the first fragment of that run. A
+    run is adjacent bytes of a swap file or, with ``in_memory``, of the host's memory. Where it begins as far behind the
+    start of a page in the checkpoint's file as it does there, this file can share pages with the swap file, or be
+    written from the memory itself."""
     runs: list[tuple[str, list[int], list[int]]] = []  # path, numbers and sizes of the fragments
     stop: tuple[str, int] | None = None
     for number, fragment in enumerate(fragments):
@@ -209,7 +211,7 @@ def plan_writes(
 ) -> WritePlan:
     """Cuts the files of one rank into writes of at most ``batch_bytes``, a multiple of ``block_bytes``. The parts in
     ``later`` come last, for they do not change before the others have been read. ``straight``: nothing changes before
-    all is written, so that long runs of bytes in host memory can be written from there."""
+    all is written, so that long runs of bytes in host memory can be written from there, without a copy."""
     files = tuple(files)
     ops = [op for number, file in enumerate(files) for op in _cut(file, number, batch_bytes, block_bytes, straight)]
     ops.sort(key=lambda op: files[op.file].shard.part in later)

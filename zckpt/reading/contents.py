@@ -204,7 +204,7 @@ class Contents:
         return dict(zip(by_key, begins, strict=True))
 
     def check_copies(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> list[int]:
-        """Of one copy each, none of them given twice."""
+        """As ``check_sizes``, of one copy of each of ``infos``, none of which is given twice."""
         stored = self.stored(infos, copies, None)
         item = np.array([info.dtype.itemsize for info in infos], np.int64)
         index_format.check_claims(self.manifest, stored.file, (stored.stop - stored.start) * item[stored.want])

@@ -95,8 +95,8 @@ class Holding:
     part: str
     """``master``, ``exp_avg``, ``param``, ``buffer``, ``gradient``, ..."""
     name: str
-    """For people: that of a parameter or buffer, of the first one where there are several, or what the framework calls
-    the memory."""
+    """What errors call it: the name of its parameter or buffer, that of the first one where there are several, or what
+    the framework calls the memory."""
     data: torch.Tensor | FileSpan
     """A dense tensor of any shape, which has elements, or the range of a swap file. Tensors may be views, and several
     holdings may share a storage."""

@@ -54,8 +54,8 @@ class IOCount:
     data_bytes: int = 0
     """What all other reads have returned: of tensors."""
     copied_bytes: int = 0
-    """Of tensors in the host's memory: what the processor has copied or converted from a staging buffer to its place.
-    The rest was read straight into its place."""
+    """The bytes of tensors in the host's memory that the processor has copied or converted from a staging buffer to
+    their place. All others were read straight into their place."""
 
     def add(self, *, reads: int = 0, metadata_bytes: int = 0, data_bytes: int = 0, copied_bytes: int = 0) -> None:
         """Several threads may call it at once."""
@@ -107,13 +107,13 @@ class DirectReads(Protocol):
         """Whether most of these bytes are in memory already, so that ``read_into`` suits better. Starts no I/O."""
 
     def alignment(self, path: str) -> tuple[int, int]:
-        """In bytes, powers of two: what ``read_direct`` of this file wants the addresses of memory to be multiples of,
-        and what it wants offsets and lengths to be."""
+        """Two numbers of bytes, powers of two: for ``read_direct`` of this file, addresses of memory have to be
+        multiples of the first one, offsets and lengths multiples of the second one."""
 
     def read_direct(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         """Fills ``views``, one after the other, from byte ``offset``, past all caches; returns the bytes read: fewer at
         the end of the file, or 0 where this cannot be done. ``offset`` and all addresses and lengths are multiples of
-        what ``alignment`` says."""
+        the numbers that ``alignment`` returns."""
 
     def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
         """Fills ``target``, 1-D uint8 in device memory that nobody else is using, from byte ``offset``, past the host's
@@ -127,9 +127,9 @@ class Writer(Protocol):
     StorageError or NoSpaceError."""
 
     def write(self, data: Bytes | memoryview, offset: int) -> None:
-        """Writes ``data`` from byte ``offset`` of the file on. It lies as far behind the start of a page of memory as
-        there of the file: so pages of the file are pages of memory. The caller changes it afterwards: keep no reference
-        to it."""
+        """Writes ``data`` to the file, from its byte ``offset`` on. ``data`` begins as far behind the start of a page
+        of memory as ``offset`` lies behind the start of a page of the file, so that whole pages of the file are whole
+        pages of memory. The caller changes ``data`` afterwards: keep no reference to it."""
 
     def sync(self) -> None:
         """Makes the data durable. Called once, after the last write has returned; not at all after an error."""
@@ -155,7 +155,7 @@ class PageSharing(Protocol):
         and lies as the ``data`` of ``write``."""
 
     def write_edges(self, data: Bytes | memoryview, offset: int) -> None:
-        """Writes of the part from byte ``offset`` on, which is ``data``, what is no whole page."""
+        """Writes those bytes of ``data``, the part from byte ``offset`` on, that are no whole pages."""
 
 
 class Creator(Protocol):

@@ -84,7 +84,7 @@ class LocalReader:
                         break
                     done += got
         except OSError as error:
-            if not is_refused(error):  # as is the rest of a read that has ended between two blocks of the disk
+            if not is_refused(error):  # a read that has ended inside of a block cannot go on from there either
                 if isinstance(error, StorageError):
                     raise
                 raise from_os_error(error, "read", self._full(path), offset + done, offset + total) from error

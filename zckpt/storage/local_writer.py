@@ -40,7 +40,7 @@ class LocalWriter:
         self.path = path
         self._unsynced_bytes = 0
         self._pages: dict[int, _Page] = {}
-        """Those that have been written in part, by their first byte."""
+        """The pages of which a part is there, by the byte of the file at which they begin."""
         self._lock = threading.Lock()
         """Held to change ``_pages``, and without positional writes to move the file's position and write there."""
         self._direct_fd = -1
@@ -97,8 +97,8 @@ class LocalWriter:
                 self._put_pages(self._edge(part, at), at - at % PAGE_BYTES)
 
     def _edge(self, part: Bytes | memoryview, offset: int) -> list[Bytes]:
-        """Keeps a part of a page. Returns the page once all of it is there; ``sync`` writes what stays in parts. By
-        the page cache, each part would wait for all direct writes to the file that are under way."""
+        """Keeps a part of a page. Returns the page once all of it is there; ``sync`` writes what stays in parts.
+        Through the page cache, each part would wait for all direct writes to the file that are under way."""
         if not len(part):
             return []
         start = offset % PAGE_BYTES
@@ -149,7 +149,7 @@ class LocalWriter:
         self._flush()
 
     def _complete(self) -> None:
-        """Writes what is there of pages that have stayed in parts."""
+        """Writes what there is of the pages of which the rest never came."""
         for offset, page in self._pages.items():
             self._put(self._fd, [page.room[page.start : page.stop]], offset + page.start)
 
@@ -173,7 +173,7 @@ class _Page:
         self.start, self.stop, self._nbytes = PAGE_BYTES, 0, 0
 
     def add(self, part: Bytes | memoryview, start: int) -> bool:
-        """Whether that makes it whole: no byte is written twice."""
+        """Returns whether the page is whole now. No byte is added twice."""
         stop = start + len(part)
         self.room[start:stop] = part
         self.start, self.stop = min(self.start, start), max(self.stop, stop)

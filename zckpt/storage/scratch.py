@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from zckpt.storage.location import StrPath
 
 _NAME = re.compile(r"zckpt-scratch-([0-9a-f]{16})-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{8}")
-"""Of a file that has one: the place where its process id has a meaning, as a digest; that id; when the process
-started; and random digits."""
+"""The name of a file that has one: a digest of the place where its process id has a meaning, such as the machine and
+its boot; that id; when the process started; and random digits."""
 
 
 class ScratchFile:
-    """One open file without a name, or with one that is removed at the end. Deleted, it gives its space back at
-    once, also where a forked process has it open too."""
+    """One open file, without a name or with one that is removed at the end. When it is closed, its space is free at
+    once, even if a forked process has the file open too."""
 
     def __init__(self, directory: str) -> None:
         """A new file in ``directory``, which exists. Raises StorageError."""
         self.directory = directory
-        """Where it was made."""
+        """The directory in which it was made."""
         self._name: str | None = None
         self._fd, self._process = -1, os.getpid()
         self._identity: tuple[int, int] | None = None
@@ -69,7 +69,7 @@ class ScratchFile:
 
     @property
     def path(self) -> str:
-        """By which this process opens it anew."""
+        """The path by which this process can open it again."""
         return f"/proc/self/fd/{self._fd}"
 
     def open(self, flags: int) -> int:
@@ -94,7 +94,7 @@ class ScratchFile:
                     os.ftruncate(fd, 0)
                 os.close(fd)
         if self._name is not None and own:
-            with suppress(OSError):
+            with suppress(OSError):  # somebody has removed it
                 os.unlink(self._name)
 
     def __del__(self) -> None:
@@ -109,7 +109,7 @@ class ScratchSpan(FileSpan):
 
 
 class ScratchStore:
-    """Makes the files of a write as scratch files: ``files`` has them by their paths in the write."""
+    """Makes the files of a write as scratch files. ``files`` has them by their paths in the plan of the write."""
 
     def __init__(self, directory: str) -> None:
         self.files: dict[str, ScratchFile] = {}
@@ -127,7 +127,7 @@ class _ScratchWriter(LocalWriter):
 
 
 class ScratchReader(LocalReader):
-    """Reads scratch files by their paths in the write."""
+    """Reads scratch files by their paths in the plan of the write that made them."""
 
     def __init__(self, files: Mapping[str, ScratchFile]) -> None:
         super().__init__("")
@@ -141,8 +141,8 @@ class ScratchReader(LocalReader):
 
 
 def scratch_directory(directory: StrPath) -> str:
-    """The absolute path of a directory, which exists from now on, without the scratch files of dead processes. Raises
-    StorageError."""
+    """Makes a directory, if it does not exist, and removes the scratch files of dead processes from it. Returns its
+    absolute path. Raises StorageError."""
     path = os.path.abspath(os.fspath(directory))
     try:
         os.makedirs(path, exist_ok=True)
@@ -156,8 +156,8 @@ def scratch_directory(directory: StrPath) -> str:
 
 
 def left_over(entries: Iterable[str]) -> Iterator[str]:
-    """The scratch files among these names that dead processes have left. Whether a process of another machine or boot
-    is alive, nobody can tell here: such a file is left alone."""
+    """The scratch files among these names that dead processes have left. The files of another machine or boot are left
+    alone, for nobody can tell here whether their processes are alive."""
     for name in entries:
         found = _NAME.fullmatch(name)
         if found and found[1] == _place() and not linux.is_running(int(found[2]), int(found[3])):

@@ -65,8 +65,9 @@ def cached_bytes(fd: int, offset: int, nbytes: int) -> int:
 
 
 def direct_alignment(fd: int) -> tuple[int, int]:
-    """What direct I/O on this file wants the addresses of memory to be multiples of, and what it wants offsets and
-    lengths to be. A page for both where the system does not tell, or where there is no direct I/O."""
+    """Two numbers of bytes: for direct I/O on this file, addresses of memory have to be multiples of the first one,
+    offsets and lengths multiples of the second one. Both are a page where the system does not tell, or where there is
+    no direct I/O."""
     found = (ctypes.c_uint32 * 64)()  # of struct statx, stx_mask is the first word
     if libc is not None and hasattr(libc, "statx") and not libc.statx(fd, b"", AT_EMPTY_PATH, STATX_DIOALIGN, found):
         memory_bytes, offset_bytes = found[38], found[39]  # stx_dio_mem_align, stx_dio_offset_align
@@ -97,12 +98,12 @@ def read_ahead(fd: int, offset: int, nbytes: int) -> None:
 
 
 def locked_ranges() -> list[tuple[int, int]]:
-    """The first address, and that behind the last one, of all memory of this process that mlock(2) keeps from being
-    swapped. Empty where the system does not tell."""
+    """The ranges of this process's memory that mlock(2) keeps from being swapped: for each its first address, and the
+    one behind its last byte. Empty where the system does not tell."""
     ranges: list[tuple[int, int]] = []
     with suppress(OSError):
         if re.search(r"^VmLck:\s+0 kB", Path("/proc/self/status").read_text(), re.MULTILINE):
-            return []  # as most often; the next file takes long to make
+            return []  # nothing is locked, as mostly; the kernel takes long to make the next file
         first = last = ""
         for line in Path("/proc/self/smaps").read_text().splitlines():
             words = line.split()
@@ -142,19 +143,20 @@ def free_lazily(address: int, nbytes: int) -> None:
 
 
 def ask_for_huge_pages(address: int, nbytes: int) -> None:
-    """Of memory that nobody has touched yet: it is touched, and given back, in a fraction of the time in huge pages."""
+    """Asks for huge pages, for memory that nobody has touched yet. To touch it first, and to give it back, then takes a
+    fraction of the time."""
     _advise(address, nbytes, MADV_HUGEPAGE)
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
-    """About all whole pages of this memory."""
+    """Gives advice to the system about all whole pages of this memory."""
     first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if libc is not None and first < last:
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
 
 
 def trim_heap() -> None:
-    """Gives the memory back to the system that was freed and that the C library has kept."""
+    """Gives memory back to the system that was freed, and that the C library has kept."""
     if libc is not None and hasattr(libc, "malloc_trim"):  # glibc has it
         libc.malloc_trim(0)
 

@@ -1,9 +1,9 @@
 """Host memory by its address: how loaded bytes get straight into tensors, be they very many and small.
 
-By their addresses, a plan finds neighbours in memory that are neighbours in a file, and what is aligned for direct I/O.
-And to make a view of each target takes longer than to fill a small one: loads of tensors of 4 KiB and of 40 KiB from
-the page cache are 1.3 times as fast by address. So there is one view of the whole address space, and what is read into
-is a slice of it.
+By the addresses of the targets, a plan finds those that are neighbours both in memory and in a file, and those that are
+aligned for direct I/O. Also, to make a view of each target takes longer than to fill a small one: loads of tensors of
+4 KiB and of 40 KiB from the page cache are 1.3 times as fast by address. So there
+is one view of the whole address space, and what is read into is a slice of it.
 
 Such a slice has no bounds of its own and keeps no memory alive. It is safe as long as this holds:
 

@@ -28,8 +28,8 @@ def fresh_tensor(
     """Returns an uninitialised contiguous tensor. Raises DeviceError if the device has too little memory.
 
     On the host its memory is numpy's, which asks for huge pages: first touched, it is several times faster than
-    ``torch.empty``'s. If it is large, it lies in its pages as it does in those of a file where it begins at byte
-    ``file_offset``, so that direct I/O can read straight into it.
+    ``torch.empty``'s. If it is large, it begins as far behind the start of a page as byte ``file_offset`` of a
+    file does, so that direct I/O can read straight into it what begins at that byte.
     """
     if torch.device(device).type != "cpu":
         return device_memory(shape, dtype, torch.device(device))

@@ -55,10 +55,11 @@ class OptimizerFiles:
             return
         swapper = self._wrapper.optimizer_swapper
         info = swapper.swap_params_info[self._wrapper.fp32_partitioned_groups_flat[sub_group].ds_id]
+        name = str(info.param_id)
         for one in info.swapped_gradients.values():
             span = FileSpan(one.path, 0, one.length * swapper.swap_element_size)
-            yield Holding(GRADIENT, info.param_id, span, info.tensor_dtype)
-        yield from holdings(GRADIENT, info.param_id, info.unswapped_gradients)
+            yield Holding(GRADIENT, name, span, info.tensor_dtype)
+        yield from holdings(GRADIENT, name, info.unswapped_gradients)
 
     @contextmanager
     def in_memory(self, sub_group: int) -> Iterator[None]:
