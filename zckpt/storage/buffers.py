@@ -25,3 +25,10 @@ def after(views: Sequence[Bytes | memoryview], nbytes: int) -> Sequence[Bytes | 
             return [view[nbytes:], *views[i + 1 :]]
         nbytes -= len(view)
     return []
+
+
+def whole_pages(offset: int, nbytes: int) -> tuple[int, int]:
+    """Of ``nbytes`` from byte ``offset`` of a file on: where the first whole page begins among them, and where the last
+    one ends; the same, which may be behind them, if there is none."""
+    first = -offset % PAGE_BYTES
+    return first, max(first, nbytes - (offset + nbytes) % PAGE_BYTES)

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from zckpt.errors import StorageError, from_os_error
+from zckpt.storage.buffers import whole_pages
 from zckpt.system import linux
 
 if TYPE_CHECKING:
@@ -58,12 +59,30 @@ def is_refused(error: OSError) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.EINVAL, errno.EOPNOTSUPP)
 
 
-def read_from(path: str, offset: int, room: Bytes) -> None:
+def read_from(path: str, offset: int, room: Bytes, *, direct: bool = False) -> None:
     """Fills ``room`` from byte ``offset`` of ``path``, a file outside of any checkpoint, and leaves nothing of it in
-    the page cache. Raises StorageError, also where the file is too short."""
+    the page cache. ``direct``: whole pages go past the page cache where the file system allows it; then ``room`` lies
+    as far behind the start of a page of memory as ``offset`` behind that of a page of the file. Raises StorageError,
+    also where the file is too short."""
+    first, last = whole_pages(offset, len(room))
+    if direct and linux.O_DIRECT and first < last:
+        try:
+            _fill(path, offset + first, room[first:last], linux.O_DIRECT)
+        except StorageError as error:
+            if not is_refused(error):
+                raise
+        else:
+            _fill(path, offset, room[:first])
+            _fill(path, offset + last, room[last:])
+            return
+    _fill(path, offset, room)
+
+
+def _fill(path: str, offset: int, room: Bytes, flags: int = 0) -> None:
+    """``flags``: with which the file is opened."""
     done = 0
     try:
-        fd = os.open(path, os.O_RDONLY | BINARY)
+        fd = os.open(path, os.O_RDONLY | BINARY | flags)
         try:
             while done < len(room):
                 got = read_at(fd, [room[done:]], offset + done)

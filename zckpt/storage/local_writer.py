@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zckpt.errors import StorageError, from_os_error
-from zckpt.storage.buffers import PAGE_BYTES, after
+from zckpt.storage.buffers import PAGE_BYTES, after, whole_pages
 from zckpt.storage.files import BINARY, is_refused, read_from, sync_data
 from zckpt.system import linux
 
@@ -66,13 +66,13 @@ class LocalWriter:
         if self._direct_fd < 0:
             self._put_cached([data], offset)
             return
-        first, last = _whole_pages(offset, len(data))
+        first, last = whole_pages(offset, len(data))
         head, tail = self._edge(data[:first], offset), self._edge(data[last:], offset + last)
         self._put_pages([*head, data[first:last], *tail], offset - offset % PAGE_BYTES if head else offset + first)
 
     def share(self, source: FileSpan, offset: int) -> bool:
         # Not where the file system cannot, or `source` lies otherwise in its pages
-        first, last = _whole_pages(offset, source.nbytes)
+        first, last = whole_pages(offset, source.nbytes)
         if source.offset % PAGE_BYTES != offset % PAGE_BYTES or first >= last:
             return False
         try:
@@ -85,11 +85,11 @@ class LocalWriter:
             os.close(fd)
 
     def read_back(self, room: Bytes, offset: int) -> None:
-        first, last = _whole_pages(offset, len(room))
-        read_from(self.path, offset + first, room[first:last])
+        first, last = whole_pages(offset, len(room))
+        read_from(self.path, offset + first, room[first:last], direct=self._direct_fd >= 0)
 
     def write_edges(self, data: Bytes | memoryview, offset: int) -> None:
-        first, last = _whole_pages(offset, len(data))
+        first, last = whole_pages(offset, len(data))
         for part, at in ((data[:first], offset), (data[last:], offset + last)):
             if self._direct_fd < 0:
                 self._put(self._fd, [part], at)
@@ -179,10 +179,3 @@ class _Page:
         self.start, self.stop = min(self.start, start), max(self.stop, stop)
         self._nbytes += len(part)
         return self._nbytes == PAGE_BYTES
-
-
-def _whole_pages(offset: int, nbytes: int) -> tuple[int, int]:
-    """Of ``nbytes`` from byte ``offset`` of a file on: where the first whole page begins among them, and where the last
-    one ends; the same, which may be behind them, if there is none."""
-    first = -offset % PAGE_BYTES
-    return first, max(first, nbytes - (offset + nbytes) % PAGE_BYTES)

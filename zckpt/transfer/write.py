@@ -12,6 +12,7 @@ import ctypes
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.plan.layout import FILLER, HEADER
 from zckpt.state.inventory import FileSpan
-from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.storage.buffers import PAGE_BYTES, whole_pages
 from zckpt.storage.files import read_from
 from zckpt.transfer.devices import FromDevice
 from zckpt.transfer.host_memory import memory
@@ -90,7 +91,9 @@ def run_writes(
             files.append(store.create(one.shard.path, one.reserved_bytes, direct=budget.direct))
         jobs = [_Job(files[op.file], plan.files[op.file], op) for op in plan.ops]
         with staging.work(len(jobs)):
-            pipeline = Pipeline(jobs, _take, put, staging, buffers, snapshot, plan.urgent)
+            pipeline = Pipeline(
+                jobs, partial(_take, direct=budget.direct), put, staging, buffers, snapshot, plan.urgent
+            )
             budget.run([pipeline.work] * budget.threads, lambda: snapshot.give_up("it was interrupted"))
         budget.run(file.sync for file in files)
     finally:
@@ -99,15 +102,19 @@ def run_writes(
     return bytes(table)
 
 
-def _take(job: _Job, stage: StagingBuffer) -> _Job:
+def _take(job: _Job, stage: StagingBuffer, *, direct: bool) -> _Job:
     op, sharing = job.op, job.file.sharing
     path, place = op.place or (None, 0)
     if path == "":  # it is written from where it lies
         return job
-    if path is not None and sharing is not None and sharing.share(FileSpan(path, place, op.nbytes), op.offset):
-        start, stop = job.starts[0], job.starts[-1]
-        for edge in (slice(start, -(-start // PAGE_BYTES) * PAGE_BYTES), slice(stop - stop % PAGE_BYTES, stop)):
-            read_from(path, place + edge.start - start, stage.bytes[edge])
+    if path is not None:
+        staged: Bytes = stage.bytes[job.starts[0] : job.starts[-1]]
+        if sharing is None or not sharing.share(FileSpan(path, place, op.nbytes), op.offset):
+            read_from(path, place, staged, direct=direct)
+            return job
+        first, last = whole_pages(op.offset, op.nbytes)
+        read_from(path, place, staged[:first])
+        read_from(path, place + last, staged[last:])
         return replace(job, shared=sharing)
     copies: defaultdict[torch.device, list[FromDevice]] = defaultdict(list)
     for span, at in zip(job.spans, job.starts, strict=False):
