@@ -69,7 +69,7 @@ class Options:
 def parse_options(description: str | None, *, runs: int = 5, size: int = 3 * GIB) -> Options:
     """From the command line. ``description``: the docstring of the program."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--size", type=parse_size, default=size, help=f"of the state; default {size // GIB}GiB")
+    parser.add_argument("--size", type=parse_size, default=size, help=f"of the state; default {size / GIB:g}GiB")
     parser.add_argument("--runs", type=int, default=runs, help=f"rounds that count; default {runs}")
     parser.add_argument("--quick", action="store_true", help="64 MiB, one round: only whether it works")
     parser.add_argument("--dir", type=Path, default=ROOT / ".cache" / "bench", help="on the disk to be measured")

@@ -163,8 +163,7 @@ def other_world_rounds(directories: dict[str, Path], nbytes: int, runs: int) -> 
     ]
     cold = together(contestants, runs)
     contestants = [
-        Contestant(label, contestant.action, partial(on_first, bring_into_cache, directories[label]))
-        for label, contestant in ((one.label, one) for one in contestants)
+        replace(one, before=partial(on_first, bring_into_cache, directories[one.label])) for one in contestants
     ]
     return {"cold": cold, "cached": together(contestants, runs)}
 

@@ -76,8 +76,9 @@ RUN_READS = box(
 )
 TAKE = [
     box("copy", "_take", "transfer/write.py", """
-        host memory: no copy where 1 MiB or more lie in
-        one run (WriteOp.place); else memmove, one copy
+        host memory: nothing is done where 1 MiB or more
+        lie in one run (WriteOp.place), but for writes in
+        the background; else memmove, one copy
         device: CopyQueue.from_device, one copy, queued
         on a stream; many small ones are joined before
         in a mirror on the device, one copy more
@@ -90,7 +91,7 @@ TAKE = [
     box("digest", "_put", "transfer/write.py", """
         xxh3-128 of each block, into the rank's table. Shared
         pages come into the buffer now, for their digests:
-        PageSharing.read_back, one copy."""),
+        PageSharing.read_back, by direct I/O, no copy."""),
     box("copy", "LocalWriter, write, write_edges", "storage/local_writer.py", """
         Whole pages by direct I/O: the disk takes them
         from where they lie, no copy. A part of a page, at

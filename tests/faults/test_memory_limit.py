@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import zckpt
+from tests.support.memory import uncache
 from tests.support.memory_cgroup import NAME, NoGroupError, memory_group
 from zckpt.engines import adapt
 from zckpt.format.digest import digest
-from zckpt.system.linux import uncache
 from zckpt.testing import ReferenceEngine
 from zckpt.transfer.memory import host_bytes
 
@@ -105,13 +105,6 @@ def fingerprints(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {key: digest(host_bytes(tensor)) for key, tensor in tensors.items()}
 
 
-def forget_files(directory: Path) -> None:
-    for file in directory.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as opened:
-                uncache(opened.fileno())
-
-
 def write_and_read_again(
     group: MemoryGroup, directory: Path, kind: str, nbytes: int, headroom_bytes: int, direct: bool
 ) -> None:
@@ -126,7 +119,7 @@ def write_and_read_again(
         zckpt.wait()
         for tensor in held(engine).values():
             tensor.fill_(0)
-        forget_files(directory)
+        uncache(directory)
         group.close(headroom_bytes)
         zckpt.restore(engine, path, budget=budget)
         assert fingerprints(held(engine)) == before
@@ -136,7 +129,7 @@ def write_and_read_again(
     assert used - group.used_bytes() > 0.99 * moved.nbytes - headroom_bytes
     zckpt.reload(engine, budget=budget)
     assert fingerprints(held(engine)) == before
-    forget_files(directory)
+    uncache(directory)
     destination_bytes = sum(tensor.nbytes for tensor in held(engine).values())
     group.close(destination_bytes + headroom_bytes)
     loaded = zckpt.open(path, budget=budget).load()

@@ -15,6 +15,7 @@ import torch
 import zckpt
 from tests.support.memory import memory
 from tests.support.reference_engine import held
+from tests.support.scratch import flip_a_bit
 from zckpt.offloading import away as away_module
 from zckpt.offloading.away import away
 from zckpt.storage import scratch
@@ -52,12 +53,7 @@ def assert_as_before(engine: ReferenceEngine, expected: dict[str, torch.Tensor])
 def damage(engine: ReferenceEngine, part: str, name: str, at: int = 100) -> None:
     out = away(engine)
     assert out is not None
-    one = next(one for one in out.moved if (one.parts, one.name) == ((part,), name))
-    assert one.saved is not None
-    fd = one.saved.file.open(os.O_RDWR)
-    before = os.pread(fd, 1, one.start + at)
-    os.pwrite(fd, bytes([before[0] ^ 1]), one.start + at)
-    os.close(fd)
+    flip_a_bit(next(one for one in out.moved if (one.parts, one.name) == ((part,), name)), at)
 
 
 @pytest.mark.parametrize("parts", [None, ["master"], ["exp_avg", "param"], "optim_states", ["hp_params", "lp_params"]])

@@ -16,6 +16,7 @@ from tests.support.models import batch, make_engine, train
 from tests.support.offload import CPU
 from tests.support.reference_engine import held
 from tests.support.runs import everything
+from tests.support.scratch import flip_a_bit
 from zckpt.offloading.away import away
 from zckpt.testing import ReferenceEngine
 
@@ -31,11 +32,7 @@ def damage(engine: Any, part: str) -> None:
     """Of this part, all storages."""
     for one in away(engine).moved:  # type: ignore[union-attr]
         if one.parts == (part,):
-            assert one.saved is not None
-            fd = one.saved.file.open(os.O_RDWR)
-            before = os.pread(fd, 1, one.start + one.nbytes // 2)
-            os.pwrite(fd, bytes([before[0] ^ 1]), one.start + one.nbytes // 2)
-            os.close(fd)
+            flip_a_bit(one, one.nbytes // 2)
 
 
 def one_rank_fails(directory: str) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.support.memory import uncache
 from tests.support.states import PARTS, same_all, write_state
 from zckpt.plan.reshard import Span
 from zckpt.reading.checkpoint import Want
@@ -66,14 +67,6 @@ def has_direct_io(directory: Path) -> bool:
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
     return cached_bytes(path) == 0
-
-
-def uncache(directory: Path) -> None:
-    """Takes all files below it out of the page cache."""
-    for path in directory.rglob("*.*"):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @pytest.fixture
