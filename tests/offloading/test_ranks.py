@@ -91,7 +91,7 @@ def deepspeed_engine(directory: str, setup: dict[str, Any]) -> None:
     inputs, stock = batch(engine, 2), f"{directory}/stock"
     for call, name in (
         (lambda: engine(**inputs), "forward"),
-        (lambda: engine.module(**inputs), "__call__"),
+        (lambda: engine.module(**inputs), "a call of the module"),
         (lambda: engine.backward(torch.zeros((), requires_grad=True)), "backward"),
         (engine.step, "step"),
         (engine.optimizer.step, "step"),

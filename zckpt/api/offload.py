@@ -229,7 +229,7 @@ class _Offload:
         out = away(self._engine) or Away(self._engine, self._adapter.uses())
         if pending is not None:
             pending.stand_by()
-            out.settle = pending.settle
+            out.wait = pending.settle
 
     def write(self, snapshot: Snapshot) -> None:
         synchronize(self._adapter.devices)
@@ -238,7 +238,7 @@ class _Offload:
     def take(self, parts: Collection[str]) -> None:
         out = away(self._engine)
         assert out is not None, "it has begun"
-        out.take(self._moved, parts, self.directory)
+        out.take(self._moved, parts)
         out.bring_back = partial(reload, self._engine, budget=self._budget) if self._auto else None
         give_back(self._adapter.devices)
 

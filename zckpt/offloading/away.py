@@ -95,6 +95,10 @@ def _meets(tensor: torch.Tensor, moved: Moved, start: int, stop: int) -> bool:
     return same and first < stop and first + tensor.numel() * tensor.itemsize > start
 
 
+def _name(use: Use) -> str:
+    return "a call of the module" if use.method == "__call__" else use.method
+
+
 def _read_ahead(spans: Sequence[ScratchSpan], stopped: Event) -> None:
     left = available_bytes() // 2
     for span in spans:
@@ -133,16 +137,14 @@ class Away:
         """Maps the keys of tensors that no reload can bring back to the reason why."""
         self.bring_back: Callable[[Collection[str]], None] | None = None
         """Brings parts back for a call that uses them, on all ranks; None: such a call is refused."""
-        self.directory = ""
-        """Where the last offload has made its files."""
         self.moved: list[Moved] = []
         """The storages of this rank that are out."""
-        self.settle: Callable[[], None] = lambda: None
+        self.wait: Callable[[], None] = lambda: None
         """Waits until nothing is being moved out in the background."""
         self._engine = engine
         self._ahead: list[Worker] = []
         self._stopped = Event()
-        self._undo = before_calls((use.owner, use.method, partial(self._check, use.method, use.parts)) for use in uses)
+        self._undo = before_calls((use.owner, use.method, partial(self._check, _name(use), use.parts)) for use in uses)
         setattr(engine, _AWAY, self)
 
     def settled(self, parts: Iterable[str], lost: Mapping[str, str]) -> None:
@@ -153,14 +155,13 @@ class Away:
             self._undo()
             vars(self._engine).pop(_AWAY, None)
 
-    def take(self, moved: Sequence[Moved], parts: Collection[str], directory: str) -> None:
+    def take(self, moved: Sequence[Moved], parts: Collection[str]) -> None:
         """Takes the memory from storages that have been written. ``parts``: those of all ranks."""
         for one in moved:
             take_memory(one.storage)
             _storages[one.storage._cdata] = one
         self.moved += moved
         self.parts |= {*parts}
-        self.directory = directory
 
     def bring(self, parts: Collection[str], adapter: EngineAdapter, budget: Budget, *, verify: bool) -> Back:
         """Reads the storages of these parts into new memory. What cannot be read stays out. Raises DeviceError where
@@ -212,16 +213,16 @@ class Away:
             if one.saved is not None and id(one.saved) not in used:
                 one.saved.file.close()
 
-    def _check(self, method: str, needed: Collection[str] | None) -> None:
+    def _check(self, call: str, needed: Collection[str] | None) -> None:
         """Before a call that uses these parts. Raises OffloadedError, unless they can be brought back."""
-        self.settle()
-        self.refuse_lost(method)
+        self.wait()
+        self.refuse_lost(call)
         out = in_order(self.parts if needed is None else self.parts & {*needed})
         if not out:
             return
         if self.bring_back is None:
             raise OffloadedError(
-                f"{method} uses {', '.join(out)}, which zckpt.offload has moved to {self.directory}",
+                f"{call} uses {', '.join(out)}, which zckpt.offload has moved to disk",
                 hint="call zckpt.reload(engine) first, on every rank, or pass auto=True to zckpt.offload",
             )
         self.bring_back(out)

@@ -167,7 +167,10 @@ def left_over(entries: Iterable[str]) -> Iterator[str]:
 def _own_name() -> str:
     place, started = _place(), linux.started(os.getpid())
     if place is None or started is None:
-        raise ZckptError("this system does not tell which process is which")
+        raise ZckptError(
+            "scratch files need a name here, and this system does not tell which process is which",
+            hint="offload to a local file system, such as ext4 or XFS, and mount /proc",
+        )
     return f"zckpt-scratch-{place}-{os.getpid()}-{started}-{secrets.token_hex(4)}"
 
 
