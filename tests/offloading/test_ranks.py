@@ -12,11 +12,13 @@ import torch
 
 import zckpt
 from tests.support.accelerator import DEVICE_TYPE
+from tests.support.memory import memory
 from tests.support.models import batch, make_engine, train
 from tests.support.offload import CPU
 from tests.support.reference_engine import held
 from tests.support.runs import everything
 from tests.support.scratch import flip_a_bit
+from zckpt.engines import adapt
 from zckpt.offloading.away import away
 from zckpt.testing import ReferenceEngine
 
@@ -92,6 +94,10 @@ def deepspeed_engine(directory: str, setup: dict[str, Any]) -> None:
     for call, name in (
         (lambda: engine(**inputs), "forward"),
         (lambda: engine.module(**inputs), "a call of the module"),
+        (engine.module.state_dict, "state_dict"),
+        (engine.module_state_dict, "state_dict"),
+        (engine.state_dict, "state_dict"),
+        (engine._zero3_consolidated_16bit_state_dict, "state_dict"),
         (lambda: engine.backward(torch.zeros((), requires_grad=True)), "backward"),
         (engine.step, "step"),
         (engine.optimizer.step, "step"),
@@ -127,6 +133,37 @@ def deepspeed_engines(directory: str) -> None:
 
 def test_engines_of_deepspeed_are_guarded_written_and_restored(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(deepspeed_engines, 2, str(tmp_path))
+
+
+def buckets_of_deepspeed(directory: str) -> None:
+    numel = 50 << 20
+    for stage in (3, 1):
+        engine = make_engine(stage=stage, reduce_bucket_size=numel, config={"gradient_accumulation_steps": 2})
+        train(engine, 3)  # and so between two micro steps
+        zckpt.offload(engine, directory)
+        zckpt.reload(engine)
+        (bucket,) = engine.optimizer.ipg_buckets.values()
+        buffer = bucket.buffer if stage == 3 else bucket.buffer[0]
+        shape, dtype, before = buffer.shape, buffer.dtype, memory("VmRSS")
+        out = zckpt.offload(engine, directory, parts=["gradient"])
+        assert out.nbytes > numel * dtype.itemsize
+        entries = [one for one in zckpt.where(engine).entries if one.rank == engine.global_rank]
+        offloaded = {one.path: one.nbytes for one in entries if one.tier == "offloaded"}
+        assert sum(offloaded.values()) == out.nbytes
+        assert offloaded[None] == numel * dtype.itemsize
+        saved = {one.saved for one in away(engine).moved if one.saved is not None}  # type: ignore[union-attr]
+        assert sum(os.stat(one.file.path).st_size for one in saved) < 1 << 20
+        zckpt.reload(engine)
+        assert memory("VmRSS") - before < 16 << 20
+        assert (buffer.shape, buffer.dtype, buffer.untyped_storage().nbytes()) == (shape, dtype, numel * dtype.itemsize)
+        buffer[-1] = 1
+        bucket.elements = 1  # something is in it
+        assert not any(one.workspace for one in adapt(engine).memory())
+        bucket.elements = 0
+
+
+def test_empty_buckets_are_not_written_and_come_back_untouched(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(buckets_of_deepspeed, 2, str(tmp_path))
 
 
 @pytest.mark.sim

@@ -17,7 +17,7 @@ from zckpt.offloading.parts import chosen, in_order, movable, next_in_use
 from zckpt.plan.select import several
 from zckpt.ranks.collectives import Ranks, check_arguments, comparable
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM
-from zckpt.storage.scratch import scratch_directory
+from zckpt.storage.scratch import scratch_directory, wait_for_closing
 from zckpt.transfer.budget import Budget, flag
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.snapshot import Snapshot
@@ -36,7 +36,7 @@ class Offloaded:
         self.parts = parts
         """The parts of which it moves something on any rank."""
         self.nbytes = nbytes
-        """How many bytes it moves on this rank."""
+        """The bytes that it frees on this rank. Some are of buffers whose values nobody needs, and are not written."""
         self._pending = pending
 
     def wait(self, timeout: float | None = None) -> None:
@@ -232,6 +232,7 @@ class _Offload:
             out.wait = pending.settle
 
     def write(self, snapshot: Snapshot) -> None:
+        wait_for_closing()
         synchronize(self._adapter.devices)
         write_out(self._moved, self.directory, self._budget or Budget.from_environment(), snapshot)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.engines import adapt, group_of
 from zckpt.errors import UnsupportedError
-from zckpt.offloading.away import directory_of
+from zckpt.offloading.away import moved_from
 from zckpt.ranks.collectives import Ranks
 from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, FileSpan
 from zckpt.system.available import available_bytes
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TIERS = ("device", "pinned", "pageable", "nvme", "offloaded")
 """The memory of a device; host memory that torch has pinned or the system has locked; other host memory; swap files of
-the framework; scratch files of zckpt.offload."""
+the framework; what zckpt.offload has moved out, to scratch files."""
 _LAST_PARTS = (PARAM, BUFFER, GRADIENT)
 _COLUMNS = 8
 """How many ranks stand beside each other in a table. The others come below."""
@@ -54,7 +54,8 @@ class PlacementEntry:
     nbytes: int
     """What the storages take, padding and all; of a swap file, what it takes on the disk."""
     path: str | None
-    """The swap file, or the directory that was given to ``zckpt.offload``. None for memory."""
+    """The swap file, or the directory that was given to ``zckpt.offload``. None for memory, and for what was offloaded
+    without being written, since nobody needs its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +155,9 @@ def _look(adapter: EngineAdapter) -> tuple[list[tuple[Any, ...]], tuple[Any, ...
             place, tier, nbytes, path = one.data.path, "nvme", _on_disk(one.data.path), one.data.path
         else:
             storage = one.data.untyped_storage()
-            place, nbytes, path = storage._cdata, storage.nbytes(), directory_of(storage)
-            tier = "offloaded" if path is not None else _tier(storage, locked)
+            place, nbytes, moved = storage._cdata, storage.nbytes(), moved_from(storage)
+            path = moved.saved.file.directory if moved is not None and moved.saved is not None else None
+            tier = "offloaded" if moved is not None else _tier(storage, locked)
         if place not in seen:
             seen.add(place)
             sums[one.part, str(one.dtype).removeprefix("torch."), tier, path] += nbytes

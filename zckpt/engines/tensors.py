@@ -72,16 +72,16 @@ def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
         target.data = values
 
 
-def holdings(part: str, name: str, value: Any) -> Iterator[Holding]:
+def holdings(part: str, name: str, value: Any, *, workspace: bool = False) -> Iterator[Holding]:
     """A holding for each dense tensor with elements in ``value``: a tensor, or collections with tensors in them."""
     if isinstance(value, torch.Tensor):
         if value.layout == torch.sparse_coo:
-            yield from holdings(part, name, [value._indices(), value._values()])
+            yield from holdings(part, name, [value._indices(), value._values()], workspace=workspace)
         elif value.numel() and not value.is_meta:
-            yield Holding(part, name, value, value.dtype)
+            yield Holding(part, name, value, value.dtype, workspace)
     elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
         for one in value.values() if isinstance(value, Mapping) else value:
-            yield from holdings(part, name, one)
+            yield from holdings(part, name, one, workspace=workspace)
 
 
 def is_zero(tensor: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from zckpt.offloading.files import Moved, read_back
 from zckpt.offloading.memory import fresh_memory, give_memory, is_movable, is_pinned, take_memory
 from zckpt.offloading.parts import in_order
 from zckpt.state.inventory import FileSpan
+from zckpt.storage.scratch import close_in_background
 from zckpt.system import linux
 from zckpt.system.available import available_bytes
 from zckpt.system.threads import Worker, stop
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from zckpt.engines.contract import EngineAdapter, Use
+    from zckpt.state.inventory import Holding
     from zckpt.storage.scratch import ScratchSpan
     from zckpt.transfer.budget import Budget
 
@@ -53,26 +55,26 @@ def place_of(tensor: torch.Tensor) -> FileSpan | None:
     return moved.span(int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
 
 
-def directory_of(storage: torch.UntypedStorage) -> str | None:
-    """The directory to which a storage was moved; None if it is in memory."""
-    moved = _storages.get(storage._cdata)
-    return None if moved is None or moved.saved is None else moved.saved.file.directory
+def moved_from(storage: torch.UntypedStorage) -> Moved | None:
+    """What became of a storage that was moved; None if it is in memory."""
+    return _storages.get(storage._cdata)
 
 
 def storages(adapter: EngineAdapter, parts: Collection[str]) -> list[Moved]:
     """The storages in memory that hold nothing but these parts, each once. Those that are on disk already are left
     out, and those that another process can see."""
-    found: dict[int, tuple[torch.UntypedStorage, str, set[str]]] = {}
+    found: dict[int, tuple[torch.UntypedStorage, list[Holding]]] = {}
     for holding in adapter.memory():
         if isinstance(holding.data, FileSpan):
             continue
         storage = holding.data.untyped_storage()
-        found.setdefault(storage._cdata, (storage, holding.name, set()))[-1].add(holding.part)
-    return [
-        Moved(storage, in_order(own), name, is_pinned(storage))
-        for cdata, (storage, name, own) in found.items()
-        if own <= {*parts} and cdata not in _storages and is_movable(storage)
-    ]
+        found.setdefault(storage._cdata, (storage, []))[-1].append(holding)
+    moved = []
+    for cdata, (storage, on_it) in found.items():
+        own, workspace = {one.part for one in on_it}, all(one.workspace for one in on_it)
+        if own <= {*parts} and cdata not in _storages and is_movable(storage):
+            moved.append(Moved(storage, in_order(own), on_it[0].name, is_pinned(storage), workspace))
+    return moved
 
 
 def keys_of(adapter: EngineAdapter, moved: Moved, start: int, stop: int) -> list[str]:
@@ -188,7 +190,8 @@ class Away:
         """Has a thread read the storages of these parts into the page cache, up to half of the memory that is
         available. The system can take that back."""
         self._stop_reading_ahead()
-        spans = [one.span(0, one.nbytes) for one in self.moved if not {*parts}.isdisjoint(one.parts)]
+        wanted = (one for one in self.moved if not one.workspace and not {*parts}.isdisjoint(one.parts))
+        spans = [one.span(0, one.nbytes) for one in wanted]
         if spans:
             self._stopped = Event()
             self._ahead = [Worker(partial(_read_ahead, spans, self._stopped), "zckpt-read-ahead", daemon=True)]
@@ -208,10 +211,8 @@ class Away:
             give_memory(one.storage, own)
             _storages.pop(one.storage._cdata, None)
         self.moved = [one for one in self.moved if one not in {*moved}]
-        used = {id(one.saved) for one in self.moved}
-        for one in moved:
-            if one.saved is not None and id(one.saved) not in used:
-                one.saved.file.close()
+        used = {one.saved for one in self.moved}
+        close_in_background(one.saved.file for one in moved if one.saved is not None and one.saved not in used)
 
     def _check(self, call: str, needed: Collection[str] | None) -> None:
         """Before a call that uses these parts. Raises OffloadedError, unless they can be brought back."""

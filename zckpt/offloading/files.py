@@ -56,6 +56,8 @@ class Moved:
     name: str
     """The name of the first tensor on it."""
     pinned: bool
+    workspace: bool = False
+    """Whether its values are not needed: it is not written, and comes back as fresh memory."""
     saved: Saved | None = field(default=None, init=False)
     number: int = field(default=0, init=False)
     """Its position among the pieces of the file."""
@@ -87,6 +89,7 @@ def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: 
     """Writes the bytes of all of these to new scratch files, one for each combination of parts. They are not durable.
     Nothing may change these bytes meanwhile. Raises StorageError, and ZckptError if the snapshot is given up; then
     nothing is left on the disk."""
+    moved = [one for one in moved if not one.workspace]
     tensors = [whole(one.storage) for one in moved]
     devices = devices_of(tensors)
     synchronize(devices)
@@ -119,11 +122,13 @@ def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: 
 
 
 def read_back(moved: Sequence[Moved], budget: Budget, *, verify: bool) -> list[torch.Tensor]:
-    """New memory for each storage, filled with its bytes. Raises FormatError (F001, F003, D003) and StorageError, whose
-    byte ranges are those of the scratch file, and DeviceError."""
-    if not moved:
-        return []
-    targets = [fresh_memory(one.storage, pinned=one.pinned) for one in moved]
+    """New memory for each storage, filled with its bytes, but for workspace. Raises FormatError (F001, F003, D003) and
+    StorageError, whose byte ranges are those of the scratch file, and DeviceError."""
+    memory = [fresh_memory(one.storage, pinned=one.pinned) for one in moved]
+    targets = [own for own, one in zip(memory, moved, strict=True) if not one.workspace]
+    if not targets:
+        return memory
+    moved = [one for one in moved if not one.workspace]
     files: dict[Saved, int] = {}
     rows = []
     for sink, one in enumerate(moved):
@@ -150,4 +155,4 @@ def read_back(moved: Sequence[Moved], budget: Budget, *, verify: bool) -> list[t
             error.file = next(iter(files)).file.directory
             raise
     synchronize(sinks.devices)
-    return targets
+    return memory

@@ -101,3 +101,5 @@ class Holding:
     """A dense tensor of any shape, which has elements, or the range of a swap file. Tensors may be views, and several
     holdings may share a storage."""
     dtype: torch.dtype
+    workspace: bool = False
+    """Whether the engine uses this memory only while it computes: no value in it is needed any more, now."""

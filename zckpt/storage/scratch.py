@@ -22,6 +22,7 @@ from zckpt.state.inventory import FileSpan
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
 from zckpt.system import linux
+from zckpt.system.threads import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"zckpt-scratch-([0-9a-f]{16})-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{8}")
 """The name of a file that has one: a digest of the place where its process id has a meaning, such as the machine and
 its boot; that id; when the process started; and random digits."""
+_closing: list[Worker] = []
+"""The threads that close files, and may have ended."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_closing.clear)  # a forked process has none of these threads
 
 
 class ScratchFile:
@@ -99,6 +104,30 @@ class ScratchFile:
 
     def __del__(self) -> None:
         self.close()
+
+
+def close_in_background(files: Iterable[ScratchFile]) -> None:
+    """Has a thread close these files, since it takes long to free the space of large ones. The end of the process waits
+    for it."""
+    own = {*files}
+    if not own:
+        return
+
+    def close() -> None:
+        for file in own:
+            file.close()
+
+    worker = Worker(close, "zckpt-close")
+    with suppress(RuntimeError):  # where there is no thread, they are closed with the last reference to them
+        worker.start()
+        _closing.append(worker)
+
+
+def wait_for_closing() -> None:
+    """Until the space of all files that were to be closed is free."""
+    while _closing:
+        _closing[-1].wait()
+        _closing.pop()
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,11 +162,12 @@ class DeepSpeedAdapter:
 
     def uses(self) -> Iterator[Use]:
         engine = self.engine
-        yield Use(engine, "forward", {PARAM, BUFFER})
-        yield Use(engine.module, "__call__", {PARAM, BUFFER})
+        for method in ("forward", "save_16bit_model", "_zero3_consolidated_16bit_state_dict"):
+            yield Use(engine, method, {PARAM, BUFFER})
+        for method in ("__call__", "state_dict"):
+            yield Use(engine.module, method, {PARAM, BUFFER})
         yield Use(engine, "backward", {PARAM, GRADIENT})
         yield Use(engine, "zero_grad", {GRADIENT})
-        yield Use(engine, "save_16bit_model", {PARAM, BUFFER})
         for method in ("step", "offload_states", "reload_states"):
             yield Use(engine, method)
         for method in ("save_checkpoint", "load_checkpoint"):

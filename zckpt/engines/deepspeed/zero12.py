@@ -98,7 +98,9 @@ class Zero12(replicas.Replicated):
     def memory(self) -> Iterator[Holding]:
         yield from super().memory()
         for bucket in getattr(self._wrapper, "ipg_buckets", {}).values():
-            yield from holdings(GRADIENT, "ipg_buckets", [bucket.buffer, bucket.grads])
+            yield from holdings(GRADIENT, "ipg_buckets", bucket.grads)
+            # Empty, as between two backward passes: each gradient is still the parameter's, or has been reduced.
+            yield from holdings(GRADIENT, "ipg_buckets", bucket.buffer, workspace=not bucket.elements)
 
     def before_restore(self) -> None:
         wrapper, self._moved = self._wrapper, self._offloaded_states

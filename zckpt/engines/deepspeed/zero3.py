@@ -153,7 +153,8 @@ class Zero3(Partitioned):
     def memory(self) -> Iterator[Holding]:
         yield from super().memory()
         for bucket in getattr(self._wrapper, "ipg_buckets", {}).values():
-            yield from holdings(GRADIENT, "ipg_buckets", bucket.buffer)
+            # Empty, as between two backward passes: each gradient has been reduced into its partition.
+            yield from holdings(GRADIENT, "ipg_buckets", bucket.buffer, workspace=not bucket.elements)
         for flat in self.flats:
             yield from self._files.gradients(self._numbers[flat])
 
