@@ -204,7 +204,7 @@ def test_devices_and_pinned_memory(cluster: Cluster) -> None:
 
 
 def test_memory_as_the_system_counts_it() -> None:
-    engine = ReferenceEngine({"weight": (4 * MIB,)}, frozen=())
+    engine = ReferenceEngine({"weight": (12 * MIB,)}, frozen=())  # more than malloc would keep
     engine.train(1)
     before, held = zckpt.where(engine), memory("VmRSS")
     (told,) = before.ranks
@@ -214,7 +214,7 @@ def test_memory_as_the_system_counts_it() -> None:
     assert told.allocated_bytes is told.reserved_bytes is None
     moments = {"exp_avg", "exp_avg_sq"}
     freed = sum(one.nbytes for one in before.entries if one.part in moments)
-    assert freed == 2 * 16 * MIB
+    assert freed == 2 * 48 * MIB
     for part in moments:
         del engine.tensors[part]
     after = zckpt.where(engine)
