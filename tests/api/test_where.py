@@ -110,7 +110,9 @@ def look_at_swap_files(swap: str) -> None:
         assert told.free_bytes.keys() == directories
         disk = os.statvfs(swap)
         assert all(abs(free - disk.f_bavail * disk.f_frsize) < 1 << 30 for free in told.free_bytes.values())
-        assert all(f"rank {rank}: " in line for line in str(placement).splitlines() if f"rank{rank}" in line)
+        lines = [line for line in str(placement).splitlines() if f"/rank{rank}" in line]
+        assert lines
+        assert all(line.startswith(f"rank {rank}: ") for line in lines)
     assert {one.dtype for one in placement.entries if one.path and "optimizer" in one.path} == {"float32"}
 
 
