@@ -73,7 +73,8 @@ def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def holdings(part: str, name: str, value: Any, *, workspace: bool = False) -> Iterator[Holding]:
-    """A holding for each dense tensor with elements in ``value``: a tensor, or collections with tensors in them."""
+    """A holding for each dense tensor with elements in ``value``: a tensor, or collections with tensors in them.
+    ``workspace``: as in ``Holding``."""
     if isinstance(value, torch.Tensor):
         if value.layout == torch.sparse_coo:
             yield from holdings(part, name, [value._indices(), value._values()], workspace=workspace)

@@ -57,7 +57,7 @@ class Moved:
     """The name of the first tensor on it."""
     pinned: bool
     workspace: bool = False
-    """Whether its values are not needed: it is not written, and comes back as fresh memory."""
+    """Whether nobody needs its values. Then it is not written, and comes back as fresh memory."""
     saved: Saved | None = field(default=None, init=False)
     number: int = field(default=0, init=False)
     """Its position among the pieces of the file."""
@@ -122,8 +122,8 @@ def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: 
 
 
 def read_back(moved: Sequence[Moved], budget: Budget, *, verify: bool) -> list[torch.Tensor]:
-    """New memory for each storage, filled with its bytes, but for workspace. Raises FormatError (F001, F003, D003) and
-    StorageError, whose byte ranges are those of the scratch file, and DeviceError."""
+    """New memory for each storage, filled with its bytes unless it is workspace. Raises FormatError (F001, F003, D003)
+    and StorageError, whose byte ranges are those of the scratch file, and DeviceError."""
     memory = [fresh_memory(one.storage, pinned=one.pinned) for one in moved]
     targets = [own for own, one in zip(memory, moved, strict=True) if not one.workspace]
     if not targets:

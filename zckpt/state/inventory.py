@@ -102,4 +102,4 @@ class Holding:
     holdings may share a storage."""
     dtype: torch.dtype
     workspace: bool = False
-    """Whether the engine uses this memory only while it computes: no value in it is needed any more, now."""
+    """Whether nobody needs the values that are in this memory now: the engine uses it only while it computes."""

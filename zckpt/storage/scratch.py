@@ -33,7 +33,7 @@ _NAME = re.compile(r"zckpt-scratch-([0-9a-f]{16})-([0-9]{1,10})-([0-9]{1,20})-[0
 """The name of a file that has one: a digest of the place where its process id has a meaning, such as the machine and
 its boot; that id; when the process started; and random digits."""
 _closing: list[Worker] = []
-"""The threads that close files, and may have ended."""
+"""The threads that close files. Some may have ended."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_closing.clear)  # a forked process has none of these threads
 
@@ -124,7 +124,7 @@ def close_in_background(files: Iterable[ScratchFile]) -> None:
 
 
 def wait_for_closing() -> None:
-    """Until the space of all files that were to be closed is free."""
+    """Waits until the space of all files that are being closed in the background is free."""
     while _closing:
         _closing[-1].wait()
         _closing.pop()
