@@ -101,7 +101,7 @@ def test_long_runs_in_host_memory_are_written_from_there_and_all_else_is_staged(
     with mock.patch.object(layout, "STRAIGHT_BYTES_MIN", worth_bytes):
         files = plan_shards(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
         sizes = {"batch_bytes": batch_blocks * BLOCK_BYTES, "block_bytes": BLOCK_BYTES}
-        plan, staged = plan_writes(files, straight=True, **sizes), plan_writes(files, **sizes)
+        plan, staged = plan_writes(files, straight=["master"], **sizes), plan_writes(files, **sizes)
     assert all(op.place is None for op in staged.ops)
     position = dict.fromkeys(range(len(files)), 0)
     block, straight = 0, set()

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -152,6 +153,34 @@ def test_in_the_background_the_state_is_copied_before_it_changes(tmp_path: Path,
     stored = {key: value.view(-1) for key, value in zckpt.open(tmp_path / "c").load().items()}
     assert same_all(stored, {key: before[key].view(-1) for key in stored})
     assert zckpt.validate(tmp_path / "c").ok
+
+
+def test_what_changes_while_it_is_written_can_be_loaded_all_the_same(tmp_path: Path) -> None:
+    """A buffer that another thread or process counts in; masters and moments change by a step alone."""
+    engine = ReferenceEngine(SHAPES)
+    engine.train(1)
+    counted = torch.zeros(2 * MIB)
+    engine.tensors["buffer"] = {"counted": counted}
+    write = LocalWriter.write
+
+    def meanwhile(self: LocalWriter, data: Any, offset: int) -> None:
+        counted.add_(1)
+        write(self, data, offset)
+
+    with mock.patch.object(LocalWriter, "write", meanwhile):
+        zckpt.write(engine, tmp_path / "c")
+    assert zckpt.validate(tmp_path / "c", level="deep").ok
+    assert zckpt.open(tmp_path / "c").load("buffer/counted")["buffer/counted"].max() < counted.max()
+
+
+@pytest.mark.parametrize("count", [1000, MIB])
+def test_data_that_are_not_the_elements_of_a_fragment_are_not_written(tmp_path: Path, count: int) -> None:
+    wrong = {"lie in order": torch.zeros(2 * count)[::2], "are its elements": torch.zeros(count - 1)}
+    for why, data in wrong.items():
+        fragments = [replace(fragment("master", "w", torch.zeros(count), 0, count), data=data)]
+        packed = pack_tree({"engine": {}, "client_state": {}}, "", fragments, 0)
+        with pytest.raises(AssertionError, match=why):
+            write_fragments(tmp_path / why, [fragments], catalog.About(1, BLOCK_BYTES, {}, packed, {}))
 
 
 def test_a_write_that_fails_in_the_middle_leaves_nothing_and_the_state_as_it_was(tmp_path: Path) -> None:

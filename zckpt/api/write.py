@@ -79,6 +79,8 @@ def write(
     ``latest``: have the file ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O;
     None: ``Budget.from_environment()``. ``progress``: such as ``zckpt.ProgressBar()``. ``pending_gradients``: what is
     done where gradients wait for an optimizer step, which no checkpoint holds: "refuse" the write, or "drop" them.
+    Without ``background``, nothing may change masters and moments before the write returns: a load would find them
+    damaged.
 
     ``background``: return a PendingWrite as soon as training may go on; the checkpoint is of the state at this call.
     With ``snapshot="copy"`` that is once the state has been copied. With "lazy" it is once that has been copied which

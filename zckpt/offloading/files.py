@@ -99,7 +99,8 @@ def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: 
     ]
     shards = plan_shards(fragments, secrets.token_hex(8), 0, 1, block_bytes=BLOCK_BYTES)
     staging = pool_for(devices, budget, BLOCK_BYTES)
-    plan = plan_writes(shards, batch_bytes=staging.batch_bytes, block_bytes=BLOCK_BYTES, straight=True)
+    parts = {shard.shard.part for shard in shards}
+    plan = plan_writes(shards, batch_bytes=staging.batch_bytes, block_bytes=BLOCK_BYTES, straight=parts)
     store = ScratchStore(directory)
     buffers = staging.buffers or budget.threads
     try:

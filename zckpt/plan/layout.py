@@ -207,11 +207,11 @@ def plan_writes(
     *,
     batch_bytes: int,
     block_bytes: int,
-    straight: bool = False,
+    straight: Collection[str] = (),
 ) -> WritePlan:
     """Cuts the files of one rank into writes of at most ``batch_bytes``, a multiple of ``block_bytes``. The parts in
-    ``later`` come last, for they do not change before the others have been read. ``straight``: nothing changes before
-    all is written, so that long runs of bytes in host memory can be written from there, without a copy."""
+    ``later`` come last, for they do not change before the others have been read. Those in ``straight`` do not change
+    before all is written, so that long runs of their bytes in host memory can be written from there, without a copy."""
     files = tuple(files)
     ops = [op for number, file in enumerate(files) for op in _cut(file, number, batch_bytes, block_bytes, straight)]
     ops.sort(key=lambda op: files[op.file].shard.part in later)
@@ -219,9 +219,11 @@ def plan_writes(
     return WritePlan(files, tuple(ops), urgent, block_bytes)
 
 
-def _cut(plan: ShardPlan, number: int, batch_bytes: int, block_bytes: int, straight: bool) -> Iterator[WriteOp]:
+def _cut(
+    plan: ShardPlan, number: int, batch_bytes: int, block_bytes: int, straight: Collection[str]
+) -> Iterator[WriteOp]:
     """The writes of one file. Each of the ``long_runs`` has writes of its own."""
-    long = long_runs(plan.fragments, in_memory=straight)
+    long = long_runs(plan.fragments, in_memory=plan.shard.part in straight)
     regions = plan.regions
     region, block = ragged(block_count(regions.nbytes, block_bytes))  # a row for each block
     source, start = regions.source[region], block * block_bytes

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.plan.layout import FILLER, HEADER
@@ -30,9 +31,8 @@ from zckpt.transfer.pipeline import Pipeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    import torch
-
     from zckpt.plan.layout import ShardPlan, WriteOp, WritePlan
+    from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Creator, PageSharing, Writer
     from zckpt.transfer.budget import Budget
@@ -106,6 +106,9 @@ def _take(job: _Job, stage: StagingBuffer, *, direct: bool) -> _Job:
     op, sharing = job.op, job.file.sharing
     path, place = op.place or (None, 0)
     if path == "":  # it is written from where it lies
+        for fragment in (job.plan.fragments[source] for source in op.source.tolist()):
+            assert isinstance(fragment.data, torch.Tensor)
+            _check(fragment, fragment.data)
         return job
     if path is not None:
         staged: Bytes = stage.bytes[job.starts[0] : job.starts[-1]]
@@ -165,10 +168,15 @@ def _fill(
     if isinstance(data, FileSpan):
         read_from(data.path, data.offset + start, stage.bytes[at : at + nbytes])
         return
-    assert data.numel() == fragment.stop - fragment.start, "a fragment's data are its elements"
-    assert data.is_contiguous(), "a fragment's data lie in order"
+    _check(fragment, data)
     if data.is_cpu:
         # By address: to make views of many small tensors would take longer than to copy them.
         ctypes.memmove(stage.address + at, data.data_ptr() + start, nbytes)
     else:
         copies[data.device].append(FromDevice(at, byte_tensor(data)[start : start + nbytes]))
+
+
+def _check(fragment: Fragment, data: torch.Tensor) -> None:
+    """Its bytes are read by their address."""
+    assert data.numel() == fragment.stop - fragment.start, "a fragment's data are its elements"
+    assert data.is_contiguous(), "a fragment's data lie in order"

@@ -116,10 +116,10 @@ class RankWrite:
         budget, snapshot_bytes = options.budget or Budget.from_environment(), options.snapshot_bytes or 0
         staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
         buffers = staging.buffers or max(snapshot_bytes // staging.nbytes, budget.threads)
-        later = {shard.shard.part for shard in self.shards} - _ANY_TIME if options.lazy else ()
+        lasting = {shard.shard.part for shard in self.shards} - _ANY_TIME
         plan = plan_writes(
-            self.shards, later, batch_bytes=staging.batch_bytes, block_bytes=block_bytes,
-            straight=not options.background,
+            self.shards, lasting if options.lazy else (), batch_bytes=staging.batch_bytes, block_bytes=block_bytes,
+            straight=() if options.background else lasting,
         )  # fmt: skip
         with reported(options.progress, "write", plan.tensor_bytes) as advance:
             table = run_writes(store, plan, budget, staging, buffers, snapshot, advance)
