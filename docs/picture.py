@@ -58,7 +58,8 @@ WRITE_PLAN = [
         on devices; has this rank's writes planned, and
         carried out."""),
     box("plan", "plan_writes, WritePlan, WriteOp", "plan/layout.py", """
-        Writes of up to 8 MiB, in whole blocks of 1 MiB."""),
+        Writes of up to 8 MiB, in whole blocks of 1 MiB;
+        which of them go straight from their place."""),
 ]  # fmt: skip
 PIPELINE = box(
     "queue",
