@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.support.memory import memory
+from tests.support.memory import memory, peak_growth
 from tests.support.reference_engine import held
 from tests.support.scratch import flip_a_bit
 from zckpt.offloading import away as away_module
@@ -278,6 +278,24 @@ def test_damage_is_named_and_the_engine_waits_for_a_restore(tmp_path: Path) -> N
         engine.step()
     zckpt.restore(engine, tmp_path / "ck")
     assert_as_before(engine, before)
+
+
+def test_reload_takes_no_more_memory_than_what_comes_back(tmp_path: Path) -> None:
+    engine = ReferenceEngine({"wide": (3000, 3000)})
+    with zckpt.offloaded(engine, tmp_path):  # takes its buffers for good
+        pass
+    out = zckpt.offload(engine, tmp_path)
+    assert peak_growth(lambda: zckpt.reload(engine)) < 1.2 * out.nbytes
+    zckpt.offload(engine, tmp_path)
+    damage(engine, "exp_avg_sq", "wide", 4 * 9_000_000 - 1)  # the last byte to be read
+    errors: list[zckpt.DigestError] = []
+
+    def failing_reload() -> None:
+        with pytest.raises(zckpt.DigestError) as raised:
+            zckpt.reload(engine)
+        errors.append(raised.value)
+
+    assert peak_growth(failing_reload) < 1.2 * out.nbytes
 
 
 def test_damage_that_is_gone_again_is_none(tmp_path: Path) -> None:

@@ -152,8 +152,11 @@ def read_back(moved: Sequence[Moved], budget: Budget, *, verify: bool) -> list[t
                 places=places_of(reader, sinks, read_files),
             )
             run_reads(reader, ops, read_files, sinks, budget, staging, lambda nbytes: None)
-        except (FormatError, StorageError) as error:
-            error.file = next(iter(files)).file.directory
+        except BaseException as error:
+            memory.clear()  # as long as somebody keeps the error, it would stay
+            targets.clear()
+            if isinstance(error, FormatError | StorageError):
+                error.file = next(iter(files)).file.directory
             raise
     synchronize(sinks.devices)
     return memory
