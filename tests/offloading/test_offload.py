@@ -137,6 +137,17 @@ def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
         zckpt.offload(engine, tmp_path, parts=["buffer"])
 
 
+def test_parts_may_be_given_one_after_the_other(tmp_path: Path) -> None:
+    engine = trained()
+    parts: Any = (part for part in ("master", "param"))
+    assert zckpt.offload(engine, tmp_path, parts=parts).parts == ("param", "master")
+    back: Any = (part for part in ("master",))
+    zckpt.reload(engine, back)
+    out = away(engine)
+    assert out is not None
+    assert out.parts == {"param"}
+
+
 def test_another_system_than_linux_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "O_TMPFILE")
     with pytest.raises(zckpt.UnsupportedError, match=r"zckpt\.offload needs Linux"):
@@ -534,4 +545,23 @@ def test_what_comes_next_is_read_ahead(tmp_path: Path) -> None:
     assert cached["master"] > 0.9
     assert cached["exp_avg"] < 0.1
     zckpt.reload(engine, prefetch=0)
+    assert_as_before(engine, before)
+
+
+def test_nothing_is_read_ahead_where_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = trained()
+    before = held(engine)
+    zckpt.offload(engine, tmp_path)
+
+    stock = away_module.Worker.start
+
+    def start(self: Any) -> None:
+        if self._thread.name == "zckpt-read-ahead":
+            raise RuntimeError("can't start new thread")
+        stock(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(away_module.Worker, "start", start)
+        zckpt.reload(engine, ["param"])
+    zckpt.reload(engine)
     assert_as_before(engine, before)

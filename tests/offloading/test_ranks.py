@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 SHAPES = {"wide": (700, 701), "odd": (63, 65), "one": (1,), "empty": (0, 3), "frozen": (63, 63)}
 
 
-def damage(engine: Any, part: str) -> None:
-    """Of this part, all storages."""
+def damage(engine: Any, part: str, name: str | None = None) -> None:
+    """Of this part, all storages, or those of this name."""
     for one in away(engine).moved:  # type: ignore[union-attr]
-        if one.parts == (part,):
+        if one.parts == (part,) and name in (None, one.name):
             flip_a_bit(one, one.nbytes // 2)
 
 
@@ -64,6 +64,9 @@ def one_rank_fails(directory: str) -> None:
             call()
     zckpt.restore(engine, f"{directory}/ck")
     torch.testing.assert_close(held(engine), before, rtol=0, atol=0)
+    nowhere: Any = None if engine.rank else directory
+    with pytest.raises(TypeError if engine.rank else zckpt.RankError, match="not NoneType"):
+        zckpt.offload(engine, nowhere)
     with pytest.raises(zckpt.RankError, match="different parts arguments"):
         zckpt.offload(engine, directory, parts=["master"] if engine.rank else ["param"])
     if engine.rank == 0:  # the other one has nothing of it
@@ -164,6 +167,64 @@ def buckets_of_deepspeed(directory: str) -> None:
 
 def test_empty_buckets_are_not_written_and_come_back_untouched(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(buckets_of_deepspeed, 2, str(tmp_path))
+
+
+def lost_buffers(directory: str) -> None:
+    engine = make_engine(stage=2, offload_optimizer={**CPU, "pin_memory": True})
+    train(engine, 2)
+    zckpt.write(engine, f"{directory}/ck")
+    before = everything(engine)
+    zckpt.offload(engine, f"{directory}/scratch")
+    damage(engine, "param", "param_buffer_of_bit16_for_cpu_offload_groups")
+    with pytest.raises(zckpt.DigestError, match="key param/param_buffer_of_bit16"):
+        zckpt.reload(engine)
+    with pytest.raises(zckpt.OffloadedError, match="param/param_buffer_of_bit16"):
+        engine.step()
+    zckpt.restore(engine, f"{directory}/ck", rng=True)  # which has no such tensor
+    assert away(engine) is None
+    assert everything(engine) == before
+
+
+def test_a_lost_buffer_that_no_checkpoint_has_is_made_anew(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(lost_buffers, 1, str(tmp_path))
+
+
+def muon(directory: str) -> None:
+    for stage in (1, 2, 3):
+        engine = make_engine(stage=stage, optimizer="muon", model="odd", reduce_scatter=False)
+        train(engine, 1)
+        loss = engine(**batch(engine, 1))
+        zckpt.offload(engine, directory, parts=["optim_states"])
+        with pytest.raises(zckpt.OffloadedError, match="backward uses momentum_buffer"):
+            engine.backward(loss)
+        zckpt.reload(engine, ["momentum_buffer"])
+        engine.backward(loss)
+        with pytest.raises(zckpt.OffloadedError, match="step uses exp_avg"):
+            engine.step()
+        zckpt.reload(engine)
+        with torch.no_grad():
+            engine.step()
+
+
+def test_backward_passes_of_muon_use_its_momentum(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(muon, 1, str(tmp_path))
+
+
+def pinned_by_deepspeed(directory: str) -> None:
+    os.environ["DS_PIN_MEMORY_BACKEND"] = "native"
+    engine = make_engine(stage=2, offload_optimizer={**CPU, "pin_memory": True})
+    train(engine, 1)
+    before = zckpt.where(engine)
+    zckpt.offload(engine, directory)
+    out = zckpt.where(engine)
+    assert out.total("pinned") == before.total("pinned") > 0
+    assert out.total("offloaded") > 0
+    zckpt.reload(engine)
+    assert zckpt.where(engine).entries == before.entries
+
+
+def test_what_deepspeed_itself_has_locked_stays(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(pinned_by_deepspeed, 1, str(tmp_path))
 
 
 @pytest.mark.sim

@@ -16,7 +16,7 @@ from zckpt.offloading.memory import check_supported, give_back
 from zckpt.offloading.parts import chosen, in_order, movable, next_in_use
 from zckpt.plan.select import several
 from zckpt.ranks.collectives import Ranks, check_arguments, comparable
-from zckpt.state.inventory import GRADIENT, MASTER, PARAM
+from zckpt.state.inventory import MASTER, PARAM
 from zckpt.storage.scratch import scratch_directory, wait_for_closing
 from zckpt.transfer.budget import Budget, flag
 from zckpt.transfer.devices import synchronize
@@ -64,7 +64,8 @@ def offload(
     ``parts``: such as ``["master", "exp_avg"]``; None: ``master``, all moments, ``param`` and ``gradient``. DeepSpeed's
     names ``hp_params``, ``optim_states``, ``lp_params``, ``lp_grads`` and ``contiguous_grad_buffer`` mean the same
     here. A part that is out already, or of which there is nothing yet, is left alone. So is memory that also holds a
-    part which is not asked for, and what lies in swap files or in memory that processes share.
+    part which is not asked for, and what lies in swap files, in memory that processes share, or in memory that
+    DeepSpeed itself has locked.
 
     ``background``: return at once, and have a thread move the states. Whatever uses the engine waits for it.
     ``auto``: a call that uses what is out, such as ``engine.step()``, first brings back what it needs. Without ``auto``
@@ -77,10 +78,12 @@ def offload(
     wait()
     group = group_of(engine)
     ranks = Ranks(group, call="zckpt.offload")
-    own = _Offload(engine, directory, several(parts), auto, budget)
+    own = _Offload(engine, auto, budget)
 
     def prepare() -> dict[str, object]:
-        return {"arguments": comparable(parts=own.asked, background=background, auto=auto), "parts": own.prepare()}
+        asked = None if parts is None else [*several(parts)]
+        arguments = comparable(parts=asked, background=background, auto=auto)
+        return {"arguments": arguments, "parts": own.prepare(directory, asked)}
 
     with ranks.undivided():
         told: list[Any] = ranks.share(prepare, "prepare the offload")
@@ -172,16 +175,17 @@ def offloaded(
         reload(engine, moved.parts, budget=budget)
 
 
-def bring_back_to_restore(engine: object, keys: Collection[str], ranks: Ranks, budget: Budget | None) -> None:
-    """Before a restore fills the tensors with these keys, on all ranks: brings back all that is out. What cannot be
-    brought back gets memory again, and has to be among ``keys``. Raises MismatchError, and what ``reload`` raises."""
+def bring_back_to_restore(engine: object, kept: Collection[str], ranks: Ranks, budget: Budget | None) -> None:
+    """Before a restore, on all ranks: brings back all that is out. What cannot be brought back gets memory again.
+    ``kept``: the keys of the tensors that the restore leaves as they are; none of these may be lost. Raises
+    MismatchError, and what ``reload`` raises."""
     out = away(engine)
     if out is None:
         return
     own = _Reload(engine, out, None, budget)
     ranks.together(lambda: own.prepare(None), "bring the state back")
     own.bring(ranks)
-    missing = [key for key in out.lost if not _is_restored(key, keys)]
+    missing = [key for key in out.lost if _is_kept(key, kept)]
     if missing:
         raise MismatchError(
             f"{first_few(missing, 3)}: lost while offloaded, and not restored",
@@ -191,35 +195,34 @@ def bring_back_to_restore(engine: object, keys: Collection[str], ranks: Ranks, b
     out.settled((), out.lost)
 
 
-def _is_restored(key: str, keys: Collection[str]) -> bool:
+def _is_kept(key: str, kept: Collection[str]) -> bool:
     part, _, name = key.partition("/")
-    return key in keys or part == GRADIENT or (part == PARAM and f"{MASTER}/{name}" in keys)
+    return key in kept or (part == PARAM and f"{MASTER}/{name}" in kept)
 
 
 class _Offload:
     """One rank's part in an offload: ``prepare``, ``begin``, ``write``, ``take``; after a failure on any rank
     ``give_up``."""
 
-    def __init__(
-        self, engine: Any, directory: StrPath, asked: Collection[str] | None, auto: bool, budget: Budget | None
-    ) -> None:
-        self._engine, self.asked, self._auto, self._budget = engine, asked, auto, budget
-        self.directory = os.fspath(directory)
+    def __init__(self, engine: Any, auto: bool, budget: Budget | None) -> None:
+        self._engine, self._auto, self._budget = engine, auto, budget
+        self.directory = ""
         self._moved: list[Moved] = []
 
     @property
     def nbytes(self) -> int:
         return sum(one.nbytes for one in self._moved)
 
-    def prepare(self) -> tuple[str, ...]:
+    def prepare(self, directory: StrPath, asked: Collection[str] | None) -> tuple[str, ...]:
         """The parts that this rank has something of to move."""
         check_supported()
+        self.directory = os.fspath(directory)
         adapter = self._adapter = adapt(self._engine)
         adapter.refuse_unsupported(drop_gradients=True)
         out = away(self._engine)
         if out is not None:
             out.refuse_lost("zckpt.offload")
-        self._moved = storages(adapter, chosen(self.asked, movable(adapter.parts)))
+        self._moved = storages(adapter, chosen(asked, movable(adapter.parts)))
         if self._moved:
             self.directory = scratch_directory(self.directory)
         return in_order({part for one in self._moved for part in one.parts})

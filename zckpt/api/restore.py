@@ -126,7 +126,8 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> Restored:
         if any(problems):
             raise _mismatch(plan, problems, ranks)
         ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
-        bring_back_to_restore(engine, {fragment.key for fragment in plan.match.filled}, ranks, request.budget)
+        kept = {one.key for one in plan.match.wanted} - {one.key for one in plan.match.filled}
+        bring_back_to_restore(engine, kept, ranks, request.budget)
         own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
         ranks.together(lambda: _fill(plan, own, request), "restore")
         ranks.together(lambda: _set_state(plan), "restore")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zckpt.engines import adapt, group_of
 from zckpt.errors import UnsupportedError
 from zckpt.offloading.away import moved_from
+from zckpt.offloading.memory import is_locked
 from zckpt.ranks.collectives import Ranks
 from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, FileSpan
 from zckpt.system.available import available_bytes
@@ -179,8 +180,7 @@ def _tier(storage: torch.UntypedStorage, locked: Sequence[tuple[int, int]]) -> s
     if storage.device.type != "cpu":
         return "device"
     # DeepSpeed can pin memory in its own way, of which torch does not know.
-    is_locked = any(first <= storage.data_ptr() < stop for first, stop in locked)
-    return "pinned" if is_locked or storage.is_pinned() else "pageable"
+    return "pinned" if is_locked(storage, locked) or storage.is_pinned() else "pageable"
 
 
 def _on_disk(path: str) -> int:

@@ -64,6 +64,7 @@ def storages(adapter: EngineAdapter, parts: Collection[str]) -> list[Moved]:
     """The storages in memory that hold nothing but these parts, each once. Those that are on disk already are left
     out, and those that another process can see."""
     found: dict[int, tuple[torch.UntypedStorage, list[Holding]]] = {}
+    locked = linux.locked_ranges()
     for holding in adapter.memory():
         if isinstance(holding.data, FileSpan):
             continue
@@ -72,7 +73,7 @@ def storages(adapter: EngineAdapter, parts: Collection[str]) -> list[Moved]:
     moved = []
     for cdata, (storage, on_it) in found.items():
         own, workspace = {one.part for one in on_it}, all(one.workspace for one in on_it)
-        if own <= {*parts} and cdata not in _storages and is_movable(storage):
+        if own <= {*parts} and cdata not in _storages and is_movable(storage, locked):
             moved.append(Moved(storage, in_order(own), on_it[0].name, is_pinned(storage), workspace))
     return moved
 
@@ -195,7 +196,8 @@ class Away:
         if spans:
             self._stopped = Event()
             self._ahead = [Worker(partial(_read_ahead, spans, self._stopped), "zckpt-read-ahead", daemon=True)]
-            self._ahead[0].start()
+            with suppress(RuntimeError):  # the system has no thread left
+                self._ahead[0].start()
 
     def _stop_reading_ahead(self) -> None:
         self._stopped.set()

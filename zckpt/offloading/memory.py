@@ -37,9 +37,17 @@ def whole(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def is_movable(storage: torch.UntypedStorage) -> bool:
-    """Whether it has bytes, and no other process shares them."""
-    return storage.nbytes() > 0 and storage.device.type != "meta" and not (_on_host(storage) and storage.is_shared())
+def is_movable(storage: torch.UntypedStorage, locked: Collection[tuple[int, int]]) -> bool:
+    """Whether it has bytes, no other process shares them, and torch can free them. ``locked``: the memory that the
+    system has locked; what torch has not pinned of that, only DeepSpeed can free."""
+    if storage.nbytes() == 0 or storage.device.type == "meta":
+        return False
+    return not _on_host(storage) or (not storage.is_shared() and (is_pinned(storage) or not is_locked(storage, locked)))
+
+
+def is_locked(storage: torch.UntypedStorage, locked: Collection[tuple[int, int]]) -> bool:
+    """Whether it begins in one of these ranges of addresses."""
+    return any(first <= storage.data_ptr() < stop for first, stop in locked)
 
 
 def is_pinned(storage: torch.UntypedStorage) -> bool:

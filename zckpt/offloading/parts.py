@@ -31,6 +31,7 @@ def chosen(asked: Collection[str] | None, known: Collection[str]) -> tuple[str, 
     names what is known, for any other name."""
     if asked is None:
         return in_order(known)
+    asked = [*asked]
     always = {MASTER, PARAM, GRADIENT, MOMENTS, *DEEPSPEED}
     unknown = sorted({*map(str, asked)} - always - {*known})
     if unknown:

@@ -17,6 +17,7 @@ from zckpt.engines.deepspeed.flats import moments
 from zckpt.engines.deepspeed.group import RankGroup, process_group, rank_group_of
 from zckpt.engines.deepspeed.restoring import COUNTERS, DeepSpeedRestoring, rng_tracker, subtree
 from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
+from zckpt.engines.deepspeed.zero12 import uses_muon
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persistent_buffers, unwrapped
 from zckpt.errors import UnsupportedError
@@ -166,7 +167,9 @@ class DeepSpeedAdapter:
             yield Use(engine, method, {PARAM, BUFFER})
         for method in ("__call__", "state_dict"):
             yield Use(engine.module, method, {PARAM, BUFFER})
-        yield Use(engine, "backward", {PARAM, GRADIENT})
+        # Muon takes its momentum into the gradients while they are reduced.
+        moment = {"momentum_buffer"} if self.trains and uses_muon(self.zero.optimizer) else set()
+        yield Use(engine, "backward", {PARAM, GRADIENT} | moment)
         yield Use(engine, "zero_grad", {GRADIENT})
         for method in ("step", "offload_states", "reload_states"):
             yield Use(engine, method)
