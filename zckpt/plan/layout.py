@@ -135,8 +135,15 @@ def long_runs(fragments: Sequence[Fragment], *, in_memory: bool = True) -> dict[
     run is adjacent bytes of a swap file or, with ``in_memory``, of the host's memory. Where it begins as far behind the
     start of a page in the checkpoint's file as it does there, this file can share pages with the swap file, or be
     written from the memory itself."""
-    runs: list[tuple[str, list[int], list[int]]] = []  # path, numbers and sizes of the fragments
-    stop: tuple[str, int] | None = None
+    found: dict[int, int] = {}
+    run: list[int] = []  # the fragments of the run so far
+    path, stop, run_bytes = "", -1, 0
+
+    def end() -> None:
+        if run_bytes >= (SHARED_BYTES_MIN if path else STRAIGHT_BYTES_MIN):
+            found.update(dict.fromkeys(run, run[0]))
+        run.clear()
+
     for number, fragment in enumerate(fragments):
         item_bytes, place = ITEM_BYTES[fragment.dtype], fragment.place
         nbytes = (fragment.stop - fragment.start) * item_bytes
@@ -144,20 +151,16 @@ def long_runs(fragments: Sequence[Fragment], *, in_memory: bool = True) -> dict[
             continue
         # In the file, each piece begins at a multiple of the bytes of its elements.
         if place is None or place[1] % item_bytes or not (place[0] or in_memory):
-            stop = None
+            stop = -1
             continue
-        path, start = place
-        if place != stop:
-            runs.append((path, [], []))
-        runs[-1][1].append(number)
-        runs[-1][2].append(nbytes)
-        stop = path, start + nbytes
-    return {
-        number: numbers[0]
-        for path, numbers, sizes in runs
-        if sum(sizes) >= (SHARED_BYTES_MIN if path else STRAIGHT_BYTES_MIN)
-        for number in numbers
-    }
+        if place != (path, stop):
+            end()
+            path, run_bytes = place[0], 0
+        run.append(number)
+        run_bytes += nbytes
+        stop = place[1] + nbytes
+    end()
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
