@@ -195,6 +195,23 @@ def full_disk() -> Iterator[Callable[[int], None]]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.mark.parametrize(
+    ("directory", "error", "says"),
+    [("", ValueError, "the path is empty"), ("s3://bucket/scratch", zckpt.UnsupportedError, "without a scheme")],
+    ids=["empty", "scheme"],
+)
+def test_what_is_no_path_of_a_file_system_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str, error: type[Exception], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = trained()
+    before = held(engine)
+    with pytest.raises(error, match=says):
+        zckpt.offload(engine, directory)
+    assert not os.listdir(tmp_path)
+    assert_as_before(engine, before)
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_leaves_the_engine_as_it_was(
     tmp_path: Path, full_disk: Callable[[int], None], background: bool, capfd: pytest.CaptureFixture[str]

@@ -65,7 +65,7 @@ class Cleanup:
             lines.append("recoverable: the manifest is lost, or was never written, and all data are there")
             lines.append("  `zckpt repair DIR` makes a checkpoint of it, `zckpt gc --discard DIR` removes it")
         if not self.checkpoints:
-            lines.append("no checkpoint was found there: give the directory of a run or checkpoint")
+            lines.append("no checkpoint was found there; to clean up one, give its directory or that of its run")
         verb = "would remove" if self.dry_run else "removed"
         return "\n".join([*lines, f"{verb} {len(self.removed)} files and directories, {self.nbytes:,} bytes"])
 

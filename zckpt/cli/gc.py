@@ -8,7 +8,7 @@ import zckpt
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="the directory of a run, or a checkpoint")
+    parser.add_argument("path", help="the directory of a run, a checkpoint, or one that was given to zckpt.offload")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     parser.add_argument("--keep", type=_at_least_1, metavar="N", help="keep the N newest checkpoints, and the latest")
     parser.add_argument(

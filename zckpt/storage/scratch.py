@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from zckpt.errors import ZckptError, from_os_error
+from zckpt.errors import UnsupportedError, ZckptError, from_os_error
 from zckpt.format.rules import broken
 from zckpt.state.inventory import FileSpan
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
+from zckpt.storage.location import Location
 from zckpt.system import linux
 from zckpt.system.threads import Worker
 
@@ -171,8 +172,15 @@ class ScratchReader(LocalReader):
 
 def scratch_directory(directory: StrPath) -> str:
     """Makes a directory, if it does not exist, and removes the scratch files of dead processes from it. Returns its
-    absolute path. Raises StorageError."""
-    path = os.path.abspath(os.fspath(directory))
+    absolute path. Raises StorageError; ValueError for an empty path, and UnsupportedError for one with a scheme."""
+    location = Location.of(directory)
+    if location.scheme:
+        raise UnsupportedError(
+            f"scratch files need a disk of this machine, not one behind the scheme {location.scheme!r}",
+            file=str(location),
+            hint=f"give a path of a file system, without a scheme; a directory of this name is './{location}'",
+        )
+    path = location.absolute().path
     try:
         os.makedirs(path, exist_ok=True)
         entries = os.listdir(path)
