@@ -181,10 +181,11 @@ class Ranks:
             found = [torch.zeros_like(mine) for _ in range(self.size)]
             work = group.group.allgather([found], [mine])  # type: ignore[attr-defined]
             while True:
+                ended = work.is_completed()  # asked before: it may end just after the wait has run out of time
                 try:
                     work.wait(timedelta(seconds=group.lives.period))
                 except RuntimeError as error:
-                    if work.is_completed():
+                    if ended:
                         raise group.lives.lost(error) from error
                     group.lives.check()
                 else:
