@@ -115,6 +115,17 @@ def deepspeed_engine(directory: str, setup: dict[str, Any]) -> None:
             with pytest.raises(zckpt.OffloadedError, match=f"{name} uses .*which zckpt.offload has moved"):
                 call()
     assert not os.path.exists(stock)
+    zckpt.reload(engine, ["param"])
+    if "gradient" in away(engine).parts:  # type: ignore[union-attr]
+        loss = engine(**inputs)
+        with pytest.raises(zckpt.OffloadedError, match=r"backward uses .*gradient"):
+            loss.backward()  # not engine.backward(loss)
+    zckpt.reload(engine)
+    engine.save_checkpoint = ours = lambda directory: type(engine).save_checkpoint(engine, directory)
+    zckpt.offload(engine, f"{directory}/scratch", parts=["optim_states"])
+    with pytest.raises(zckpt.OffloadedError, match="save_checkpoint uses"):
+        engine.save_checkpoint(stock)
+    zckpt.offload(engine, f"{directory}/scratch")
     damage(engine, "exp_avg")
     with pytest.raises(zckpt.DigestError, match=r"key exp_avg/.*weight"):
         zckpt.reload(engine)
@@ -122,6 +133,7 @@ def deepspeed_engine(directory: str, setup: dict[str, Any]) -> None:
         engine(**inputs)
     zckpt.restore(engine, f"{directory}/out", rng=True)
     assert away(engine) is None
+    assert engine.save_checkpoint is ours
     assert everything(engine) == before
     expected = train(engine, 2, 2)
     zckpt.restore(engine, f"{directory}/plain", rng=True)

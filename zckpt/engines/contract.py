@@ -164,6 +164,8 @@ class Use(NamedTuple):
     method: str
     parts: Collection[str] | None = None
     """The parts that it uses; None: any of them."""
+    called: str = ""
+    """What errors call it, if that is not the name of the method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

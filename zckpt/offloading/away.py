@@ -98,10 +98,6 @@ def _meets(tensor: torch.Tensor, moved: Moved, start: int, stop: int) -> bool:
     return same and first < stop and first + tensor.numel() * tensor.itemsize > start
 
 
-def _name(use: Use) -> str:
-    return "a call of the module" if use.method == "__call__" else use.method
-
-
 def _read_ahead(spans: Sequence[ScratchSpan], stopped: Event) -> None:
     left = available_bytes() // 2
     for span in spans:
@@ -147,7 +143,9 @@ class Away:
         self._engine = engine
         self._ahead: list[Worker] = []
         self._stopped = Event()
-        self._undo = before_calls((use.owner, use.method, partial(self._check, _name(use), use.parts)) for use in uses)
+        self._undo = before_calls(
+            (use.owner, use.method, partial(self._check, use.called or use.method, use.parts)) for use in uses
+        )
         setattr(engine, _AWAY, self)
 
     def settled(self, parts: Iterable[str], lost: Mapping[str, str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -163,18 +163,22 @@ class DeepSpeedAdapter:
 
     def uses(self) -> Iterator[Use]:
         engine = self.engine
-        for method in ("forward", "save_16bit_model", "_zero3_consolidated_16bit_state_dict"):
-            yield Use(engine, method, {PARAM, BUFFER})
-        for method in ("__call__", "state_dict"):
-            yield Use(engine.module, method, {PARAM, BUFFER})
+        weights = {PARAM, BUFFER}
+        yield Use(engine, "forward", weights)
+        yield Use(engine, "save_16bit_model", weights)
+        yield Use(engine, "_zero3_consolidated_16bit_state_dict", weights, "module_state_dict")
+        yield Use(engine.module, "__call__", weights, "a call of the module")
+        yield Use(engine.module, "state_dict", weights)
         # Muon takes its momentum into the gradients while they are reduced.
         moment = {"momentum_buffer"} if self.trains and uses_muon(self.zero.optimizer) else set()
-        yield Use(engine, "backward", {PARAM, GRADIENT} | moment)
+        for method in ("backward", "_backward_prologue"):  # DeepSpeed calls the latter for a backward() of the loss
+            if hasattr(engine, method):
+                yield Use(engine, method, {PARAM, GRADIENT} | moment, "backward")
         yield Use(engine, "zero_grad", {GRADIENT})
         for method in ("step", "offload_states", "reload_states"):
             yield Use(engine, method)
         for method in ("save_checkpoint", "load_checkpoint"):
-            if method not in vars(engine):  # those of an attached engine are zckpt's own
+            if not isinstance(vars(engine).get(method), partial):  # those of an attached engine are zckpt's own
                 yield Use(engine, method)
         if self.trains:
             for owner in {id(one): one for one in (engine.optimizer, self.zero.optimizer)}.values():
