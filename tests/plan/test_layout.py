@@ -98,7 +98,7 @@ def fragments_in_memory(memory: torch.Tensor, choice: random.Random) -> list[Fra
 def test_long_runs_in_host_memory_are_written_from_there_and_all_else_is_staged(seed: int, batch_blocks: int) -> None:
     memory, worth_bytes = torch.empty(200_000, dtype=torch.uint8), 10_000
     fragments = fragments_in_memory(memory, random.Random(seed))
-    with mock.patch.object(layout, "STRAIGHT_BYTES_MIN", worth_bytes):
+    with mock.patch.object(layout, "HOST_BYTES_MIN", worth_bytes):
         files = plan_shards(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
         sizes = {"batch_bytes": batch_blocks * BLOCK_BYTES, "block_bytes": BLOCK_BYTES}
         plan, staged = plan_writes(files, straight=["master"], **sizes), plan_writes(files, **sizes)

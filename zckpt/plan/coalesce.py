@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zckpt.format.index import ragged, runs
+from zckpt.format.limits import DATA_ALIGNMENT_BYTES as PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -197,7 +198,9 @@ def _straight(
     begins[1:] |= (np.diff(shift) != 0) | (np.diff(address >= 0) != 0)
     first = np.flatnonzero(begins)
     run_stop = stop[np.roll(begins, -1)]  # of the segments before those that begin a run; the last one, for the first
-    step = max(places.memory_bytes, places.offset_bytes)
+    # Whole pages where that can be: before Linux 6.5, if the process forks during a direct read into a part of a page,
+    # and another thread writes to the rest of that page, the bytes that were read may be lost.
+    step = np.where(shift[first] % PAGE_BYTES, max(places.memory_bytes, places.offset_bytes), PAGE_BYTES)
     inner_start, inner_stop = -(-start[first] // step) * step, run_stop // step * step
     is_straight = (address[first] >= 0) & (shift[first] % places.memory_bytes == 0)
     is_straight &= inner_stop - inner_start >= STRAIGHT_BYTES_MIN

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 HEADER, FILLER = -1, -2
 """Sources of a write that are no pieces."""
-SHARED_BYTES_MIN, STRAIGHT_BYTES_MIN = 64 << 10, 1 << 20
+SHARED_BYTES_MIN, HOST_BYTES_MIN = 64 << 10, 1 << 20
 """The fewest adjacent bytes, in a swap file and in host memory, that get a filler before them so that nothing has to be
 copied."""
 
@@ -140,7 +140,7 @@ def long_runs(fragments: Sequence[Fragment], *, in_memory: bool = True) -> dict[
     path, stop, run_bytes = "", -1, 0
 
     def end() -> None:
-        if run_bytes >= (SHARED_BYTES_MIN if path else STRAIGHT_BYTES_MIN):
+        if run_bytes >= (SHARED_BYTES_MIN if path else HOST_BYTES_MIN):
             found.update(dict.fromkeys(run, run[0]))
         run.clear()
 
