@@ -309,13 +309,13 @@ def test_damage_is_named_and_the_engine_waits_for_a_restore(tmp_path: Path) -> N
 
 
 def test_reload_takes_no_more_memory_than_what_comes_back(tmp_path: Path) -> None:
-    engine = ReferenceEngine({"wide": (3000, 3000)})
+    engine = ReferenceEngine({"wide": (4000, 4000)})
     with zckpt.offloaded(engine, tmp_path):  # takes its buffers for good
         pass
     out = zckpt.offload(engine, tmp_path)
     assert peak_growth(lambda: zckpt.reload(engine)) < 1.5 * out.nbytes
     zckpt.offload(engine, tmp_path)
-    damage(engine, "exp_avg_sq", "wide", 4 * 9_000_000 - 1)  # the last byte to be read
+    damage(engine, "exp_avg_sq", "wide", 4 * 16_000_000 - 1)  # the last byte to be read
     errors: list[zckpt.DigestError] = []
 
     def failing_reload() -> None:

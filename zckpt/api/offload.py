@@ -39,6 +39,9 @@ class Offloaded:
         """The bytes that it frees on this rank. Some are of buffers whose values nobody needs, and are not written."""
         self._pending = pending
 
+    def __repr__(self) -> str:
+        return f"<zckpt.Offloaded {', '.join(self.parts) or 'nothing'}: {self.nbytes} bytes>"
+
     def wait(self, timeout: float | None = None) -> None:
         """Returns once the memory is free. Raises what ``zckpt.offload`` would have raised, and TimeoutError after
         ``timeout`` seconds. May be called again."""
