@@ -12,7 +12,6 @@ import ctypes
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,6 +46,8 @@ class _Job:
     file: Writer
     plan: ShardPlan
     op: WriteOp
+    direct: bool
+    """Whether whole pages of a swap file are read past the page cache."""
     shared: PageSharing | None = None
     """By which its whole pages are in the file already; None: nothing of it is."""
 
@@ -89,11 +90,9 @@ def run_writes(
     try:
         for one in plan.files:
             files.append(store.create(one.shard.path, one.reserved_bytes, direct=budget.direct))
-        jobs = [_Job(files[op.file], plan.files[op.file], op) for op in plan.ops]
+        jobs = [_Job(files[op.file], plan.files[op.file], op, budget.direct) for op in plan.ops]
         with staging.work(len(jobs)):
-            pipeline = Pipeline(
-                jobs, partial(_take, direct=budget.direct), put, staging, buffers, snapshot, plan.urgent
-            )
+            pipeline = Pipeline(jobs, _take, put, staging, buffers, snapshot, plan.urgent)
             budget.run([pipeline.work] * budget.threads, lambda: snapshot.give_up("it was interrupted"))
         budget.run(file.sync for file in files)
     finally:
@@ -102,7 +101,7 @@ def run_writes(
     return bytes(table)
 
 
-def _take(job: _Job, stage: StagingBuffer, *, direct: bool) -> _Job:
+def _take(job: _Job, stage: StagingBuffer) -> _Job:
     op, sharing = job.op, job.file.sharing
     path, place = op.place or (None, 0)
     if path == "":  # it is written from where it lies
@@ -113,7 +112,7 @@ def _take(job: _Job, stage: StagingBuffer, *, direct: bool) -> _Job:
     if path is not None:
         staged: Bytes = stage.bytes[job.starts[0] : job.starts[-1]]
         if sharing is None or not sharing.share(FileSpan(path, place, op.nbytes), op.offset):
-            read_from(path, place, staged, direct=direct)
+            read_from(path, place, staged, direct=job.direct)
             return job
         first, last = whole_pages(op.offset, op.nbytes)
         read_from(path, place, staged[:first])
