@@ -58,8 +58,8 @@ def offload(
     auto: bool = False,
     budget: Budget | None = None,
 ) -> Offloaded:
-    """Moves states of a training engine from memory, a device's or the host's, to scratch files on a disk of this
-    machine, and frees their memory. Every rank calls it. ``zckpt.reload`` brings them back.
+    """Moves states of a training engine from the memory of a device or of the host to scratch files on a disk of this
+    machine, and frees that memory. Every rank calls it. ``zckpt.reload`` brings them back.
 
     ``directory``: where the files are made; it need not exist, and each rank may have another one. The files have no
     names where the file system allows that, and are gone when the process ends, however it does.

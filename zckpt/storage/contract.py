@@ -191,8 +191,8 @@ class Store(Creator, Protocol):
         links."""
 
     def entries(self) -> list[str] | None:
-        """The names of all that is directly in the directory, in any order; None if there is no such directory, be it
-        that a file is there."""
+        """The names of all that is directly in the directory, in any order; None if there is no such directory,
+        also where a file has that name."""
 
     def directories(self) -> list[str]:
         """The names of the directories directly in it, ascending; no links. StorageError if there is none."""

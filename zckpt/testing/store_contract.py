@@ -117,7 +117,7 @@ def seen_meanwhile(store: Store, path: str, action: Callable[[int], None]) -> se
 
 
 def succeeds(action: Callable[[], object]) -> bool:
-    """Or raises StorageError."""
+    """Carries out ``action``. Returns whether it has ended without a StorageError."""
     try:
         action()
     except StorageError:

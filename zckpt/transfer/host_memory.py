@@ -1,4 +1,4 @@
-"""Host memory by its address: how loaded bytes get straight into tensors, be they very many and small.
+"""Host memory by its address: how loaded bytes get straight into tensors, also into very many small ones.
 
 By the addresses of the targets, a plan finds those that are neighbours both in memory and in a file, and those that are
 aligned for direct I/O. Also, to make a view of each target takes longer than to fill a small one: loads of tensors of
