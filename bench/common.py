@@ -116,6 +116,14 @@ def aligned_memory(nbytes: int) -> np.ndarray:
     return array
 
 
+def engine_memory(nbytes: int) -> np.ndarray:
+    """The same, filled with random bits, in pages as small as those of an engine's tensors: torch does not ask for huge
+    ones. A disk that is attached to a virtual machine may be a third slower with small ones."""
+    room = torch.empty(nbytes // 8 + mmap.PAGESIZE, dtype=torch.int64).random_().numpy().view(np.uint8)
+    first = -room.ctypes.data % mmap.PAGESIZE
+    return room[first : first + nbytes]
+
+
 def shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
     """Those of a transformer with so many bytes of fp32 weights; what is left over are vectors of up to 64 MiB."""
     width = 2048 if nbytes >= GIB // 4 else 256
@@ -157,6 +165,12 @@ def empty_like(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     whole = torch.from_numpy(aligned_memory(total_bytes(state)).view(np.float32))
     parts = whole.split([tensor.numel() for tensor in state.values()])
     return {key: part.view(state[key].shape) for key, part in zip(state, parts, strict=True)}
+
+
+def memory_of(state: Mapping[str, torch.Tensor]) -> np.ndarray:
+    """All bytes of what ``make_state`` has made."""
+    storage = next(iter(state.values())).untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
 
 def total_bytes(state: Mapping[str, torch.Tensor]) -> int:
@@ -250,15 +264,16 @@ class Raw:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(RAW_THREADS)
         self.buffers = aligned_memory(RAW_THREADS * RAW_BATCH_BYTES)
-        """What is written, again and again."""
+        """What is written where nothing else is given, again and again."""
         self.buffers[:] = np.frombuffer(os.urandom(len(self.buffers)), np.uint8)
 
-    def write(self, path: Path, nbytes: int) -> None:
-        """A new file of ``nbytes``, rounded up to whole pages, durable along with its name."""
+    def write(self, path: Path, nbytes: int, memory: np.ndarray | None = None) -> None:
+        """A new file of ``nbytes``, rounded up to whole pages, durable along with its name. Its bytes are those of
+        ``memory``, of at least as many whole pages, or of ``buffers``."""
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
         os.posix_fallocate(fd, 0, nbytes)  # a file that grows is written by one thread at a time
-        self._each(os.pwritev, fd, nbytes, self.buffers)
+        self._each(os.pwritev, fd, nbytes, self.buffers if memory is None else memory)
         os.fsync(fd)
         os.close(fd)
         directory = os.open(path.parent, os.O_RDONLY)

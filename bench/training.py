@@ -6,6 +6,7 @@ ranks are done.
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import time
@@ -26,10 +27,10 @@ from common import (
     Contestant,
     Raw,
     Took,
-    aligned_memory,
     bring_into_cache,
     cpu_seconds,
     drop_from_cache,
+    engine_memory,
     files_of,
     interleaved,
     make_durable,
@@ -117,10 +118,11 @@ def write_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     path = directory / "written"
     zckpt.write(engine, path, latest=False)
     own = written_by_rank(path)
+    memory = engine_memory(own + mmap.PAGESIZE)
     dist.barrier()
     remove_on_first(path)
     contestants = [
-        Contestant("raw", lambda: raw.write(directory / f"raw-{dist.get_rank()}", own)),
+        Contestant("raw", lambda: raw.write(directory / f"raw-{dist.get_rank()}", own, memory)),
         Contestant("zckpt", lambda: zckpt.write(engine, path, latest=False)),
     ]
     contestants += [
@@ -140,7 +142,7 @@ def restore_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     dist.barrier()
     own = directory / f"raw-{dist.get_rank()}"  # not our files: a host may keep what another contestant has just read
     raw.write(own, written_by_rank(ours))
-    memory = aligned_memory(own.stat().st_size)  # an engine has its memory already
+    memory = engine_memory(own.stat().st_size)  # an engine has its memory already
     reads = [
         Contestant("zckpt", lambda: zckpt.restore(engine, ours)),
         Contestant("DeepSpeed", lambda: load_with_deepspeed(engine, theirs)),
