@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import ctypes
 import datetime
+import itertools
 import json
 import math
 import mmap
@@ -269,11 +270,15 @@ class Raw:
 
     def write(self, path: Path, nbytes: int, memory: np.ndarray | None = None) -> None:
         """A new file of ``nbytes``, rounded up to whole pages, durable along with its name. Its bytes are those of
-        ``memory``, of at least as many whole pages, or of ``buffers``."""
+        ``memory``, rounded down to its whole pages, or of ``buffers``."""
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if memory is None:
+            memory = self.buffers
+        else:
+            nbytes = min(nbytes, len(memory) // mmap.PAGESIZE * mmap.PAGESIZE)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
         os.posix_fallocate(fd, 0, nbytes)  # a file that grows is written by one thread at a time
-        self._each(os.pwritev, fd, nbytes, self.buffers if memory is None else memory)
+        self._each(os.pwritev, fd, _batches(memory, nbytes))
         os.fsync(fd)
         os.close(fd)
         directory = os.open(path.parent, os.O_RDONLY)
@@ -286,23 +291,35 @@ class Raw:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         nbytes = os.fstat(fd).st_size // mmap.PAGESIZE * mmap.PAGESIZE
         memory = fresh_memory(nbytes) if memory is None else memory
-        self._each(os.preadv, fd, nbytes, memory)
+        self._each(os.preadv, fd, _batches(memory, nbytes))
         os.close(fd)
         return memory
 
+    def read_into(self, path: Path, memories: Sequence[np.ndarray]) -> None:
+        """Reads the beginning of a file into ``memories``, each of them whole pages."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        self._each(os.preadv, fd, [view for memory in memories for view in _batches(memory, len(memory))])
+        os.close(fd)
+
     def _each(
-        self, action: Callable[[int, Sequence[np.ndarray], int], int], fd: int, nbytes: int, memory: np.ndarray
+        self, action: Callable[[int, Sequence[np.ndarray], int], int], fd: int, views: Sequence[np.ndarray]
     ) -> None:
-        offsets = iter(range(0, nbytes, RAW_BATCH_BYTES))  # shared: whoever is free takes the next
+        """``views`` lie one behind the other in the file."""
+        offsets = itertools.accumulate(map(len, views), initial=0)
+        parts = iter(list(zip(offsets, views, strict=False)))  # shared: whoever is free takes the next
 
         def work(_: int) -> None:
-            for offset in offsets:
-                first = offset % len(memory)
-                view = memory[first : first + min(RAW_BATCH_BYTES, nbytes - offset)]
+            for offset, view in parts:
                 if action(fd, [view], offset) != len(view):
                     raise OSError("the disk took or gave less than it was asked to")
 
         list(self._pool.map(work, range(RAW_THREADS)))
+
+
+def _batches(memory: np.ndarray, nbytes: int) -> list[np.ndarray]:
+    """So many bytes of ``memory``, again and again if it has fewer."""
+    starts = ((offset, offset % len(memory)) for offset in range(0, nbytes, RAW_BATCH_BYTES))
+    return [memory[first : first + min(RAW_BATCH_BYTES, nbytes - offset)] for offset, first in starts]
 
 
 def keep_freed_memory() -> None:

@@ -15,7 +15,6 @@ the parts have fewer bytes than before.
 
 from __future__ import annotations
 
-import mmap
 import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -80,7 +79,7 @@ def main() -> None:
 def ways(engine: Any, raw: Raw, directory: Path, parts: Collection[str], nbytes: int) -> dict[str, list[Contestant]]:
     """The contestants out and back."""
     written, saved = directory / "raw", directory / "saved"
-    tensors, memory = tensors_of(engine, parts), engine_memory(nbytes + mmap.PAGESIZE)
+    tensors, memory = tensors_of(engine, parts), engine_memory(nbytes)
     out = partial(zckpt.offload, engine, directory, parts=parts)
     back = partial(zckpt.reload, engine)
 

@@ -4,8 +4,8 @@
 
 On 1 and on 2 ranks. Each loads what it has written from that engine: weights, both moments, counters. The engine has
 trained a step, so its memory was touched before. Cold: all files are dropped from the page cache; cached: they were
-read just before. Raw: every rank reads a file of as many bytes as its own zckpt files have, into as much memory, which
-was touched before too. Each reads files of its own: a disk may be quicker with what another has just read.
+read just before. Raw: every rank reads a file of its own, of as many bytes, straight into the whole pages of that
+same memory. Each reads files of its own: a disk may be quicker with what another has just read.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ import zckpt
 from common import (
     GIB,
     MIB,
+    PARTS,
     ROOT,
     Contestant,
     Raw,
@@ -41,6 +42,8 @@ from zckpt.engines import adapt
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    import numpy as np
 
     from tests.support.memory_cgroup import MemoryGroup
 
@@ -118,7 +121,7 @@ def write_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     path = directory / "written"
     zckpt.write(engine, path, latest=False)
     own = written_by_rank(path)
-    memory = engine_memory(own + mmap.PAGESIZE)
+    memory = engine_memory(own)
     dist.barrier()
     remove_on_first(path)
     contestants = [
@@ -142,18 +145,26 @@ def restore_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     dist.barrier()
     own = directory / f"raw-{dist.get_rank()}"  # not our files: a host may keep what another contestant has just read
     raw.write(own, written_by_rank(ours))
-    memory = engine_memory(own.stat().st_size)  # an engine has its memory already
+    memories = whole_pages_of(engine)  # where the other two read to
     reads = [
         Contestant("zckpt", lambda: zckpt.restore(engine, ours)),
         Contestant("DeepSpeed", lambda: load_with_deepspeed(engine, theirs)),
     ]
-    first = [Contestant("raw", lambda: raw.read(own, memory))]
+    first = [Contestant("raw", lambda: raw.read_into(own, memories))]
     cold = together(first + reads, runs, before=lambda: on_first(drop_from_cache, directory))
     cached = {}
     for contestant, path in zip(reads, (ours, theirs), strict=True):  # in memory, there is no room for both
         on_first(drop_from_cache, directory)
         cached |= together([contestant], runs, before=partial(on_first, bring_into_cache, path))
     return {"cold": cold, "cached": cached, "bytes": written_by_rank(ours)}
+
+
+def whole_pages_of(engine: Any) -> list[np.ndarray]:
+    """The memory of the engine's masters and moments, without parts of pages at both ends."""
+    fragments = adapt(engine).inventory(None).fragments
+    memories = [f.data.view(-1).view(torch.uint8).numpy() for f in fragments if f.part in PARTS]
+    from_a_page = [memory[-memory.ctypes.data % mmap.PAGESIZE :] for memory in memories]
+    return [memory[: len(memory) // mmap.PAGESIZE * mmap.PAGESIZE] for memory in from_a_page]
 
 
 def other_world_rounds(directories: dict[str, Path], nbytes: int, runs: int) -> dict[str, Any]:
