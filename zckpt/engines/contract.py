@@ -62,6 +62,11 @@ class EngineAdapter(Protocol):
         """Framework, versions and mode, for people; never read back by a program."""
 
     @property
+    def module(self) -> torch.nn.Module | None:
+        """The model, without what the framework has wrapped around it; None for an engine that has no such object. Its
+        parameters and buffers have the names under which ``inventory`` returns them."""
+
+    @property
     def devices(self) -> Collection[torch.device]:
         """The devices that the engine uses; the CPU may be among them.
 

@@ -14,6 +14,8 @@ FILLER_PREFIX = "@"
 METADATA = "__metadata__"
 CLIENT_STATE = "client_state"
 """The key of the caller's own values in the tree of state and in the tree of a rank."""
+ADAPTERS = "adapters"
+"""The key of the configurations of a model's adapters (PEFT) in the tree of state: the text of each by its name."""
 TIER_PREFIX = {"device": "", "host": "host.", "nvme": "swap."}
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)

@@ -32,6 +32,7 @@ class ReferenceAdapter:
 
     trains = True
     trees = ("counters", "optimizer")
+    module = None
 
     def __init__(self, engine: ReferenceEngine) -> None:
         self.engine = engine

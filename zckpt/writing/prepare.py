@@ -11,6 +11,7 @@ import msgpack
 import torch
 
 from zckpt.engines import adapt
+from zckpt.engines.peft import adapter_configs
 from zckpt.errors import StateError, warn
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, digest
@@ -89,6 +90,9 @@ class Preparation:
         packed, first = b"", self._rank == 0
         if first:
             root = {"engine": own.state, names.CLIENT_STATE: dict(options.client_state or {})}
+            adapters = adapter_configs(adapter.module)
+            if adapters:
+                root[names.ADAPTERS] = adapters
             packed = pack_tree(root, "", own.fragments, 0)
             self._lock = WriteLock(self._store)
         writer = {

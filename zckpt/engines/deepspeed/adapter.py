@@ -79,6 +79,10 @@ class DeepSpeedAdapter:
         }
 
     @property
+    def module(self) -> torch.nn.Module:
+        return unwrapped(self.engine.module)
+
+    @property
     def devices(self) -> frozenset[torch.device]:
         masters = (flat.master for flat in self.zero.flats)
         tensors = chain(self._parameters[0].values(), self.buffers[0].values(), masters)
@@ -130,7 +134,7 @@ class DeepSpeedAdapter:
 
     def memory(self) -> Iterator[Holding]:
         yield from self.zero.memory()
-        for name, buffer in unwrapped(self.engine.module).named_buffers():
+        for name, buffer in self.module.named_buffers():
             yield from holdings(BUFFER, name, buffer)
 
     def state(self) -> dict[str, Any]:
@@ -233,11 +237,11 @@ class DeepSpeedAdapter:
 
     @cached_property
     def _parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
-        return named_parameters(unwrapped(self.engine.module))
+        return named_parameters(self.module)
 
     @cached_property
     def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        return persistent_buffers(unwrapped(self.engine.module))
+        return persistent_buffers(self.module)
 
     @cached_property
     def masterless(self) -> dict[str, None]:
