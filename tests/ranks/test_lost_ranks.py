@@ -87,6 +87,35 @@ def test_values_are_shared(cluster: Cluster) -> None:
         Ranks().share(set, "share")
 
 
+def exchange_tensors(dies: int | None) -> list[list[int]] | int | None:
+    """Rank r sends r + 1 bytes of value 10 * r + s to rank s, but none to itself."""
+    give_up_after(2)
+    ranks = Ranks()
+    ranks.together(lambda: None, "begin")
+    if ranks.rank == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    others = [other != ranks.rank for other in range(ranks.size)]
+    sent_bytes = [(ranks.rank + 1) * other for other in others]
+    received_bytes = [(other + 1) * others[other] for other in range(ranks.size)]
+    sent = torch.tensor([10 * ranks.rank + to for to in range(ranks.size)], dtype=torch.uint8)
+    received = torch.zeros(sum(received_bytes), dtype=torch.uint8)
+    try:
+        ranks.exchange(sent.repeat_interleave(torch.tensor(sent_bytes)), sent_bytes, received, received_bytes)
+    except zckpt.RankError as error:
+        return error.rank
+    return [part.tolist() for part in received.split(received_bytes)]
+
+
+def test_tensors_are_exchanged(cluster: Cluster) -> None:
+    expected = [[[10 * r + s] * (r + 1) * (r != s) for r in range(3)] for s in range(3)]
+    assert cluster.run(exchange_tensors, 3, None) == expected
+
+
+def test_a_rank_that_dies_before_an_exchange_is_named_by_every_other(cluster: Cluster) -> None:
+    outcomes = cluster.outcomes(exchange_tensors, 3, 1, timeout=8, grace=1)
+    assert [outcome.value for outcome in outcomes] == [1, None, 1]
+
+
 CASES = [(0, "die"), (1, "die")]
 MORE = [
     (2, "die"),

@@ -163,15 +163,36 @@ class Ranks:
 
     def gather(self, data: bytes, doing: str = "go on") -> list[bytes]:
         """``data`` of every rank, on every rank. Raises RankError, which names the rank, if one is gone or hangs."""
-        if self._group is None:
-            return [data]
+        group = self._group
+        return [data] if group is None else self._waiting(group, doing, lambda: self._gather(group, data))
+
+    def exchange(
+        self, sent: torch.Tensor, sent_bytes: Sequence[int], received: torch.Tensor, received_bytes: Sequence[int]
+    ) -> None:
+        """Each rank sends something to each one. ``sent`` and ``received`` are 1-D uint8 in host memory: what goes to
+        rank 0, to rank 1 and so on, of ``sent_bytes`` each, and what comes from there. Raises RankError as ``gather``
+        does."""
+        group = self._group
+        if group is None:
+            received.copy_(sent)
+            return
+
+        def exchange() -> None:
+            # The group's own method, as in `_gather`
+            work = group.group.alltoall_base(received, sent, list(received_bytes), list(sent_bytes))  # type: ignore[attr-defined]
+            self._wait(group, work)
+
+        self._waiting(group, "send tensors", exchange)
+
+    def _waiting(self, group: _Group, doing: str, action: Callable[[], T]) -> T:
+        """Runs what waits for all other ranks."""
         try:
-            with self._group.lives.shown(doing, self._call), self._group.lives.waiting():
-                return self._gather(self._group, data)
+            with group.lives.shown(doing, self._call), group.lives.waiting():
+                return action()
         except RankError:
             # A thread of gloo's may wait for that rank until this process ends. To destroy the group would wait too.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group.group))
-            self._group.lives.close()
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group.group))
+            group.lives.close()
             _groups.pop((self.members, self._background), None)
             raise
 
@@ -179,22 +200,26 @@ class Ranks:
         def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
             # The group's own method: torch.distributed's refuses a group that was destroyed by its users
             found = [torch.zeros_like(mine) for _ in range(self.size)]
-            work = group.group.allgather([found], [mine])  # type: ignore[attr-defined]
-            while True:
-                ended = work.is_completed()  # asked before: it may end just after the wait has run out of time
-                try:
-                    work.wait(timedelta(seconds=group.lives.period))
-                except RuntimeError as error:
-                    if ended:
-                        raise group.lives.lost(error) from error
-                    group.lives.check()
-                else:
-                    return found
+            self._wait(group, group.group.allgather([found], [mine]))  # type: ignore[attr-defined]
+            return found
 
         sizes = [int(size) for size in all_gather(torch.tensor([len(data)]))]
         mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
         return [bytes(one[:size].numpy()) for one, size in zip(all_gather(mine), sizes, strict=True)]
+
+    @staticmethod
+    def _wait(group: _Group, work: dist.Work) -> None:
+        while True:
+            ended = work.is_completed()  # asked before: it may end just after the wait has run out of time
+            try:
+                work.wait(timedelta(seconds=group.lives.period))
+            except RuntimeError as error:
+                if ended:
+                    raise group.lives.lost(error) from error
+                group.lives.check()
+            else:
+                return
 
     def interruptible(self) -> AbstractContextManager[None]:
         """Inside of it, Ctrl-C is raised, also one that came earlier: for an action of ``together`` that is not
