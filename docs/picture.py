@@ -118,7 +118,7 @@ READ = [
         device: to_device, one copy, queued on a stream;
         many small ones, and those that are converted, go
         through a mirror on the device, one copy more"""),
-    box("digest", "check_block", "transfer/read.py", """
+    box("digest", "check_block", "format/digest.py", """
         Each block against its digest (rule D003), 2 MiB
         at a time, while they are in the processor's cache."""),
     box("memory", "StagingBuffer, StagingPool", "transfer/staging.py", """
@@ -132,7 +132,7 @@ READ = [
         the host's memory, where GPUDirect Storage works."""),
 ]  # fmt: skip
 READ_PLAN = [
-    box("digest", "read_manifest, decode", "reading/runs.py, format/manifest.py", """
+    box("digest", "read_manifest, decode", "listing/runs.py, format/manifest.py", """
         latest names the checkpoint. Of its manifest the
         digest is compared, then every rule is checked;
         only then is it looked at."""),
@@ -146,7 +146,7 @@ READ_PLAN = [
     box("plan", "Checkpoint, read, Want", "reading/checkpoint.py", """
         Spans of tensors, and the memory they go to: has
         the reads of a batch planned and carried out."""),
-    box("digest", "Contents, StoredPieces", "reading/contents.py, plan/reshard.py", """
+    box("digest", "Contents, StoredPieces", "listing/contents.py, plan/reshard.py", """
         The chunks of index.bin that list exp_avg/<name>,
         and digests.bin of the ranks that hold parts of it.
         The manifest has a digest of each."""),

@@ -21,41 +21,33 @@ itself and what stands above it in this table; an import for type checkers alone
     state      no torch, no I/O what a rank holds of a training state: fragments of tensors, and where they are
     plan       no torch, no I/O pure functions that lay out files, plan writes and reads, select keys and reshard
     ranks      no files         what ranks tell each other, and how each notices that another one has died
-    storage    -                the contract of a store, local directories, scratch files, the writer's lock
+    storage    torch late       the contract of a store, local directories, scratch files, the writer's lock
     transfer   -                carries out planned writes and reads: buffers, budget, copies to devices, digests
     engines    -                the contract of an engine adapter, and a folder for each framework
     offloading -                the steps of zckpt.offload: write and read storages, free them, guard what is out
-    reading    -                what zckpt.open returns, and what lies in the directory of a run
+    listing    torch late       what lies in the directory of a run, and what each checkpoint holds, without tensors
+    reading    -                what zckpt.open returns: any part of a checkpoint as tensors
     validation -                checks a checkpoint against the specification, and reports what it has found
     repairing  -                the steps of zckpt.repair: find the data files, rebuild, compare, put in place
     writing    -                the steps of zckpt.write: collect, agree, write files, commit
     restoring  -                the steps of zckpt.restore: match tensors, plan, say what does not fit
     api        -                the functions that users call, a file for each task
-    __init__   -                the public names
+    __init__   torch late       the public names
     testing    -                a reference engine, and the suites that each store and each engine has to pass
-    cli        -                the command line
-    __main__   -                what `python -m zckpt` runs
+    cli        torch late         the command line
+    __main__   torch late         what `python -m zckpt` runs
 
 "no torch": it does not import torch while it runs. "no I/O": it asks the operating system for nothing, though it may
-issue a Python warning. Whatever it imports of zckpt promises the same. "no files": it opens no file itself.
+issue a Python warning. Whatever it imports of zckpt promises the same. "torch late": it imports torch, and what
+imports torch, in functions alone, and not when it is imported itself. "no files": it opens no file itself.
 ``tests/package/test_imports.py`` reads this table and fails for every import that breaks it.
 """
 
-from zckpt.api.attach import attach, attach_all, detach
-from zckpt.api.background import PendingWrite, wait
-from zckpt.api.gc import Cleanup, Removed, gc
-from zckpt.api.offload import Offloaded, offload, offloaded, reload
-from zckpt.api.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
-from zckpt.api.repair import RepairReport, repair
-from zckpt.api.restore import Restored, restore
-from zckpt.api.validate import validate
-from zckpt.api.where import Placement, PlacementEntry, RankMemory, where
-from zckpt.api.write import write
-from zckpt.api.zero_to_fp32 import (
-    convert_zero_checkpoint_to_fp32_state_dict,
-    get_fp32_state_dict_from_zero_checkpoint,
-    load_state_dict_from_zero_checkpoint,
-)
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from zckpt.errors import (
     CastError,
     CheckpointExistsError,
@@ -82,11 +74,28 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.progress import Progress, ProgressBar
-from zckpt.reading.checkpoint import Checkpoint
-from zckpt.reading.contents import PieceInfo, TensorInfo
-from zckpt.transfer.budget import Budget
-from zckpt.validation.report import Finding, Observation, Report
 from zckpt.version import __version__
+
+if TYPE_CHECKING:
+    from zckpt.api.attach import attach, attach_all, detach
+    from zckpt.api.background import PendingWrite, wait
+    from zckpt.api.gc import Cleanup, Removed, gc
+    from zckpt.api.offload import Offloaded, offload, offloaded, reload
+    from zckpt.api.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
+    from zckpt.api.repair import RepairReport, repair
+    from zckpt.api.restore import Restored, restore
+    from zckpt.api.validate import validate
+    from zckpt.api.where import Placement, PlacementEntry, RankMemory, where
+    from zckpt.api.write import write
+    from zckpt.api.zero_to_fp32 import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint,
+    )
+    from zckpt.listing.contents import PieceInfo, TensorInfo
+    from zckpt.reading.checkpoint import Checkpoint
+    from zckpt.transfer.budget import Budget
+    from zckpt.validation.report import Finding, Observation, Report
 
 __all__ = [
     "Budget",
@@ -149,3 +158,40 @@ __all__ = [
     "where",
     "write",
 ]
+
+_LATE = {
+    "api.attach": ["attach", "attach_all", "detach"],
+    "api.background": ["PendingWrite", "wait"],
+    "api.gc": ["Cleanup", "Removed", "gc"],
+    "api.offload": ["Offloaded", "offload", "offloaded", "reload"],
+    "api.open": ["open"],
+    "api.repair": ["RepairReport", "repair"],
+    "api.restore": ["Restored", "restore"],
+    "api.validate": ["validate"],
+    "api.where": ["Placement", "PlacementEntry", "RankMemory", "where"],
+    "api.write": ["write"],
+    "api.zero_to_fp32": [
+        "convert_zero_checkpoint_to_fp32_state_dict",
+        "get_fp32_state_dict_from_zero_checkpoint",
+        "load_state_dict_from_zero_checkpoint",
+    ],
+    "listing.contents": ["PieceInfo", "TensorInfo"],
+    "reading.checkpoint": ["Checkpoint"],
+    "transfer.budget": ["Budget"],
+    "validation.report": ["Finding", "Observation", "Report"],
+}
+"""The same imports as those for type checkers above. Each is done when one of its names is first asked for, because
+most of them import torch, which takes longer than much of what the command line does."""
+_HOME = {name: module for module, names in _LATE.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

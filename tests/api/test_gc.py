@@ -391,7 +391,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "retention" in out
     assert "leftover" in out
     assert kept(tmp_path) == ["s2", "s3"]
-    assert main(["gc", str(tmp_path / "nothing")]) == 1
+    assert main(["gc", str(tmp_path / "nothing")]) == 2
     assert "no checkpoint was found" not in out
     (tmp_path / "empty").mkdir()
     capsys.readouterr()

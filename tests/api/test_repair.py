@@ -323,7 +323,7 @@ def test_large_blocks_and_the_command_line(tmp_path: Path, capsys: pytest.Captur
     assert zckpt.open(written.path).manifest.block_bytes == 1 << 20
     shard(written).unlink()
     (written.path / "manifest.msgpack").unlink()
-    assert main(["repair", str(written.path), "--accept-unverified"]) == 1
+    assert main(["repair", str(written.path), "--accept-unverified"]) == 2
     assert "cannot be rebuilt" in capsys.readouterr().err
 
 

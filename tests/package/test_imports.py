@@ -14,7 +14,9 @@ import zckpt
 
 ROOT = Path(zckpt.__file__).parent
 
-TABLE = re.findall(r"^    (\w+) +(no torch, no I/O|no torch|no files|-) +(\S.*)$", zckpt.__doc__ or "", re.MULTILINE)
+TABLE = re.findall(
+    r"^    (\w+) +(no torch, no I/O|no torch|torch late|no files|-) +(\S.*)$", zckpt.__doc__ or "", re.MULTILINE
+)
 """The table in the package's docstring: for each module or folder its name, what it promises, and what it is. Each
 imports itself and what stands above it."""
 ORDER = [name for name, _, _ in TABLE]
@@ -72,6 +74,14 @@ def imports(tree: ast.AST) -> set[str]:
     return names
 
 
+def without_functions(tree: ast.Module) -> ast.Module:
+    """What runs while the module is imported; the bodies of its functions do not."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.body = []
+    return tree
+
+
 def without_type_checking(tree: ast.Module) -> ast.Module:
     def checks_types(node: ast.stmt) -> bool:
         return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
@@ -108,12 +118,16 @@ def test_no_import_runs_up(module: str) -> None:
 def test_promises_are_kept(module: str) -> None:
     promises = PROMISES[module.split(".")[1]]
     tree = ast.parse(FILES[MODULES.index(module)].read_text())
-    for promise in promises - {"no files"}:
+    for promise in promises - {"torch late", "no files"}:
         assert not {unit for unit in units(imports(tree)) if promise not in PROMISES[unit]}, promise
     tree = without_type_checking(tree)
     foreign = {name.partition(".")[0] for name in imports(tree)} - {"zckpt"}
     if "no torch" in promises:
         assert "torch" not in foreign
+    if "torch late" in promises:
+        early = imports(without_functions(tree))
+        assert "torch" not in {name.partition(".")[0] for name in early}
+        assert not {unit for unit in units(early) if not PROMISES[unit] & {"torch late", "no torch"}}
     if "no I/O" in promises:
         assert foreign <= WITHOUT_IO
         assert not names_in(tree) & IO_FUNCTIONS
@@ -162,6 +176,19 @@ for name in sys.argv[1:]:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(zckpt.__all__) == sorted(PUBLIC_NAMES.split())
+
+
+def test_type_checkers_see_the_public_names_that_are_imported_late() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    late = imports(tree) - imports(without_type_checking(tree)) - {"typing.TYPE_CHECKING"}
+    assert late == {f"zckpt.{module}.{name}" for module, names in zckpt._LATE.items() for name in names}
+    assert {*zckpt.__all__} <= {*dir(zckpt)}
+    assert all(hasattr(zckpt, name) for name in zckpt.__all__)
+
+
+def test_to_import_zckpt_or_its_command_line_imports_no_torch() -> None:
+    code = "import sys, zckpt, zckpt.cli, zckpt.listing.find; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_no_test_module_imports_another() -> None:

@@ -15,7 +15,7 @@ from zckpt.errors import (
     StorageError,
 )
 from zckpt.format import names
-from zckpt.reading.runs import directories, is_begun, is_of_trainer, nothing_at, read_latest
+from zckpt.listing.runs import directories, is_begun, is_of_trainer, nothing_at, read_latest
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock
 from zckpt.storage.schemes import open_store

@@ -9,16 +9,17 @@ import torch
 
 from zckpt.api.background import wait
 from zckpt.api.offload import bring_back_to_restore
-from zckpt.api.open import advised, find, open_checkpoint
+from zckpt.api.open import open_checkpoint
 from zckpt.engines import adapt, group_of
 from zckpt.errors import FormatError, MismatchError, RankError, StorageError, warn
+from zckpt.listing.find import advised, find
+from zckpt.listing.runs import whole_neighbours
 from zckpt.offloading.away import away
 from zckpt.plan.reshard import Span
 from zckpt.plan.select import by_part, several
 from zckpt.progress import Progress, reported
 from zckpt.ranks.collectives import Ranks, check_arguments, comparable
 from zckpt.reading.checkpoint import Want
-from zckpt.reading.runs import whole_neighbours
 from zckpt.restoring.plan import Request, RestorePlan, plan_restore
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store

@@ -6,8 +6,9 @@ from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zckpt.api.open import find, open_checkpoint
+from zckpt.api.open import open_checkpoint
 from zckpt.errors import CheckpointNotFoundError, FormatError
+from zckpt.listing.find import find
 from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store

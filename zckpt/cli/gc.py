@@ -6,6 +6,11 @@ import argparse
 
 import zckpt
 
+EXAMPLES = """
+  zckpt gc checkpoints --dry-run
+  zckpt gc checkpoints --keep 3
+"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="the directory of a run, a checkpoint, or one that was given to zckpt.offload")

@@ -9,6 +9,11 @@ import zckpt
 if TYPE_CHECKING:
     import argparse
 
+EXAMPLES = """
+  zckpt repair checkpoints/global_step100
+  zckpt repair checkpoints/global_step100 --output rebuilt/global_step100
+"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="the directory of the checkpoint")

@@ -14,6 +14,11 @@ import zckpt
 if TYPE_CHECKING:
     from types import TracebackType
 
+EXAMPLES = """
+  deepspeed --module zckpt run train.py --epochs 3
+  torchrun --nproc-per-node 8 -m zckpt run -m trainer.main
+"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
@@ -53,11 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     except SystemExit as end:
         came_to_its_end = end.code in (None, 0)
         raise
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         # Not of this command but of the script: as python reports it, with the script's frames alone.
         error.__traceback__ = _of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
-        return 1
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
     finally:
         if came_to_its_end and not attached and os.environ.get("RANK", "0") == "0":
             _say("nothing was attached: the script made no engine by deepspeed.initialize")

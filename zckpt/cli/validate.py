@@ -1,19 +1,24 @@
-"""Check a checkpoint against the specification; exit status 0 if it conforms, 1 if not.
+"""Check a checkpoint against the specification.
 
-Under a launcher such as torchrun the ranks share the work, and rank 0 prints.
+The exit status is 0 if it conforms, 1 if not, and 2 if there is nothing to check or it cannot be read. Under a launcher
+such as torchrun the ranks share the work, and rank 0 prints.
 """
 
 from __future__ import annotations
 
-import os
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import zckpt
+from zckpt.cli.launched import launched
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+
+EXAMPLES = """
+  zckpt validate checkpoints
+  zckpt validate checkpoints/global_step100 --level deep --json
+  torchrun --nproc-per-node 8 -m zckpt validate checkpoints
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,23 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with _launched() as rank:
+    with launched() as rank:
         report = zckpt.validate(arguments.path, level=arguments.level, progress=zckpt.ProgressBar())
         if rank == 0:
             print(report.to_json() if arguments.json else report)
     return 0 if report.ok else 1
-
-
-@contextmanager
-def _launched() -> Iterator[int]:
-    """This process's rank; with the process group of the launcher, if there is one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield 0
-        return
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    try:
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()

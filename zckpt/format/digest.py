@@ -7,11 +7,14 @@ bytes of two tensors, and a whole tensor is verified by reading nothing but itse
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
     from collections.abc import Buffer, Callable, Iterator
@@ -36,3 +39,24 @@ def blocks(region_start: int, region_bytes: int, first_block: int, block_bytes: 
     for number in range(block_count(region_bytes, block_bytes)):
         start = region_start + number * block_bytes
         yield first_block + number, start, min(start + block_bytes, region_start + region_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """A data file: its path, its size in bytes, and its blocks' digests, 16 bytes each (empty: not to be checked)."""
+
+    path: str
+    nbytes: int
+    digests: memoryview
+
+
+def check_block(view: NDArray[np.uint8] | memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:
+    """Raises FormatError (D001, D003) unless ``view`` has the digest of ``block``."""
+    expected = file.digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+    if len(expected) != DIGEST_BYTES:
+        raise broken("D001", f"the table has no digest of block {block}", file=file.path, key=key)
+    if digest(view) != expected:
+        raise broken(
+            "D003", "the data is damaged", file=file.path, key=key, start=start, stop=start + view.nbytes,
+            hint="restore the file from a copy, or load from another checkpoint",
+        )  # fmt: skip

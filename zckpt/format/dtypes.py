@@ -1,4 +1,4 @@
-"""The dtypes of the format: safetensors' names and their sizes in bytes."""
+"""The dtypes of the format: safetensors' names, their sizes in bytes, and PyTorch's names for them."""
 
 ITEM_BYTES: dict[str, int] = {
     "BOOL": 1,
@@ -17,4 +17,22 @@ ITEM_BYTES: dict[str, int] = {
     "U64": 8,
     "F64": 8,
     "C64": 8,
+}
+TORCH_NAMES: dict[str, str] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
 }

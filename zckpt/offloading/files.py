@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from zckpt.errors import FormatError, NoSpaceError, StorageError
-from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES
+from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, ReadFile
 from zckpt.offloading.memory import fresh_memory, whole
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.layout import plan_shards, plan_writes
@@ -20,7 +20,7 @@ from zckpt.state.inventory import Fragment
 from zckpt.storage.scratch import ScratchReader, ScratchSpan, ScratchStore
 from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.memory import Sinks
-from zckpt.transfer.read import ReadFile, places_of, run_reads
+from zckpt.transfer.read import places_of, run_reads
 from zckpt.transfer.staging import pool_for
 from zckpt.transfer.write import run_writes
 

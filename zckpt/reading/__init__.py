@@ -1,1 +1,1 @@
-"""What ``zckpt.open`` returns, and what lies in the directory of a run."""
+"""What ``zckpt.open`` returns: an opened checkpoint, and any part of it as tensors."""

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from zckpt.errors import KeyNotFoundError, MismatchError
+from zckpt.errors import MismatchError
 from zckpt.format import names, tree
-from zckpt.format.limits import TREE_BYTES_MAX
-from zckpt.format.rules import broken
+from zckpt.listing.contents import TensorInfo
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Span, extents, slice_spans
-from zckpt.plan.select import Keys, nearest, select
 from zckpt.progress import Progress, reported
-from zckpt.reading.contents import Contents, TensorInfo
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.transfer.budget import Budget, flag
 from zckpt.transfer.devices import check_device, check_devices
@@ -28,8 +25,9 @@ from zckpt.transfer.staging import StagingPool, pool_for
 from zckpt.transfer.torch_dtypes import dtype_of
 
 if TYPE_CHECKING:
-    from zckpt.format.manifest import Manifest
-    from zckpt.storage.contract import IOCount, Reader
+    from zckpt.listing.contents import Contents
+    from zckpt.plan.select import Keys
+    from zckpt.storage.contract import IOCount
 
 Device = torch.device | str
 HOST = torch.device("cpu")
@@ -64,16 +62,15 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def __init__(
         self,
         path: str,
-        manifest: Manifest,
-        reader: Reader,
+        contents: Contents,
         budget: Budget | None = None,
         advised: Callable[..., AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.path = path
-        self.manifest = manifest
-        self.reader = reader
+        self.contents = contents
+        self.manifest = contents.manifest
+        self.reader = contents.reader
         self.budget = budget or Budget.from_environment()
-        self.contents = Contents(manifest, reader)
         self._advised = advised
         """Makes a context manager that may add to the hint of an error which leaves it. Its argument says what an error
         leaves behind; without it, an error leaves everything unchanged."""
@@ -82,26 +79,16 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     def __getitem__(self, key: str) -> TensorInfo:
         """A tied weight is found under every name. Raises KeyNotFoundError, which names the nearest keys."""
-        info = self._find(key)
-        if info is None:
-            raise KeyNotFoundError(f"there is no key {key!r}", key=key, hint=nearest(list(self), key))
-        return info
+        return self.contents[key]
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self._find(key) is not None
-
-    def _find(self, key: str) -> TensorInfo | None:
-        part, _, name = key.partition("/")
-        return None if part == STATE else self.contents.find(part, self.aliases.get(name, name))
+        return key in self.contents
 
     def __iter__(self) -> Iterator[str]:
-        for part in self.manifest.parts:
-            if part.name != STATE:
-                for name in part.names:
-                    yield f"{part.name}/{self.manifest.names[name]}"
+        return iter(self.contents)
 
     def __len__(self) -> int:
-        return sum(len(part.names) for part in self.manifest.parts if part.name != STATE)
+        return len(self.contents)
 
     def __repr__(self) -> str:
         return f"<zckpt.Checkpoint {self.path!r}: step {self.step}, {len(self)} tensors of {', '.join(self.parts)}>"
@@ -145,37 +132,23 @@ class Checkpoint(Mapping[str, TensorInfo]):
         ``lazy``: for each tensor and array, a function without arguments that reads it.
         """
         with self._advised():
-            return self._rank_state(rank, lazy)
-
-    def _rank_state(self, rank: int, lazy: bool) -> Any:
-        info = self.contents.find(STATE, f"rank/{rank}")
-        if info is None:
-            return None
-        if info.dtype != torch.uint8 or len(info.shape) != 1:
-            raise broken("T001", f"a packed tree that is {info.dtype} {list(info.shape)}", key=info.key)
-        if info.nbytes > TREE_BYTES_MAX:
-            raise broken("T004", f"a packed tree of {info.nbytes} bytes", key=info.key)
-        packed = self._one(info).numpy().tobytes()
-        return tree.unpack(packed, self._lazy_leaf, info.key) if lazy else self._tree(packed, info.key)
+            found = self.contents.packed_state(rank)
+            if found is None:
+                return None
+            return tree.unpack(found[0], self._lazy_leaf, found[1]) if lazy else self._tree(*found)
 
     def _tree(self, packed: bytes, file: str) -> Any:
         """With all tensors that it refers to, which are read at once: so they cannot take more than their files."""
         infos: dict[str, TensorInfo] = {}
-        found = tree.unpack(packed, lambda ext, name: infos.setdefault(name, self._state_info(name)), file)
+        found = tree.unpack(packed, lambda ext, name: infos.setdefault(name, self.contents.state_info(name)), file)
         if not infos:
             return found
         tensors = self._load(infos)
         return tree.unpack(packed, lambda ext, name: _leaf(ext, tensors[name]), file)
 
     def _lazy_leaf(self, ext: int, name: str) -> Callable[[], object]:
-        info = self._state_info(name)
-        return lambda: _leaf(ext, self._one(info))
-
-    def _state_info(self, name: str) -> TensorInfo:
-        info = self.contents.find(STATE, name)
-        if info is None:
-            raise broken("T003", f"there is no tensor {STATE}/{name}", file=names.MANIFEST)
-        return info
+        info = self.contents.state_info(name)
+        return lambda: _leaf(ext, self._load({name: info})[name])
 
     # Any part of it
 
@@ -212,7 +185,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         given = {} if out is None else out
         if not isinstance(given, Mapping):
             raise TypeError(f"out must be a dict of tensors by key, such as 'master/embed', got {type(out).__name__}")
-        infos = {key: self[key] for key in (given if keys is None and out is not None else self._select(keys))}
+        infos = {key: self[key] for key in (given if keys is None and out is not None else self.contents.select(keys))}
         unused = [key for key in given if key not in infos]
         if unused:
             raise MismatchError(f"out has {', '.join(unused[:5])}, which keys does not ask for", key=unused[0])
@@ -235,7 +208,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Like ``load``, one ``(key, tensor)`` at a time: only one is in memory, unless the caller keeps more."""
         device = check_device(device)
-        infos = {key: self[key] for key in self._select(keys)}
+        infos = {key: self[key] for key in self.contents.select(keys)}
         wanted = dtype_of(dtype)
         staging = self.staging([device])
         with (
@@ -279,7 +252,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         device = check_device(device)
         wants: dict[tuple[str, int, int], Want] = {}
-        infos = {key: self[key] for key in self._select(keys)}
+        infos = {key: self[key] for key in self.contents.select(keys)}
         with self._advised():
             own = {key: [one for one in self.contents.pieces(info) if one.rank == rank] for key, info in infos.items()}
             copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in own[key]}
@@ -338,7 +311,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
                 advance(want.info.nbytes)
         wants = [want for want in wants if not want.target.is_meta]
         infos, spans, targets, copies = zip(*wants, strict=True) if wants else ((),) * 4
-        found = extents(self.contents.stored(infos, copies, rank), spans, [info.dtype.itemsize for info in infos])
+        found = extents(self.contents.stored(infos, copies, rank), spans, [info.item_bytes for info in infos])
         files = {number: self.contents.read_file(number, verify=verify) for number in set(found.file.tolist())}
         sinks = Sinks([info.key for info in infos], targets, [info.dtype for info in infos])
         staging = staging or self.staging(sinks.devices)
@@ -360,18 +333,6 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def batch_bytes(self) -> int:
         """The most bytes of one read into host memory."""
         return self.budget.batch_bytes(self.manifest.block_bytes)
-
-    def _select(self, keys: Keys) -> list[str]:
-        """The keys asked for."""
-        if keys is None or callable(keys):
-            return select(list(self), keys)
-        if isinstance(keys, str) and keys in self:  # one of very many: need not list them
-            return [keys]
-        keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
-        return select(list(self), keys, self.aliases)
-
-    def _one(self, info: TensorInfo) -> torch.Tensor:
-        return self._load({info.key: info})[info.key]
 
     def _load(
         self,

@@ -11,11 +11,11 @@ import numpy as np
 from zckpt.errors import MissingFileError
 from zckpt.format import names
 from zckpt.format import shard as shard_format
-from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, blocks, digest
+from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, ReadFile, blocks, digest
 from zckpt.plan import rebuild
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import file_extents
-from zckpt.transfer.read import ReadFile, read_op
+from zckpt.transfer.read import read_op
 from zckpt.transfer.staging import host_pool
 
 if TYPE_CHECKING:

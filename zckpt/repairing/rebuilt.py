@@ -14,9 +14,9 @@ from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.format.rules import broken
+from zckpt.listing.contents import Contents, read_header
 from zckpt.plan import catalog, rebuild
 from zckpt.reading.checkpoint import Checkpoint
-from zckpt.reading.contents import read_header
 from zckpt.repairing.digest_tables import Places, compute_tables, differences, fit_tables, read_if_there, read_tables
 from zckpt.repairing.salvage import refused
 from zckpt.storage.buffers import PAGE_BYTES
@@ -105,7 +105,7 @@ def check_rebuilt(store: Store, rebuilt: Rebuilt, budget: Budget) -> None:
     with closing(store.reader()) as reader:
         overlaid = _Overlaid(reader, rebuilt.files)
         findings = structure_findings(
-            Checkpoint(str(store.location), manifest_format.decode(rebuilt.manifest), overlaid, budget)
+            Checkpoint(str(store.location), Contents(manifest_format.decode(rebuilt.manifest), overlaid), budget)
         )
     if rebuilt.unverified:  # headers that differ from their digests stay so, as their data do
         findings = [finding for finding in findings if finding.rule != "D003"]

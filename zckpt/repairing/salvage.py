@@ -11,8 +11,8 @@ from zckpt.errors import FormatError, RepairError, ZckptError
 from zckpt.format import names
 from zckpt.format import shard as shard_format
 from zckpt.format.limits import WORLD_SIZE_MAX
+from zckpt.listing.contents import read_header
 from zckpt.plan.rebuild import FoundFile
-from zckpt.reading.contents import read_header
 from zckpt.repairing.digest_tables import fit_tables, read_tables
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from zckpt.reading.contents import TensorInfo
+    from zckpt.listing.contents import TensorInfo
 
 _STAND_INS = {MASTER: PARAM, PARAM: MASTER}
 """The part in which a parameter's weight was saved if it is not in the one that is wanted: it was frozen on one side.

@@ -7,11 +7,12 @@ the bytes on the host, for their digests. A file that the driver refuses, kvikio
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import StorageError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @lru_cache(maxsize=1)
@@ -37,6 +38,8 @@ def read(fd: int, path: str, target: torch.Tensor, offset: int) -> int:
 
     Raises StorageError.
     """
+    import torch
+
     try:
         # That file, wherever a link now leads
         with torch.cuda.device(target.device), _kvikio().CuFile(f"/proc/self/fd/{fd}") as file:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
-from zckpt.format.digest import DIGEST_BYTES, digest
+from zckpt.format.digest import DIGEST_BYTES, check_block, digest
 from zckpt.format.rules import broken
 from zckpt.plan.coalesce import Places, joined_copies
 from zckpt.storage.buffers import PAGE_BYTES, after
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zckpt.errors import FormatError
+    from zckpt.format.digest import ReadFile
     from zckpt.plan.coalesce import Ranges, ReadOp, Segments
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Reader
@@ -38,15 +38,6 @@ DIRECT_BYTES_MIN = 256 << 10
 """Smaller reads go through the page cache: the kernel serves them better."""
 PORTION_BYTES = 2 << 20
 """This much is read from the page cache and checked before the next read, so that it stays in the processor's cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadFile:
-    """A data file: its path, its size in bytes, and its blocks' digests, 16 bytes each (empty: not to be checked)."""
-
-    path: str
-    nbytes: int
-    digests: memoryview
 
 
 def places_of(reader: Reader, sinks: Sinks, files: Mapping[int, ReadFile]) -> Places:
@@ -253,15 +244,3 @@ def _are_sound(file: ReadFile, blocks: Sequence[int], views: Sequence[Bytes | me
     first, last = blocks[0], blocks[-1]
     expected = file.digests[first * DIGEST_BYTES : (last + 1) * DIGEST_BYTES]
     return last - first == len(blocks) - 1 and b"".join(map(digest, views)) == expected
-
-
-def check_block(view: Bytes | memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:
-    """Raises FormatError (D001, D003) unless ``view`` has the digest of ``block``."""
-    expected = file.digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
-    if len(expected) != DIGEST_BYTES:
-        raise broken("D001", f"the table has no digest of block {block}", file=file.path, key=key)
-    if digest(view) != expected:
-        raise broken(
-            "D003", "the data is damaged", file=file.path, key=key, start=start, stop=start + view.nbytes,
-            hint="restore the file from a copy, or load from another checkpoint",
-        )  # fmt: skip

@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zckpt.errors import FormatError
-from zckpt.format.digest import DIGEST_BYTES, blocks
+from zckpt.format.digest import DIGEST_BYTES, blocks, check_block
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.names import digests_path, piece_name, split_piece_name
 from zckpt.format.rules import broken
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import file_extents
-from zckpt.transfer.read import check_block, read_op
+from zckpt.transfer.read import read_op
 from zckpt.validation.report import failures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from zckpt.format.digest import ReadFile
     from zckpt.format.manifest import Manifest
     from zckpt.format.shard import Entry, Header
+    from zckpt.listing.contents import Contents
     from zckpt.plan.coalesce import ReadOp
     from zckpt.plan.reshard import StoredPieces
     from zckpt.reading.checkpoint import Checkpoint
-    from zckpt.reading.contents import Contents
     from zckpt.storage.buffers import Bytes
-    from zckpt.transfer.read import ReadFile
     from zckpt.transfer.staging import StagingPool
     from zckpt.validation.values import Values
 

@@ -17,7 +17,7 @@ from zckpt.validation.report import failures
 if TYPE_CHECKING:
     from zckpt.errors import FormatError
     from zckpt.format.index import Ints
-    from zckpt.reading.contents import Contents
+    from zckpt.listing.contents import Contents
 
 
 def check_index(contents: Contents) -> tuple[list[FormatError], StoredPieces | None]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import CheckpointExistsError, StorageError, ZckptError
 from zckpt.format import names
-from zckpt.reading.runs import entries_of, is_leftover, read_manifest
+from zckpt.listing.runs import entries_of, is_leftover, read_manifest
 from zckpt.repairing.salvage import is_complete
 from zckpt.storage.lock import DEAD_SECONDS
 

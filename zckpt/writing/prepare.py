@@ -15,11 +15,11 @@ from zckpt.engines.peft import adapter_configs
 from zckpt.errors import StateError, warn
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, digest
+from zckpt.listing.runs import latest_name, refuse_place
 from zckpt.offloading.away import away
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.ranks.collectives import check_arguments
-from zckpt.reading.runs import latest_name, refuse_place
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store

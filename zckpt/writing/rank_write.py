@@ -10,11 +10,11 @@ from zckpt.errors import CheckpointExistsError, RankError, StorageError, first_f
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import digest
+from zckpt.listing.deepspeed_files import deepspeed_files
+from zckpt.listing.runs import latest_name
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_writes
 from zckpt.progress import reported
-from zckpt.reading.deepspeed_files import deepspeed_files
-from zckpt.reading.runs import latest_name
 from zckpt.state.inventory import BUFFER, PARAM, STATE
 from zckpt.transfer.budget import Budget
 from zckpt.transfer.devices import devices_of, synchronize

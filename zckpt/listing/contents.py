@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from zckpt.errors import KeyNotFoundError
 from zckpt.format import index as index_format
 from zckpt.format import names
 from zckpt.format import shard as shard_format
-from zckpt.format.digest import DIGEST_BYTES, digest
+from zckpt.format.digest import DIGEST_BYTES, ReadFile, blocks, check_block, digest
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX
+from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, TREE_BYTES_MAX
 from zckpt.format.manifest import TIERS, Manifest
 from zckpt.format.rules import broken
 from zckpt.plan.reshard import StoredPieces, choose_copies
-from zckpt.transfer.read import ReadFile
-from zckpt.transfer.torch_dtypes import TORCH_DTYPES
+from zckpt.plan.select import Keys, nearest, select
+from zckpt.state.inventory import STATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -57,13 +59,24 @@ class TensorInfo:
     key: str
     part: str
     name: str
-    dtype: torch.dtype
+    dtype_name: str
+    """The name of its dtype in the format, which is safetensors', such as "F32"."""
     shape: tuple[int, ...]
     nbytes: int
     """Of one whole copy."""
     _place: tuple[int, int] = field(repr=False)
     """Its part in the manifest, and its row there."""
     _contents: Contents = field(repr=False, compare=False)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        from zckpt.transfer.torch_dtypes import TORCH_DTYPES  # here, so that whoever lists tensors needs no torch
+
+        return TORCH_DTYPES[self.dtype_name]
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype_name]
 
     @cached_property
     def pieces(self) -> tuple[PieceInfo, ...]:
@@ -80,8 +93,8 @@ class TensorInfo:
         return tuple(dict.fromkeys(piece.file for piece in self.pieces))
 
 
-class Contents:
-    """Safe to share by threads."""
+class Contents(Mapping[str, TensorInfo]):
+    """A mapping from key (``<part>/<parameter name>``) to TensorInfo. Safe to share by threads."""
 
     def __init__(self, manifest: Manifest, reader: Reader) -> None:
         self.manifest = manifest
@@ -90,6 +103,66 @@ class Contents:
         self._tables: dict[int, memoryview] = {}
         self._sized: set[int] = set()
         """The files whose length was found to be the manifest's."""
+
+    # The tensors of the model, by key
+
+    def __getitem__(self, key: str) -> TensorInfo:
+        """A tied weight is found under every name. Raises KeyNotFoundError, which names the nearest keys."""
+        info = self._by_key(key)
+        if info is None:
+            raise KeyNotFoundError(f"there is no key {key!r}", key=key, hint=nearest(list(self), key))
+        return info
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._by_key(key) is not None
+
+    def _by_key(self, key: str) -> TensorInfo | None:
+        part, _, name = key.partition("/")
+        return None if part == STATE else self.find(part, self.manifest.aliases.get(name, name))
+
+    def __iter__(self) -> Iterator[str]:
+        for part in self.manifest.parts:
+            if part.name != STATE:
+                for name in part.names:
+                    yield f"{part.name}/{self.manifest.names[name]}"
+
+    def __len__(self) -> int:
+        return sum(len(part.names) for part in self.manifest.parts if part.name != STATE)
+
+    def select(self, keys: Keys) -> list[str]:
+        """The keys asked for. Raises KeyNotFoundError."""
+        if keys is None or callable(keys):
+            return select(list(self), keys)
+        if isinstance(keys, str) and keys in self:  # one of very many: need not list them
+            return [keys]
+        keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
+        return select(list(self), keys, self.manifest.aliases)
+
+    # The trees of non-tensor state
+
+    def state_info(self, name: str) -> TensorInfo:
+        """A tensor that a tree refers to. Raises FormatError (T003)."""
+        info = self.find(STATE, name)
+        if info is None:
+            raise broken("T003", f"there is no tensor {STATE}/{name}", file=names.MANIFEST)
+        return info
+
+    def packed_state(self, rank: int | None = None) -> tuple[bytes, str] | None:
+        """The packed tree that all ranks share, or the one that ``rank`` alone had, and the name of its file or key for
+        errors; None if there is none. Raises FormatError and StorageError."""
+        if rank is None:
+            return self.manifest.state, names.MANIFEST
+        info = self.find(STATE, f"rank/{rank}")
+        if info is None:
+            return None
+        if info.dtype_name != "U8" or len(info.shape) != 1:
+            raise broken("T001", f"a packed tree that is {info.dtype_name} {list(info.shape)}", key=info.key)
+        if info.nbytes > TREE_BYTES_MAX:
+            raise broken("T004", f"a packed tree of {info.nbytes} bytes", key=info.key)
+        self.check_sizes([info])
+        return b"".join(self._bytes_of(piece, info) for piece in self.pieces(info) if piece.copy == 0), info.key
+
+    # Where they lie
 
     def find(self, part: str, name: str) -> TensorInfo | None:
         """The tensor of that name, which is no alias."""
@@ -105,9 +178,7 @@ class Contents:
         name, shape = self.manifest.names[part.names[row]], self.manifest.shapes[part.shapes[row]]
         dtype = part.dtypes[row]
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-        return TensorInfo(
-            f"{part.name}/{name}", part.name, name, TORCH_DTYPES[dtype], shape, nbytes, (part_id, row), self
-        )
+        return TensorInfo(f"{part.name}/{name}", part.name, name, dtype, shape, nbytes, (part_id, row), self)
 
     def pieces(self, info: TensorInfo) -> Iterator[Piece]:
         """The index's records of one tensor, copy by copy, in the order of their elements."""
@@ -146,10 +217,21 @@ class Contents:
         found = []
         for piece, number in zip(pieces, self.manifest.file_numbers(rank, info._place[0], tier).tolist(), strict=True):
             file = self.manifest.files[number]
-            nbytes = (piece.stop - piece.start) * info.dtype.itemsize
+            nbytes = (piece.stop - piece.start) * info.item_bytes
             place = (self.manifest.path(file), file.data_start + piece.offset, nbytes)
             found.append(PieceInfo(piece.rank, TIERS[piece.tier], piece.copy, piece.start, piece.stop, *place))
         return tuple(found)
+
+    def _bytes_of(self, piece: Piece, info: TensorInfo) -> bytes:
+        """The bytes of a small piece, whose digests are checked."""
+        rank, tier = np.array([piece.rank]), np.array([piece.tier])
+        number = int(self.manifest.file_numbers(rank, info._place[0], tier)[0])
+        file, nbytes = self.manifest.files[number], (piece.stop - piece.start) * info.item_bytes
+        source, start = self.read_file(number, verify=True), file.data_start + piece.offset
+        raw = self.reader.read(source.path, start, nbytes)
+        for block, first, last in blocks(start, nbytes, piece.block, self.manifest.block_bytes):
+            check_block(memoryview(raw)[first - start : last - start], block, source, first, info.key)
+        return raw
 
     def read_file(self, number: int, *, verify: bool) -> ReadFile:
         """A data file as the read pipeline wants it."""
@@ -206,7 +288,7 @@ class Contents:
     def check_copies(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> list[int]:
         """As ``check_sizes``, of one copy of each of ``infos``, none of which is given twice."""
         stored = self.stored(infos, copies, None)
-        item = np.array([info.dtype.itemsize for info in infos], np.int64)
+        item = np.array([info.item_bytes for info in infos], np.int64)
         index_format.check_claims(self.manifest, stored.file, (stored.stop - stored.start) * item[stored.want])
         first = dict(zip(stored.file[::-1].tolist(), stored.want[::-1].tolist(), strict=True))  # of each file
         for number, one in sorted(first.items()):

@@ -12,8 +12,8 @@ import zckpt
 from tests.support.states import write_state
 from zckpt.cli import main
 from zckpt.errors import CheckpointNotFoundError, FormatError, UnfinishedWriteError
-from zckpt.reading import runs
-from zckpt.reading.runs import whole_neighbours
+from zckpt.listing import runs
+from zckpt.listing.runs import whole_neighbours
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 
@@ -57,7 +57,7 @@ def test_what_deepspeed_wrote(tmp_path: Path, how: str, capsys: pytest.CaptureFi
     assert "zckpt.write(engine)" in text
     assert str(folder.relative_to(tmp_path)) in text or os.path.relpath(folder, run) in text
     for command in ("validate", "repair"):
-        assert main([command, str(path)]) == 1
+        assert main([command, str(path)]) == 2
         assert "DeepSpeed's own format" in capsys.readouterr().err
 
 
@@ -86,7 +86,7 @@ def test_a_path_that_is_not_there_lists_the_checkpoints_beside_it(
     (tmp_path / "notes").write_text("")
     for command in ("validate", "repair", "gc"):
         for name, what in (("3", "does not exist"), ("notes", "is a file")):
-            assert main([command, str(tmp_path / name)]) == 1
+            assert main([command, str(tmp_path / name)]) == 2
             err = capsys.readouterr().err
             assert f"the path {what}" in err
             assert text in err

@@ -22,7 +22,7 @@ from zckpt.format import names
 from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
 from zckpt.format.rules import broken
-from zckpt.reading.deepspeed_files import deepspeed_files
+from zckpt.listing.deepspeed_files import deepspeed_files
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:

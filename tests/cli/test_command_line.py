@@ -1,0 +1,101 @@
+"""What all commands have in common: help, examples, exit statuses, completion, and what they import."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zckpt.cli import COMMANDS, main, make_parser
+
+SOUND = Path(__file__).parents[1] / "broken" / "sound"
+
+
+def zckpt(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zckpt", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+
+
+def examples(name: str) -> list[str]:
+    epilog = subparser(name).epilog
+    assert epilog is not None
+    first, *lines = epilog.splitlines()
+    assert first == "examples:"
+    return [line for line in lines if line.strip()]
+
+
+def subparser(name: str):
+    (commands,) = (action for action in make_parser([name])._actions if action.dest == "command")
+    return commands.choices[name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_what_it_does_and_its_examples_can_be_parsed(name: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert subparser(name).description in shown
+    found = examples(name)
+    assert len(found) >= 2
+    for line in found:
+        assert line in shown
+        words = shlex.split(line.partition(" > ")[0])
+        arguments = make_parser(words).parse_args(words[words.index("zckpt") + 1 :])
+        assert arguments.command == name
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    code = """
+import sys
+from zckpt.cli import COMMANDS, main
+try:
+    main(["--help"])
+except SystemExit as end:
+    assert end.code == 0
+assert not {"torch", "rich", "deepspeed"} & {*sys.modules}
+assert not {f"zckpt.cli.{name}" for name in COMMANDS} & {*sys.modules}
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert {*COMMANDS} <= {*shown.split()}
+
+
+def test_exit_statuses(tmp_path: Path) -> None:
+    assert zckpt("validate", str(SOUND)).returncode == 0
+    damaged = zckpt("validate", str(SOUND.parent / "D002-flip"))
+    assert (damaged.returncode, damaged.stderr) == (1, "")
+    assert "D002" in damaged.stdout
+    for wrong in (["validate"], ["no-such-command"], ["validate", str(SOUND), "--level", "none"]):
+        ended = zckpt(*wrong)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert "usage: zckpt" in ended.stderr
+    absent = zckpt("validate", str(tmp_path / "absent"))
+    assert (absent.returncode, absent.stdout) == (2, "")
+    assert absent.stderr.startswith("zckpt: the path does not exist")
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
+    command = [sys.executable, "-m", "zckpt", "validate", str(SOUND)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_shells_complete_commands_and_options() -> None:
+    pytest.importorskip("shtab")
+    for shell in ("bash", "zsh", "tcsh"):
+        script = zckpt("completion", shell)
+        assert script.returncode == 0, script.stderr
+        assert all(name in script.stdout for name in COMMANDS)
+        assert "level" in script.stdout
+    script = zckpt("completion", "bash").stdout
+    ask = f"{script}\nCOMP_WORDS=(zckpt val); COMP_CWORD=1; _shtab_zckpt; echo ${{COMPREPLY[@]}}"
+    assert subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout == "validate\n"

@@ -1,0 +1,37 @@
+"""Print the completion of command lines for a shell, which then completes commands, options and paths.
+
+It needs the package shtab: pip install 'zckpt[completion]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import zckpt.cli
+
+EXAMPLES = """
+  zckpt completion bash > ~/.local/share/bash-completion/completions/zckpt
+  zckpt completion zsh > ~/.zfunc/_zckpt
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell that is to load it")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ImportError:
+        print("zckpt completion: needs the package shtab: pip install 'zckpt[completion]'", file=sys.stderr)
+        return 2
+    parser = zckpt.cli.make_parser()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                for argument in command._get_positional_actions():
+                    if argument.choices is None and argument.dest != "keys":
+                        argument.complete = shtab.FILE
+    print(shtab.complete(parser, arguments.shell))
+    return 0

@@ -1,0 +1,25 @@
+"""Commands that share their work over the ranks of a launcher, such as torchrun, on one machine or on several."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def launched() -> Iterator[int]:
+    """This process's rank; with the process group of the launcher, if there is one. Rank 0 prints."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield 0
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
