@@ -3,6 +3,7 @@
     zckpt.write(engine)                            every rank: sharded, atomic, durable
     zckpt.restore(engine, path)                    every rank: from any world size, stage and offload into any other
     zckpt.open(path).load(keys, device="cuda")     any part, any process, only the bytes asked for
+    zckpt.export(path, out, config=folder)         a model's folder as Hugging Face has it, or one file of torch's
     zckpt.validate(path)                           against the specification
     zckpt.where(engine)                            every rank: which part of the state is in which memory and file
     zckpt.offload(engine, directory)               every rank: live states to a local disk; zckpt.reload: and back
@@ -31,6 +32,7 @@ itself and what stands above it in this table; an import for type checkers alone
     repairing  -                the steps of zckpt.repair: find the data files, rebuild, compare, put in place
     writing    -                the steps of zckpt.write: collect, agree, write files, commit
     restoring  -                the steps of zckpt.restore: match tensors, plan, say what does not fit
+    exporting  -                the steps of zckpt.export: name and convert tensors, lay out files, write slices
     api        -                the functions that users call, a file for each task
     __init__   torch late       the public names
     testing    -                a reference engine, and the suites that each store and each engine has to pass
@@ -79,6 +81,7 @@ from zckpt.version import __version__
 if TYPE_CHECKING:
     from zckpt.api.attach import attach, attach_all, detach
     from zckpt.api.background import PendingWrite, wait
+    from zckpt.api.export import Exported, export
     from zckpt.api.gc import Cleanup, Removed, gc
     from zckpt.api.offload import Offloaded, offload, offloaded, reload
     from zckpt.api.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
@@ -106,6 +109,7 @@ __all__ = [
     "Cleanup",
     "DeviceError",
     "DigestError",
+    "Exported",
     "FeatureError",
     "Finding",
     "FormatError",
@@ -144,6 +148,7 @@ __all__ = [
     "attach_all",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "detach",
+    "export",
     "gc",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
@@ -162,6 +167,7 @@ __all__ = [
 _LATE = {
     "api.attach": ["attach", "attach_all", "detach"],
     "api.background": ["PendingWrite", "wait"],
+    "api.export": ["Exported", "export"],
     "api.gc": ["Cleanup", "Removed", "gc"],
     "api.offload": ["Offloaded", "offload", "offloaded", "reload"],
     "api.open": ["open"],

@@ -266,6 +266,14 @@ class Checkpoint(Mapping[str, TensorInfo]):
             self.read(list(wants.values()), verify=verify)
         return {place: want.target for place, want in wants.items()}
 
+    def weights(self) -> dict[str, TensorInfo]:
+        """What the model consists of, by the names that it has there: weights (from ``master``, else ``param``) and
+        buffers. A tied weight is there once."""
+        found: dict[str, TensorInfo] = {}
+        for part in (BUFFER, PARAM, MASTER):
+            found |= {info.name: info for info in self.values() if info.part == part}
+        return found
+
     def state_dict(
         self,
         *,
@@ -277,9 +285,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """What ``model.load_state_dict`` takes: weights (from ``master``, else ``param``), buffers, and tied weights by
         every name. ``dtype`` applies to floating point weights; buffers keep theirs. Raises as ``load`` does."""
         device, wanted = check_device(device), dtype_of(dtype)
-        sources: dict[str, TensorInfo] = {}
-        for part in (BUFFER, PARAM, MASTER):
-            sources |= {info.name: info for info in self.values() if info.part == part}
+        sources = self.weights()
         casts = {
             name: wanted if info.part != BUFFER and info.dtype.is_floating_point else None
             for name, info in sources.items()

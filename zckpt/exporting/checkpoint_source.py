@@ -1,0 +1,81 @@
+"""A checkpoint as the source of an export."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from zckpt.errors import KeyNotFoundError
+from zckpt.exporting.plan import Source
+from zckpt.plan.reshard import Span
+from zckpt.reading.checkpoint import Checkpoint, Want
+from zckpt.transfer.memory import check_cast
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import torch
+
+    from zckpt.exporting.plan import Conversion, OutputFile
+    from zckpt.listing.contents import TensorInfo
+    from zckpt.transfer.budget import Budget
+
+
+class CheckpointSource:
+    """The weights and buffers of a checkpoint: a ``Filler``, each of whose threads reads on its own."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None, budget: Budget) -> None:
+        """``dtype``: what floating point tensors are converted to, buffers too, as ``model.to(dtype)`` does; None: they
+        stay as they are stored. Half of ``budget`` is used. Raises KeyNotFoundError if there are no weights,
+        CastError, and FormatError (F001 to F003) for files that are cut short or missing."""
+        self.infos: Mapping[str, TensorInfo] = checkpoint.weights()
+        if not self.infos:
+            raise KeyNotFoundError(
+                f"the checkpoint has no weights: its parts are {', '.join(checkpoint.parts) or 'none'}",
+                hint="export one that was written with the parts master or param",
+            )
+        self.aliases = {alias: name for alias, name in checkpoint.aliases.items() if name in self.infos}
+        self.sources: dict[str, Source] = {}
+        for name, info in self.infos.items():
+            wanted = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+            check_cast(info.dtype, wanted, info.key)
+            self.sources[name] = Source(DTYPE_NAMES[wanted], info.shape)
+        checkpoint.contents.check_sizes(self.infos.values())
+        self.budget = budget
+        nbytes = budget.nbytes // budget.threads // 2
+        self._checkpoint = Checkpoint(
+            checkpoint.path, checkpoint.manifest, checkpoint.reader, replace(budget, nbytes=nbytes, threads=1)
+        )
+        self._starts: dict[str, list[int]] = {}
+        self.advance: Callable[[int], None] = lambda nbytes: None
+        """What is told the bytes that have been read."""
+
+    def nbytes(self, files: Iterable[OutputFile], conversions: Iterable[Conversion]) -> int:
+        """How many bytes are read to write ``files``."""
+        tensors = [tensor for file in files for tensor in file.tensors.values()]
+        made = {tensor.name for tensor in tensors if tensor.runs is None}
+        runs = [run for tensor in tensors for run in tensor.runs or ()]
+        whole = {name for one in conversions if made.intersection(one.outputs) for name in one.sources}
+        return sum((run.stop - run.start) * self.infos[run.source].dtype.itemsize for run in runs) + sum(
+            self.infos[name].nbytes for name in whole
+        )
+
+    def fill(self, targets: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+        wants = [
+            Want(self.infos[name], [Span(start, start + target.numel(), 0)], target) for name, start, target in targets
+        ]
+        if wants:
+            self._checkpoint.read(wants, advance=self.advance)
+
+    def cut(self, source: str, start: int, stop: int) -> int:
+        """At the end of a block, so that no block is read twice to be verified."""
+        info = self.infos[source]
+        if source not in self._starts:
+            self._starts[source] = sorted({piece.start for piece in info.pieces})
+        starts = self._starts[source]
+        begin = starts[bisect_right(starts, stop) - 1]
+        block = self._checkpoint.manifest.block_bytes // info.dtype.itemsize
+        end = begin + (stop - begin) // block * block
+        return end if end > start else stop

@@ -1,0 +1,337 @@
+"""The tensors and files of a model as Hugging Face's ``save_pretrained`` writes them: by transformers' own rules.
+
+transformers names and shapes some weights otherwise in memory than in files, such as the experts of a mixture. A model
+without memory ("meta") is made from its configuration, and transformers converts the weights of that. Most of what it
+makes of them are views: which elements of the checkpoint a file has is read off their strides, and no weight need be
+whole in memory to be converted.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zckpt.errors import MismatchError, UnsupportedError, first_few, from_os_error
+from zckpt.exporting.plan import (
+    RUN_BYTES_MIN,
+    Conversion,
+    ExportPlan,
+    Memory,
+    OutputTensor,
+    Run,
+    Source,
+    count_runs,
+    runs_of_view,
+    safetensors_files,
+    split_into_files,
+)
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from zckpt.exporting.plan import OutputFile
+
+INDEX = "model.safetensors.index.json"
+TAKEN_ALONG = (
+    "generation_config.json", "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json",
+    "*.model", "*.tiktoken", "*.spm", "*.jinja", "chat_template*", "*processor_config.json", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+"""The files of a model's folder that are copied as they are: its tokenizer's, its processor's, its terms of use."""
+MODEL_CODE = ("*.py",)
+"""Copied too where the model's class is not transformers' own."""
+FILES = ("*.safetensors", INDEX, "config.json", *TAKEN_ALONG, *MODEL_CODE)
+"""All that an export writes."""
+
+
+def plan_hugging_face(
+    sources: Mapping[str, Source],
+    aliases: Mapping[str, str],
+    folder: str | None,
+    shard_bytes_max: int,
+) -> ExportPlan:
+    """The files of a model's folder.
+
+    ``sources``: all weights and persistent buffers by the name that the model has for them in memory. ``aliases``: the
+    further names of tied weights, and the one under which each is in ``sources``. ``folder``: with the configuration of
+    the model. None: tensors keep their names and shapes, a tied weight has one of its names, and there is no
+    configuration.
+
+    Raises MismatchError if the model of this configuration has other tensors, UnsupportedError for a configuration that
+    transformers cannot make a model of, or without transformers, and StorageError.
+    """
+    small_files: dict[str, bytes] = {}
+    tensors: list[OutputTensor] = []
+    conversions: tuple[Conversion, ...] = ()
+    memory: dict[str, Memory] = {}
+    parameters = sum(_numel(source) for name, source in sources.items() if name not in aliases)
+    model = None
+    if folder is not None:
+        config = _read_config(folder)
+        model = _empty_model(folder, config)
+        small_files = dict(_taken_along(folder, (*TAKEN_ALONG, *(MODEL_CODE if model is None else ()))))
+        if model is None:
+            small_files["config.json"] = _with_dtype(config, sources)
+    if model is None:
+        tensors = [
+            OutputTensor(name, source.dtype, source.shape, (Run(name, 0, _numel(source)),))
+            for name, source in sorted(sources.items(), key=lambda item: _natural(item[0]))
+        ]
+    else:
+        _fill(model, sources, aliases)
+        tensors, conversions, memory = convert_names(model)
+        parameters = model.num_parameters()
+        small_files = {**_written_by(model), **small_files}
+    files = safetensors_files(split_into_files(tensors, shard_bytes_max, memory))
+    if len(files) > 1:
+        nbytes = sum(one.nbytes for one in set(memory.values())) if memory else sum(one.nbytes for one in tensors)
+        small_files[INDEX] = _index(files, parameters, nbytes)
+    return ExportPlan(files, conversions, small_files)
+
+
+def _numel(source: Source) -> int:
+    return torch.Size(source.shape).numel()
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Orders layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
+
+
+def _index(files: Sequence[OutputFile], parameters: int, nbytes: int) -> bytes:
+    """As ``save_pretrained`` writes it."""
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors.values()}
+    index = {"metadata": {"total_parameters": parameters, "total_size": nbytes}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+# The configuration
+
+
+def _read_config(folder: str) -> dict[str, Any]:
+    path = os.path.join(folder, "config.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+    except OSError as error:
+        found = from_os_error(error, "read the model's configuration", path)
+        found.hint = "--config (config= in Python) is the folder of the model that was trained, with its config.json"
+        raise found from error
+    except ValueError as error:
+        raise MismatchError(f"this is no JSON: {error}", file=path) from error
+    if not isinstance(config, dict):
+        raise MismatchError("this is no model's configuration", file=path)
+    if "quantization_config" in config:
+        raise UnsupportedError(
+            "the configuration is that of quantized weights, and a checkpoint's are not",
+            file=path,
+            hint="remove quantization_config from config.json if the model was trained without",
+        )
+    return config
+
+
+def _empty_model(folder: str, config: Mapping[str, Any]) -> Any:
+    """The model of this configuration, without memory; None if its class is code of its own."""
+    try:
+        import transformers
+        from transformers.core_model_loading import revert_weight_conversion  # noqa: F401  since transformers 5
+    except ImportError as error:
+        raise UnsupportedError(
+            "an export with a model's configuration needs transformers 5 or newer",
+            hint="pip install 'transformers>=5'; or leave the configuration out: tensors keep their names then",
+        ) from error
+    name = next(iter(config.get("architectures") or []), None)
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    if kind is None and "auto_map" in config:
+        return None
+    if kind is None:
+        what = f"has no model {name!r}" if name else "needs to be told which model this is: there are no architectures"
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} {what}",
+            file=os.path.join(folder, "config.json"),
+            hint='name the class of the model that was trained, such as "architectures": ["LlamaForCausalLM"]',
+        )
+    with torch.device("meta"):
+        return kind(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
+
+
+def _taken_along(folder: str, patterns: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if os.path.isfile(path) and any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            try:
+                with open(path, "rb") as file:
+                    yield name, file.read()
+            except OSError as error:
+                raise from_os_error(error, "read", path) from error
+
+
+def _with_dtype(config: Mapping[str, Any], sources: Mapping[str, Source]) -> bytes:
+    """The configuration of a model that transformers does not know, with the dtype that weights are loaded as."""
+    dtypes = [dtype for source in sources.values() if (dtype := TORCH_DTYPES[source.dtype]).is_floating_point]
+    name = str(dtypes[0]).removeprefix("torch.") if dtypes else None
+    return (json.dumps({**config, "dtype": name}, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _written_by(model: Any) -> dict[str, bytes]:
+    """The files that ``save_pretrained`` writes beside the weights."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    with tempfile.TemporaryDirectory() as directory:
+        model.config.save_pretrained(directory)
+        if model.can_generate():
+            model.generation_config.save_pretrained(directory)
+        return dict(_taken_along(directory, ["*"]))
+
+
+# Names and shapes
+
+
+def _fill(model: Any, sources: Mapping[str, Source], aliases: Mapping[str, str]) -> None:
+    """Gives the model tensors of the shapes and dtypes of ``sources``, tied as they are tied there. Raises
+    MismatchError unless the model has them all, and no others."""
+    own = model.state_dict(keep_vars=True)
+    stored = {name: aliases.get(name, name) for name in (*sources, *aliases)}
+    unlike = [
+        f"{name} is {list(own[name].shape)} by the configuration, {list(sources[key].shape)} here"
+        for name, key in stored.items()
+        if name in own and key in sources and tuple(own[name].shape) != sources[key].shape
+    ]
+    lines = [
+        f"{which} lacks {len(names)} tensors: {first_few(names, 5)}"
+        for which, names in [
+            ("the source", [name for name in own if stored.get(name) not in sources]),
+            ("the model of the configuration", [name for name in sources if name not in own]),
+        ]
+        if names
+    ]
+    if unlike:
+        lines.append(f"{len(unlike)} shapes differ: {first_few(unlike, 5)}")
+    if lines:
+        raise MismatchError(
+            f"this is not a {type(model).__name__} of that configuration: {'; '.join(lines)}",
+            hint="give the configuration of the model that was trained, as the training has changed it (its "
+            "vocabulary, say), or none: tensors keep their names then",
+        )
+    empty = {
+        key: torch.empty(sources[key].shape, dtype=TORCH_DTYPES[sources[key].dtype], device="meta")
+        for key in {stored[name] for name in own}
+    }
+    parameters = {key: torch.nn.Parameter(tensor, requires_grad=False) for key, tensor in empty.items()}
+    model.load_state_dict(
+        {
+            name: (parameters if isinstance(tensor, torch.nn.Parameter) else empty)[stored[name]]
+            for name, tensor in own.items()
+        },
+        assign=True,
+    )
+
+
+class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has a copy of a tensor on "meta" be a view of it, and notes what every tensor that is no view was made of."""
+
+    def __init__(self, sources: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alive: list[torch.Tensor] = list(sources.values())
+        self.source = {_storage(tensor): name for name, tensor in sources.items()}
+        """The name of the source, by the storage of a tensor that is a view of it."""
+        self._made_of = {storage: frozenset([name]) for storage, name in self.source.items()}
+
+    def made_of(self, tensor: torch.Tensor) -> frozenset[str]:
+        return self._made_of.get(_storage(tensor), frozenset())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten.clone.default:
+            return aten.alias.default(args[0])
+        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if func in (aten.view.default, aten._unsafe_view.default):
+            try:
+                return aten.view.default(*args)
+            except RuntimeError:  # a view of what ought to be a copy
+                out = aten.view.default(args[0].clone(memory_format=torch.contiguous_format), *args[1:])
+        else:
+            out = func(*args, **(kwargs or {}))
+        names = frozenset[str]().union(*map(self.made_of, inputs))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and _storage(tensor) not in self._made_of:
+                self._made_of[_storage(tensor)] = names
+                self._alive.append(tensor)
+        return out
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def convert_names(model: Any) -> tuple[list[OutputTensor], tuple[Conversion, ...], dict[str, Memory]]:
+    """The tensors that ``save_pretrained`` of a model on "meta" writes, in their order; what makes those of them that
+    are no views; and the memory that each would have."""
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    state = model.state_dict()
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    state = remove_tied_weights_from_state_dict(state, model)
+    views = _Views(state)
+    with views:
+        found: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
+    tensors: list[OutputTensor] = []
+    made: dict[str, frozenset[str]] = {}
+    for name, tensor in found.items():
+        shape, strides, source = tuple(tensor.shape), tensor.stride(), views.source.get(_storage(tensor))
+        runs = None
+        if source is not None and _are_long(tensor):
+            runs = runs_of_view(source, shape, strides, int(tensor.storage_offset()))
+        else:
+            made[name] = views.made_of(tensor)
+        tensors.append(OutputTensor(name, DTYPE_NAMES[tensor.dtype], shape, runs))
+    conversions = tuple(_conversions(model, state, made, {name: found[name].shape for name in made}))
+    copied: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
+    memory = {name: Memory(_storage(one), one.untyped_storage().nbytes()) for name, one in copied.items()}
+    return tensors, conversions, memory
+
+
+def _are_long(view: torch.Tensor) -> bool:
+    count = count_runs(view.shape, view.stride())
+    return count <= 1 or view.nbytes >= RUN_BYTES_MIN * count
+
+
+def _conversions(
+    model: Any, state: Mapping[str, torch.Tensor], made: Mapping[str, frozenset[str]], shapes: Mapping[str, torch.Size]
+) -> Iterator[Conversion]:
+    """One for all outputs that have sources in common."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        converted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+        return converted
+
+    groups: list[tuple[set[str], list[str]]] = []
+    for name, names in made.items():
+        own, outputs = set(names), [name]
+        for group in [group for group in groups if own & group[0]]:
+            own |= group[0]
+            outputs = group[1] + outputs
+            groups.remove(group)
+        groups.append((own, outputs))
+    for own, outputs in groups:
+        # In the order of the model; and alone they have to become what they become among all others.
+        ordered = tuple(name for name in state if name in own)
+        alone = convert({name: state[name] for name in ordered})
+        wrong = [name for name in outputs if name not in alone or alone[name].shape != shapes[name]]
+        if wrong:
+            raise UnsupportedError(
+                f"transformers makes {first_few(wrong, 3)} of other weights too than of {first_few(ordered, 3)}",
+                hint="load the weights into the model (model.load_state_dict(checkpoint.state_dict())) and call its "
+                "save_pretrained",
+            )
+        yield Conversion(ordered, tuple(outputs), convert)
