@@ -45,9 +45,8 @@ class CheckpointSource:
         checkpoint.contents.check_sizes(self.infos.values())
         self.budget = budget
         nbytes = budget.nbytes // budget.threads // 2
-        self._checkpoint = Checkpoint(
-            checkpoint.path, checkpoint.manifest, checkpoint.reader, replace(budget, nbytes=nbytes, threads=1)
-        )
+        budget = replace(budget, nbytes=nbytes, threads=1)
+        self._checkpoint = Checkpoint(checkpoint.path, checkpoint.contents, budget)
         self._starts: dict[str, list[int]] = {}
         self.advance: Callable[[int], None] = lambda nbytes: None
         """What is told the bytes that have been read."""

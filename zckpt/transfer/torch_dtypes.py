@@ -2,31 +2,10 @@
 
 import torch
 
-<<<<<<< HEAD
 from zckpt.format.dtypes import TORCH_NAMES
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH_NAMES.items()}
-=======
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
 SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
->>>>>>> 6d76834 (zckpt.export: a checkpoint's weights as save_pretrained writes them, or one file of torch.load's, in slices)
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 

@@ -1,0 +1,59 @@
+"""Write the weights of a checkpoint as others load them: as a model's folder of Hugging Face's, or a file of torch's.
+
+With --config, the folder of the model that was trained, the output is what save_pretrained writes: transformers,
+vLLM and others load it. The exit status is 0, or 2 after an error; OUT appears only once it is whole. Under a launcher
+such as torchrun the ranks share the files, and rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import zckpt
+from zckpt.cli.launched import launched
+
+if TYPE_CHECKING:
+    import argparse
+
+EXAMPLES = """
+  zckpt export checkpoints llama-sft --dtype bf16 --config Llama-3.1-8B
+  zckpt export checkpoints/global_step100 model.pt --format pt
+  torchrun --nproc-per-node 8 -m zckpt export checkpoints llama-sft --dtype bf16 --config Llama-3.1-8B
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="a checkpoint, or the directory of a run with a `latest` file")
+    parser.add_argument("out", help="the directory to make; with --format pt, the file")
+    parser.add_argument(
+        "--format",
+        choices=["hf", "pt"],
+        default="hf",
+        help="hf: safetensors files and configuration (default); pt: a dict of tensors for torch.load",
+    )
+    parser.add_argument("--dtype", help="convert floating point tensors, to bf16 for instance; default: as stored")
+    parser.add_argument("--config", metavar="DIR", help="a folder with the model's config.json, and its tokenizer")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", default="5GB", help="of each safetensors file, such as 5GB (default)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with launched() as rank:
+        exported = zckpt.export(
+            arguments.path,
+            arguments.out,
+            format=arguments.format,
+            dtype=arguments.dtype,
+            config=arguments.config,
+            max_shard_size=arguments.max_shard_size,
+            overwrite=arguments.overwrite,
+            progress=zckpt.ProgressBar(),
+        )
+        if rank == 0:
+            print(json.dumps(asdict(exported)) if arguments.json else exported)
+    return 0
