@@ -263,14 +263,14 @@ def what_is_whole(checkpoint: Store) -> str:
 
 def nothing_at(store: Store) -> CheckpointNotFoundError:
     """The error where no directory is. It names the checkpoints that are there, if its run has some."""
-    what = "is a file" if store.exists("") else "does not exist"
+    what = "the path is a file" if store.exists("") else "the path does not exist"
     run = run_of(store)
     found = _newest_first(run)
     hint = f"the checkpoints in {run.location} are, newest first: {_listed(found, run)}" if found else ""
     if str(store.location).startswith("~"):
         hint = "~ is taken for the name of a directory: give the whole path of the home directory"
     return CheckpointNotFoundError(
-        f"the path {what}", file=str(store.location), hint=hint or "give the directory of a checkpoint or run"
+        what, file=str(store.location), hint=hint or "give the directory of a checkpoint or run"
     )
 
 

@@ -1,0 +1,85 @@
+"""Every code block of README and docs runs, and what they quote is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.documents import LAUNCHERS, PAGES, ROOT, blocks, furnish, run_alone, run_on_ranks, save_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+TROUBLES = ROOT / "docs" / "troubles.md"
+BLOCKS = {str(page.relative_to(ROOT)): [b for b in blocks(page.read_text()) if b.language != "text"] for page in PAGES}
+RUNNING = [page for page, found in BLOCKS.items() if found]
+
+
+def launches(page: str) -> bool:
+    return any(block.language == "sh" and any(map(LAUNCHERS.match, block.code.split("\n"))) for block in BLOCKS[page])
+
+
+@pytest.fixture(scope="module")
+def furnished(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("pages")
+    cluster.run(furnish, 2, str(directory))
+    return directory
+
+
+@pytest.fixture
+def directory(furnished: Path, tmp_path: Path, page: str) -> str:
+    shutil.copytree(furnished, tmp_path, dirs_exist_ok=True)
+    save_files(page, tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("page", RUNNING)
+def test_the_blocks_of_a_page_run(cluster: Cluster, directory: str, page: str) -> None:
+    if any(block.is_of_ranks for block in BLOCKS[page]):
+        cluster.run(run_on_ranks, 2, page, directory)
+    cluster.run(run_alone, 1, page, directory, launch=False, init=False)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("page", [page for page in RUNNING if launches(page)])
+def test_what_a_page_launches_runs(cluster: Cluster, directory: str, page: str) -> None:
+    cluster.run(run_alone, 1, page, directory, launch=True, init=False, timeout=600)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_code_is_indented_instead_of_fenced(page: Path) -> None:
+    """Such a block has no language, so nothing would run it."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^(?![-*\d]).*\n\n    .*", prose, re.MULTILINE) == []
+
+
+def test_the_messages_of_the_page_of_troubles_are_those_of_the_code() -> None:
+    """A heading there is a message, with … for what differs from time to time."""
+    headings = [
+        one or two for one, two in re.findall(r"^### (?:`` (.+) ``|`([^`]+)`)$", TROUBLES.read_text(), re.MULTILINE)
+    ]
+    assert len(headings) == len(re.findall("^### ", TROUBLES.read_text(), re.MULTILINE))
+    assert len(headings) > 20
+    messages = [text for file in (ROOT / "zckpt").rglob("*.py") for text in texts(ast.parse(file.read_text()))]
+    assert [one for one in headings if not any(one in message for message in messages)] == []
+
+
+def texts(tree: ast.AST) -> list[str]:
+    """The strings in the code, with … for what an f-string fills in; no docstrings."""
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        if node in docstrings:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+            found.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
