@@ -6,6 +6,7 @@
 # make bench     every comparison with the limit of the machine and with others; results in bench/results
 # make bench-gpu  loading to a GPU, with the loaders that are made for it, and writing from it
 # make fuzz      random input to every parser and to whole checkpoints, FUZZ_SECONDS (60) for each
+# make docs      the pages of README, docs/, spec/ and bench/results as a site, in build/site
 # make setup     what the tests need; every target sets up for itself what it needs
 # make bench-index  size and speed of the index at 1024 ranks
 # make bench-coverage  what DeepSpeed's own checkpoints and zckpt do in the same situations; writes bench/results/
@@ -27,6 +28,7 @@ OLDER := 0.16.9 0.17.6 0.18.9
 SMOKE := -m "matrix or not matrix" @tests/smoke.txt
 PLOTS := .venv/.bench-stamp
 FUZZER := .venv/.fuzz-stamp
+DOCS := .venv/.docs-stamp
 FUZZ_TARGETS := header index manifest tree checkpoint repair latest
 
 # The build of the ops calls ninja, which comes with the tools. Nothing is read from or left in the home directory.
@@ -43,14 +45,14 @@ export MAX_JOBS ?= 2
 # Most tests use one processor at a time.
 PYTEST := $(PY) -m pytest --numprocesses $(MAX_JOBS) --dist worksteal
 
-.PHONY: setup lint test test-all test-crash test-versions $(OLDER:%=test-%) demo bench bench-gpu bench-index bench-coverage fuzz clean
+.PHONY: setup lint test test-all test-crash test-versions $(OLDER:%=test-%) demo bench bench-gpu bench-index bench-coverage fuzz docs clean
 
 setup: $(SETUP) $(OPS) $(SIM)
 
 test: setup lint
 	@$(PYTEST)
 
-test-all: setup lint
+test-all: setup $(DOCS) lint
 	@$(PYTEST) -m "matrix or not matrix"
 
 test-crash: setup
@@ -94,6 +96,11 @@ fuzz: $(FUZZ_TARGETS:%=fuzz-%)
 
 $(FUZZ_TARGETS:%=fuzz-%): fuzz-%: $(SETUP) $(FUZZER)
 	@$(PY) fuzz/run.py $* --seconds $(FUZZ_SECONDS)
+
+# Strict: a link that leads nowhere fails, and so does a page that the site's contents leave out.
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "docs: build/site/index.html"
 
 clean:
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
@@ -155,6 +162,10 @@ $(OLDER:%=.cache/versions/%/stamp): .cache/versions/%/stamp: $(SETUP)
 
 $(FUZZER): $(SETUP)
 	@$(PIP) install --no-build-isolation --editable '.[fuzz]'
+	@touch $@
+
+$(DOCS): $(SETUP)
+	@$(PIP) install --no-build-isolation --editable '.[docs]'
 	@touch $@
 
 $(PLOTS): $(SETUP)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -57,6 +59,22 @@ def test_no_code_is_indented_instead_of_fenced(page: Path) -> None:
     """Such a block has no language, so nothing would run it."""
     prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"^(?![-*\d]).*\n\n    .*", prose, re.MULTILINE) == []
+
+
+def test_the_site_has_every_page() -> None:
+    listed = re.findall(r": (README|docs/.+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    written_by_hand = [f"{page}.md" for page in listed if page != "docs/api"]
+    assert sorted(written_by_hand) == sorted(str(page.relative_to(ROOT)) for page in PAGES)
+
+
+@pytest.mark.matrix
+def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="needs what `make docs` installs")
+    pytest.importorskip("mkdocstrings", reason="needs what `make docs` installs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "site" / "docs" / "api.html").exists()
 
 
 def test_the_messages_of_the_page_of_troubles_are_those_of_the_code() -> None:

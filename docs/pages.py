@@ -1,0 +1,53 @@
+"""Gathers the pages of the site: what ``mkdocs.yml`` cannot say. ``make docs`` builds it.
+
+Pages keep their places in the repository, so that their links to each other work there as well as on the site. A link
+to anything else in the repository, such as code, becomes plain text: the site has no copy of it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from posixpath import dirname, join, normpath
+from typing import TYPE_CHECKING
+
+from mkdocs.structure.files import File, Files
+
+import zckpt
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+GATHERED = ("README.md", "docs/**/*.md", "docs/*.svg", "spec/*.md", "bench/results/*.md", "bench/results/*.svg")
+_LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    of_themes = [file for file in files if not str(file.abs_src_path).startswith(config.docs_dir)]
+    paths = sorted(path for pattern in GATHERED for path in ROOT.glob(pattern))
+    pages = [File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)) for path in paths]
+    return Files([*of_themes, *pages, File.generated(config, "docs/api.md", content=api())])
+
+
+def on_page_markdown(markdown: str, *, page: Page, files: Files, **_: object) -> str:
+    def text_alone(link: re.Match[str]) -> str:
+        target = normpath(join(dirname(page.file.src_uri), link[2]))
+        elsewhere = files.get_file_from_path(target) is None and (ROOT / target).exists()
+        return link[1] if elsewhere else link[0]
+
+    return _LINK.sub(text_alone, markdown)
+
+
+def api() -> str:
+    """The page of all public names. ``__all__`` says which ones; each is described by its docstring."""
+    kinds: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": []}
+    for name in zckpt.__all__:
+        found = getattr(zckpt, name)
+        if isinstance(found, type):
+            kinds["Errors" if issubclass(found, zckpt.ZckptError) else "Classes"].append(name)
+        elif callable(found):
+            kinds["Functions"].append(name)
+    listed = (f"## {kind}\n\n" + "\n\n".join(f"::: zckpt.{name}" for name in names) for kind, names in kinds.items())
+    return "# API\n\n" + "\n\n".join(listed) + "\n"
