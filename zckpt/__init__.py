@@ -33,6 +33,7 @@ itself and what stands above it in this table; an import for type checkers alone
     writing    -                the steps of zckpt.write: collect, agree, write files, commit
     restoring  -                the steps of zckpt.restore: match tensors, plan, say what does not fit
     exporting  -                the steps of zckpt.export: name and convert tensors, lay out files, write slices
+    converting -                the steps of zckpt.convert: say what a folder is, read it, write it as a checkpoint
     api        -                the functions that users call, a file for each task
     __init__   torch late       the public names
     testing    -                a reference engine, and the suites that each store and each engine has to pass
@@ -81,6 +82,7 @@ from zckpt.version import __version__
 if TYPE_CHECKING:
     from zckpt.api.attach import attach, attach_all, detach
     from zckpt.api.background import PendingWrite, wait
+    from zckpt.api.convert import Converted, convert
     from zckpt.api.export import Exported, export
     from zckpt.api.gc import Cleanup, Removed, gc
     from zckpt.api.offload import Offloaded, offload, offloaded, reload
@@ -107,6 +109,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "Cleanup",
+    "Converted",
     "DeviceError",
     "DigestError",
     "Exported",
@@ -146,6 +149,7 @@ __all__ = [
     "__version__",
     "attach",
     "attach_all",
+    "convert",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "detach",
     "export",
@@ -168,6 +172,7 @@ _LATE = {
     "api.attach": ["attach", "attach_all", "detach"],
     "api.background": ["PendingWrite", "wait"],
     "api.export": ["Exported", "export"],
+    "api.convert": ["Converted", "convert"],
     "api.gc": ["Cleanup", "Removed", "gc"],
     "api.offload": ["Offloaded", "offload", "offloaded", "reload"],
     "api.open": ["open"],

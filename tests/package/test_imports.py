@@ -36,22 +36,27 @@ FILE_FUNCTIONS = {
 IO_FUNCTIONS = {*FILE_FUNCTIONS, "input", "print", "stderr", "stdin", "stdout"}
 
 PUBLIC_NAMES = """
-    Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup DeviceError DigestError
-    Exported FeatureError Finding FormatError KeyNotFoundError LockedError MismatchError MissingFileError NoSpaceError
-    Observation Offloaded OffloadedError PendingWrite PieceInfo Placement PlacementEntry Progress ProgressBar RankError
-    RankMemory Removed RepairError RepairReport Report Restored SizeError StateError StorageError TagError TensorInfo
-    UnfinishedWriteError UnsupportedError VersionError ZckptError __version__ attach attach_all
-    convert_zero_checkpoint_to_fp32_state_dict detach export gc get_fp32_state_dict_from_zero_checkpoint
+    Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup Converted DeviceError
+    DigestError Exported FeatureError Finding FormatError KeyNotFoundError LockedError MismatchError MissingFileError
+    NoSpaceError Observation Offloaded OffloadedError PendingWrite PieceInfo Placement PlacementEntry Progress
+    ProgressBar RankError RankMemory Removed RepairError RepairReport Report Restored SizeError StateError
+    StorageError TagError TensorInfo UnfinishedWriteError UnsupportedError VersionError ZckptError __version__ attach
+    attach_all convert convert_zero_checkpoint_to_fp32_state_dict detach export gc
+    get_fp32_state_dict_from_zero_checkpoint
     load_state_dict_from_zero_checkpoint offload offloaded open reload repair restore validate wait where write
 """
 
 # The modules above storage that mean local files, none of which belongs to a checkpoint. To all others, a path is a
 # Location, which may be that of an object store.
 OF_LOCAL_FILES = {
+    "api/convert.py",  # reads folders of other programs
     "api/where.py",  # looks at swap files
     "exporting/hugging_face.py",  # reads the folder of a model
     "exporting/place.py",  # writes files of other programs
     "exporting/torch_file.py",  # has torch write a file that is only looked at
+    "converting/deepspeed_folder.py",  # reads files of other programs
+    "converting/formats.py",  # looks at folders of other programs
+    "converting/restricted_pickle.py",  # reads files of other programs
     "api/zero_to_fp32.py",  # writes files of other programs
     "cli/run.py",  # runs a script
     "testing/store_contract.py",  # shares pages of a file outside of the store

@@ -28,6 +28,7 @@ COMMANDS = {
     "repair": "rebuild a lost or damaged manifest, index or digest table from the data files",
     "gc": "remove what dead writers have left",
     "export": "write a model's folder as Hugging Face has it, or one file of torch's",
+    "convert": "convert a checkpoint of DeepSpeed to one of zckpt, and back",
     "run": "run a training script whose checkpoints are zckpt's",
     "completion": "print the completion of command lines for a shell",
 }

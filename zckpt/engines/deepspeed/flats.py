@@ -8,6 +8,7 @@ tensors and collections are *bound* to this one and mean nothing for one that is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from zckpt.engines.tensors import dtype_name
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileSpan, Fragment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,28 @@ class Slot:
     start: int
     stop: int
     offset: int
+
+
+def cut_together(named: Iterable[tuple[str, Sequence[int], int]], rank: int, length: int) -> tuple[Slot, ...]:
+    """What rank ``rank`` holds of parameters that lie one behind the other in a buffer that is cut every ``length``
+    elements. ``named``: their names and shapes, and where each begins in the buffer."""
+    begin, end, slots = rank * length, (rank + 1) * length, []
+    for name, shape, offset in named:
+        numel = math.prod(shape)
+        # Of a parameter that lies wholly in other partitions: an empty span, at one end or the other.
+        start = min(max(begin - offset, 0), numel)
+        stop = max(min(end - offset, numel), start)
+        slots.append(Slot(name, tuple(shape), start, stop, offset + start - begin if start < stop else 0))
+    return tuple(slots)
+
+
+def cut_alone(name: str, shape: Sequence[int], rank: int, ranks: int, offset: int = 0) -> Slot:
+    """What rank ``rank`` holds of a parameter that is cut on its own, into ``ranks`` partitions of equal length, the
+    last ones padded. ``offset``: where the rank's partition begins in its flat."""
+    numel = math.prod(shape)
+    length = -(-numel // ranks)
+    start = min(rank * length, numel)
+    return Slot(name, tuple(shape), start, min(start + length, numel), offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

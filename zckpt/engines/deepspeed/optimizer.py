@@ -5,7 +5,8 @@
      "states": [{"params": ["a.weight", ...], "moments": ["exp_avg", "exp_avg_sq"], "values": {"step": 5}}, ...]}
 
 The order of the groups is the optimizer's. ``states`` has one entry for all parameters whose values are equal; a
-parameter without any state is in none of them. Names make the tree independent of world size, sub-groups and stage.
+parameter without any state is in none of them. Names make the tree independent of world size, sub-groups and stage. The
+class is None, and any fits, where the tree was made from files that do not say which it was.
 
 What is bound to a flat (flats.py) cannot be. If the flat is a whole parameter, equal on every rank, it stands among the
 ``values`` of that parameter. All else is in the tree of its rank, and ``"bound": ["factors"]`` in an entry names it:
@@ -117,7 +118,8 @@ class Saved:
     """
 
     def __init__(self, tree: Any, bound: Any = None, kept: Collection[str] = ()) -> None:
-        self.optimizer_class = _member(tree, "class", str, "optimizer")
+        unknown = isinstance(tree, Mapping) and tree.get("class", "") is None
+        self.optimizer_class = None if unknown else _member(tree, "class", str, "optimizer")
         self.inner_class = _member(tree, "inner_class", str, "optimizer") if "inner_class" in tree else None
         self.groups = _members(tree, "param_groups")
         self._group_of = {name: group for group in self.groups for name in group["params"]}
@@ -201,7 +203,7 @@ class Saved:
             apart = entry.get("bound", ())
             tied = sorted({*apart, *(str(key) for key, value in entry["values"].items() if is_collective(value))})
             if tied and (own.get("geometry") != geometry(flat) if apart else not flat.whole):
-                return NOTHING, [_misfit(tied, flat, self.optimizer_class)]
+                return NOTHING, [_misfit(tied, flat, self.optimizer_class or "the optimizer")]
         first, *others = entries
         if not all(_same_state(entry, first) for entry in others):
             against = f"{first_few(flat.names, 1)}: one sub-group here, but other optimizer scalars for each when saved"
@@ -233,7 +235,7 @@ def problems(
     found = []
     aux = None if inner(optimizer) is None else type(inner(optimizer)).__name__
     for there, here in ((saved.optimizer_class, type(optimizer).__name__), (saved.inner_class, aux)):
-        if there != here and not {there, here} <= INTERCHANGEABLE:
+        if there != here and not {there, here} <= INTERCHANGEABLE and saved.optimizer_class is not None:
             found.append(f"optimizer: {there} in the checkpoint, {here} in the engine")
     names = _by_group(flats)
     for index in range(len(optimizer.param_groups)):

@@ -141,7 +141,8 @@ class DeepSpeedRestoring:
         tree = None if state.get("scheduler") is None else subtree(state, "scheduler")
         here = None if scheduler is None else type(scheduler).__name__
         there = None if tree is None else tree.get("class")
-        if here != there:
+        unknown = tree is not None and here is not None and there is None  # to the conversion that wrote it
+        if here != there and not unknown:
             return [f"scheduler: {there or 'none'} in the checkpoint, {here or 'none'} in the engine"]
         rates = None if tree is None else subtree(tree, "state").get("base_lrs")
         if isinstance(rates, (list, tuple)) and len(rates) != groups:

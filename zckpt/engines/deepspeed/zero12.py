@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from zckpt.engines.deepspeed import replicas
-from zckpt.engines.deepspeed.flats import Flat, Slot, foreign
+from zckpt.engines.deepspeed.flats import Flat, cut_together, foreign
 from zckpt.engines.deepspeed.group import ranks_of
 from zckpt.engines.tensors import holdings
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM
@@ -139,16 +139,9 @@ class Zero12(replicas.Replicated):
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         flats = []
         for index, group in enumerate(self._groups(self._wrapper)):
-            length = group.master.numel()
-            begin, end = rank * length, (rank + 1) * length
-            slots = []
-            for parameter, shape, offset in zip(group.parameters, group.shapes, group.offsets, strict=True):
-                numel = shape.numel()
-                # Of a parameter that lies wholly in other partitions: an empty span, at one end or the other.
-                start = min(max(begin - offset, 0), numel)
-                stop = max(min(end - offset, numel), start)
-                at = offset + start - begin if start < stop else 0
-                slots.append(Slot(names[id(parameter)], tuple(shape), start, stop, at))
+            called = [names[id(parameter)] for parameter in group.parameters]
+            placed = zip(called, group.shapes, group.offsets, strict=True)
+            slots = cut_together(placed, rank, group.master.numel())
             by_name = {slot.name: slot for slot in slots}
             momentum = [by_name[names[id(parameter)]] for parameter in group.muon]
             sizes = [torch.Size(slot.shape) for slot in momentum]
@@ -156,7 +149,7 @@ class Zero12(replicas.Replicated):
                 replace(slot, start=0, stop=size.numel(), offset=offset)
                 for slot, size, offset in zip(momentum, sizes, consecutive(sizes), strict=True)
             )
-            flats.append(Flat(index, tuple(slots), group.master, wider={"momentum_buffer": wider} if wider else {}))
+            flats.append(Flat(index, slots, group.master, wider={"momentum_buffer": wider} if wider else {}))
         return tuple(flats)
 
     @classmethod

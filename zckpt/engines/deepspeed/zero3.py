@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zckpt.engines.deepspeed.flats import Flat, Slot, foreign, part_of
+from zckpt.engines.deepspeed.flats import Flat, Slot, cut_alone, foreign, part_of
 from zckpt.engines.deepspeed.group import ranks_of
 from zckpt.engines.deepspeed.kind import Kind
 from zckpt.engines.deepspeed.nvme import OptimizerFiles, ParameterFiles
@@ -95,10 +95,7 @@ class Partitioned(Kind):
 
     def _slot(self, name: str, offset: int) -> Slot:
         parameter = self._parameters[name]
-        length = parameter.partition_numel()
-        start = min(self._group.rank * length, parameter.ds_numel)
-        stop = min(start + length, parameter.ds_numel)
-        return Slot(name, tuple(parameter.ds_shape), start, stop, offset)
+        return cut_alone(name, parameter.ds_shape, self._group.rank, self._group.size, offset)
 
 
 class Zero3(Partitioned):

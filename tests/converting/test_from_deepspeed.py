@@ -1,0 +1,142 @@
+"""Folders that DeepSpeed itself has saved: what becomes of them is what zckpt would have written, and a run resumes
+from it as if it had never stopped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.support import converting
+from tests.support.offload import CASES, CPU, NVME, ODD, WIDE
+from tests.support.runs import assert_same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+GROUPS: dict[str, Any] = {"groups": True, "scheduler": True}
+FP32_GRADIENTS = {"config": {"data_types": {"grad_accum_dtype": "fp32"}}}
+MODES: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0, **GROUPS},
+    "0-odd": {"stage": 0, "model": "odd", "groups": True},
+    "0-fp16-torch": {"stage": 0, "dtype": "fp16", "optimizer": "torch_adamw", **GROUPS},
+    "0-fp32": {"stage": 0, "dtype": "fp32", **GROUPS},
+    "0-fp32-sgd": {"stage": 0, "dtype": "fp32", "optimizer": "sgd"},
+    "1": {"stage": 1, "model": "odd", "groups": True},
+    "1-fp16": {"stage": 1, "dtype": "fp16", **GROUPS},
+    "1-bf16-optimizer": {"stage": 1, "model": "odd", "groups": True, **FP32_GRADIENTS},
+    "1-cpu": {"stage": 1, "model": "gpt2", "frozen": True, **GROUPS, "offload_optimizer": CPU},
+    "2": {"stage": 2, "model": "gpt2", "frozen": True, **GROUPS},
+    "2-fp32": {"stage": 2, "dtype": "fp32", "model": "odd", "optimizer": "torch_adamw"},
+    "2-round-robin": {"stage": 2, "model": "odd", "groups": True, "round_robin_gradients": True},
+    "2-aligned": {"stage": 2, "model": "odd", "groups": True, "parameter_alignment": True},
+    "2-lion": {"stage": 2, "optimizer": "lion", "offload_optimizer": CPU},
+    "2-muon": {"stage": 2, "optimizer": "muon"},
+    "2-factored": {"stage": 2, "optimizer": "factored", **GROUPS},
+    "3": {**ODD},
+    "3-gpt2": {"model": "gpt2", "frozen": True, **GROUPS},
+    "3-fp32": {**ODD, "dtype": "fp32", "optimizer": "torch_adamw"},
+    "3-fp16-cpu": {**ODD, "dtype": "fp16", "offload_optimizer": CPU, "offload_param": CPU},
+    "3-factored": {"optimizer": "factored", **GROUPS},
+    "3-muon": {"optimizer": "muon", "reduce_scatter": False},
+    "3-nvme": {**WIDE, "offload_optimizer": NVME},
+    "3-nvme-small": {**ODD, "offload_optimizer": NVME},
+    "3-nvme+cpu": {**WIDE, "offload_optimizer": NVME, "offload_param": CPU},
+    "3-nvme+nvme": CASES["nvme+nvme"][1],
+}
+EVERY_COMMIT = {"0-odd", "0-fp32", "1-fp16", "1-bf16-optimizer", "2", "2-round-robin", "3", "3-nvme"}
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode in EVERY_COMMIT else pytest.mark.matrix) for mode in MODES]
+)
+def test_a_conversion_is_what_zckpt_would_have_written(cluster: Cluster, tmp_path: Path, mode: str) -> None:
+    setup = MODES[mode]
+    swaps = [str(tmp_path / f"swap-{number}") for number in range(2)]
+    through = cluster.run(converting.save_both, 2, str(tmp_path), setup, swaps[0])
+    converted = zckpt.convert(tmp_path / "stock", tmp_path / "converted")
+    assert zckpt.validate(converted.path, level="deep").ok
+    same_checkpoints(zckpt.open(tmp_path / "own"), zckpt.open(converted.path))
+
+    resumed = cluster.run(converting.restore, 2, converted.path, setup, swaps[1])
+    for rank, (one, other) in enumerate(zip(through, resumed, strict=True)):
+        assert one["losses"] == other["losses"]
+        for when in ("before", "after"):
+            same_state(*(without_buffers(run[when], setup, rank) for run in (one, other)))
+        assert other["client"]["note"] == "made by a test"
+        assert torch.equal(other["client"]["where"], torch.arange(3))
+
+
+@pytest.mark.parametrize("mode", ["0-fp16-torch", "2-fp32", "3-fp32"])
+@pytest.mark.matrix
+def test_a_run_resumes_as_from_the_folder_itself(cluster: Cluster, tmp_path: Path, mode: str) -> None:
+    """With an optimizer that keeps nothing which DeepSpeed does not save: its own resume is no better."""
+    cluster.run(converting.save_both, 2, str(tmp_path), MODES[mode])
+    converted = zckpt.convert(tmp_path / "stock", tmp_path / "converted")
+    stock = cluster.run(converting.load_stock, 2, str(tmp_path / "stock"), MODES[mode])
+    resumed = cluster.run(converting.restore, 2, converted.path, MODES[mode])
+    for one, other in zip(stock, resumed, strict=True):
+        assert one["losses"] == other["losses"]
+        same_state(one["after"], other["after"])
+
+
+def without_buffers(state: tuple[Any, ...], setup: dict[str, Any], rank: int) -> tuple[Any, ...]:
+    """Up to stage 2, DeepSpeed saves those of rank 0 alone."""
+    if rank == 0 or setup.get("stage", 3) == 3:
+        return state
+    return {key: value for key, value in state[0].items() if not key[0].startswith("buffer/")}, *state[1:]
+
+
+def same_state(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    if all(isinstance(value, str) for value in one[0].values()):  # fingerprints, of what is in files
+        assert one[0] == other[0]
+    else:
+        assert_same(one[0], other[0])
+    assert_same(one[1], other[1])
+    assert one[2] == other[2]
+
+
+def same_checkpoints(own: zckpt.Checkpoint, converted: zckpt.Checkpoint) -> None:
+    """Equal in all but what the folder has not: random generators, and a few settings."""
+    facts = [{key: (info.shape, info.dtype, info.part) for key, info in one.items()} for one in (own, converted)]
+    assert facts[0] == facts[1]
+    assert (own.step, own.world_size, own.parts) == (converted.step, converted.world_size, converted.parts)
+    assert own.aliases == converted.aliases
+    one, other = own.load(), converted.load()
+    for key in one:
+        if key.startswith("buffer/") or one[key].numel():
+            assert one[key].dtype == other[key].dtype, key
+            assert torch.equal(bits(one[key]), bits(other[key])), key
+    states = [plain(ck.state) for ck in (own, converted)]
+    for state in states:
+        del state["engine"]["counters"]["micro_steps"]
+        for tree in ("scaler", "deepspeed"):
+            state["engine"].pop(tree, None)
+    assert states[0] == states[1]
+    assert files(own) == files(converted)
+
+
+def files(checkpoint: zckpt.Checkpoint) -> set[tuple[str, int, int]]:
+    """Part, tier and rank of each."""
+    parts = [one.name for one in checkpoint.manifest.parts]
+    found = {(parts[file.part], file.tier, file.rank) for file in checkpoint.manifest.files}
+    return {one for one in found if one[0] not in ("state", "buffer")}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def plain(value: Any) -> Any:
+    """A tree that can be compared."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", str(value.dtype), value.tolist())
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(item) for item in value)
+    return value

@@ -1,0 +1,49 @@
+"""Runs that save in DeepSpeed's own format and with zckpt at the same step, and what their engines then hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import zckpt
+from tests.support.models import make_engine, train
+from tests.support.runs import AFTER, BEFORE, held, raw, settings, told
+
+CLIENT_STATE = {"note": "made by a test", "where": torch.arange(3), "at": (1, 2.5)}
+TAG = "saved"
+
+
+def now(engine: Any) -> tuple[Any, ...]:
+    """All that an engine holds, as far as it can be compared."""
+    about = settings(engine)
+    del about["micro_steps"]  # which DeepSpeed does not save
+    in_files = getattr(engine.optimizer, "optimizer_swapper", None) is not None
+    return (told(engine), {}, about) if in_files else (held(engine), raw(engine), about)
+
+
+def go_on(engine: Any, steps: int) -> dict[str, Any]:
+    before = now(engine)
+    torch.manual_seed(engine.global_rank)  # which DeepSpeed does not save
+    return {"before": before, "losses": train(engine, AFTER, steps), "after": now(engine)}
+
+
+def save_both(folder: str, setup: dict[str, Any], swap: str = "", steps: int = BEFORE) -> dict[str, Any]:
+    """``stock``: DeepSpeed's; ``own``: zckpt's. Goes on training after that."""
+    engine = make_engine(**setup, swap=swap)
+    train(engine, steps)
+    engine.save_checkpoint(f"{folder}/stock", tag=TAG, client_state=CLIENT_STATE)
+    zckpt.write(engine, f"{folder}/own", client_state=CLIENT_STATE, latest=False)
+    return go_on(engine, steps)
+
+
+def restore(path: str, setup: dict[str, Any], swap: str = "", steps: int = BEFORE) -> dict[str, Any]:
+    engine = make_engine(**setup, swap=swap, seed=1)
+    client_state = zckpt.restore(engine, path)
+    return {"client": dict(client_state), **go_on(engine, steps)}
+
+
+def load_stock(path: str, setup: dict[str, Any], steps: int = BEFORE) -> dict[str, Any]:
+    engine = make_engine(**setup, seed=1)
+    engine.load_checkpoint(path)
+    return go_on(engine, steps)

@@ -1,0 +1,350 @@
+"""From a folder in DeepSpeed's own format, or a Universal Checkpoint, to a ``Source``: what ``zckpt.write`` of the
+engine that has saved it would have written, by the same functions, as far as the files tell."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.converting import held
+from zckpt.converting.deepspeed_folder import STOCK, DeepSpeedFolder, of_type
+from zckpt.converting.restricted_pickle import TorchFiles
+from zckpt.converting.source import RankPart, Source
+from zckpt.engines.deepspeed import optimizer, scaler
+from zckpt.engines.deepspeed.flats import cut_alone, moments
+from zckpt.engines.deepspeed.group import RankGroup
+from zckpt.engines.deepspeed.replicas import share
+from zckpt.engines.tensors import dtype_name
+from zckpt.errors import FormatError, UnsupportedError
+from zckpt.format import names
+from zckpt.format.digest import digest
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, Fragment
+from zckpt.transfer.memory import byte_tensor
+from zckpt.writing.collect import fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_MICRO_STEPS = "counters.micro_steps: 0, as after engine.load_checkpoint"
+_RNG = "the random number generators of the ranks"
+_SCHEDULER = "the class of the scheduler: zckpt.restore takes that of the engine"
+_OPTIMIZER = "the class of the optimizer: zckpt.restore takes that of the engine"
+_SCALER = "scaler: all but what DeepSpeed saves; zckpt.restore leaves the rest as it is in the engine"
+_HIDDEN = "the hidden state of DeepSpeed's Adam for the CPU: zckpt.restore computes it from the number of steps"
+_BUFFERS = "the buffers of all ranks but the first, if they differ"
+
+
+def read_deepspeed(path: str) -> Source:
+    """Raises UnsupportedError for what zckpt has no place for; MissingFileError, FormatError, StorageError."""
+    return _Reader(DeepSpeedFolder(path)).source()
+
+
+class _Reader:
+    def __init__(self, folder: DeepSpeedFolder) -> None:
+        self._folder = folder
+        self._files = TorchFiles()
+        self._model = folder.model(self._files, 0)
+        """What rank 0 was told, or all ranks, of the model."""
+        self._world_size = of_type(self._model, "dp_world_size", int, folder.path)
+        if self._world_size < 1:
+            raise FormatError(f"a run of {self._world_size} ranks", file=folder.path)
+        self._refuse_unsupported()
+        folder.check_ranks(self._world_size)
+        config = self._model.get("ds_config")
+        self._config: Mapping[str, Any] = config if isinstance(config, dict) else {}
+
+    def source(self) -> Source:
+        folder, model = self._folder, self._model
+        first = self.rank(0)
+        state: dict[str, Any] = {"counters": self._counters()}
+        client_state, missing = self._client_state(model), [_MICRO_STEPS, _RNG]
+        kind = None
+        if first.optimizer:
+            kind = first.optimizer["class"]
+            schedule, saved = self._scheduler(), self._scaler()
+            state |= {"optimizer": first.optimizer, "scaler": saved, "scheduler": schedule}
+            missing += [_OPTIMIZER] if kind is None else []
+            missing += [_HIDDEN] if kind is None or kind in optimizer.INTERCHANGEABLE else []
+            missing += [_SCHEDULER] if schedule is not None and schedule["class"] is None else []
+            missing += [_SCALER] if saved is not None else []
+        if self._buffers(model) and not folder.partitions_weights and self._world_size > 1:
+            missing.append(_BUFFERS)
+        missing += [f"{PARAM}/{name}: its values were offloaded to NVMe, and not saved" for name in self._not_saved]
+        what = "Universal Checkpoint" if folder.universal else "DeepSpeed checkpoint"
+        mode = f"ZeRO stage {self._stage}"
+        description = {
+            "framework": f"DeepSpeed {model.get('ds_version', 'of an unknown version')}", "mode": mode,
+            "optimizer": "none" if not first.optimizer else kind or "unknown",
+        }  # fmt: skip
+        return Source(
+            f"{what}, {mode}", self._world_size, state["counters"]["global_steps"], self._aliases, state, client_state,
+            description, tuple(missing), self.rank,
+        )  # fmt: skip
+
+    def rank(self, rank: int) -> RankPart:
+        files, folder = (self._files if rank == 0 else TorchFiles()), self._folder
+        model = self._model if rank == 0 or not folder.partitions_weights else folder.model(files, rank)
+        if model["global_steps"] != self._model["global_steps"]:
+            steps = f"{model['global_steps']} and {self._model['global_steps']}"
+            raise FormatError(f"the files of ranks {rank} and 0 are of steps {steps}", file=folder.path)
+        group = RankGroup(None, rank, tuple(range(self._world_size)))
+        found = list(self._held(files, group))
+        tree, bound = self._optimizer(found)
+        fragments = list(self._of_flats(found))
+        fragments += self._frozen(model, group, {name for one in found for name in one.flat.names})
+        fragments += self._own_buffers(model, rank)
+        rank_state: dict[str, Any] = {"optimizer": bound} if bound else {}
+        own = self._client_state(model)
+        if rank and folder.partitions_weights and fingerprint(own) != fingerprint(self._client_state(self._model)):
+            rank_state[names.CLIENT_STATE] = own
+        return RankPart(fragments, rank_state, tree, files.place)
+
+    def _held(self, files: TorchFiles, group: RankGroup) -> Iterator[held.Held]:
+        """The flats of one rank."""
+        folder, model, rank = self._folder, self._model, group.rank
+        if folder.universal:
+            settings, shapes = self._universal, self._shapes
+            groups = of_type(settings, "param_groups", list, folder.path)
+            inner = settings.get("optimizer_state_dict")
+            step = inner["state"].get(0, {}).get("step") if isinstance(inner, dict) else None
+            yield from held.universal(folder, files, groups, shapes, group, step)
+        elif folder.has_optimizer_files:
+            zero = (rank == 0 and self._zero) or folder.zero(files, rank)
+            file = f"{folder.path}: rank {rank}"
+            if self._stage == 3:
+                yield from held.stage_3(zero, self._shapes, group, file, folder)
+            else:
+                yield from held.stages_1_and_2(zero, self._shapes, rank, file, offload=self._offloads("optimizer"))
+        elif model.get("optimizer") is not None:
+            weights = {name: self._module[name] for name in self._parameters}
+            yield from held.stage_0(of_type(model, "optimizer", dict, folder.path), weights, group, folder.path)
+
+    def _optimizer(self, found: list[held.Held]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What ``optimizer.capture`` and ``capture_bound`` make of a live optimizer."""
+        groups = self._groups
+        if groups is None:
+            return {}, []
+        kind, inner = self._optimizer_class(groups)
+        live: Any = type(kind or "unknown", (), {})()
+        live.param_groups, live.state = groups, {one.flat.master: one.state for one in found}
+        if inner is not None:
+            live.aux_optimizer = type(inner, (), {})()
+        flats = [one.flat for one in found]
+        return {**optimizer.capture(live, flats), "class": kind}, optimizer.capture_bound(live, flats)
+
+    def _of_flats(self, found: list[held.Held]) -> Iterator[Fragment]:
+        parts = dict.fromkeys(part for one in found for part in (*one.flat.files, *moments(one.flat, one.state)))
+        tier = "host" if self._offloads("optimizer") else "device"
+        for part in dict.fromkeys([MASTER, *parts]):
+            for one in found:
+                data = one.data(part)
+                if isinstance(data, torch.Tensor):
+                    data = data.contiguous()
+                if data is not None:
+                    yield from one.flat.fragments(part, one.dtype(part), data, tier)
+
+    def _frozen(self, model: Mapping[str, Any], group: RankGroup, trained: set[str]) -> Iterator[Fragment]:
+        """The weights that have no master."""
+        tier = "host" if self._offloads("param") else "device"
+        if self._folder.partitions_weights:
+            shapes = model.get("frozen_param_shapes") or {}
+            for name, data in (model.get("frozen_param_fragments") or {}).items():
+                slot = cut_alone(_plain_name(name), shapes[name], group.rank, group.size)
+                count = slot.stop - slot.start
+                if slot.name not in self._not_saved and (count or (group.rank == 0 and 0 in slot.shape)):
+                    kept = data.detach().reshape(-1)[:count]
+                    dtype = dtype_name(data.dtype, f"{PARAM}/{slot.name}")
+                    yield Fragment(PARAM, slot.name, slot.shape, dtype, slot.start, slot.stop, tier, data=kept)
+            return
+        for name in self._parameters:
+            weight = self._module[name]
+            start, stop = share(weight.numel(), group)
+            if name not in trained and (start < stop or (group.rank == 0 and not weight.numel())):
+                dtype = dtype_name(weight.dtype, f"{PARAM}/{name}")
+                kept = weight.contiguous().view(-1)[start:stop]
+                yield Fragment(PARAM, name, tuple(weight.shape), dtype, start, stop, tier, data=kept)
+
+    def _own_buffers(self, model: Mapping[str, Any], rank: int) -> Iterator[Fragment]:
+        """Those of rank 0, and what another rank has of its own."""
+        if rank and not self._folder.partitions_weights:
+            return
+        for name, buffer in self._buffers(model).items():
+            data = buffer.detach().contiguous().view(-1)
+            known = self._first_buffers.get(name)
+            if rank == 0 or known is None or _digest(data) != known:
+                dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
+                if data.numel() or rank == 0:
+                    yield Fragment(BUFFER, name, tuple(buffer.shape), dtype, 0, data.numel(), copy=rank, data=data)
+
+    def _counters(self) -> dict[str, int]:
+        model, path = self._model, self._folder.path
+        counted = {key: of_type(model, key, int, path) for key in ("global_steps", "global_samples", "skipped_steps")}
+        return {**counted, "micro_steps": 0}
+
+    def _scheduler(self) -> dict[str, Any] | None:
+        saved = self._model.get("lr_scheduler")
+        settings = self._config.get("scheduler")
+        kind = settings.get("type") if isinstance(settings, dict) else None
+        return None if saved is None else {"class": kind, "state": saved}
+
+    def _scaler(self) -> dict[str, Any] | None:
+        """What ``scaler.capture`` makes of a live one."""
+        weights = (self._module[name] for name in self._parameters)
+        if not any(weight.dtype == torch.float16 for weight in weights):
+            return None
+        if self._zero is None and not self._folder.universal:
+            saved = of_type(self._model, "optimizer", dict, self._folder.path)
+            known = {
+                key: value for key, value in saved.items() if isinstance(value, scaler.PLAIN) and key != "clip_grad"
+            }
+            dynamic = "dynamic" if known.get("dynamic_loss_scale") else "static"
+            return {"class": f"LossScaleConfig({dynamic})", "values": known, "wrapper": {}}
+        saved = self._universal if self._folder.universal else self._zero or {}
+        kept = saved.get("loss_scaler")
+        values = {key: value for key, value in vars(kept).items() if isinstance(value, scaler.PLAIN)} if kept else {}
+        return {"class": type(kept).__name__, "values": values, "wrapper": {"overflow": bool(saved.get("overflow"))}}
+
+    def _client_state(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in model.items() if key not in STOCK}
+
+    def _buffers(self, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        called = set(map(_plain_name, model.get("buffer_names") or ()))
+        return {name: one for name, one in _tensors(model).items() if name in called and name not in self._aliases}
+
+    @cached_property
+    def _module(self) -> dict[str, torch.Tensor]:
+        """Weights and buffers by name; where each rank has a part of the weights, these have no elements."""
+        return _tensors(self._model)
+
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        """The further names of tied weights and buffers."""
+        shared = self._model.get("shared_params") or {} if self._folder.partitions_weights else {}
+        found = {_plain_name(name): _plain_name(first) for name, first in shared.items()}
+        places: dict[tuple[Any, ...], str] = {}
+        for name, tensor in self._module.items():
+            if tensor.numel():
+                place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+                if places.setdefault(place, name) != name:
+                    found[name] = places[place]
+        return found
+
+    @cached_property
+    def _parameters(self) -> list[str]:
+        buffers = set(map(_plain_name, self._model.get("buffer_names") or ()))
+        return [name for name in self._module if name not in buffers and name not in self._aliases]
+
+    @cached_property
+    def _shapes(self) -> held.Shapes:
+        found = of_type(self._model, "param_shapes", list, self._folder.path)
+        return [{_plain_name(name): tuple(shape) for name, shape in one.items()} for one in found]
+
+    @cached_property
+    def _first_buffers(self) -> dict[str, bytes]:
+        return {name: _digest(one.contiguous()) for name, one in self._buffers(self._model).items()}
+
+    @cached_property
+    def _not_saved(self) -> set[str]:
+        """The frozen weights of which the files have no values."""
+        shapes = self._model.get("frozen_param_shapes") or {}
+        if not self._folder.partitions_weights:
+            return set()
+        group = RankGroup(None, 0, tuple(range(self._world_size)))
+        return {
+            _plain_name(name)
+            for name, data in (self._model.get("frozen_param_fragments") or {}).items()
+            if data.numel() < cut_alone(name, shapes[name], group.rank, group.size).stop
+        }
+
+    @cached_property
+    def _zero(self) -> Mapping[str, Any] | None:
+        return self._folder.zero(self._files, 0) if self._folder.has_optimizer_files else None
+
+    @cached_property
+    def _universal(self) -> Mapping[str, Any]:
+        found = self._folder.universal_file(self._files, "optimizer_state.pt")
+        if not isinstance(found, dict):
+            raise FormatError("its file zero/optimizer_state.pt is missing", file=self._folder.path)
+        return found
+
+    @cached_property
+    def _stage(self) -> int:
+        if self._folder.partitions_weights:
+            return 3
+        if self._folder.universal:
+            return _number(self._universal.get("zero_stage"), 1)
+        if self._zero is None:
+            return 0
+        return _number(self._zero.get("zero_stage"), 1)  # BF16_Optimizer does not say
+
+    @cached_property
+    def _groups(self) -> list[dict[str, Any]] | None:
+        """The param groups of the optimizer; None if there is no optimizer."""
+        if self._folder.universal:
+            saved: Any = self._universal
+        elif self._zero is not None:
+            saved = self._zero.get("optimizer_state_dict" if self._stage == 3 else "base_optimizer_state")
+        else:
+            saved = self._model.get("optimizer")
+            saved = None if saved is None else saved.get("optimizer_state_dict", saved)
+        return None if saved is None else list(of_type(saved, "param_groups", list, self._folder.path))
+
+    def _optimizer_class(self, groups: list[dict[str, Any]]) -> tuple[str | None, str | None]:
+        """The class of the optimizer, and of that inside Muon, which DeepSpeed chooses by its configuration; None for
+        an optimizer of the caller's."""
+        settings = self._config.get("optimizer")
+        if not isinstance(settings, dict) or not isinstance(settings.get("type"), str):
+            return None, None
+        given = settings.get("params") or {}
+        on_cpu, kind = self._offloads("optimizer"), settings["type"].lower()
+        adam = "DeepSpeedCPUAdam" if on_cpu else "FusedAdam"
+        if kind in ("adam", "adamw"):
+            if given.get("torch_adam"):
+                return ("AdamW" if kind == "adamw" or given.get("adam_w_mode", True) else "Adam"), None
+            return (adam if all("bias_correction" in group for group in groups) else None), None
+        if kind == "muon":
+            return "MuonWithAuxAdam", adam if any(not group.get("use_muon") for group in groups) else None
+        known = {
+            "adagrad": "DeepSpeedCPUAdagrad" if on_cpu else "Adagrad", "lamb": "FusedLamb",
+            "lion": "DeepSpeedCPULion" if on_cpu else "FusedLion",
+        }  # fmt: skip
+        return known.get(kind, settings["type"]), None
+
+    def _offloads(self, what: str) -> bool:
+        zero = self._config.get("zero_optimization")
+        settings = zero.get(f"offload_{what}") if isinstance(zero, dict) else None
+        return isinstance(settings, dict) and settings.get("device") in ("cpu", "nvme")
+
+    def _refuse_unsupported(self) -> None:
+        model, path = self._model, self._folder.path
+        found = [
+            f"model parallelism ({model.get('mp_world_size')} ranks)" if model.get("mp_world_size", 1) != 1 else "",
+            "pipeline parallelism" if not isinstance(model["module"], dict) else "",
+            "a mixture of experts (deepspeed.moe)" if "num_experts" in model else "",
+            "random_ltd" if model.get("random_ltd") is not None else "",
+            "curriculum learning (data_sampler)" if model.get("data_sampler") is not None else "",
+        ]
+        if any(found):
+            raise UnsupportedError(
+                f"{path} is of a run with {', '.join(filter(None, found))}, which zckpt does not support"
+            )
+
+
+def _tensors(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {_plain_name(name): one for name, one in model["module"].items() if isinstance(one, torch.Tensor)}
+
+
+def _plain_name(name: str) -> str:
+    """As zckpt names a parameter: without the wrapper of torch.compile."""
+    return ".".join(component for component in name.split(".") if component != "_orig_mod")
+
+
+def _number(value: Any, default: int) -> int:
+    """An enum of DeepSpeed as a number."""
+    return next((one for one in (*getattr(value, "args", ()), value) if type(one) is int), default)
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return digest(byte_tensor(tensor.contiguous()).numpy())

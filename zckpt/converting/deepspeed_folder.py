@@ -1,0 +1,132 @@
+"""A folder in DeepSpeed's own format: which files it has, and what each of them says.
+
+mp_rank_00_model_states.pt                           stages 0 to 2: weights, buffers, counters; at 0 the optimizer
+zero_pp_rank_R_mp_rank_00_model_states.pt            stage 3: the same of rank R, with frozen weights alone
+zero_pp_rank_R_mp_rank_00_optim_states.pt            masters and moments of rank R; "bf16_" comes before it in bf16
+offloaded_tensors/rankRR/ID_ID.tensor.swp            what rank R had offloaded to NVMe
+zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt         a Universal Checkpoint: of one parameter, all ranks' together
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few, from_os_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from zckpt.converting.restricted_pickle import TorchFiles
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt", re.ASCII)
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt", re.ASCII)
+STOCK = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions",
+    "universal_checkpoint_info", "sparse_tensor_module_names", "csr_tensor_module_names",
+})  # fmt: skip
+"""What DeepSpeed itself puts into a file of model states, beside the caller's client_state."""
+
+
+class DeepSpeedFolder:
+    """Raises UnsupportedError for what zckpt has no place for, MissingFileError, FormatError, StorageError."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            names = sorted(os.listdir(path))
+        except OSError as error:
+            raise from_os_error(error, "list", path) from error
+        _refuse_others(path, names)
+        self.universal = "zero" in names
+        self._models = _by_rank(path, _MODEL, names)
+        self._optimizers = {} if self.universal else _by_rank(path, _OPTIMIZER, names)
+        self.partitions_weights = None not in self._models
+        """Whether it is of stage 3, where each rank has a file of model states."""
+
+    @property
+    def has_optimizer_files(self) -> bool:
+        return bool(self._optimizers)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Whether there is a file of each kind for each rank, and no other."""
+        kinds = [(self._optimizers, "optim_states.pt")] if self._optimizers else []
+        if self.partitions_weights:
+            kinds.append((self._models, "model_states.pt"))
+        for files, kind in kinds:
+            for rank in range(world_size):
+                if rank not in files:
+                    raise MissingFileError(
+                        f"the file of rank {rank} is missing, of a run of {world_size} ranks",
+                        file=os.path.join(self.path, f"zero_pp_rank_{rank}_mp_rank_00_{kind}"),
+                        hint="bring all files of the checkpoint into one folder: each machine may have kept its own "
+                        "ranks' files",
+                    )  # fmt: skip
+            if len(files) > world_size:
+                raise FormatError(
+                    f"the folder has {len(files)} files {kind} and the run had {world_size} ranks: it holds the files "
+                    "of two checkpoints", file=self.path,
+                )  # fmt: skip
+
+    def model(self, files: TorchFiles, rank: int) -> dict[str, Any]:
+        """What the file of model states says to ``rank``."""
+        path = self._models[rank if self.partitions_weights else None]
+        state = files.load(path)
+        if not isinstance(state, dict) or "module" not in state or type(state.get("global_steps")) is not int:
+            raise FormatError("not a file of model states of DeepSpeed", file=path)
+        return state
+
+    def zero(self, files: TorchFiles, rank: int) -> dict[str, Any]:
+        """What ZeRO's optimizer wrapper has put into the optimizer's file of ``rank``."""
+        path = self._optimizers[rank]
+        state = files.load(path)
+        inner = state.get("optimizer_state_dict") if isinstance(state, dict) else None
+        if not isinstance(inner, dict):
+            raise FormatError("not a file of optimizer states of DeepSpeed", file=path)
+        return inner
+
+    def swap_file(self, rank: int, name: str) -> str:
+        """The path of what ``rank`` had offloaded to NVMe under this name."""
+        path = os.path.join(self.path, "offloaded_tensors", f"rank{rank:02d}", f"{name}.tensor.swp")
+        if not os.path.isfile(path):
+            raise MissingFileError("a file that was offloaded to NVMe is missing", file=path)
+        return path
+
+    def universal_file(self, files: TorchFiles, *names: str) -> Any:
+        """What a file below ``zero`` holds; None if it is not there."""
+        path = os.path.join(self.path, "zero", *names)
+        return files.load(path) if os.path.exists(path) else None
+
+
+def of_type(tree: Any, key: str, kind: type | tuple[type, ...], file: str) -> Any:
+    """What is at ``key``. Raises FormatError unless it is a ``kind``."""
+    if not isinstance(tree, Mapping) or not isinstance(tree.get(key), kind):
+        raise FormatError(f"{key} is missing, or is not what DeepSpeed puts there", file=file)
+    return tree[key]
+
+
+def _by_rank(path: str, pattern: re.Pattern[str], names: Iterable[str]) -> dict[int | None, str]:
+    """The paths of the files of one kind by rank; None for one file of all ranks."""
+    found: dict[int | None, str] = {}
+    for match in filter(None, map(pattern.fullmatch, names)):
+        rank, parallel = match.groups()
+        if int(parallel):
+            raise UnsupportedError(f"{path} is of a run with tensor or pipeline parallelism: {match.string}")
+        found[None if rank is None else int(rank)] = os.path.join(path, match.string)
+    if None in found and len(found) > 1:
+        raise FormatError(
+            f"the folder holds the files of two checkpoints: {first_few(list(found.values()), 2)}", file=path
+        )
+    return found
+
+
+def _refuse_others(path: str, names: Iterable[str]) -> None:
+    for name in names:
+        if re.fullmatch(r"layer_\d+-model.*_states\.pt", name):
+            raise UnsupportedError(f"{path} is of a run with pipeline parallelism: {name}")
+        if "_expert_" in name or name.startswith("expp_rank_"):
+            raise UnsupportedError(f"{path} is of a model with a mixture of experts (deepspeed.moe): {name}")

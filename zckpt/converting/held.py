@@ -1,0 +1,217 @@
+"""What DeepSpeed's files say of each flat: which parameters lie where in it, and its tensors."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.converting import unnamed
+from zckpt.converting.deepspeed_folder import of_type
+from zckpt.engines.deepspeed.flats import Flat, Slot, cut_alone, cut_together, moments
+from zckpt.engines.deepspeed.replicas import share
+from zckpt.errors import FormatError, MissingFileError, UnsupportedError
+from zckpt.state.inventory import MASTER, FileSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from zckpt.converting.deepspeed_folder import DeepSpeedFolder
+    from zckpt.converting.restricted_pickle import TorchFiles
+    from zckpt.engines.deepspeed.group import RankGroup
+
+Shapes = list[dict[str, tuple[int, ...]]]
+"""The shapes of the parameters by name, of each flat."""
+_SWAP_NAME = re.compile(r"(?:\w+-)?\d+_\d+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """One flat. The tensor ``flat.master`` has no memory: it stands for the flat, as the key of its state."""
+
+    flat: Flat
+    state: Mapping[str, Any]
+    """What the optimizer keeps for it."""
+    master: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def data(self, part: str) -> torch.Tensor | FileSpan | None:
+        """The master or a moment."""
+        if part in self.flat.files:
+            return self.flat.files[part]
+        if part == MASTER:
+            return self.master
+        return moments(self.flat, self.state).get(part)
+
+    def dtype(self, part: str) -> torch.dtype:
+        found: torch.Tensor = self.master if part == MASTER else self.state[part]
+        return found.dtype
+
+
+def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, file: str, *, offload: bool) -> Iterator[Held]:
+    """Each param group is one flat: a partition of all its parameters."""
+    if isinstance(zero.get("base_optimizer_state"), list):
+        raise UnsupportedError(
+            f"{file} was saved with zero_optimization.elastic_checkpoint, which names no param groups"
+        )
+    saved, groups = _saved(zero, "base_optimizer_state", file)
+    masters = of_type(zero, "single_partition_of_fp32_groups", list, file)
+    paddings = of_type(zero, "group_paddings", list, file)
+    between = zero.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    padded = "zero_stage" not in zero  # BF16_Optimizer saves the padding too
+    used = [(number, group) for number, group in enumerate(groups) if group["params"]]
+    if not len(used) == len(masters) == len(shapes) == len(paddings) == len(between):
+        raise FormatError("its param groups, weights and shapes are not those of one optimizer", file=file)
+    for (number, group), master, own, padding, gaps in zip(used, masters, shapes, paddings, between, strict=True):
+        length = master.numel() + (0 if padded else padding)
+        sizes = [math.prod(shape) + gap for shape, gap in zip(own.values(), gaps, strict=True)]
+        offsets = accumulate(sizes, initial=0)
+        slots = cut_together(zip(own, own.values(), offsets, strict=False), rank, length)
+        if any(slot.offset + slot.stop - slot.start > master.numel() for slot in slots):
+            raise FormatError(f"the weights of param group {number} are too short for its parameters", file=file)
+        whole = [replace(slot, start=0, stop=math.prod(slot.shape)) for slot in slots if slot.start < slot.stop]
+        starts = accumulate((slot.stop for slot in whole), initial=0)
+        wider = tuple(replace(slot, offset=start) for slot, start in zip(whole, starts, strict=False))
+        by_muon = group.get("use_muon") and not offload
+        flat = Flat(
+            number, slots, _key((length,), master), wider={"momentum_buffer": wider} if by_muon and wider else {}
+        )
+        yield Held(flat, saved.get(group["params"][0], {}), master)
+
+
+def stage_3(
+    zero: Mapping[str, Any], shapes: Shapes, group: RankGroup, file: str, folder: DeepSpeedFolder
+) -> Iterator[Held]:
+    """Each sub-group is one flat: partitions of its parameters."""
+    saved, groups = _saved(zero, "optimizer_state_dict", file)
+    masters = of_type(zero, "fp32_flat_groups", list, file)
+    used = [(number, index) for number, one in enumerate(groups) for index in one["params"]]
+    if not len(used) == len(masters) == len(shapes):
+        raise FormatError("its param groups, weights and shapes are not those of one optimizer", file=file)
+    for index, ((number, at), own, master) in enumerate(zip(used, shapes, masters, strict=True)):
+        slots, state = _sub_group(own, group), saved.get(at, {})
+        numel = sum(-(-math.prod(shape) // group.size) for shape in own.values())
+        if numel and not master.numel():
+            files = _swapped(index, master, state, numel, folder, group.rank)
+            yield Held(Flat(number, slots, _key((0,), master), files), state, master)
+        elif master.numel() == numel:
+            yield Held(Flat(number, slots, _key(master.shape, master)), state, master)
+        else:
+            raise FormatError(f"the weights of sub-group {index} have the wrong length", file=file)
+
+
+def stage_0(
+    saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], group: RankGroup, file: str
+) -> Iterator[Held]:
+    """In fp32 and with one master for each parameter, each is a flat; with flat masters, each param group. ``module``:
+    the weights by name."""
+    whole = {name: weight for name, weight in module.items() if weight.numel()}
+    states, groups = _saved(saved, "optimizer_state_dict" if "optimizer_state_dict" in saved else None, file)
+    if "fp32_groups_flat" in saved:
+        masters = of_type(saved, "fp32_groups_flat", list, file)
+        used = [(number, one["params"][0]) for number, one in enumerate(groups) if one["params"]]
+        for (number, index), master, names in zip(used, masters, unnamed.named_by_value(masters, whole), strict=True):
+            offsets = accumulate((whole[name].numel() for name in names), initial=0)
+            slots = [_shared(name, whole[name], group, at) for name, at in zip(names, offsets, strict=False)]
+            flat = Flat(number, tuple(slots), _key(master.shape, master), whole=len(names) == 1)
+            yield Held(flat, states.get(index, {}), master)
+        return
+    indices = [(number, index) for number, one in enumerate(groups) for index in one["params"]]
+    in_groups = of_type(saved, "fp32_groups", list, file) if "fp32_groups" in saved else None
+    known: list[list[tuple[int, ...] | None]]
+    if in_groups is not None:
+        known = [[tuple(master.shape) for master in one] for one in in_groups]
+    else:
+        known = [[_shape(states.get(index, {})) for index in one["params"]] for one in groups]
+    named = [name for one in unnamed.named_by_shape(known, module) for name in one]
+    masters = [module[name] for name in named] if in_groups is None else [master for one in in_groups for master in one]
+    if in_groups is not None:
+        unnamed.check_values(masters, named, module)
+    for (number, index), name, master in zip(indices, named, masters, strict=True):
+        if master.numel():
+            slot = _shared(name, master, group, 0)
+            yield Held(
+                Flat(number, (slot,), _key(module[name].shape, master), whole=True), states.get(index, {}), master
+            )
+
+
+def universal(folder: DeepSpeedFolder, files: TorchFiles, groups: Sequence[Mapping[str, Any]], shapes: Shapes,
+              group: RankGroup, step: Any) -> Iterator[Held]:  # fmt: skip
+    """Each parameter is a flat, of which each rank has its share. ``shapes`` are those of param groups or sub-groups.
+    ``step``: that of all parameters; None: each has its own."""
+    if len(shapes) == len(groups):
+        numbers = list(range(len(groups)))
+    else:
+        numbers = [number for number, one in enumerate(groups) for _ in one["params"]]
+    for number, own in zip(numbers, shapes, strict=True):
+        for name, shape in own.items():
+            found = {key: folder.universal_file(files, name, f"{key}.pt") for key in ("fp32", "exp_avg", "exp_avg_sq")}
+            data = {
+                key: _whole(value["param"] if isinstance(value, dict) else value, name, shape)
+                for key, value in found.items() if value is not None
+            }  # fmt: skip
+            if "fp32" not in data:
+                raise MissingFileError("a parameter has no weights", file=f"{folder.path}/zero/{name}/fp32.pt")
+            master = data.pop("fp32")
+            own_step = folder.universal_file(files, name, "step.pt") if step is None else step
+            state = {} if not data else {**({} if own_step is None else {"step": own_step}), **data}
+            if master.numel():
+                slot = _shared(name, master, group, 0)
+                yield Held(Flat(number, (slot,), _key(shape, master), whole=True), state, master)
+
+
+def _whole(value: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.numel() != math.prod(shape) or not value.is_contiguous():
+        raise FormatError("a tensor of a Universal Checkpoint has another shape than the model", key=name)
+    return value.view(shape)
+
+
+def _saved(tree: Mapping[str, Any], key: str | None, file: str) -> tuple[Mapping[Any, Any], list[dict[str, Any]]]:
+    """The state and the param groups of a ``state_dict`` of an optimizer of torch."""
+    found = tree if key is None else of_type(tree, key, dict, file)
+    groups = of_type(found, "param_groups", list, file)
+    for group in groups:
+        of_type(group, "params", list, file)
+    return of_type(found, "state", dict, file), groups
+
+
+def _sub_group(shapes: Mapping[str, tuple[int, ...]], group: RankGroup) -> tuple[Slot, ...]:
+    slots, offset = [], 0
+    for name, shape in shapes.items():
+        slots.append(cut_alone(name, shape, group.rank, group.size, offset))
+        offset += -(-math.prod(shape) // group.size)
+    return tuple(slots)
+
+
+def _shared(name: str, whole: torch.Tensor, group: RankGroup, offset: int) -> Slot:
+    start, stop = share(whole.numel(), group)
+    return Slot(name, tuple(whole.shape), start, stop, offset + start)
+
+
+def _key(shape: Sequence[int], master: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=master.dtype, device="meta")
+
+
+def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape of a parameter, by its moments."""
+    found = {tuple(value.shape) for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step"}
+    return found.pop() if len(found) == 1 else None
+
+
+def _swapped(
+    number: int, master: torch.Tensor, state: Mapping[str, Any], numel: int, folder: DeepSpeedFolder, rank: int
+) -> dict[str, FileSpan]:
+    """The swap files of a sub-group by part. DeepSpeed calls each by the name that the tensor has."""
+    parts = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 1 and not v.numel()}
+    found = {}
+    for part, tensor in {MASTER: master, **parts}.items():
+        name = getattr(tensor, "ds_id", None)
+        if name is None and isinstance(getattr(master, "ds_id", None), str):
+            name = f"{part}-{master.ds_id}"  # type: ignore[attr-defined]
+        if not isinstance(name, str) or not _SWAP_NAME.fullmatch(name):
+            raise FormatError(f"sub-group {number} was offloaded to a file that is not named", file=folder.path)
+        found[part] = FileSpan(folder.swap_file(rank, name), 0, numel * master.element_size())
+    return found

@@ -1,0 +1,348 @@
+"""Files of ``torch.save``, read without running anything that is in them, and without reading their tensors.
+
+Such a file is a zip archive, in which nothing is compressed: a pickle of all objects, and one record for the bytes of
+each storage. A pickle is a program. Here it may make plain values and containers, tensors, NumPy's numbers and arrays,
+and objects of a few classes of DeepSpeed, which become inert ones of the same name: nothing but attributes. Whatever
+else it asks for is a FormatError that names it.
+
+The tensors share the memory of a mapped file, so that each byte is read when somebody looks at it.
+``TorchFiles.place`` says where the bytes of a tensor lie, for those who read them by range instead.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from bisect import bisect_right
+from collections import Counter, OrderedDict, defaultdict
+from contextlib import closing
+from datetime import date, datetime, time
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+import torch
+
+from zckpt.errors import FormatError, MissingFileError, UnsupportedError, from_os_error
+from zckpt.state.inventory import FileSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PICKLE_BYTES_MAX = 256 << 20
+"""The pickle has no tensors in it: that of a model with 100,000 parameters takes some 20 MB."""
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_ZIP, _OLD = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+"""What a file begins with: since torch 1.6, and before."""
+_INERT = frozenset({
+    "torch.Tensor",
+    "torch._tensor.Tensor",
+    "torch.nn.parameter.Parameter",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+})  # fmt: skip
+_PLAIN: dict[str, type] = {
+    **{f"builtins.{one.__name__}": one for one in (int, float, complex, list, tuple, dict, set, frozenset)},
+    **{f"__builtin__.{one.__name__}": one for one in (int, float, complex, list, tuple, dict, set, frozenset)},
+    **{f"collections.{one.__name__}": one for one in (OrderedDict, Counter, defaultdict)},
+    **{f"datetime.{one.__name__}": one for one in (date, datetime, time)},
+    **{
+        f"{at}.{name}": PurePosixPath for at in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")
+    },
+    **{f"{at}.WindowsPath": PureWindowsPath for at in ("pathlib", "pathlib._local")},
+    "torch.Size": torch.Size,
+}
+_STORAGES = {
+    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128, "UntypedStorage": torch.uint8,
+}  # fmt: skip
+_NUMPY_KINDS = frozenset("biufcSU")
+
+
+class Inert:
+    """In the place of an object of a class that is known by name alone."""
+
+    args: tuple[Any, ...] = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class TorchFiles:
+    """The files that were opened, and which bytes of them are where in memory."""
+
+    def __init__(self) -> None:
+        self._bases: list[int] = []
+        self._files: list[tuple[int, int, str, torch.UntypedStorage]] = []
+        """Address, bytes and path of each mapped file, by address."""
+
+    def load(self, path: str) -> Any:
+        """What was saved, the tensors mapped. Raises MissingFileError, FormatError, UnsupportedError, StorageError."""
+        try:
+            archive = _open(path)
+            with closing(archive):
+                names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                if "data.pkl" not in names or not 0 <= names["data.pkl"].file_size <= PICKLE_BYTES_MAX:
+                    raise FormatError(
+                        "not a file of torch.save: there is no pickle in it that could be read", file=path
+                    )
+                if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
+                    raise UnsupportedError(f"{path} was written on a machine of another byte order")
+                return _Unpickler(archive.read(names["data.pkl"]), self._map(path), names, path).load()
+        except FileNotFoundError as error:
+            raise MissingFileError("a file of the checkpoint is missing", file=path) from error
+        except OSError as error:
+            raise from_os_error(error, "read", path) from error
+        except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
+            if isinstance(error, UnsupportedError):
+                raise
+            raise FormatError(f"not a whole file of torch.save: {error}", file=path) from error
+
+    def place(self, data: torch.Tensor | FileSpan | None) -> torch.Tensor | FileSpan | None:
+        """The range of a file in which the bytes of a contiguous tensor lie; ``data`` itself if they lie elsewhere."""
+        if not isinstance(data, torch.Tensor) or not data.numel():
+            return data
+        nbytes, address = data.numel() * data.element_size(), data.data_ptr()
+        found = bisect_right(self._bases, address) - 1
+        if found < 0:
+            return data
+        base, size, path, _ = self._files[found]
+        return FileSpan(path, address - base, nbytes) if address + nbytes <= base + size else data
+
+    def _map(self, path: str) -> torch.UntypedStorage:
+        with open(path, "rb") as file:
+            size = file.seek(0, io.SEEK_END)
+        mapped = cast("torch.UntypedStorage", torch.UntypedStorage.from_file(path, False, size))
+        base = mapped.data_ptr()
+        at = bisect_right(self._bases, base)
+        self._bases.insert(at, base)
+        self._files.insert(at, (base, size, path, mapped))
+        return mapped
+
+
+def _open(path: str) -> zipfile.ZipFile:
+    with open(path, "rb") as file:
+        first = file.read(len(_OLD))
+    if first == _OLD:
+        raise UnsupportedError(
+            f"{path} is in the format that torch had before 1.6, which cannot be read in parts",
+            hint="load it with torch, and save it with torch.save again",
+        )
+    if first[: len(_ZIP)] != _ZIP:
+        raise FormatError("not a file of torch.save", file=path)
+    try:
+        return zipfile.ZipFile(path)
+    except zipfile.BadZipFile as error:
+        raise FormatError("the file ends too early: it was cut off", file=path) from error
+
+
+class _Call:
+    """What a pickle may call in the place of a function."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+
+    def __call__(self, *args: Any) -> Any:
+        return self._make(*args)
+
+
+class _Storage:
+    """The record of a storage, as elements of its dtype."""
+
+    def __init__(self, data: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> None:
+        self.data, self.dtype, self.numel = data, dtype, numel
+
+
+class _Array(Inert):
+    """A NumPy array before it has its state."""
+
+    value: Any = None
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's own, in Python: the one in C takes memory for as many objects as a pickle says that it has."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def __init__(self, raw: bytes, mapped: torch.UntypedStorage, names: dict[str, zipfile.ZipInfo], path: str) -> None:
+        super().__init__(io.BytesIO(raw), encoding="utf-8")
+        self._mapped, self._names, self._path = mapped, names, path
+        self._made: dict[str, Any] = {}
+        self._storages: dict[tuple[str, torch.dtype], _Storage] = {}
+
+    def load(self) -> Any:
+        try:
+            return self._resolved(super().load(), {})
+        except (FormatError, UnsupportedError):
+            raise
+        except OSError:
+            raise
+        except Exception as error:  # whatever a pickle can be made to do
+            raise FormatError(f"its pickle cannot be read: {error or type(error).__name__}", file=self._path) from error
+
+    def find_class(self, module: str, name: str) -> Any:
+        path = f"{module}.{name}"
+        if path not in self._made:
+            self._made[path] = self._make(path, module, name)
+        return self._made[path]
+
+    def _make(self, path: str, module: str, name: str) -> Any:
+        if path in _PLAIN:
+            return _PLAIN[path]
+        if path in _INERT:
+            return type(name, (Inert,), {})  # a new one, which no pickle has changed
+        known: dict[str, Callable[..., Any]] = {
+            "torch._utils._rebuild_tensor_v2": self._tensor, "torch._utils._rebuild_parameter": lambda data, *_: data,
+            "torch._tensor._rebuild_from_type_v2": _with_name, "_codecs.encode": _encoded, "numpy.dtype": _dtype,
+        }  # fmt: skip
+        if path in known:
+            return _Call(known[path])
+        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name in ("_reconstruct", "scalar"):
+            return _Call(_scalar if name == "scalar" else lambda *_: _Array())
+        if path == "numpy.ndarray":
+            return _Array
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise FormatError(
+            f"its pickle asks for {path}, which may do anything: it was not run", file=self._path,
+            hint="if it is an object of your own in a client_state that you trust, load the checkpoint into an engine "
+            "after zckpt.attach(engine), which reads DeepSpeed's checkpoints too, and write it with zckpt.write",
+        )  # fmt: skip
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, dtype, key, _, numel = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(numel) is not int or type(key) is not str:
+            raise FormatError("its pickle describes a storage in an unknown way", file=self._path)
+        if (key, dtype) not in self._storages:
+            self._storages[key, dtype] = self._record(f"data/{key}", dtype, numel)
+        return self._storages[key, dtype]
+
+    def _record(self, name: str, dtype: torch.dtype, numel: int) -> _Storage:
+        info = self._names.get(name)
+        if info is None:
+            raise FormatError(f"its record {name} is missing", file=self._path)
+        at = info.header_offset
+        header = _LOCAL_HEADER.unpack(bytes(self._mapped[at : at + _LOCAL_HEADER.size].tolist()))
+        start = at + _LOCAL_HEADER.size + header[-2] + header[-1]
+        nbytes = numel * dtype.itemsize
+        whole = info.compress_type == zipfile.ZIP_STORED and 0 <= nbytes <= info.file_size
+        if header[0] != _ZIP or not whole or start + nbytes > self._mapped.nbytes() or start % dtype.itemsize:
+            raise FormatError(
+                f"its record {name} is damaged or cut off", file=self._path, start=start, stop=start + nbytes
+            )
+        return _Storage(self._mapped[start : start + nbytes], dtype, numel)
+
+    def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> torch.Tensor:
+        if not isinstance(storage, _Storage):
+            raise FormatError("its pickle describes a tensor in an unknown way", file=self._path)
+        sizes, strides = tuple(size), tuple(stride)
+        numbers = (offset, *sizes, *strides)
+        last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if 0 not in sizes else -1
+        if any(type(one) is not int or one < 0 for one in numbers) or last >= storage.numel:
+            raise FormatError("a tensor goes beyond the end of its storage", file=self._path)
+        if last < 0:
+            return torch.empty(sizes, dtype=storage.dtype)
+        return torch.empty(0, dtype=storage.dtype).set_(storage.data, offset, sizes, strides)
+
+    def _build(self) -> None:
+        """Sets the state of an object: of inert ones alone, for the code of other classes would run."""
+        stack: list[Any] = self.stack  # type: ignore[attr-defined]
+        state = stack.pop()
+        made = stack[-1]
+        if isinstance(made, _Array):
+            made.value = _array(state)
+        elif isinstance(made, _Dtype):
+            made.swapped = isinstance(state, tuple) and len(state) > 1 and state[1] == ">"
+        elif isinstance(made, Inert) and isinstance(state, dict):
+            vars(made).update({str(key): value for key, value in state.items()})
+        elif not (isinstance(made, OrderedDict) and isinstance(state, dict)):
+            raise FormatError(f"its pickle sets the state of a {type(made).__name__}", file=self._path)
+
+    dispatch[pickle.BUILD[0]] = _build
+
+    def _resolved(self, value: Any, known: dict[int, Any]) -> Any:
+        """The same with NumPy's values in the place of what stood for them, in the same containers."""
+        if isinstance(value, _Array):
+            return value.value
+        if id(value) in known or not isinstance(value, (dict, list, tuple, Inert)):
+            return value
+        known[id(value)] = value
+        if isinstance(value, dict):
+            for key, item in value.items():
+                value[key] = self._resolved(item, known)
+        elif isinstance(value, list):
+            value[:] = [self._resolved(item, known) for item in value]
+        elif isinstance(value, tuple) and any(isinstance(item, (_Array, dict, list, tuple, Inert)) for item in value):
+            items = [self._resolved(item, known) for item in value]
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else tuple(items)
+        elif isinstance(value, Inert):
+            self._resolved(vars(value), known)
+        return value
+
+
+class _Dtype:
+    """A NumPy dtype of plain numbers or text."""
+
+    def __init__(self, name: str) -> None:
+        self.dtype, self.swapped = np.dtype(name), False
+        if self.dtype.kind not in _NUMPY_KINDS or self.dtype.itemsize > 1 << 20:
+            raise ValueError(f"an array of dtype {name}")
+
+    @property
+    def value(self) -> np.dtype[Any]:
+        return self.dtype.newbyteorder(">") if self.swapped else self.dtype
+
+
+def _dtype(name: object, *_: object) -> _Dtype:
+    if not isinstance(name, str):
+        raise TypeError("a dtype without a name")
+    return _Dtype(name)
+
+
+def _scalar(dtype: _Dtype, raw: object) -> Any:
+    return np.frombuffer(_bytes(raw), dtype.value, 1)[0]
+
+
+def _array(state: Any) -> Any:
+    _, shape, dtype, in_columns, raw = state
+    return np.frombuffer(_bytes(raw), dtype.value).reshape(shape, order="F" if in_columns else "C").copy()
+
+
+def _bytes(raw: object) -> bytes:
+    if not isinstance(raw, bytes):
+        raise TypeError("an array of objects")
+    return raw
+
+
+def _with_name(make: object, kind: object, args: Any, state: object) -> torch.Tensor:
+    """A tensor with attributes. Of these, the name that DeepSpeed gives to what it offloads is kept."""
+    made = make(*args) if isinstance(make, _Call) else None
+    if not isinstance(made, torch.Tensor):
+        raise TypeError("a tensor of an unknown kind")
+    if isinstance(state, dict) and isinstance(state.get("ds_id"), str):
+        made.ds_id = state["ds_id"]  # type: ignore[attr-defined]
+    return made
+
+
+def _encoded(text: object, encoding: object) -> bytes:
+    """How bytes are pickled for Python 2."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise TypeError("text in an unknown encoding")
+    return text.encode("latin1")

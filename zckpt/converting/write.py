@@ -1,0 +1,119 @@
+"""One process writes the checkpoint of all ranks, one rank after the other."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+import torch
+
+from zckpt.errors import StateError
+from zckpt.format import names
+from zckpt.format.digest import BLOCK_BYTES
+from zckpt.listing.runs import refuse_place
+from zckpt.plan import catalog
+from zckpt.plan.layout import plan_shards
+from zckpt.progress import reported
+from zckpt.storage.lock import WriteLock
+from zckpt.transfer.snapshot import Snapshot
+from zckpt.version import __version__
+from zckpt.writing.collect import add_rank_tree, fingerprint, pack_tree
+from zckpt.writing.options import WriteOptions
+from zckpt.writing.rank_write import RankWrite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zckpt.converting.source import Source
+    from zckpt.plan.layout import ShardPlan
+    from zckpt.progress import Progress
+    from zckpt.state.inventory import Fragment
+    from zckpt.storage.contract import Store
+    from zckpt.transfer.budget import Budget
+
+
+def write_source(
+    source: Source, store: Store, *, overwrite: bool, budget: Budget | None, progress: Progress | None
+) -> None:
+    """Writes ``source`` as a checkpoint to ``store``; no file ``latest`` names it. What each rank has is read twice: to
+    plan all files before the first byte is written, and to write its own. Raises what a write raises, and StateError
+    where the ranks' optimizers differ in what is kept once."""
+    lock = WriteLock(store)
+    writer = {
+        "zckpt": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **source.description,
+        "converted_from": source.found_format,
+        "missing": "; ".join(source.missing),
+    }
+    planned, receipts, nbytes = _Planned(source, lock.save_id), [], 0
+    for rank in range(source.world_size):
+        shards = planned.shards(rank)
+        receipts.append(catalog.receipt(rank, shards))
+        nbytes += sum(int(one.pieces.nbytes.sum()) for one in shards)
+    about = catalog.About(source.step, BLOCK_BYTES, source.aliases, planned.packed, writer)
+    with reported(progress, "convert", nbytes) as advance:
+        options = WriteOptions(overwrite=overwrite, latest=False, budget=budget, progress=_Part(advance)).checked()
+
+        def rank_write(rank: int) -> RankWrite:
+            return RankWrite(
+                store=store, latest_in=None, save_id=lock.save_id, rank=rank,
+                shards=planned.shards(rank) if rank else first_shards, about=about, options=options,
+            )  # fmt: skip
+
+        first_shards = planned.shards(0)
+        first = rank_write(0)
+        first.describe(receipts)
+        refuse_place(store, store.parent, latest=False)
+        try:
+            first.begin(lock)
+            first.commit([(rank_write(rank) if rank else first).write_own(Snapshot()) for rank in range(len(receipts))])
+        except BaseException:
+            first.remove()
+            raise
+        lock.release()
+
+
+class _Part:
+    """The progress of one rank's write, as a part of the whole."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self.advance = advance
+
+    def begin(self, action: str, nbytes: int) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class _Planned:
+    """The files of each rank, planned anew whenever they are asked for."""
+
+    packed = b""
+    """The tree that all ranks share, from when rank 0's files were planned first."""
+
+    def __init__(self, source: Source, save_id: str) -> None:
+        self._source, self._save_id = source, save_id
+        self._scalars = b""
+
+    def shards(self, rank: int) -> tuple[ShardPlan, ...]:
+        source, part = self._source, self._source.rank(rank)
+        fragments: list[Fragment] = part.fragments
+        scalars = fingerprint(part.optimizer)
+        if rank == 0:
+            root = {"engine": source.state, names.CLIENT_STATE: dict(source.client_state)}
+            self.packed, self._scalars = pack_tree(root, "", fragments, 0), scalars
+        elif scalars != self._scalars:
+            raise StateError(
+                f"the optimizer's settings or scalars of rank {rank} are not those of rank 0: zckpt keeps one value "
+                "for all ranks", key="optimizer",
+            )  # fmt: skip
+        if part.state:
+            add_rank_tree(part.state, fragments, rank)
+        fragments = [replace(one, data=part.place(one.data)) for one in fragments]
+        return plan_shards(fragments, self._save_id, rank, source.world_size, block_bytes=BLOCK_BYTES)
