@@ -90,8 +90,9 @@ class _Reader:
             steps = f"{model['global_steps']} and {self._model['global_steps']}"
             raise FormatError(f"the files of ranks {rank} and 0 are of steps {steps}", file=folder.path)
         group = RankGroup(None, rank, tuple(range(self._world_size)))
-        found = list(self._held(files, group))
-        tree, bound = self._optimizer(found)
+        zero = self._zero if rank == 0 or self._zero is None else folder.zero(files, rank)
+        found = list(self._held(files, zero, group))
+        tree, bound = self._optimizer(found, self._groups(zero))
         fragments = list(self._of_flats(found))
         fragments += self._frozen(model, group, {name for one in found for name in one.flat.names})
         fragments += self._own_buffers(model, rank)
@@ -101,17 +102,16 @@ class _Reader:
             rank_state[names.CLIENT_STATE] = own
         return RankPart(fragments, rank_state, tree, files.place)
 
-    def _held(self, files: TorchFiles, group: RankGroup) -> Iterator[held.Held]:
-        """The flats of one rank."""
+    def _held(self, files: TorchFiles, zero: Mapping[str, Any] | None, group: RankGroup) -> Iterator[held.Held]:
+        """The flats of one rank. ``zero``: what its file of optimizer states has, if there is one."""
         folder, model, rank = self._folder, self._model, group.rank
         if folder.universal:
             settings, shapes = self._universal, self._shapes
-            groups = of_type(settings, "param_groups", list, folder.path)
+            groups = self._groups(zero) or []
             inner = settings.get("optimizer_state_dict")
             step = inner["state"].get(0, {}).get("step") if isinstance(inner, dict) else None
             yield from held.universal(folder, files, groups, shapes, group, step)
-        elif folder.has_optimizer_files:
-            zero = (rank == 0 and self._zero) or folder.zero(files, rank)
+        elif zero is not None:
             file = f"{folder.path}: rank {rank}"
             if self._stage == 3:
                 yield from held.stage_3(zero, self._shapes, group, file, folder)
@@ -121,9 +121,10 @@ class _Reader:
             weights = {name: self._module[name] for name in self._parameters}
             yield from held.stage_0(of_type(model, "optimizer", dict, folder.path), weights, group, folder.path)
 
-    def _optimizer(self, found: list[held.Held]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def _optimizer(
+        self, found: list[held.Held], groups: list[dict[str, Any]] | None
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """What ``optimizer.capture`` and ``capture_bound`` make of a live optimizer."""
-        groups = self._groups
         if groups is None:
             return {}, []
         kind, inner = self._optimizer_class(groups)
@@ -279,13 +280,12 @@ class _Reader:
             return 0
         return _number(self._zero.get("zero_stage"), 1)  # BF16_Optimizer does not say
 
-    @cached_property
-    def _groups(self) -> list[dict[str, Any]] | None:
+    def _groups(self, zero: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
         """The param groups of the optimizer; None if there is no optimizer."""
         if self._folder.universal:
             saved: Any = self._universal
-        elif self._zero is not None:
-            saved = self._zero.get("optimizer_state_dict" if self._stage == 3 else "base_optimizer_state")
+        elif zero is not None:
+            saved = zero.get("optimizer_state_dict" if self._stage == 3 else "base_optimizer_state")
         else:
             saved = self._model.get("optimizer")
             saved = None if saved is None else saved.get("optimizer_state_dict", saved)

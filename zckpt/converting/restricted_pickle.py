@@ -322,7 +322,8 @@ def _scalar(dtype: _Dtype, raw: object) -> Any:
 
 def _array(state: Any) -> Any:
     _, shape, dtype, in_columns, raw = state
-    return np.frombuffer(_bytes(raw), dtype.value).reshape(shape, order="F" if in_columns else "C").copy()
+    found = np.frombuffer(_bytes(raw), dtype.value).reshape(shape, order="F" if in_columns else "C")
+    return found.astype(dtype.dtype.newbyteorder("="))
 
 
 def _bytes(raw: object) -> bytes:

@@ -1,0 +1,304 @@
+"""Folders that are no checkpoint of a known format, are damaged, or were made to do harm."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import zckpt
+from zckpt.converting.restricted_pickle import TorchFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Runs:
+    """What ``torch.load`` would call."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._call = function, args
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def model_state(ranks: int = 1, **more: Any) -> dict[str, Any]:
+    """As DeepSpeed saves it at stages 1 and 2."""
+    return {
+        "module": {"weight": torch.ones(4, 2, dtype=torch.bfloat16), "mean": torch.zeros(2)}, "buffer_names": ["mean"],
+        "param_shapes": [{"weight": torch.Size([4, 2])}], "shared_params": {}, "optimizer": None, "lr_scheduler": None,
+        "global_steps": 3, "global_samples": 12, "skipped_steps": 0, "dp_world_size": ranks, "mp_world_size": 1,
+        "ds_config": {}, "ds_version": "0.19.8", **more,
+    }  # fmt: skip
+
+
+def zero_state(rank: int = 0, ranks: int = 1, **more: Any) -> dict[str, Any]:
+    length = 8 // ranks
+    state = {"step": 3, "exp_avg": torch.full((length,), 1.0 + rank), "exp_avg_sq": torch.full((length,), 2.0)}
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}
+    inner = {
+        "base_optimizer_state": {"state": {0: state}, "param_groups": [group]}, "zero_stage": 2,
+        "partition_count": ranks, "single_partition_of_fp32_groups": [torch.arange(length) + 8.0 * rank], "group_paddings": [0],
+        "param_alignment_paddings": [[0]], "loss_scaler": None, "overflow": False, **more,
+    }  # fmt: skip
+    return {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": "0.19.8"}
+
+
+def make_folder(folder: Path, ranks: int = 1, **more: Any) -> Path:
+    folder.mkdir()
+    torch.save(model_state(ranks, **more), folder / "mp_rank_00_model_states.pt")
+    for rank in range(ranks):
+        torch.save(zero_state(rank, ranks), folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return folder
+
+
+def refused(source: Path, error: type[Exception], match: str | None = None, **options: Any) -> None:
+    destination = source.parent / "converted"
+    with pytest.raises(error, match=match) as found:
+        zckpt.convert(source, destination, **options)
+    assert isinstance(found.value, zckpt.ZckptError)
+    assert not destination.exists()
+
+
+def test_a_sound_one(tmp_path: Path) -> None:
+    """What the others are damaged copies of."""
+    converted = zckpt.convert(make_folder(tmp_path / "source", 2, epoch=7), tmp_path / "converted")
+    assert converted.found_format == "DeepSpeed checkpoint, ZeRO stage 2"
+    ck = zckpt.open(converted.path)
+    assert ck.load("master/weight")["master/weight"].flatten().tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert ck.load("exp_avg/weight")["exp_avg/weight"].flatten().tolist() == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert ck.state["client_state"] == {"epoch": 7}
+    assert ck.manifest.writer["missing"] == "; ".join(converted.missing)
+    assert any("random number" in one for one in converted.missing)
+    with pytest.raises(zckpt.CheckpointExistsError):
+        zckpt.convert(tmp_path / "source", tmp_path / "converted")
+    zckpt.convert(tmp_path / "source", tmp_path / "converted", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Runs(os.system, "touch touched"), "system"),
+        (Runs(eval, "open('touched', 'w')"), "eval"),
+        (Runs(getattr, 1, "real"), "getattr"),
+        (Runs(torch.save, 1, "touched"), "save"),
+        (Path, "pathlib"),
+        (Runs(bytearray, 1 << 60), "bytearray"),
+    ],
+)
+def test_nothing_in_a_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(make_folder(tmp_path / "source", extra=value), zckpt.FormatError, f"asks for .*{name}")
+    assert not (tmp_path / "touched").exists()
+
+
+def test_values_that_a_client_state_may_have(tmp_path: Path) -> None:
+    import numpy as np
+
+    client_state = {
+        "array": np.arange(6, dtype=">i4").reshape(2, 3), "number": np.float64(2.5), "text": np.str_("word"),
+        "path": Path("a/b"), "set": {1, 2}, "bytes": b"\x00\xff", "tensor": torch.arange(3)[1:],
+        "scalar": torch.tensor(4),
+    }  # fmt: skip
+    converted = zckpt.convert(make_folder(tmp_path / "source", **client_state), tmp_path / "converted")
+    found = zckpt.open(converted.path).state["client_state"]
+    assert np.array_equal(found.pop("array"), np.arange(6).reshape(2, 3))
+    assert found.pop("tensor").tolist() == [1, 2]
+    assert found == {
+        "number": 2.5, "text": "word", "path": "a/b", "set": [1, 2], "bytes": b"\x00\xff", "scalar": torch.tensor(4),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("left", [10, 0.3, 0.7, 0.999])
+@pytest.mark.parametrize("file", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_a_file_that_was_cut_off(tmp_path: Path, left: float, file: str) -> None:
+    path = make_folder(tmp_path / "source") / file
+    size = path.stat().st_size
+    os.truncate(path, left if isinstance(left, int) else int(size * left))
+    refused(path.parent, zckpt.FormatError, "cut off")
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    path = make_folder(tmp_path / "source") / "mp_rank_00_model_states.pt"
+    os.truncate(path, 0)
+    refused(path.parent, zckpt.FormatError, "not a file of torch.save")
+
+
+def test_a_missing_rank(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "source", 2)
+    (source / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    refused(source, zckpt.MissingFileError, "the file of rank 1 is missing")
+
+
+def test_files_of_two_checkpoints(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "source", 2)
+    first = source / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(first, source / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt")
+    refused(source, zckpt.FormatError, "two checkpoints")
+
+
+def test_ranks_that_differ_in_what_is_kept_once(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "source", 2)
+    state = zero_state(1, 2)
+    state["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] = 0.2
+    torch.save(state, source / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    refused(source, zckpt.StateError, "rank 1")
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"mp_world_size": 2}, "model parallelism"),
+        ({"num_experts": [4]}, "mixture of experts"),
+        ({"random_ltd": {}}, "random_ltd"),
+        ({"data_sampler": {}}, "curriculum"),
+        ({"module": None}, "pipeline"),
+    ],
+)
+def test_what_zckpt_has_no_place_for(tmp_path: Path, more: dict[str, Any], match: str) -> None:
+    refused(make_folder(tmp_path / "source", **more), zckpt.UnsupportedError, match)
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"dp_world_size": 0}, zckpt.FormatError),
+        ({"dp_world_size": "two"}, zckpt.FormatError),
+        ({"param_shapes": None}, zckpt.FormatError),
+        ({"param_shapes": [{"weight": torch.Size([4, 3])}]}, zckpt.FormatError),
+        ({"param_shapes": [{"weight": torch.Size([4, 2])}, {}]}, zckpt.FormatError),
+        ({"global_steps": "three"}, zckpt.FormatError),
+    ],
+)
+def test_a_model_state_that_is_none(tmp_path: Path, more: dict[str, Any], error: type[Exception]) -> None:
+    refused(make_folder(tmp_path / "source", **more), error)
+
+
+@pytest.mark.parametrize(
+    ("files", "match"),
+    [
+        ([".metadata", "__0_0.distcp"], "DCP"),
+        (["adapter_config.json"], "PEFT"),
+        (["layer_00-model_00-model_states.pt", "mp_rank_00_model_states.pt"], "pipeline"),
+        (["layer_0_expert_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"], "experts"),
+        (["mp_rank_01_model_states.pt"], "tensor or pipeline"),
+    ],
+)
+def test_another_format_is_named(tmp_path: Path, files: list[str], match: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in files:
+        (source / file).touch()
+    refused(source, zckpt.UnsupportedError, match)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "no such folder")
+    (tmp_path / "source" / "inner").mkdir(parents=True)
+    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "no checkpoint of a known format")
+    make_folder(tmp_path / "source" / "good")
+    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "name one of the checkpoints in it: good")
+    assert zckpt.convert(tmp_path / "source", tmp_path / "new", tag="good").path == str(tmp_path / "new")
+    with pytest.raises(zckpt.UnsupportedError, match="a checkpoint of zckpt already"):
+        zckpt.convert(tmp_path / "new", tmp_path / "newer")
+
+
+def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="to='deepspeed'"):
+        zckpt.convert(tmp_path, tmp_path / "new", stage=2)
+    with pytest.raises(ValueError, match="to must be"):
+        zckpt.convert(tmp_path, tmp_path / "new", to="dcp")  # type: ignore[arg-type]
+
+
+def test_a_destination_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that fails leaves nothing, and no half of a checkpoint."""
+    import resource
+
+    source = make_folder(tmp_path / "source", module={"weight": torch.ones(4, 2), "mean": torch.zeros(1 << 20)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        refused(source, zckpt.NoSpaceError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def archive(path: Path, raw: bytes, **records: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr("archive/data.pkl", raw)
+        for name, data in records.items():
+            made.writestr(f"archive/data/{name.removeprefix('_')}", data)
+    return path
+
+
+class Storage:
+    """Pickled as torch does it: by what ``persistent_id`` returns."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+
+
+class StoragePickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return ("storage", torch.FloatStorage, "0", "cpu", value.numel) if isinstance(value, Storage) else None
+
+
+@pytest.mark.parametrize(
+    ("numel", "offset", "size", "stride"),
+    [
+        (8, 0, (9,), (1,)),
+        (8, 4, (5,), (1,)),
+        (8, 0, (3, 3), (4, 1)),
+        (8, -1, (2,), (1,)),
+        (8, 0, (2,), (-1,)),
+        (1 << 60, 0, (8,), (1,)),
+        (9, 0, (9,), (1,)),
+        (8, 0, (1 << 62, 1 << 62), (1 << 62, 1)),
+    ],
+)
+def test_a_tensor_beyond_its_storage(tmp_path: Path, numel: int, offset: int, size: Any, stride: Any) -> None:
+    raw = io.BytesIO()
+    rebuild = torch._utils._rebuild_tensor_v2  # type: ignore[attr-defined]
+    StoragePickler(raw, 2).dump(Runs(rebuild, Storage(numel), offset, size, stride, False, {}))
+    path = archive(tmp_path / "file.pt", raw.getvalue(), _0=bytes(32))
+    with pytest.raises(zckpt.FormatError):
+        TorchFiles().load(str(path))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x80\x02r\xff\xff\xff\x7f.",  # a memo of 2**31 entries
+        b"\x80\x02]q\x00h\x00a.",  # a list in itself
+        b"\x80\x02\x8a\xff",  # a number that is cut off
+        b"\x80\x02X\xff\xff\xff\x7f.",  # text that is not there
+        b"\x80\x02}q\x00(K\x01h\x00u.",  # a dict in itself
+        b"\x80\x09.",
+        b"",
+        b"\x80\x02ctorch\nSize\n}b.",  # the state of a class
+    ],
+)
+def test_a_pickle_of_nonsense(tmp_path: Path, raw: bytes) -> None:
+    path = archive(tmp_path / "file.pt", raw)
+    try:
+        TorchFiles().load(str(path))
+    except zckpt.ZckptError:
+        return
+    make = tmp_path / "source"
+    make_folder(make)
+    shutil.copy(path, make / "mp_rank_00_model_states.pt")
+    refused(make, zckpt.FormatError)
+
+
+def test_a_file_of_old_torch(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "source")
+    torch.save(model_state(), source / "mp_rank_00_model_states.pt", _use_new_zipfile_serialization=False)
+    refused(source, zckpt.UnsupportedError, "before 1.6")
