@@ -46,8 +46,8 @@ def zero_state(rank: int = 0, ranks: int = 1, **more: Any) -> dict[str, Any]:
     group = {"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}
     inner = {
         "base_optimizer_state": {"state": {0: state}, "param_groups": [group]}, "zero_stage": 2,
-        "partition_count": ranks, "single_partition_of_fp32_groups": [torch.arange(length) + 8.0 * rank], "group_paddings": [0],
-        "param_alignment_paddings": [[0]], "loss_scaler": None, "overflow": False, **more,
+        "partition_count": ranks, "single_partition_of_fp32_groups": [torch.arange(length) + 8.0 * rank],
+        "group_paddings": [0], "param_alignment_paddings": [[0]], "loss_scaler": None, "overflow": False, **more,
     }  # fmt: skip
     return {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": "0.19.8"}
 
