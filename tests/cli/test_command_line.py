@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def test_every_command_says_what_it_does_and_its_examples_can_be_parsed(name: st
     assert len(found) >= 2
     for line in found:
         assert line in shown
-        words = shlex.split(line.partition(" > ")[0])
+        words = shlex.split(re.split(r" [|>] ", line)[0])
         arguments = make_parser(words).parse_args(words[words.index("zckpt") + 1 :])
         assert arguments.command == name
 

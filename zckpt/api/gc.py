@@ -15,12 +15,12 @@ from zckpt.errors import (
     StorageError,
 )
 from zckpt.format import names
-from zckpt.listing.runs import directories, is_begun, is_of_trainer, nothing_at, read_latest
+from zckpt.listing.runs import directories, is_begun, is_of_trainer, leftovers, nothing_at, read_latest, run_leftovers
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock
 from zckpt.storage.schemes import open_store
 from zckpt.storage.scratch import left_over
-from zckpt.writing.leftovers import leftovers, prepared_manifests, recoverable, run_leftovers
+from zckpt.writing.leftovers import prepared_manifests, recoverable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

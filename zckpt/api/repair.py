@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from zckpt.api.open import open_checkpoint
 from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FeatureError, FormatError, VersionError
 from zckpt.format import names
-from zckpt.listing.runs import not_a_checkpoint, nothing_at
+from zckpt.listing.runs import leftovers, not_a_checkpoint, nothing_at
 from zckpt.repairing.rebuilt import check_copy, check_rebuilt, copy_data, put_files, rebuild_from, structure_findings
 from zckpt.repairing.salvage import refused, the_save
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import Budget
-from zckpt.writing.leftovers import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

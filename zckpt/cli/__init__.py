@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 COMMANDS = {
+    "info": "say what a checkpoint is, or which checkpoints a run has",
+    "ls": "list the tensors of a checkpoint",
+    "show": "show where a tensor lies, and what its values are like",
+    "state": "show what a checkpoint holds beside tensors",
     "validate": "check a checkpoint against the specification",
     "repair": "rebuild a lost or damaged manifest, index or digest table from the data files",
     "gc": "remove what dead writers have left",
@@ -64,7 +68,7 @@ def make_parser(configured: Collection[str] = tuple(COMMANDS)) -> argparse.Argum
     parser.add_argument("--version", action="version", version=f"zckpt {zckpt.__version__}")
     # DeepSpeed's launcher puts it in front of everything; it is meant for the script of `run`.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name in configured:
@@ -73,6 +77,21 @@ def make_parser(configured: Collection[str] = tuple(COMMANDS)) -> argparse.Argum
             command.epilog = f"examples:\n{module.EXAMPLES.rstrip()}"
             module.configure(command)
     return parser
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Takes options between positional arguments too, as in ``zckpt ls PATH --long GLOB``."""
+
+    _intermixed = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._intermixed or any(action.nargs == argparse.REMAINDER for action in self._actions):
+            return super().parse_known_args(args, namespace)
+        self._intermixed = True  # argparse's own way calls this method again, for the options and for the rest
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._intermixed = False
 
 
 def _command(name: str) -> Any:

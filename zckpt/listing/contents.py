@@ -16,7 +16,7 @@ from zckpt.format import index as index_format
 from zckpt.format import names
 from zckpt.format import shard as shard_format
 from zckpt.format.digest import DIGEST_BYTES, ReadFile, blocks, check_block, digest
-from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.format.dtypes import ITEM_BYTES, TORCH_NAMES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, TREE_BYTES_MAX
 from zckpt.format.manifest import TIERS, Manifest
 from zckpt.format.rules import broken
@@ -52,6 +52,18 @@ class PieceInfo:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """How the pieces of one tensor are spread over the ranks that wrote it."""
+
+    pieces: int
+    ranks: int
+    """How many ranks have a piece of it."""
+    first_rank: int
+    last_rank: int
+    tiers: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """One tensor of a checkpoint. ``pieces`` is read from the index when it is first asked for."""
@@ -73,6 +85,11 @@ class TensorInfo:
         from zckpt.transfer.torch_dtypes import TORCH_DTYPES  # here, so that whoever lists tensors needs no torch
 
         return TORCH_DTYPES[self.dtype_name]
+
+    @property
+    def torch_name(self) -> str:
+        """Torch's name of its dtype, such as "float32"."""
+        return TORCH_NAMES[self.dtype_name]
 
     @property
     def item_bytes(self) -> int:
@@ -251,6 +268,31 @@ class Contents(Mapping[str, TensorInfo]):
                 raise broken("D002", "the digest table is damaged", file=path, start=0, stop=nbytes)
             self._tables[rank] = memoryview(raw)
         return self._tables[rank]
+
+    def holders(self, infos: Sequence[TensorInfo]) -> list[Holders]:
+        """For each tensor, how it is spread over the ranks. Far quicker than to look at the pieces of each."""
+        places = np.array([info._place for info in infos], np.int64).reshape(-1, 2)
+        chunks = self._chunks_of(places[:, 0], places[:, 1]).tolist()
+        spread = {number: self._spread(number) for number in set(chunks)}
+        rows = zip(chunks, places[:, 1].tolist(), strict=True)
+        return [spread[number][row - self.manifest.chunks[number].first_row] for number, row in rows]
+
+    def _spread(self, number: int) -> list[Holders]:
+        """Of each row of a chunk."""
+        layout = self.chunk(number)
+        row, _ = index_format.ragged(layout.count)
+        pairs = np.sort(row * self.manifest.world_size + layout.rank, kind="stable")  # quick, for they mostly ascend
+        columns = (
+            layout.count,
+            np.add.reduceat(np.diff(pairs, prepend=-1) != 0, layout.first, dtype=np.int64),
+            np.minimum.reduceat(layout.rank, layout.first),
+            np.maximum.reduceat(layout.rank, layout.first),
+            np.bitwise_or.reduceat(1 << layout.tier, layout.first),
+        )
+        return [
+            Holders(pieces, ranks, first, last, tuple(name for tier, name in enumerate(TIERS) if tiers >> tier & 1))
+            for pieces, ranks, first, last, tiers in zip(*(column.tolist() for column in columns), strict=True)
+        ]
 
     def stored(self, infos: Sequence[TensorInfo], copies: Sequence[int | None], rank: int | None) -> StoredPieces:
         """The pieces of one copy of each tensor: that of ``copies``, or whichever suits ``rank``."""

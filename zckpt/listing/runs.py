@@ -22,7 +22,9 @@ from zckpt.format import names
 from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
 from zckpt.format.rules import broken
+from zckpt.listing.contents import Contents
 from zckpt.listing.deepspeed_files import deepspeed_files
+from zckpt.storage.lock import DEAD_SECONDS
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -138,6 +140,29 @@ def is_leftover(name: str) -> bool:
     return temporary or names.is_data_dir(name)
 
 
+def leftovers(checkpoint: Store) -> list[str]:
+    """The names in a checkpoint's directory that belong to writes which died, failed or were replaced, or to the write
+    under way: the manifest does not name them. If the manifest cannot be read, it may name any of them, and the list
+    is empty. Whoever removes them holds the lock."""
+    named = None
+    try:
+        if checkpoint.exists(names.MANIFEST):
+            with closing(checkpoint.reader()) as reader:
+                named = names.data_dir(read_manifest(checkpoint, reader).save_id)
+    except ZckptError:  # it may name any of them
+        return []
+    return [name for name in entries_of(checkpoint) if is_leftover(name) and name != named]
+
+
+def run_leftovers(run: Store) -> list[str]:
+    """The temporary files of ``latest`` in a run that dead writers have left. A run has no lock, so a file counts as
+    left over when it is older than ``DEAD_SECONDS``; a commit needs it for an instant only."""
+    found = [name for name in entries_of(run) if names.is_temporary(name, names.LATEST)]
+    changed_at = {name: run.changed_at(name) for name in found}
+    now = run.now() if found else 0.0
+    return [name for name, at in changed_at.items() if at is not None and now - at > DEAD_SECONDS]
+
+
 def run_of(checkpoint: Store) -> Store:
     """The directory of the run that a checkpoint belongs to: the nearest one above it that has a ``latest``, else the
     one that it lies in. For one in a Trainer's ``checkpoint-<N>`` it is the Trainer's output directory."""
@@ -215,7 +240,7 @@ def whole_neighbours(checkpoint: Store) -> list[str]:
 
 def _newest_first(run: Store) -> list[Store]:
     """The checkpoints of a run, the one that was committed last first."""
-    return sorted(_checkpoints(run), key=lambda one: (_committed_at(one), str(one.location)), reverse=True)
+    return sorted(_checkpoints(run), key=lambda one: (committed_at(one), str(one.location)), reverse=True)
 
 
 def _checkpoints(run: Store) -> list[Store]:
@@ -223,7 +248,7 @@ def _checkpoints(run: Store) -> list[Store]:
     return [one for one, entries in looked_at if names.MANIFEST in entries]
 
 
-def _committed_at(store: Store) -> float:
+def committed_at(store: Store) -> float:
     """When a checkpoint was committed; 0 if that cannot be found out."""
     try:
         with closing(store.reader()) as reader:
@@ -236,21 +261,31 @@ def _committed_at(store: Store) -> float:
 def _is_whole(checkpoint: Store) -> bool:
     try:
         with closing(checkpoint.reader()) as reader:
-            manifest = read_manifest(checkpoint, reader)
-            digest_counts = [0] * manifest.world_size
-            for file in manifest.files:
-                if reader.size(manifest.path(file)) != file.nbytes:
-                    return False
-                spans = (file.data_start, file.nbytes - file.data_start)
-                count = file.first_block + sum(block_count(nbytes, manifest.block_bytes) for nbytes in spans)
-                digest_counts[file.rank] = max(digest_counts[file.rank], count)
-            tables = (reader.size(names.digests_path(manifest.save_id, rank)) for rank in range(manifest.world_size))
-            # A table has at least as many digests. Their exact number is known from the index only.
-            if any(size < count * DIGEST_BYTES for size, count in zip(tables, digest_counts, strict=True)):
-                return False
-            return reader.size(names.index_path(manifest.save_id)) == manifest.index_bytes
+            check_lengths(Contents(read_manifest(checkpoint, reader), reader))
     except ZckptError:
         return False
+    return True
+
+
+def check_lengths(contents: Contents) -> None:
+    """Raises FormatError (F001 to F003, D001) unless every file that the manifest names is there and as long as it has
+    to be. No data are read."""
+    manifest, reader = contents.manifest, contents.reader
+    digest_counts = [0] * manifest.world_size
+    for number, file in enumerate(manifest.files):
+        contents.check_length(number)
+        spans = (file.data_start, file.nbytes - file.data_start)
+        count = file.first_block + sum(block_count(nbytes, manifest.block_bytes) for nbytes in spans)
+        digest_counts[file.rank] = max(digest_counts[file.rank], count)
+    for rank, count in enumerate(digest_counts):
+        path = names.digests_path(manifest.save_id, rank)
+        nbytes = reader.size(path)
+        if nbytes < count * DIGEST_BYTES:  # at least so many: their exact number is known from the index only
+            raise broken("D001", f"the table is {nbytes} bytes long", file=path)
+    path = names.index_path(manifest.save_id)
+    nbytes = reader.size(path)
+    if nbytes != manifest.index_bytes:
+        raise broken("I001", f"the index is {nbytes} bytes long, expected {manifest.index_bytes}", file=path)
 
 
 def what_is_whole(checkpoint: Store) -> str:

@@ -146,6 +146,12 @@ def is_alive(store: Store, holder: bytes) -> bool:
     return last_sign is not None and store.now() - last_sign < DEAD_SECONDS
 
 
+def who(holder: bytes) -> str:
+    """Names the process that left ``holder`` in the lock."""
+    known = _parse(holder)
+    return f"process {known.get('pid')} on {known.get('host')}, since {known.get('since')}"
+
+
 def _parse(holder: bytes) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):  # Any program may have made a file of this name.
         known = json.loads(holder)
@@ -155,10 +161,8 @@ def _parse(holder: bytes) -> dict[str, Any]:
 
 
 def _locked(store: Store, message: str, holder: bytes) -> LockedError:
-    known = _parse(holder)
-    who = f": process {known.get('pid')} on {known.get('host')}, since {known.get('since')}" if known else ""
     return LockedError(
-        f"{message}{who}",
+        f"{message}: {who(holder)}" if _parse(holder) else message,
         file=str(store.location.child(names.LOCK)),
         hint=f"wait for it; a lock that no process holds is taken over after {DEAD_SECONDS:g} seconds",
     )

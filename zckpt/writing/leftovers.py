@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import TYPE_CHECKING
 
-from zckpt.errors import CheckpointExistsError, StorageError, ZckptError
+from zckpt.errors import CheckpointExistsError, StorageError
 from zckpt.format import names
-from zckpt.listing.runs import entries_of, is_leftover, read_manifest
+from zckpt.listing.runs import entries_of, leftovers
 from zckpt.repairing.salvage import is_complete
-from zckpt.storage.lock import DEAD_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from zckpt.storage.contract import Store
-
-
-def leftovers(checkpoint: Store) -> list[str]:
-    """The names in a checkpoint's directory that belong to writes which died, failed or were replaced, or to the write
-    under way: the manifest does not name them. If the manifest cannot be read, it may name any of them, and the list
-    is empty. Whoever removes them holds the lock."""
-    named = None
-    try:
-        if checkpoint.exists(names.MANIFEST):
-            with closing(checkpoint.reader()) as reader:
-                named = names.data_dir(read_manifest(checkpoint, reader).save_id)
-    except ZckptError:  # it may name any of them
-        return []
-    return [name for name in entries_of(checkpoint) if is_leftover(name) and name != named]
-
-
-def run_leftovers(run: Store) -> list[str]:
-    """The temporary files of ``latest`` in a run that dead writers have left. A run has no lock, so a file counts as
-    left over when it is older than ``DEAD_SECONDS``; a commit needs it for an instant only."""
-    found = [name for name in entries_of(run) if names.is_temporary(name, names.LATEST)]
-    changed_at = {name: run.changed_at(name) for name in found}
-    now = run.now() if found else 0.0
-    return [name for name, at in changed_at.items() if at is not None and now - at > DEAD_SECONDS]
 
 
 def recoverable(checkpoint: Store) -> list[str]:

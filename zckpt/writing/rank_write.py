@@ -11,7 +11,7 @@ from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.listing.deepspeed_files import deepspeed_files
-from zckpt.listing.runs import latest_name
+from zckpt.listing.runs import latest_name, leftovers, run_leftovers
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_writes
 from zckpt.progress import reported
@@ -21,7 +21,7 @@ from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.staging import pool_for
 from zckpt.transfer.write import run_writes
 from zckpt.writing.collect import tensors_of
-from zckpt.writing.leftovers import clear_for_write, leftovers, run_leftovers
+from zckpt.writing.leftovers import clear_for_write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,73 @@
+"""How commands print: tables and trees by rich, sizes and ages for people, JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from rich.tree import Tree
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size(nbytes: float) -> str:
+    """Such as ``47.8 MiB``."""
+    unit = 0
+    while nbytes >= 1024 and unit < len(_UNITS) - 1:
+        nbytes, unit = nbytes / 1024, unit + 1
+    return f"{nbytes:,.1f} {_UNITS[unit]}" if unit else f"{nbytes:,} {_UNITS[0]}"
+
+
+def age(seconds: float) -> str:
+    """Such as ``3 hours``."""
+    units = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
+    unit, length = next((one for one in units if seconds >= one[1]), units[-1])
+    return count(int(seconds // length), unit)
+
+
+def count(number: int, what: str) -> str:
+    """Such as ``1 tensor`` and ``3,000 tensors``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def print_json(value: Any) -> None:
+    """One line."""
+    print(json.dumps(value, allow_nan=False))
+
+
+def print_fields(fields: Iterable[tuple[str, object]]) -> None:
+    """A line for each name and value."""
+    found = list(fields)
+    width = max(len(name) for name, _ in found)
+    for name, value in found:
+        print(f"{name:{width}}  {value}")
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str] = ()) -> None:
+    """``numbers``: the headings of columns whose cells end below each other."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in numbers else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    _print(table)
+
+
+def print_tree(tree: Tree) -> None:
+    _print(tree)
+
+
+def _print(shown: object) -> None:
+    """Lines of their full length, which a terminal wraps by itself, and another program reads as they are."""
+    from rich.console import Console
+
+    console = Console(width=100_000, markup=False, emoji=False, highlight=False)
+    with console.capture() as captured:
+        console.print(shown)
+    for line in captured.get().splitlines():
+        print(line.rstrip())

@@ -1,0 +1,129 @@
+"""What the values of tensors are like, of which only a few MiB are in memory at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from zckpt.plan.reshard import Span
+from zckpt.reading.checkpoint import HOST, Want
+from zckpt.transfer.memory import fresh_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from zckpt.listing.contents import TensorInfo
+    from zckpt.reading.checkpoint import Checkpoint
+
+STRETCH_BYTES = 32 << 20
+"""The most bytes of a tensor that are in memory at a time, beside the buffers of the budget."""
+_AT_ONCE = 1 << 18
+"""So many elements are converted at a time, so that they stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of the elements of a tensor, each of which is NaN, infinite or finite. The other numbers are about the finite
+    ones. The real and the imaginary part of a complex number count as two elements."""
+
+    numel: int = 0
+    nan: int = 0
+    inf: int = 0
+    zeros: int = 0
+    min: float = math.inf
+    """Infinite if no element is finite."""
+    max: float = -math.inf
+    sum: float = 0.0
+    sum_of_squares: float = 0.0
+
+    @property
+    def mean(self) -> float | None:
+        """None if no element is finite."""
+        finite = self.numel - self.nan - self.inf
+        return self.sum / finite if finite else None
+
+    @property
+    def norm(self) -> float:
+        """The square root of the sum of the squares."""
+        return math.sqrt(self.sum_of_squares)
+
+    def plus(self, other: Statistics) -> Statistics:
+        """Of the elements of both."""
+        return Statistics(
+            self.numel + other.numel,
+            self.nan + other.nan,
+            self.inf + other.inf,
+            self.zeros + other.zeros,
+            min(self.min, other.min),
+            max(self.max, other.max),
+            self.sum + other.sum,
+            self.sum_of_squares + other.sum_of_squares,
+        )
+
+
+class Stretch(NamedTuple):
+    """Elements ``[start, stop)`` of one of several tensors, ``number``."""
+
+    number: int
+    start: int
+    stop: int
+
+
+def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[Stretch]:
+    """Cuts the first copy of each tensor into stretches of at most ``STRETCH_BYTES``. They end where a piece ends or a
+    block of it does, so that no byte is read twice to be verified."""
+    blocks_max = max(STRETCH_BYTES // checkpoint.manifest.block_bytes, 1)
+    for number, info in enumerate(infos):
+        step = blocks_max * checkpoint.manifest.block_bytes // info.item_bytes
+        start = stop = 0
+        for piece in checkpoint.contents.pieces(info):
+            if piece.copy:
+                break
+            if piece.stop - start > step:
+                if start < stop:
+                    yield Stretch(number, start, stop)
+                for start in range(piece.start, piece.stop - step, step):
+                    yield Stretch(number, start, start + step)
+                start = piece.start + (piece.stop - piece.start - 1) // step * step
+            stop = piece.stop
+        if start < stop:
+            yield Stretch(number, start, stop)
+
+
+def statistics(
+    checkpoint: Checkpoint, infos: Sequence[TensorInfo], own: Sequence[Stretch], advance: Callable[[int], None]
+) -> list[Statistics]:
+    """Of the elements of each tensor that lie in the stretches ``own``. ``advance`` is told the bytes that were looked
+    at. Raises FormatError and StorageError."""
+    found = [Statistics() for _ in infos]
+    checkpoint.contents.check_sizes(infos)
+    room = fresh_tensor((max((_nbytes(one, infos) for one in own), default=0),), torch.uint8, HOST)
+    for one in own:
+        info, nbytes = infos[one.number], _nbytes(one, infos)
+        values = room[:nbytes].view(info.dtype)
+        checkpoint.read([Want(info, [Span(one.start, one.stop, 0)], values)], advance=advance)
+        for first in range(0, len(values), _AT_ONCE):
+            found[one.number] = found[one.number].plus(_of(values[first : first + _AT_ONCE]))
+    return found
+
+
+def _nbytes(one: Stretch, infos: Sequence[TensorInfo]) -> int:
+    return (one.stop - one.start) * infos[one.number].item_bytes
+
+
+def _of(values: torch.Tensor) -> Statistics:
+    if values.is_complex():
+        values = torch.view_as_real(values).flatten()
+    values = values.double()
+    numel, nan, inf = len(values), 0, 0
+    if not math.isfinite(float(values.sum())):  # which may have come of finite numbers too
+        nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
+        values = values[values.isfinite()]
+    if not len(values):
+        return Statistics(numel, nan, inf)
+    low, high = (float(one) for one in torch.aminmax(values))
+    zeros = numel - nan - inf - int(torch.count_nonzero(values))
+    return Statistics(numel, nan, inf, zeros, low, high, float(values.sum()), float(torch.dot(values, values)))
