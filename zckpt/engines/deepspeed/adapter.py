@@ -16,6 +16,8 @@ from zckpt.engines.deepspeed import optimizer, refuse, scaler
 from zckpt.engines.deepspeed.flats import moments
 from zckpt.engines.deepspeed.group import RankGroup, process_group, rank_group_of
 from zckpt.engines.deepspeed.restoring import COUNTERS, DeepSpeedRestoring, rng_tracker, subtree
+from zckpt.engines.deepspeed.setup import setup_of
+from zckpt.engines.deepspeed.stage0 import Unwrapped
 from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.deepspeed.zero12 import uses_muon
 from zckpt.engines.hooks import call_before
@@ -138,11 +140,14 @@ class DeepSpeedAdapter:
             yield from holdings(BUFFER, name, buffer)
 
     def state(self) -> dict[str, Any]:
-        counters: dict[str, Any] = {"counters": {name: int(getattr(self.engine, name)) for name in COUNTERS}}
+        untrained: dict[str, Any] = {
+            "counters": {name: int(getattr(self.engine, name)) for name in COUNTERS},
+            "deepspeed": setup_of(self.engine, self._parameters[0], self._groups()).tree(),
+        }
         if not self.trains:
-            return counters
+            return untrained
         scheduler = self.engine.lr_scheduler
-        return counters | {
+        return untrained | {
             "optimizer": optimizer.capture(self.zero.optimizer, self.zero.flats),
             "scaler": scaler.capture(self.engine.optimizer),
             "scheduler": None
@@ -230,6 +235,13 @@ class DeepSpeedAdapter:
     @cached_property
     def zero(self) -> Wrapper:
         return self._kind(self.engine.optimizer, self._parameters[0], self._group)
+
+    def _groups(self) -> list[list[str]] | None:
+        """The names of all parameters of each param group where frozen ones stand in the optimizer too."""
+        if self._kind is not Unwrapped:
+            return None
+        names = {id(parameter): name for name, parameter in self._parameters[0].items()}
+        return [[names[id(p)] for p in group["params"] if id(p) in names] for group in self.engine.optimizer.param_groups]
 
     @cached_property
     def _group(self) -> RankGroup:

@@ -42,7 +42,7 @@ class DeepSpeedRestoring:
     def problems(self) -> list[str]:
         state, found = self._selection.state, list[str]()
         if "counters" in state:
-            _counters(state)
+            counters_of(state)
         if "scaler" in state:
             scaler.check(state["scaler"])
         if "optimizer" in state and state["optimizer"] is None:
@@ -115,7 +115,7 @@ class DeepSpeedRestoring:
         if "scaler" in state:
             scaler.restore(state["scaler"], self._engine.optimizer)
         if "counters" in state:
-            for name, value in _counters(state).items():
+            for name, value in counters_of(state).items():
                 setattr(self._engine, name, value)
         # No gradients are left, so the next micro step is the first one of an optimizer step. The number may lie inside
         # a step: the engine's own if no counters were restored, or a saved one if gradients were dropped then.
@@ -165,7 +165,8 @@ def rng_tracker() -> Any:
     return sys.modules["deepspeed"].checkpointing.get_cuda_rng_tracker()
 
 
-def _counters(state: Mapping[str, Any]) -> dict[str, int]:
+def counters_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """Those of an engine's state. Raises FormatError where they are not in it."""
     tree = subtree(state, "counters")
     for name in COUNTERS:
         if type(tree.get(name)) is not int:
