@@ -114,7 +114,7 @@ class EngineAdapter(Protocol):
     def state(self) -> dict[str, Any]:
         """The non-tensor state, equal on every rank: counters, scheduler, param groups and scalars by parameter name.
         That of rank 0 is written. The tree ``optimizer`` is compared first: a write fails if it differs between ranks.
-        It has all ``trees``, and may have more, which no restore reads: what it takes to write the framework's own files.
+        It has all ``trees``, and may have more, which no restore reads: what the framework's own files depend on.
 
         Trees hold None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, dense tensors and NumPy
         arrays: of exactly these types, with strings and 64-bit integers for keys. They are read back as the same types,

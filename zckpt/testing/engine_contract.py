@@ -385,7 +385,8 @@ class EngineContract:
                 stored=names, wanted=wanted, restored=set(checkpoint), kept=frozenset(), rng=True,
                 state=checkpoint.state["engine"], rank_state=checkpoint.rank_state(rank, lazy=True),
             )  # fmt: skip
-            for tree, value in selection.state.items():
+            for tree in adapter.trees:
+                value = selection.state[tree]
                 wrong: list[Any] = [{}, ["no tree"], *([] if value is None else [None])]
                 for strange in wrong:
                     other = adapter.restoring(replace(selection, state={**selection.state, tree: strange}))

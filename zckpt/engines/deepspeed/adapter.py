@@ -241,7 +241,8 @@ class DeepSpeedAdapter:
         if self._kind is not Unwrapped:
             return None
         names = {id(parameter): name for name, parameter in self._parameters[0].items()}
-        return [[names[id(p)] for p in group["params"] if id(p) in names] for group in self.engine.optimizer.param_groups]
+        groups = ([id(p) for p in group["params"]] for group in self.engine.optimizer.param_groups)
+        return [[names[number] for number in group if number in names] for group in groups]
 
     @cached_property
     def _group(self) -> RankGroup:

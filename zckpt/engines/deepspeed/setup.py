@@ -1,5 +1,5 @@
-"""The settings of an engine on which DeepSpeed's own files depend, as a plain tree. No restore needs it: it is for those
-who write such files from a checkpoint, or a checkpoint from such files.
+"""The settings of an engine on which DeepSpeed's own files depend, as a plain tree. No restore needs it: it is for
+those who write such files from a checkpoint, or a checkpoint from such files.
 
     {"stage": 3, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16", "gradient_clipping": 1.0,
      "sub_group_size": 1000000000, "round_robin_gradients": False, "parameter_alignment": False, "cpu_offload": False,
@@ -8,13 +8,14 @@ who write such files from a checkpoint, or a checkpoint from such files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import FormatError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
 
