@@ -58,6 +58,7 @@ OF_LOCAL_FILES = {
     "converting/formats.py",  # looks at folders of other programs
     "converting/restricted_pickle.py",  # reads files of other programs
     "api/zero_to_fp32.py",  # writes files of other programs
+    "converting/to_deepspeed.py",  # writes files of other programs
     "cli/run.py",  # runs a script
     "testing/store_contract.py",  # shares pages of a file outside of the store
     "writing/plain.py",  # replaces a value that is a path

@@ -1,0 +1,144 @@
+"""Where DeepSpeed 0.19.8 keeps each parameter in its flats, at any stage and on any number of ranks: pure functions of
+names, shapes and settings, which need no engine. P = ranks, r = one of them.
+
+Stages 1 and 2 put the parameters of a group one behind the other, pad the end to a multiple of 2 P, and cut that into P
+partitions. Stage 3 pads and cuts each parameter on its own; a flat holds what one rank has of a sub-group. Stage 0 cuts
+nothing: its flat is a param group, or one parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from zckpt.engines.deepspeed.flats import Flat, Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from zckpt.engines.deepspeed.setup import Setup
+
+Shape = tuple[int, ...]
+START_ALIGNMENT = 2
+"""``nccl_start_alignment_factor``: partitions of stages 1 and 2 have a multiple of this many elements."""
+PARAMETER_ALIGNMENT_BYTES = 16
+"""The multiple at which each parameter begins with ``parameter_alignment``."""
+
+
+def natural_order(names: Sequence[str], setup: Setup, ranks: int) -> list[str]:
+    """The order in which the optimizer was given the parameters of a group, of the order in which a checkpoint has
+    them."""
+    if not setup.reorders:
+        return list(names)
+    order = round_robin(range(len(names)), ranks)
+    return [name for _, name in sorted(zip(order, names, strict=True))]
+
+
+def round_robin(things: Sequence[int], ranks: int) -> list[int]:
+    """As ``_round_robin_reorder``: every P-th one, beginning with each of the first P."""
+    return [thing for first in range(ranks) for thing in things[first::ranks]]
+
+
+def offsets_of(shapes: Sequence[Shape], setup: Setup) -> tuple[list[int], list[int], int]:
+    """Stages 1 and 2: where each parameter of a group begins, the padding behind each, and where the last one ends."""
+    item = getattr(torch, setup.dtype).itemsize
+    multiple = PARAMETER_ALIGNMENT_BYTES // math.gcd(PARAMETER_ALIGNMENT_BYTES, item)
+    multiple = multiple if setup.aligns else 1
+    offsets, paddings, at = [], [], 0
+    for number, shape in enumerate(shapes):
+        offsets.append(at)
+        at += math.prod(shape)
+        paddings.append(-at % multiple if number < len(shapes) - 1 else 0)
+        at += paddings[-1]
+    return offsets, paddings, at
+
+
+def flats(
+    groups: Sequence[Sequence[str]],
+    shapes: Mapping[str, Shape],
+    setup: Setup,
+    ranks: int,
+    rank: int,
+    *,
+    muon: Sequence[bool] = (),
+    flattened: bool = False,
+) -> list[Flat]:
+    """All flats of one rank. ``groups``: the names of each param group, in the order that DeepSpeed keeps. ``muon``: of
+    each group, whether Muon moves it. ``flattened``: whether stage 0 has one flat for a group."""
+    if setup.stage == 3:
+        return [
+            _sub_group(number, names, shapes, ranks, rank)
+            for number, group in enumerate(groups)
+            for names in _sub_groups(group, shapes, setup, ranks)
+        ]
+    if setup.stage in (1, 2):
+        return [
+            _partition(number, group, shapes, setup, ranks, rank, bool(muon and muon[number]))
+            for number, group in enumerate(groups)
+        ]
+    found = []
+    for number, group in enumerate(groups):
+        for names in [group] if flattened else [[name] for name in group]:
+            slots, at = [], 0
+            for name in names:
+                numel = math.prod(shapes[name])
+                slots.append(Slot(name, shapes[name], 0, numel, at))
+                at += numel
+            if names:
+                shape = (at,) if flattened else shapes[names[0]]
+                found.append(Flat(number, tuple(slots), torch.empty(shape, device="meta"), whole=len(names) == 1))
+    return found
+
+
+def partition(name: str, shape: Shape, ranks: int, rank: int, at: int = 0) -> tuple[Slot, int]:
+    """Stage 3: what a rank has of a parameter, from ``at`` on, and the elements of its partition with padding."""
+    numel = math.prod(shape)
+    length = -(-numel // ranks)
+    start = min(rank * length, numel)
+    return Slot(name, shape, start, min(start + length, numel), at), length
+
+
+def _sub_groups(names: Sequence[str], shapes: Mapping[str, Shape], setup: Setup, ranks: int) -> list[list[str]]:
+    """As ``_create_fp16_sub_groups``."""
+    lengths = {name: -(-math.prod(shapes[name]) // ranks) for name in names}
+    if setup.sub_group_size >= sum(lengths.values()):
+        return [list(names)] if names else []
+    found: list[list[str]] = [[]]
+    length = 0
+    for name in names:
+        if length >= setup.sub_group_size:
+            found.append([])
+            length = 0
+        found[-1].append(name)
+        length += lengths[name]
+    return found
+
+
+def _sub_group(number: int, names: Sequence[str], shapes: Mapping[str, Shape], ranks: int, rank: int) -> Flat:
+    slots, at = [], 0
+    for name in names:
+        slot, length = partition(name, shapes[name], ranks, rank, at)
+        slots.append(slot)
+        at += length
+    return Flat(number, tuple(slots), torch.empty(at, device="meta"))
+
+
+def _partition(
+    number: int, names: Sequence[str], shapes: Mapping[str, Shape], setup: Setup, ranks: int, rank: int, by_muon: bool
+) -> Flat:
+    offsets, _, numel = offsets_of([shapes[name] for name in names], setup)
+    length = -(-numel // (START_ALIGNMENT * ranks)) * START_ALIGNMENT
+    begin, end = rank * length, (rank + 1) * length
+    slots, whole, wider_at = [], [], 0
+    for name, offset in zip(names, offsets, strict=True):
+        own = math.prod(shapes[name])
+        start = min(max(begin - offset, 0), own)
+        stop = max(min(end - offset, own), start)
+        slots.append(Slot(name, shapes[name], start, stop, offset + start - begin if start < stop else 0))
+        if by_muon and start < stop:
+            whole.append(Slot(name, shapes[name], 0, own, wider_at))
+            wider_at += own
+    wider = {"momentum_buffer": tuple(whole)} if whole else {}
+    return Flat(number, tuple(slots), torch.empty(length, device="meta"), wider=wider)

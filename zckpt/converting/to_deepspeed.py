@@ -1,0 +1,198 @@
+"""A folder in DeepSpeed's own format, as ``engine.save_checkpoint`` of DeepSpeed 0.19.8 writes it, from a checkpoint.
+
+    <destination>/latest                                          names the tag
+    <destination>/<tag>/mp_rank_00_model_states.pt                stages 0 to 2: weights, buffers, counters, scheduler;
+                                                                  at stage 0 the optimizer's state too
+    <destination>/<tag>/zero_pp_rank_R_mp_rank_00_model_states.pt stage 3: the same of rank R, without weights
+    <destination>/<tag>/zero_pp_rank_R_mp_rank_00_optim_states.pt masters and moments of rank R; in bf16, "bf16_" is
+                                                                  before the name
+
+Each file is planned as a tree (deepspeed_plan.py), whose tensors are read from the checkpoint while it is written.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from zckpt.converting.deepspeed_plan import FolderPlan
+from zckpt.errors import CheckpointExistsError, NoSpaceError, from_os_error
+from zckpt.format import names
+from zckpt.plan.reshard import Span
+from zckpt.progress import reported
+from zckpt.reading.checkpoint import Want
+from zckpt.listing.deepspeed_files import deepspeed_files
+from zckpt.storage.files import sync_data
+from zckpt.storage.schemes import open_store
+from zckpt.system import linux
+from zckpt.transfer.budget import MIB
+from zckpt.transfer.memory import fresh_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from zckpt.converting.torch_file import Chunk, TorchFile
+    from zckpt.progress import Progress
+    from zckpt.reading.checkpoint import Checkpoint
+    from zckpt.transfer.budget import Budget
+
+BUFFER_BYTES_MAX = 64 * MIB
+"""What is read at once, at most: more makes nothing faster."""
+
+
+def to_deepspeed(
+    checkpoint: Checkpoint,
+    destination: str,
+    *,
+    tag: str | None = None,
+    stage: int | None = None,
+    world_size: int | None = None,
+    overwrite: bool = False,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+) -> tuple[str, ...]:
+    """Writes ``<destination>/<tag>``, which stock ``engine.load_checkpoint`` resumes from, and then ``latest``.
+
+    ``tag``: None stands for ``global_step<N>``. ``stage`` (0 to 3) and ``world_size``: of the engines that will load
+    it; None: those of the run. ``overwrite``: replace a folder in DeepSpeed's format that is there. Memory is bounded
+    by ``budget``; None: the checkpoint's own.
+
+    Returns what the folder does not have, a line for each. Raises UnsupportedError for a checkpoint that is not of a
+    training run with DeepSpeed; MismatchError for optimizer state that cannot be cut anew; ValueError for a stage or
+    world size that cannot be; CheckpointExistsError; NoSpaceError and StorageError; FormatError for a damaged
+    checkpoint. Then nothing is left in ``destination``.
+    """
+    plan = FolderPlan(checkpoint, stage, world_size)
+    tag = f"global_step{checkpoint.step}" if tag is None else tag
+    target = os.path.join(os.path.abspath(destination), tag)
+    _check_place(target, overwrite)
+    sizes = [(file.nbytes, sum(one.nbytes for one in file.storages)) for _, file in plan.files()]
+    missing = plan.missing()
+    with (
+        _new_directory(target, sum(file_bytes for file_bytes, _ in sizes)) as directory,
+        reported(progress, "convert", sum(nbytes for _, nbytes in sizes)) as advance,
+    ):
+        writing = _Writing(checkpoint, budget or checkpoint.budget, advance)
+        for name, file in plan.files():
+            writing.write(os.path.join(directory, name), file)
+    return missing
+
+
+def _check_place(target: str, overwrite: bool) -> None:
+    """Raises ValueError, CheckpointExistsError unless a folder may be made at ``target``."""
+    run, tag = os.path.split(target)
+    if tag in ("", ".", "..", "latest") or tag != tag.strip() or "\n" in tag:
+        raise ValueError(f"tag must be the name of a directory, got {tag!r}")
+    for directory in (run, target):
+        if os.path.lexists(os.path.join(directory, names.MANIFEST)):
+            raise CheckpointExistsError("a checkpoint of zckpt is here", file=directory, hint="choose another place")
+    latest = os.path.join(run, names.LATEST)
+    with suppress(OSError, UnicodeDecodeError), open(latest) as file:
+        if os.path.lexists(os.path.join(run, file.read().strip(), names.MANIFEST)):
+            raise CheckpointExistsError(
+                "this is a run of zckpt, whose latest would be lost", file=run, hint="choose another destination"
+            )
+    if os.path.lexists(target):
+        inside = os.listdir(target) if os.path.isdir(target) else [""]
+        if inside and not deepspeed_files(inside):
+            raise CheckpointExistsError("there is something else here", file=target, hint="choose another tag")
+        if not overwrite:
+            raise CheckpointExistsError("there is already a folder here", file=target, hint="pass overwrite")
+
+
+@contextmanager
+def _new_directory(target: str, nbytes: int) -> Iterator[str]:
+    """A directory to be filled with ``nbytes``. At the end, it becomes ``target``, and ``latest`` names it; an error
+    leaves nothing of it, and what was there before. Raises NoSpaceError, StorageError."""
+    run, tag = os.path.split(target)
+    store, made = open_store(run), _missing(run)
+    # A kill leaves this behind, under a name that nobody takes for that of a whole folder.
+    digits = secrets.token_hex(4)
+    directory, aside = (names.temporary(target, digits), names.temporary(f"{target}.old", digits))
+    latest = placed = None
+    try:
+        store.make_directories(os.path.basename(directory))
+        free = shutil.disk_usage(directory).free
+        if nbytes > free:
+            raise NoSpaceError(f"the folder takes {nbytes} bytes, of which {free} are free", file=target)
+        yield directory
+        store.sync_names(os.path.basename(directory))
+        latest = store.prepare(names.LATEST, tag.encode(), digits)
+        try:
+            if os.path.lexists(target):
+                os.rename(target, aside)
+            os.rename(directory, target)
+        except OSError as error:
+            raise from_os_error(error, "rename", directory) from error
+        placed = target
+        store.sync_names("")
+        store.commit(names.LATEST, latest)
+    except BaseException:
+        for path in (directory, placed):
+            if path is not None:
+                shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # the first error is the one to report
+            if latest is not None:
+                os.unlink(os.path.join(run, latest))
+        with suppress(OSError):
+            if os.path.lexists(aside):
+                os.rename(aside, target)
+        for path in made:
+            with suppress(OSError):  # somebody else may have put something there
+                os.rmdir(path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _missing(path: str) -> list[str]:
+    """The directories on the way to ``path``, itself included, that do not exist, the innermost first."""
+    found = []
+    while not os.path.lexists(path):
+        found.append(path)
+        path = os.path.dirname(path)
+    return found
+
+
+class _Writing:
+    """Writes files, with the elements that a checkpoint has, through one buffer."""
+
+    def __init__(self, checkpoint: Checkpoint, budget: Budget, advance: Callable[[int], None]) -> None:
+        self._checkpoint, self._advance = checkpoint, advance
+        # What a read into this buffer stages has its part of the budget.
+        room = budget.nbytes - budget.threads * budget.batch_bytes(checkpoint.manifest.block_bytes)
+        self._buffer = fresh_tensor([min(max(room, MIB), BUFFER_BYTES_MAX)], torch.uint8, "cpu")
+
+    def write(self, path: str, file: TorchFile) -> None:
+        try:
+            with open(path, "xb") as out:
+                file.write(out, self._buffer, self._fill)
+                out.flush()
+                sync_data(out.fileno())
+                linux.uncache(out.fileno())
+        except OSError as error:
+            raise from_os_error(error, "write", path) from error
+
+    def _fill(self, chunks: Sequence[Chunk]) -> None:
+        wants: dict[int | None, list[Want]] = {}
+        for chunk in chunks:
+            room = self._buffer[chunk.at : chunk.at + chunk.nbytes].view(chunk.storage.dtype)
+            if chunk.storage.values is not None:
+                room.copy_(chunk.storage.values.view(-1)[chunk.start : chunk.stop])
+                continue
+            if sum(source.stop - source.start for source in chunk.storage.sources) < chunk.storage.numel:
+                room.zero_()
+            for source in chunk.storage.sources:
+                first = max(source.at, chunk.start)
+                last = min(source.at + source.stop - source.start, chunk.stop)
+                if first < last:
+                    span = Span(source.start + first - source.at, source.start + last - source.at, 0)
+                    target = room[first - chunk.start : last - chunk.start]
+                    wants.setdefault(source.rank, []).append(Want(self._checkpoint[source.key], [span], target))
+        for rank, own in wants.items():
+            self._checkpoint.read(own, rank=rank)
+        self._advance(sum(chunk.nbytes for chunk in chunks))
