@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from zckpt.engines.deepspeed.flats import Flat
-    from zckpt.reading.checkpoint import Checkpoint
     from zckpt.listing.contents import TensorInfo
+    from zckpt.reading.checkpoint import Checkpoint
 
 DEEPSPEED_VERSION = "0.19.8"
 """Whose layout is written, and which the files name."""

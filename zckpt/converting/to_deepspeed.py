@@ -23,10 +23,10 @@ import torch
 from zckpt.converting.deepspeed_plan import FolderPlan
 from zckpt.errors import CheckpointExistsError, NoSpaceError, from_os_error
 from zckpt.format import names
+from zckpt.listing.deepspeed_files import deepspeed_files
 from zckpt.plan.reshard import Span
 from zckpt.progress import reported
 from zckpt.reading.checkpoint import Want
-from zckpt.listing.deepspeed_files import deepspeed_files
 from zckpt.storage.files import sync_data
 from zckpt.storage.schemes import open_store
 from zckpt.system import linux
