@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 def _write(directory: Path) -> Any:
-    from tests.support.lora import make_engine, save_pretrained
+    from tests.support.live_export import save_pretrained
+    from tests.support.lora import make_engine, make_model
     from tests.support.models import make_engine as make_plain_engine
 
     engine = make_engine("several", stage=3)
     zckpt.write(engine, directory / "adapters")
-    save_pretrained(engine, directory / "saved")
+    save_pretrained(engine, make_model("several", seed=1), directory / "saved")
     zckpt.write(make_plain_engine(stage=0), directory / "none")
 
 

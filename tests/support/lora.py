@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed
 import peft
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"default": {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}},
@@ -56,20 +52,3 @@ def make_engine(variant: str, stage: int, seed: int = 0, dtype: str = "bf16") ->
     }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
-
-
-def train(engine: Any, steps: int) -> None:
-    for step in range(steps):
-        tokens = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(10 * step + engine.global_rank))
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        engine.step()
-
-
-def save_pretrained(engine: Any, directory: Path) -> None:
-    """As PEFT does it, with every weight whole on rank 0."""
-    parameters = list(engine.module.parameters())
-    whole = deepspeed.zero.GatheredParameters(parameters) if engine.zero_optimization_stage() == 3 else nullcontext()
-    with whole:
-        if engine.global_rank == 0:
-            engine.module.save_pretrained(directory)
-    torch.distributed.barrier()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
   zckpt export checkpoints llama-sft --dtype bf16 --config Llama-3.1-8B
   zckpt export checkpoints/global_step100 model.pt --format pt
+  zckpt export checkpoints adapter --adapter default --dtype bf16
   torchrun --nproc-per-node 8 -m zckpt export checkpoints llama-sft --dtype bf16 --config Llama-3.1-8B
 """
 
@@ -38,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", default="5GB", help="of each safetensors file, such as 5GB (default)"
     )
+    parser.add_argument("--adapter", metavar="NAME", help="write the folder of this LoRA adapter of PEFT's alone")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
@@ -51,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             config=arguments.config,
             max_shard_size=arguments.max_shard_size,
+            adapter=arguments.adapter,
             overwrite=arguments.overwrite,
             progress=zckpt.ProgressBar(),
         )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from zckpt.engines.contract import EngineAdapter
 
-__all__ = ["adapt", "group_of"]
+__all__ = ["adapt", "group_of", "is_engine"]
 
 
 class Framework(NamedTuple):
@@ -45,6 +45,11 @@ def group_of(engine: Any) -> ProcessGroup | None:
     that is not an engine. Never raises. A job that trains several models may give each of them some of its ranks."""
     adapter = _adapter_of(engine)
     return None if adapter is None else adapter.process_group(engine)
+
+
+def is_engine(value: Any) -> bool:
+    """Whether it is a training engine that zckpt knows. Never raises."""
+    return _adapter_of(value) is not None
 
 
 def _adapter_of(engine: Any) -> type[EngineAdapter] | None:

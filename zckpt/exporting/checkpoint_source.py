@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zckpt.errors import KeyNotFoundError
+from zckpt.errors import FormatError, KeyNotFoundError
 from zckpt.exporting.plan import Source
+from zckpt.format import names
 from zckpt.plan.reshard import Span
 from zckpt.reading.checkpoint import Checkpoint, Want
 from zckpt.transfer.memory import check_cast
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -37,6 +39,7 @@ class CheckpointSource:
                 hint="export one that was written with the parts master or param",
             )
         self.aliases = {alias: name for alias, name in checkpoint.aliases.items() if name in self.infos}
+        self.adapters = _adapters(checkpoint)
         self.sources: dict[str, Source] = {}
         for name, info in self.infos.items():
             wanted = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
@@ -50,6 +53,11 @@ class CheckpointSource:
         self._starts: dict[str, list[int]] = {}
         self.advance: Callable[[int], None] = lambda nbytes: None
         """What is told the bytes that have been read."""
+
+    @contextmanager
+    def own_config(self) -> Iterator[str | None]:
+        """As for an engine; a checkpoint has no configuration of its model."""
+        yield None
 
     def nbytes(self, files: Iterable[OutputFile], conversions: Iterable[Conversion]) -> int:
         """How many bytes are read to write ``files``."""
@@ -78,3 +86,12 @@ class CheckpointSource:
         block = self._checkpoint.manifest.block_bytes // info.dtype.itemsize
         end = begin + (stop - begin) // block * block
         return end if end > start else stop
+
+
+def _adapters(checkpoint: Checkpoint) -> dict[str, str]:
+    """The configurations of the model's adapters, by their names. Raises FormatError."""
+    root = checkpoint.state
+    adapters = root.get(names.ADAPTERS, {}) if isinstance(root, dict) else {}
+    if not isinstance(adapters, dict) or not all(isinstance(text, str) for text in adapters.values()):
+        raise FormatError("state: adapters is not a map of texts", file=checkpoint.path)
+    return adapters

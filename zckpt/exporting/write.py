@@ -112,12 +112,16 @@ def _convert(
     converted = conversion.convert(tensors)
     tensors.clear()
     for name in outputs:
-        data = host_bytes(converted.pop(name).contiguous())
-        writer, offset = places[name]
-        budget.run(
-            partial(_put_bytes, writer, data[start : start + staging.batch_bytes], offset + start, staging)
-            for start in range(0, len(data), staging.batch_bytes)
-        )
+        put_whole(*places[name], converted.pop(name), budget, staging)
+
+
+def put_whole(writer: Writer, offset: int, tensor: torch.Tensor, budget: Budget, staging: StagingPool) -> None:
+    """Writes a tensor that is whole in host memory. Inside of ``staging.work``."""
+    data = host_bytes(tensor.contiguous())
+    budget.run(
+        partial(_put_bytes, writer, data[start : start + staging.batch_bytes], offset + start, staging)
+        for start in range(0, len(data), staging.batch_bytes)
+    )
 
 
 def _put_bytes(writer: Writer, data: Bytes, offset: int, staging: StagingPool) -> None:

@@ -1,0 +1,169 @@
+"""One adapter of a model as ``PeftModel.save_pretrained`` writes it: which tensors it has, and what they are called."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from zckpt.errors import KeyNotFoundError, MismatchError, UnsupportedError, first_few, from_os_error
+from zckpt.exporting.plan import ExportPlan, OutputTensor, Run, safetensors_file
+from zckpt.plan.select import nearest
+from zckpt.storage.location import Location
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from zckpt.exporting.plan import Source
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FILES = (WEIGHTS, CONFIG)
+"""All that an export writes."""
+_LORA = re.compile(r"(?P<layer>.+)\.lora_\w+\.(?P<adapter>[^.]+)(?:\.\w+)?")
+"""A weight of a LoRA adapter. ``layer`` is the module that it belongs to."""
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+"""The modules of embeddings for which PEFT looks among the targets, to save their weights along with the adapter."""
+
+
+def adapter_names(names: Iterable[str]) -> list[str]:
+    """The LoRA adapters that a model with tensors of these names has."""
+    found = (_LORA.fullmatch(name) for name in names)
+    return list(dict.fromkeys(one["adapter"] for one in found if one))
+
+
+def refuse_adapters(sources: Iterable[str], configs: Collection[str]) -> None:
+    """Raises UnsupportedError if the model has adapters: it has other names and tensors than its configuration says."""
+    adapters = list(dict.fromkeys([*configs, *adapter_names(sources)]))
+    if adapters:
+        raise UnsupportedError(
+            f"the model has adapters ({first_few(adapters, 5)}), and no folder of a model has those",
+            hint=f"adapter={adapters[0]!r} exports one, for PeftModel.from_pretrained; format='pt' all tensors by the "
+            "names that they have in the model",
+        )
+
+
+def read_config(folder: str) -> str:
+    """The text of the configuration of an adapter in its folder. Raises StorageError."""
+    path = str(Location.of(folder).child(CONFIG))
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise MismatchError(f"this is no JSON: {error}", file=path) from error
+        found = from_os_error(error, "read the adapter's configuration", path)
+        found.hint = f"config is a folder with the {CONFIG} of the adapter that was trained"
+        raise found from error
+
+
+def plan_adapter(
+    sources: Mapping[str, Source],
+    aliases: Mapping[str, str],
+    adapter: str,
+    configs: Mapping[str, str],
+) -> ExportPlan:
+    """The folder of one adapter. ``sources`` and ``aliases`` are as for ``plan_hugging_face``; ``configs``: the texts
+    of ``adapter_config.json`` that there are, by the adapter's name.
+
+    Raises UnsupportedError where the model has no adapter, or one of another kind than LoRA; KeyNotFoundError for an
+    adapter that it does not have, MismatchError where there is no configuration of it or a broken one.
+    """
+    stored = {name: name for name in sources} | {alias: name for alias, name in aliases.items() if name in sources}
+    known = list(dict.fromkeys([*configs, *adapter_names(stored)]))
+    there = adapter_names(stored)
+    if not known:
+        raise UnsupportedError(
+            "the model has no adapter: none of its tensors is one of a LoRA adapter of PEFT's",
+            hint="leave `adapter` out to export the model itself",
+        )
+    if adapter not in known:
+        raise KeyNotFoundError(f"there is no adapter {adapter!r}", key=adapter, hint=nearest(known, adapter))
+    if adapter not in configs:
+        raise MismatchError(
+            f"the configuration of the adapter {adapter!r} is not in the checkpoint",
+            hint=f"give a folder with its {CONFIG} as `config`, such as one that PeftModel.save_pretrained has made",
+        )
+    config = _parsed(configs[adapter], adapter)
+    if adapter not in there:
+        raise MismatchError(f"the source has no weights of the adapter {adapter!r}, but those of {first_few(there, 5)}")
+    found = _tensors(stored, adapter, there, config)
+    tensors = [
+        OutputTensor(key, source.dtype, source.shape, (Run(stored[name], 0, _numel(source)),))
+        for key, name in found.items()
+        for source in [sources[stored[name]]]
+    ]
+    return ExportPlan((safetensors_file(WEIGHTS, tensors),), small_files={CONFIG: configs[adapter].encode()})
+
+
+def _parsed(text: str, adapter: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise MismatchError(f"the configuration of the adapter {adapter!r} is no JSON: {error}") from error
+    if not isinstance(config, dict) or "peft_type" not in config:
+        raise MismatchError(f"this is no configuration of an adapter of PEFT's: {text[:80]!r}")
+    if config["peft_type"] != "LORA":
+        raise UnsupportedError(
+            f"the adapter {adapter!r} is of the type {config['peft_type']}, and only LoRA can be exported",
+            hint="load the weights into the model (zckpt.open(path).state_dict()) and call its save_pretrained",
+        )
+    return config
+
+
+def _tensors(
+    stored: Mapping[str, str], adapter: str, adapters: Collection[str], config: Mapping[str, Any]
+) -> dict[str, str]:
+    """The tensors of an adapter, as ``peft.get_peft_model_state_dict`` chooses and names them: from the key in its file
+    to the name in the model. ``stored``: the names in the model, and for each the one under which it is in a source.
+    """
+    with_base = {name.rpartition(".base_layer.")[0] for name in stored}
+    layers = {found["layer"] for name in stored if (found := _LORA.fullmatch(name))} & with_base
+    others = [name for name in adapters if name != adapter]
+    names = [name for name in stored if not any(f".{o}." in name or name.endswith(f".{o}") for o in others)]
+    chosen = [name for name in names if (found := _LORA.fullmatch(name)) and found["layer"] in layers]
+    bias = config.get("bias", "none")
+    if bias == "all":
+        chosen += [name for name in names if name.endswith(".bias")]
+    elif bias == "lora_only":
+        chosen += [name for layer in layers if (name := f"{layer}.base_layer.bias") in names]
+    targets = config.get("target_modules") or ()
+    if config.get("trainable_token_indices") is None:
+        chosen += [name for name in names if _is_embedding(name, layers, targets)]
+    keys = {_without_dora_suffix(name, adapter): name for name in chosen}
+    for name in names:
+        module, kept, inner = name.partition(f".modules_to_save.{adapter}.")
+        if kept:
+            keys[f"{module}.{inner}"] = name
+        elif name.endswith(f".token_adapter.trainable_tokens_delta.{adapter}") and stored[name] == name:
+            keys[name] = name  # that of a tied module is the same, and not saved
+    return {_without_adapter(key, adapter): name for key, name in keys.items()}
+
+
+def _is_embedding(name: str, layers: Collection[str], targets: str | Collection[str]) -> bool:
+    """Whether it is the weight of an embedding that has an adapter, which PEFT saves too."""
+    layer, base, _ = name.rpartition(".base_layer.")
+    if not base or layer not in layers or layer.rpartition(".")[2] not in _EMBEDDINGS:
+        return False
+    if isinstance(targets, str):
+        path = layer.removeprefix("base_model.model.")
+        return targets != "all-linear" and re.fullmatch(targets, path) is not None
+    return any(one in targets for one in _EMBEDDINGS)
+
+
+def _without_dora_suffix(name: str, adapter: str) -> str:
+    suffix = f"lora_magnitude_vector.{adapter}.weight"
+    return name.removesuffix(".weight") if name.endswith(suffix) else name
+
+
+def _without_adapter(key: str, adapter: str) -> str:
+    if key.endswith(f".{adapter}"):
+        return key.removesuffix(f".{adapter}")
+    path, _, last = key.rpartition(".")
+    return f"{path.removesuffix(f'.{adapter}')}.{last}"
+
+
+def _numel(source: Source) -> int:
+    numel = 1
+    for size in source.shape:
+        numel *= size
+    return numel

@@ -1,0 +1,337 @@
+"""Writes the files of an export from the tensors of a live engine, of which each rank holds parts.
+
+Each file is written by one rank: ranks that write parts of one page lose bytes on network file systems. In each round,
+every writer gets the next slice of its file from all ranks, so that no rank has more than a few slices in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from zckpt.errors import RankError
+from zckpt.exporting.plan import Run
+from zckpt.exporting.write import put_whole
+from zckpt.plan.exchange import Messages, Slices, plan_messages
+from zckpt.plan.reshard import Span
+from zckpt.progress import reported
+from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.storage.files import read_from
+from zckpt.system.threads import Worker, stop
+from zckpt.transfer.memory import byte_tensor, fresh_tensor
+from zckpt.transfer.staging import host_pool
+from zckpt.transfer.torch_dtypes import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from zckpt.exporting.engine_source import EngineSource
+    from zckpt.exporting.plan import Conversion, OutputFile, Source
+    from zckpt.format.index import Ints
+    from zckpt.progress import Progress
+    from zckpt.ranks.collectives import Ranks
+    from zckpt.state.inventory import Fragment
+    from zckpt.storage.buffers import Bytes
+    from zckpt.storage.contract import Store, Writer
+
+SLICE_BYTES_MIN, SLICE_BYTES_MAX = 2 << 20, 16 << 20
+Sizes = TypeVar("Sizes", int, "Ints")
+_MESSAGE_ALIGNMENT_BYTES = 8
+"""Each message begins at a multiple of it, so that it holds elements of any dtype in line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Who writes what, equal on every rank. ``slices`` are those of the files and, behind them, of ``rooms``: memory of
+    the rank that carries out a conversion, to which its sources come whole, one behind the other, as if this were one
+    more file that it writes. ``spans`` are as for ``plan_messages``."""
+
+    slices: Slices
+    rooms: Mapping[int, Conversion]
+    """By the number that the room has as a file."""
+    spans: Sequence[Sequence[Span]]
+    item_bytes: Sequence[int]
+
+
+def deal(
+    files: Sequence[OutputFile],
+    conversions: Sequence[Conversion],
+    sources: Mapping[str, Source],
+    ranks: int,
+    budget_bytes: int,
+) -> Deal:
+    """Deals the files out to ``ranks`` ranks, such that none has more than half of ``budget_bytes`` in memory, beside
+    what conversions need: what it sends to all writers in a round, and a slice as it comes and as it is written. A
+    conversion whose outputs are in the files of several writers is carried out by each of them."""
+    half = budget_bytes // 2
+    writers = max(min(len(files), ranks, half // SLICE_BYTES_MIN - 2), 1)
+    # Far apart, so that they are on several machines where there are several
+    writer = [number % writers * ranks // writers for number in range(len(files))]
+    file_bytes = [file.nbytes for file in files]
+    item_bytes = {name: TORCH_DTYPES[source.dtype].itemsize for name, source in sources.items()}
+    numel = {name: torch.Size(source.shape).numel() for name, source in sources.items()}
+    places: list[tuple[int, int, Run]] = []
+    """File, byte in it, and what is put there."""
+    for number, file in enumerate(files):
+        for at, tensor in file.tensors.items():
+            for run in tensor.runs or ():
+                places.append((number, at, run))
+                at += (run.stop - run.start) * item_bytes[run.source]
+    rooms = {}
+    for conversion in conversions:
+        converts = {writer[number] for number in range(len(files)) if _made(files[number], conversion)}
+        for rank in sorted(converts):
+            room_bytes = 0
+            for name, first in room_places(conversion, sources):
+                places.append((len(writer), first, Run(name, 0, numel[name])))
+                room_bytes = first + numel[name] * item_bytes[name]
+            rooms[len(writer)] = conversion
+            writer.append(rank)
+            file_bytes.append(room_bytes)
+    slice_bytes = min(SLICE_BYTES_MAX, half // (writers + 2)) // PAGE_BYTES * PAGE_BYTES
+    slices = Slices(slice_bytes, tuple(file_bytes), tuple(writer))
+    starts = slices.starts
+    spans: dict[str, list[Span]] = {name: [] for name in sources}
+    for number, at, (name, start, last) in places:
+        spans[name].append(Span(start, last, (starts[number] + at) // item_bytes[name]))
+    return Deal(slices, rooms, list(spans.values()), list(item_bytes.values()))
+
+
+def _made(file: OutputFile, conversion: Conversion) -> list[tuple[int, str]]:
+    """The tensors of a file that a conversion makes: the byte at which each begins, and its name."""
+    tensors = file.tensors.items()
+    return [(at, one.name) for at, one in tensors if one.runs is None and one.name in conversion.outputs]
+
+
+def room_places(conversion: Conversion, sources: Mapping[str, Source]) -> list[tuple[str, int]]:
+    """The byte of a room at which each source begins."""
+    places, at = [], 0
+    for name in conversion.sources:
+        places.append((name, at))
+        nbytes = torch.Size(sources[name].shape).numel() * TORCH_DTYPES[sources[name].dtype].itemsize
+        at += -(-nbytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES
+    return places
+
+
+def write_from_ranks(
+    store: Store,
+    files: Sequence[OutputFile],
+    conversions: Sequence[Conversion],
+    source: EngineSource,
+    ranks: Ranks,
+    progress: Progress | None,
+) -> None:
+    """Writes ``files``, which are planned alike on every rank, to ``store``, a directory that all ranks see, durably
+    but for their names. Collective. Raises StorageError, and RankError where another rank has failed."""
+    least = min(ranks.share(lambda: source.budget.nbytes, "compare the budgets"))
+
+    def prepare() -> _RankExport:
+        dealt = deal(files, conversions, source.sources, ranks.size, least)
+        messages = plan_messages(source.held, dealt.spans, dealt.item_bytes, dealt.slices, ranks.rank)
+        return _RankExport(store, files, source, dealt, messages, ranks)
+
+    export = ranks.together(prepare, "plan the export")
+    try:
+        with reported(progress, "export", export.nbytes) as export.advance:
+            ranks.together(export.begin, "create the files")
+            for turn in range(export.rounds):
+                ranks.together(lambda turn=turn: export.pack(turn), "export")  # type: ignore[misc]
+                export.exchange()
+            ranks.together(export.finish, "export")
+    finally:
+        export.close()
+
+
+class _RankExport:
+    """One rank's part: it packs what it sends in a round, receives its own slice, and writes that while it takes part
+    in the next round."""
+
+    def __init__(
+        self,
+        store: Store,
+        files: Sequence[OutputFile],
+        source: EngineSource,
+        dealt: Deal,
+        messages: Messages,
+        ranks: Ranks,
+    ) -> None:
+        self._store, self._files, self._sources, self._fragments = store, files, source.sources, source.fragments
+        self._dealt, self._messages, self._ranks = dealt, messages, ranks
+        self._budget = source.budget
+        self.advance: Callable[[int], None] = lambda nbytes: None
+        """What is told how many bytes this rank has written."""
+        self._dtypes = {name: TORCH_DTYPES[one.dtype] for name, one in source.sources.items()}
+        self._own = dealt.slices.own(ranks.rank)
+        self.rounds = dealt.slices.rounds
+        writer = dealt.slices.writer
+        self.nbytes = sum(file.nbytes for number, file in enumerate(files) if writer[number] == ranks.rank)
+        """What this rank writes."""
+        self._writers: dict[int, Writer] = {}
+        self._room: torch.Tensor | None = None
+        self._received_turn = -1
+        self._writing: _Writing | None = None
+
+    def begin(self) -> None:
+        """Creates this rank's files, and takes the memory that it needs."""
+        if not self._store.exists(""):
+            raise RankError(
+                "rank 0 has made a directory that this rank does not see", file=str(self._store.location),
+                rank=self._ranks.job_rank, hint="export to a file system that all ranks share",
+            )  # fmt: skip
+        for number, file in enumerate(self._files):
+            if self._dealt.slices.writer[number] == self._ranks.rank:
+                self._writers[number] = self._store.create(file.name, file.nbytes, direct=self._budget.direct)
+        rank, messages = self._ranks.rank, self._messages
+        rooms = []
+        for own in (messages.source == rank, messages.target == rank):
+            per_turn = np.bincount(messages.turn[own], _padded(messages.nbytes[own]))
+            rooms.append(torch.empty(int(per_turn.max(initial=0)), dtype=torch.uint8))
+        self._sent, self._received = rooms
+        self._stage = fresh_tensor((self._dealt.slices.slice_bytes + PAGE_BYTES,), torch.uint8, "cpu")
+
+    def pack(self, turn: int) -> None:
+        """Has what came in the last round written, and packs what this rank sends in this one."""
+        self._put()
+        now = self._messages.of_turn(turn)
+        sent = now.take(np.flatnonzero(now.source == self._ranks.rank))
+        at = 0
+        for number, start, numel, nbytes in zip(
+            sent.fragment.tolist(), sent.start.tolist(), sent.numel.tolist(), sent.nbytes.tolist(), strict=True
+        ):
+            fragment = self._fragments[number]
+            room = self._sent[at : at + nbytes].view(self._dtypes[fragment.name])
+            room.copy_(_elements(fragment, start, numel))
+            at += _padded(nbytes)
+        received = now.take(np.flatnonzero(now.target == self._ranks.rank))
+        self._incoming, self._received_turn = received, turn
+        self._sent_bytes = self._per_rank(sent.target, sent.nbytes)
+        self._received_bytes = self._per_rank(received.source, received.nbytes)
+
+    def exchange(self) -> None:
+        sent, received = sum(self._sent_bytes), sum(self._received_bytes)
+        self._ranks.exchange(self._sent[:sent], self._sent_bytes, self._received[:received], self._received_bytes)
+
+    def _per_rank(self, rank: Ints, nbytes: Ints) -> list[int]:
+        found: list[int] = np.bincount(rank, _padded(nbytes), self._ranks.size).astype(np.int64).tolist()
+        return found
+
+    def _put(self) -> None:
+        """Puts the slice that has come where it belongs: to its place in a room, or to a stage from which a thread
+        writes it."""
+        if not 0 <= self._received_turn < len(self._own):
+            return
+        self._wait()
+        file, first, nbytes = self._own[self._received_turn]
+        self._received_turn = -1
+        if file in self._dealt.rooms:
+            if first == 0:
+                self._room = torch.empty(self._dealt.slices.file_bytes[file], dtype=torch.uint8)
+            assert self._room is not None
+            self._unpack(self._room[first : first + nbytes])
+            if first + nbytes == len(self._room):
+                self._convert(self._dealt.rooms[file], self._room)
+                self._room = None
+            return
+        stage = self._stage[-self._stage.data_ptr() % PAGE_BYTES :][:nbytes]
+        filled = self._unpack(stage)
+        for at, known in self._files[file].known.items():
+            start, stop = max(at, first), min(at + len(known), first + nbytes)
+            if start < stop:
+                stage.numpy()[start - first : stop - first] = np.frombuffer(known, np.uint8)[start - at : stop - at]
+                filled.append((start - first, stop - first))
+        self._writing = _Writing(self._writers[file], stage.numpy(), first, _joined(filled), self.advance)
+
+    def _unpack(self, slice_: torch.Tensor) -> list[tuple[int, int]]:
+        """Puts what has come to its place in the slice; returns the bytes [start, stop) that have been filled."""
+        filled, at = [], 0
+        for position, nbytes in zip(self._incoming.position.tolist(), self._incoming.nbytes.tolist(), strict=True):
+            slice_[position : position + nbytes] = self._received[at : at + nbytes]
+            filled.append((position, position + nbytes))
+            at += _padded(nbytes)
+        return filled
+
+    def _convert(self, conversion: Conversion, room: torch.Tensor) -> None:
+        tensors = {}
+        for name, first in room_places(conversion, self._sources):
+            shape, dtype = self._sources[name].shape, self._dtypes[name]
+            tensors[name] = room[first : first + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+        converted = conversion.convert(tensors)
+        staging = host_pool(SLICE_BYTES_MIN)
+        with staging.work():
+            for number, writer in self._writers.items():
+                for offset, name in _made(self._files[number], conversion):
+                    put_whole(writer, offset, converted[name], self._budget, staging)
+                    self.advance(converted[name].nbytes)
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
+
+    def finish(self) -> None:
+        self._put()
+        self._wait()
+        for writer in self._writers.values():
+            writer.sync()
+
+    def close(self) -> None:
+        if self._writing is not None:
+            stop([self._writing.worker])
+        for writer in self._writers.values():
+            writer.close()
+
+
+class _Writing:
+    """Writes parts of a slice in a thread of its own."""
+
+    def __init__(
+        self, writer: Writer, data: Bytes, offset: int, parts: Sequence[tuple[int, int]], advance: Callable[[int], None]
+    ) -> None:
+        self._error: BaseException | None = None
+
+        def write() -> None:
+            try:
+                for start, stop in parts:
+                    writer.write(data[start:stop], offset + start)
+                    advance(stop - start)
+            except BaseException as error:  # raised by `wait`
+                self._error = error
+
+        self.worker = Worker(write, "zckpt-export")
+        self.worker.start()
+
+    def wait(self) -> None:
+        self.worker.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _elements(fragment: Fragment, start: int, numel: int) -> torch.Tensor:
+    """Elements of a fragment, from its element ``start`` on. Those of a swap file are read."""
+    data = fragment.data
+    assert data is not None, "the fragments of an inventory have data"
+    if isinstance(data, torch.Tensor):
+        return data[start : start + numel]
+    dtype = TORCH_DTYPES[fragment.dtype]
+    room = torch.empty(numel, dtype=dtype)
+    span = data.narrow(start * dtype.itemsize, numel * dtype.itemsize)
+    read_from(span.path, span.offset, byte_tensor(room).numpy())
+    return room
+
+
+def _joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes in fewer parts: those that lie one behind the other are one."""
+    found: list[tuple[int, int]] = []
+    for part in sorted(parts):
+        if found and found[-1][1] == part[0]:
+            part = found.pop()[0], part[1]
+        found.append(part)
+    return found
+
+
+def _padded(nbytes: Sizes) -> Sizes:
+    """The bytes that a message takes, or several ones."""
+    return -(-nbytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES
