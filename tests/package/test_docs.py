@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support import console
 from tests.support.documents import LAUNCHERS, PAGES, ROOT, blocks, furnish, run_alone, run_on_ranks, save_files
 
 if TYPE_CHECKING:
@@ -75,6 +76,12 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "site" / "docs" / "api.html").exists()
+
+
+def test_the_commands_print_what_their_page_shows(furnished: Path) -> None:
+    page = console.PAGE.read_text()
+    assert page.count("\n$ zckpt ") >= 10
+    assert console.masked(console.renewed(page, furnished)) == console.masked(page), console.__doc__
 
 
 def test_the_messages_of_the_page_of_troubles_are_those_of_the_code() -> None:

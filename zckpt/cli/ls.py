@@ -133,7 +133,11 @@ def _print_tree(rows: Sequence[Row]) -> None:
     nodes: dict[str, Tree] = {}
     for info, _ in rows:
         at, before = root, ""
-        for above in _modules(info):
+        modules = _modules(info)
+        inside = [sums[below][0] for below in modules[1:]] + [1]
+        for above, tensors_below in zip(modules, inside, strict=True):
+            if sums[above][0] == tensors_below:
+                continue  # it has nothing but one module or tensor, which is shown in its place
             if above not in nodes:
                 tensors, nbytes = sums[above]
                 own = above.removeprefix(before).lstrip("/.")

@@ -1,0 +1,60 @@
+"""Runs the commands that docs/commands.md shows, and puts what they print below them.
+
+    torchrun --nproc-per-node 2 -m tests.support.console
+
+A test compares the page with what the commands print, but for numbers, ages and the widths of columns.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.support.documents import ROOT, furnish
+
+PAGE = ROOT / "docs" / "commands.md"
+_BLOCK = re.compile(r"(?<=^```text\n)\$ .*?(?=^```$)", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"^\$ (.*)$", re.MULTILINE)
+
+
+def renewed(page: str, directory: Path) -> str:
+    """The page with what its commands print now, in a directory that was furnished for pages."""
+    return _BLOCK.sub(lambda block: "\n".join(run(one, directory) for one in _COMMAND.findall(block[0])), page)
+
+
+def run(command: str, directory: Path) -> str:
+    """The command as it is typed, and what it prints on stdout and stderr."""
+    script = f'zckpt() {{ {sys.executable} -m zckpt "$@"; }}\n{command}'
+    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    environment["PYTHONPATH"] = str(ROOT)
+    shell = subprocess.run(
+        ["sh", "-c", script], cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, check=False,
+    )  # fmt: skip
+    return f"$ {command}\n{shell.stdout}"
+
+
+def masked(page: str) -> str:
+    """The page without what differs from one time to another."""
+    page = re.sub(r"\d+ (second|minute|hour|day)s?\b", "AGE", page)
+    page = re.sub(r"\b[0-9a-f]{16}\b", "SAVE-ID", page)
+    page = re.sub(r"[-+]?\d[\d.,:+e-]*(cpu|cu\d+)?", "N", page)
+    return re.sub(r" +", " ", page)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        furnish(shared[0])
+        if dist.get_rank() == 0:
+            PAGE.write_text(renewed(PAGE.read_text(), Path(own)))
+        dist.barrier()
+    dist.destroy_process_group()
