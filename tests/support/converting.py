@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,3 +48,15 @@ def load_stock(path: str, setup: dict[str, Any], steps: int = BEFORE) -> dict[st
     engine = make_engine(**setup, seed=1)
     engine.load_checkpoint(path)
     return go_on(engine, steps)
+
+
+def make_universal(source: str, destination: str) -> None:
+    """By DeepSpeed's own converter."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    ds_to_universal.main(
+        SimpleNamespace(
+            input_folder=source, output_folder=destination, num_extract_workers=1, num_merge_workers=1,
+            keep_temp_folder=False, strict=True, inject_missing_state=True,
+        )
+    )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from zckpt.converting import formats
 from zckpt.converting.deepspeed import read_deepspeed
+from zckpt.converting.hugging_face import read_hugging_face
 from zckpt.converting.write import write_source
 from zckpt.errors import UnsupportedError
 from zckpt.storage.location import Location
@@ -70,6 +71,6 @@ def convert(
     found = formats.find_format(os.path.abspath(source), tag)
     if found.format == formats.ZCKPT:
         raise UnsupportedError(f"{found.path} is a checkpoint of zckpt already", hint="zckpt.cp copies it")
-    read = read_deepspeed(found.path)
+    read = {formats.DEEPSPEED: read_deepspeed, formats.HUGGINGFACE: read_hugging_face}[found.format](found.path)
     write_source(read, store, overwrite=overwrite, budget=budget, progress=progress)
     return Converted(str(store.location), read.found_format, read.missing)

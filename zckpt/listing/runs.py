@@ -49,8 +49,8 @@ _TRAINER = re.compile(r"checkpoint-[0-9]+", re.ASCII)
 
 NOTHING_CHANGED = "nothing was changed"
 DEEPSPEED_HINT = (
-    "zckpt.attach(engine) makes engine.load_checkpoint load it; to convert it, load it into an engine that way, and "
-    "write that with zckpt.write(engine)"
+    "zckpt.attach(engine) makes engine.load_checkpoint load it; to convert it, `zckpt convert SOURCE DESTINATION` or "
+    "zckpt.convert"
 )
 
 

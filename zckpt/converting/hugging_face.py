@@ -1,0 +1,155 @@
+"""From the folder of a Hugging Face model to a ``Source``: its weights and buffers, to begin a run with.
+
+The folder has the weights under the names that the hub knows them by. A checkpoint needs those of the model's
+parameters: a model without memory is made from its configuration, without running any code of the folder, to compare.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.converting.restricted_pickle import TorchFiles
+from zckpt.converting.source import RankPart, Source
+from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers
+from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few, from_os_error
+from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.state.inventory import BUFFER, PARAM, FileSpan, Fragment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HEADER_BYTES_MAX = 100_000_000
+"""The limit that safetensors itself has."""
+
+
+def read_hugging_face(path: str) -> Source:
+    """Raises UnsupportedError where transformers is missing, or would rename or reshape the weights; MissingFileError,
+    FormatError, StorageError."""
+    model = _empty_model(path)
+    (parameters, tied), (buffers, shared) = named_parameters(model), persistent_buffers(model)
+    aliases = {**tied, **shared}
+    files = TorchFiles()
+    found: dict[str, Fragment] = {}
+    for name, shape, dtype, data in _stored(path, files):
+        own = aliases.get(name, name)
+        place = BUFFER if own in buffers else PARAM
+        numel = data.nbytes // ITEM_BYTES[dtype] if isinstance(data, FileSpan) else data.numel()
+        found.setdefault(own, Fragment(place, own, shape, dtype, 0, numel, data=data))
+    wanted = {name: tuple(tensor.shape) for name, tensor in {**parameters, **buffers}.items()}
+    wrong = [name for name, one in found.items() if wanted.get(name) != one.shape]
+    absent = [name for name in wanted if name not in found]
+    if wrong or absent:
+        raise UnsupportedError(
+            f"{path}: the names or shapes of its weights are not those of the model's parameters: "
+            f"{first_few([*wrong, *absent], 3)}",
+            hint="load the model with from_pretrained, make an engine of it, and write that with zckpt.write",
+        )
+
+    def rank(_: int) -> RankPart:
+        return RankPart([found[name] for name in wanted], {}, {}, files.place)
+
+    description = {"framework": f"transformers {_transformers().__version__}", "mode": "weights alone"}
+    parts = sorted({one.part for one in found.values()}, reverse=True)
+    missing = (f"all but weights and buffers: begin a run by zckpt.restore(engine, path, parts={parts})",)
+    return Source("Hugging Face model", 1, 0, aliases, {}, {}, description, missing, rank)
+
+
+def _empty_model(path: str) -> Any:
+    transformers = _transformers()
+    try:
+        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
+            architectures = json.load(file).get("architectures") or [None]
+    except OSError as error:
+        raise from_os_error(error, "read", path) from error
+    except (ValueError, AttributeError) as error:
+        raise FormatError("the configuration is not JSON", file=os.path.join(path, "config.json")) from error
+    kind = getattr(transformers, str(architectures[0]), None)
+    if kind is None:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} has no model {architectures[0]!r}, which {path} is of",
+            hint="load the model yourself, make an engine of it, and write that with zckpt.write",
+        )
+    with torch.device("meta"):
+        return kind(transformers.AutoConfig.from_pretrained(path, trust_remote_code=False))
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError(
+            "to convert a Hugging Face model needs transformers", hint="pip install 'transformers>=5'"
+        ) from error
+    return transformers
+
+
+def _stored(path: str, files: TorchFiles) -> Iterator[tuple[str, tuple[int, ...], str, FileSpan | torch.Tensor]]:
+    """Name, shape, dtype and data of each tensor. What is in the format of safetensors goes before."""
+    for suffix, stem in ((".safetensors", "model"), (".bin", "pytorch_model")):
+        for name in _files(path, f"{stem}{suffix}"):
+            file = os.path.join(path, name)
+            if suffix == ".bin":
+                for key, tensor in files.load(file).items():
+                    dtype = dtype_name(tensor.dtype, key)
+                    yield key, tuple(tensor.shape), dtype, tensor.detach().contiguous().view(-1)
+            else:
+                yield from _safetensors(file)
+        if os.path.exists(os.path.join(path, f"{stem}{suffix}")) or _index(path, f"{stem}{suffix}"):
+            return
+
+
+def _files(path: str, single: str) -> list[str]:
+    index = _index(path, single)
+    if index:
+        try:
+            with open(index, encoding="utf-8") as file:
+                names = sorted(set(json.load(file)["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise FormatError("the index is not JSON with a weight_map", file=index) from error
+        except OSError as error:
+            raise from_os_error(error, "read", index) from error
+        if any(not isinstance(name, str) or os.path.basename(name) != name for name in names):
+            raise FormatError("the index names files elsewhere", file=index)
+        return names
+    return [single] if os.path.exists(os.path.join(path, single)) else []
+
+
+def _index(path: str, single: str) -> str | None:
+    index = os.path.join(path, f"{single}.index.json")
+    return index if os.path.exists(index) else None
+
+
+def _safetensors(path: str) -> Iterator[tuple[str, tuple[int, ...], str, FileSpan]]:
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(HEADER_BYTES_MAX, size - 8):
+                raise FormatError("the file is cut off, or not in the format of safetensors", file=path)
+            header = json.loads(file.read(length))
+    except FileNotFoundError as error:
+        raise MissingFileError("a file that the index names is missing", file=path) from error
+    except OSError as error:
+        raise from_os_error(error, "read", path) from error
+    except ValueError as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError("the header is not JSON", file=path) from error
+    for name, entry in header.items() if isinstance(header, dict) else ():
+        if name == "__metadata__":
+            continue
+        try:
+            (start, stop), shape, item = entry["data_offsets"], tuple(entry["shape"]), ITEM_BYTES[entry["dtype"]]
+            numel = 1
+            for one in shape:
+                numel *= int(one) if type(one) is int and one >= 0 else -1
+            whole = 0 <= start <= stop and stop - start == numel * item
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError("an entry of the header cannot be read", file=path, key=name) from error
+        if not whole or 8 + length + stop > size:
+            raise FormatError("the file is cut off, or its header is wrong", file=path, key=name)
+        yield name, shape, entry["dtype"], FileSpan(path, 8 + length + start, stop - start)
