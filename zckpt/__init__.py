@@ -34,6 +34,9 @@ itself and what stands above it in this table; an import for type checkers alone
     restoring  -                the steps of zckpt.restore: match tensors, plan, say what does not fit
     exporting  -                the steps of zckpt.export: name and convert tensors, lay out files, write slices
     converting -                the steps of zckpt.convert: say what a folder is, read it, write it as a checkpoint
+    comparing  -                the steps of zckpt.diff: pair tensors, plan what is read, compare values and trees
+    copying    -                the steps of zckpt.cp: what each rank's files are made of, write them, commit
+    cleaning   -                the steps of zckpt.gc and zckpt.prune: what goes, under which lock, in which order
     api        -                the functions that users call, a file for each task
     __init__   torch late       the public names
     testing    -                a reference engine, and the suites that each store and each engine has to pass
@@ -83,10 +86,13 @@ if TYPE_CHECKING:
     from zckpt.api.attach import attach, attach_all, detach
     from zckpt.api.background import PendingWrite, wait
     from zckpt.api.convert import Converted, convert
+    from zckpt.api.cp import cp
+    from zckpt.api.diff import diff
     from zckpt.api.export import Exported, export
-    from zckpt.api.gc import Cleanup, Removed, gc
+    from zckpt.api.gc import gc
     from zckpt.api.offload import Offloaded, offload, offloaded, reload
     from zckpt.api.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
+    from zckpt.api.prune import prune
     from zckpt.api.repair import RepairReport, repair
     from zckpt.api.restore import Restored, restore
     from zckpt.api.validate import validate
@@ -97,6 +103,8 @@ if TYPE_CHECKING:
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
+    from zckpt.cleaning.cleanup import Cleanup, Removed
+    from zckpt.comparing.report import Difference, StateDifference, TensorDifference
     from zckpt.listing.contents import PieceInfo, TensorInfo
     from zckpt.reading.checkpoint import Checkpoint
     from zckpt.transfer.budget import Budget
@@ -111,6 +119,7 @@ __all__ = [
     "Cleanup",
     "Converted",
     "DeviceError",
+    "Difference",
     "DigestError",
     "Exported",
     "FeatureError",
@@ -138,9 +147,11 @@ __all__ = [
     "Report",
     "Restored",
     "SizeError",
+    "StateDifference",
     "StateError",
     "StorageError",
     "TagError",
+    "TensorDifference",
     "TensorInfo",
     "UnfinishedWriteError",
     "UnsupportedError",
@@ -151,7 +162,9 @@ __all__ = [
     "attach_all",
     "convert",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "cp",
     "detach",
+    "diff",
     "export",
     "gc",
     "get_fp32_state_dict_from_zero_checkpoint",
@@ -159,6 +172,7 @@ __all__ = [
     "offload",
     "offloaded",
     "open",
+    "prune",
     "reload",
     "repair",
     "restore",
@@ -173,9 +187,12 @@ _LATE = {
     "api.background": ["PendingWrite", "wait"],
     "api.export": ["Exported", "export"],
     "api.convert": ["Converted", "convert"],
-    "api.gc": ["Cleanup", "Removed", "gc"],
+    "api.cp": ["cp"],
+    "api.diff": ["diff"],
+    "api.gc": ["gc"],
     "api.offload": ["Offloaded", "offload", "offloaded", "reload"],
     "api.open": ["open"],
+    "api.prune": ["prune"],
     "api.repair": ["RepairReport", "repair"],
     "api.restore": ["Restored", "restore"],
     "api.validate": ["validate"],
@@ -186,6 +203,8 @@ _LATE = {
         "get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint",
     ],
+    "cleaning.cleanup": ["Cleanup", "Removed"],
+    "comparing.report": ["Difference", "StateDifference", "TensorDifference"],
     "listing.contents": ["PieceInfo", "TensorInfo"],
     "reading.checkpoint": ["Checkpoint"],
     "transfer.budget": ["Budget"],

@@ -18,7 +18,8 @@ class Progress(Protocol):
     """
 
     def begin(self, action: str, nbytes: int) -> None:
-        """``action`` ("write", "restore", "load", "validate") begins; ``nbytes`` bytes of tensors are to be moved."""
+        """``action`` ("write", "restore", "load", "validate", "copy", "compare") begins; ``nbytes`` bytes of tensors
+        are to be moved."""
 
     def advance(self, nbytes: int) -> None:
         """``nbytes`` more have been."""

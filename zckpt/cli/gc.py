@@ -1,21 +1,23 @@
-"""Remove what dead writers have left, and, with --keep, older checkpoints."""
+"""Remove what dead writers have left. Whole checkpoints are removed by `zckpt prune`."""
 
 from __future__ import annotations
 
-import argparse
+from typing import TYPE_CHECKING
 
 import zckpt
 
+if TYPE_CHECKING:
+    import argparse
+
 EXAMPLES = """
   zckpt gc checkpoints --dry-run
-  zckpt gc checkpoints --keep 3
+  zckpt gc checkpoints --discard global_step7
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="the directory of a run, a checkpoint, or one that was given to zckpt.offload")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    parser.add_argument("--keep", type=_at_least_1, metavar="N", help="keep the N newest checkpoints, and the latest")
     parser.add_argument(
         "--discard",
         action="append",
@@ -23,14 +25,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="remove this checkpoint too, which has no manifest and could be repaired; may be given several times",
     )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(zckpt.gc(arguments.path, keep=arguments.keep, dry_run=arguments.dry_run, discard=arguments.discard))
+    cleanup = zckpt.gc(arguments.path, dry_run=arguments.dry_run, discard=arguments.discard)
+    print(cleanup.to_json() if arguments.json else cleanup)
     return 0
-
-
-def _at_least_1(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, got {text!r}")
-    return int(text)

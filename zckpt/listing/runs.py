@@ -56,7 +56,17 @@ DEEPSPEED_HINT = (
 
 def read_manifest(checkpoint: Store, reader: Reader) -> Manifest:
     """The manifest of a checkpoint, which ``reader`` reads. Raises FormatError, StorageError."""
-    raw = reader.read(names.MANIFEST, 0, min(reader.size(names.MANIFEST), MANIFEST_BYTES_MAX + 1))
+    return decode_manifest(checkpoint, manifest_bytes(reader))
+
+
+def manifest_bytes(reader: Reader) -> bytes:
+    """The bytes of a manifest; if it is too long, more than one may have. Raises FormatError (F001, F002),
+    StorageError."""
+    return reader.read(names.MANIFEST, 0, min(reader.size(names.MANIFEST), MANIFEST_BYTES_MAX + 1))
+
+
+def decode_manifest(checkpoint: Store, raw: bytes) -> Manifest:
+    """The manifest of a checkpoint from its bytes. Raises FormatError."""
     try:
         return manifest_format.decode(raw)
     except FormatError as error:

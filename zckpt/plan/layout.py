@@ -14,14 +14,15 @@ from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.index import ragged, runs
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES, DIGEST_TABLE_BYTES_MAX
-from zckpt.format.names import FILLER_PREFIX, piece_name
+from zckpt.format.names import FILLER_PREFIX, piece_name, split_piece_name
 from zckpt.format.shard import ShardId, encode_header
-from zckpt.state.inventory import TIERS, Fragment
+from zckpt.state.inventory import TIERS, FileSpan, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from zckpt.format.index import Ints
+    from zckpt.format.shard import Header
 
 HEADER, FILLER = -1, -2
 """Sources of a write that are no pieces."""
@@ -123,11 +124,38 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
         sources.append(number)
         offset += nbytes
     header = encode_header(shard, entries, shapes)
-    sizes = np.array([len(header), *[entry[-1] for entry in entries]], np.int64)
+    regions, blocks = _regions(sources, [len(header), *[entry[-1] for entry in entries]], block_bytes)
+    nbytes = len(header) + offset
+    return ShardPlan(shard, header, tuple(fragments), regions, nbytes, first_block, blocks)
+
+
+def _regions(sources: Sequence[int], nbytes: Sequence[int], block_bytes: int) -> tuple[Regions, int]:
+    """The regions of a file from the source and the bytes of each, and the number of their blocks."""
+    sizes = np.array(nbytes, np.int64)
     stops, counts = np.cumsum(sizes), block_count(sizes, block_bytes)
     block_stops = np.cumsum(counts)
     regions = Regions(np.array(sources, np.int64), stops - sizes, sizes, block_stops - counts)
-    return ShardPlan(shard, header, tuple(fragments), regions, int(stops[-1]), first_block, int(block_stops[-1]))
+    return regions, int(block_stops[-1])
+
+
+def copied_shard(header: Header, raw: bytes, nbytes: int, first_block: int, *, block_bytes: int) -> ShardPlan:
+    """The file that is the same, byte for byte, as the one of ``nbytes`` that has this header, whose bytes are ``raw``.
+    What its fragments hold are ranges of that file, by its path in its checkpoint."""
+    fragments: list[Fragment] = []
+    sources, sizes = [HEADER], [len(raw)]
+    shard = header.shard
+    for entry in header.entries:
+        sizes.append(entry.nbytes)
+        if entry.is_filler:
+            sources.append(FILLER)
+            continue
+        shape = header.whole_shape(entry)
+        name, start, stop = split_piece_name(entry.name) or (entry.name, 0, math.prod(shape))
+        data = FileSpan(shard.path, len(raw) + entry.offset, entry.nbytes)
+        sources.append(len(fragments))
+        fragments.append(Fragment(shard.part, name, shape, entry.dtype, start, stop, shard.tier, data=data))
+    regions, blocks = _regions(sources, sizes, block_bytes)
+    return ShardPlan(shard, raw, tuple(fragments), regions, nbytes, first_block, blocks)
 
 
 def long_runs(fragments: Sequence[Fragment], *, in_memory: bool = True) -> dict[int, int]:

@@ -39,11 +39,12 @@ over, and counts as dead."""
 class WriteLock:
     """The right to change one checkpoint. A context manager, or ``acquire`` and ``release``."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, copied: str = "") -> None:
+        """``copied``: the save id of the data that are written, where they are a copy of another checkpoint's."""
         self.save_id = secrets.token_hex(8)
         """Of the write that it is for; it makes this lock unlike any other."""
         self.dead: set[str] = set()
-        """The save ids of dead writers whose locks this one has taken over."""
+        """The save ids of dead writers whose locks this one has taken over, and those of the data that they copied."""
         self._store = store
         holder = {
             "host": socket.gethostname(),
@@ -51,6 +52,7 @@ class WriteLock:
             "pid": os.getpid(),
             "started": linux.started(os.getpid()),
             "save_id": self.save_id,
+            "copied": copied,
             "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         self._data = json.dumps(holder).encode()
@@ -86,7 +88,7 @@ class WriteLock:
             if holder is not None:
                 if is_alive(self._store, holder):
                     raise _locked(self._store, "another process is writing here", holder)
-                self.dead.add(str(_parse(holder).get("save_id")))
+                self.dead |= {str(_parse(holder).get(field)) for field in ("save_id", "copied")}
                 self._store.withdraw(names.LOCK, holder)
         raise _locked(self._store, "others keep writing here", b"")
 

@@ -81,7 +81,7 @@ def _run(reader: Reader, op: ReadOp, file: ReadFile, sinks: Sinks, staging: Stag
     first_copy = (np.cumsum(segments.copies) - segments.copies).tolist()
     blocks = segments.block.tolist()
     verify = blocks[0] >= 0
-    cached = _is_cached(reader, op, file, direct)
+    cached = _is_cached(reader, op.offset, op.nbytes, file, direct)
 
     def key(number: int) -> str:
         return sinks.keys[int(segments.sink[first_copy[number]])]
@@ -155,19 +155,34 @@ def read_op(
     """Calls ``look`` with the bytes of ``op``, of which nothing has been checked. To be called inside of
     ``staging.work``. Raises as ``run_reads`` does."""
     with staging.lend() as stage:
-        first = op.offset % PAGE_BYTES
-        view = stage.bytes[first : first + op.nbytes]
-        cached = _is_cached(reader, op, file, direct)
-        got = 0 if cached else _read_direct(reader, op, file, stage)
-        _fill(reader, file, op.offset, op.offset + op.nbytes, [view], lambda byte: None, got)
-        look(view)
+        look(read_staged(reader, op.offset, op.nbytes, file, stage, direct))
 
 
-def _is_cached(reader: Reader, op: ReadOp, file: ReadFile, direct: bool) -> bool:
+def read_staged(reader: Reader, offset: int, nbytes: int, file: ReadFile, stage: StagingBuffer, direct: bool) -> Bytes:
+    """Reads ``nbytes`` from byte ``offset`` of the file into ``stage``, of which nothing is checked. Returns them; they
+    lie as far behind the start of a page as in the file. Raises as ``run_reads`` does."""
+    first = offset % PAGE_BYTES
+    view = stage.bytes[first : first + nbytes]
+    done = 0
+    if reader.direct is not None and not _is_cached(reader, offset, nbytes, file, direct):
+        pages = stage.bytes[: -(-(first + nbytes) // PAGE_BYTES) * PAGE_BYTES]
+        got = reader.direct.read_direct(file.path, [pages], offset - first)
+        done = min(max(got - first, 0), nbytes)
+    _fill(reader, file, offset, offset + nbytes, [view], lambda byte: None, done)
+    return view
+
+
+def _is_cached(reader: Reader, offset: int, nbytes: int, file: ReadFile, direct: bool) -> bool:
     """Whether to read by way of the store's caches, such as the page cache."""
-    if not direct or reader.direct is None or op.nbytes < DIRECT_BYTES_MIN:
+    if not direct or reader.direct is None or nbytes < DIRECT_BYTES_MIN:
         return True
-    return reader.direct.is_cached(file.path, op.offset, op.nbytes)
+    return reader.direct.is_cached(file.path, offset, nbytes)
+
+
+def fill(reader: Reader, file: ReadFile, offset: int, room: Bytes) -> None:
+    """Fills ``room`` from byte ``offset`` of the file, by way of the store's caches. Nothing is checked. Raises as
+    ``run_reads`` does."""
+    _fill(reader, file, offset, offset + len(room), [room], lambda byte: None)
 
 
 def _fill(

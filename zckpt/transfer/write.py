@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from zckpt.format.digest import DIGEST_BYTES, digest
+from zckpt.format.rules import broken
 from zckpt.plan.layout import FILLER, HEADER
 from zckpt.state.inventory import FileSpan
 from zckpt.storage.buffers import PAGE_BYTES, whole_pages
@@ -26,17 +27,30 @@ from zckpt.transfer.devices import FromDevice
 from zckpt.transfer.host_memory import memory
 from zckpt.transfer.memory import byte_tensor
 from zckpt.transfer.pipeline import Pipeline
+from zckpt.transfer.read import fill, read_staged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from zckpt.format.digest import ReadFile
     from zckpt.plan.layout import ShardPlan, WriteOp, WritePlan
     from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
-    from zckpt.storage.contract import Creator, PageSharing, Writer
+    from zckpt.storage.contract import Creator, PageSharing, Reader, Writer
     from zckpt.transfer.budget import Budget
     from zckpt.transfer.snapshot import Snapshot
     from zckpt.transfer.staging import StagingBuffer, StagingPool
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint whose data files are copied: every ``FileSpan`` of what is written is of one of its ``files``, by
+    path. ``table``: what the digest table of the written files has to be, by the digests of that checkpoint."""
+
+    reader: Reader
+    files: Mapping[str, ReadFile]
+    table: bytes
+    verify: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,8 @@ class _Job:
     """Whether whole pages of a swap file are read past the page cache."""
     shared: PageSharing | None = None
     """By which its whole pages are in the file already; None: nothing of it is."""
+    source: Source | None = None
+    """What ranges of files are read from; None: swap files."""
 
     @property
     def spans(self) -> Iterator[tuple[int, int, int]]:
@@ -72,13 +88,15 @@ def run_writes(
     buffers: int,
     snapshot: Snapshot,
     advance: Callable[[int], None],
+    source: Source | None = None,
 ) -> bytes:
     """Carries out ``plan``: writes its files to ``store``, where their directories exist, and makes their data durable.
     Each write fits in a buffer of ``staging``, of which up to ``buffers`` are in use.
 
     ``snapshot`` is told when the sources of the urgent writes have been read, and again when all sources have been
-    read. ``advance`` is called with the number of tensor bytes that have been written. Returns the digest table. Raises
-    StorageError, and ZckptError if the write was given up.
+    read. ``advance`` is called with the number of tensor bytes that have been written. ``source``: the checkpoint that
+    is copied. Returns the digest table, which is that of ``source`` if there is one. Raises StorageError, FormatError
+    (F001 to F003, D003) where ``source`` is damaged, and ZckptError if the write was given up.
     """
     table = bytearray(plan.table_bytes)
     files: list[Writer] = []
@@ -90,7 +108,7 @@ def run_writes(
     try:
         for one in plan.files:
             files.append(store.create(one.shard.path, one.reserved_bytes, direct=budget.direct))
-        jobs = [_Job(files[op.file], plan.files[op.file], op, budget.direct) for op in plan.ops]
+        jobs = [_Job(files[op.file], plan.files[op.file], op, budget.direct, source=source) for op in plan.ops]
         with staging.work(len(jobs)):
             pipeline = Pipeline(jobs, _take, put, staging, buffers, snapshot, plan.urgent)
             budget.run([pipeline.work] * budget.threads, lambda: snapshot.give_up("it was interrupted"))
@@ -98,7 +116,7 @@ def run_writes(
     finally:
         for file in files:
             file.close()
-    return bytes(table)
+    return source.table if source is not None else bytes(table)
 
 
 def _take(job: _Job, stage: StagingBuffer) -> _Job:
@@ -110,6 +128,10 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
             _check(fragment, fragment.data)
         return job
     if path is not None:
+        if job.source is not None:
+            file = job.source.files[path]
+            read_staged(job.source.reader, place, op.nbytes, file, stage, job.direct)
+            return job
         staged: Bytes = stage.bytes[job.starts[0] : job.starts[-1]]
         if sharing is None or not sharing.share(FileSpan(path, place, op.nbytes), op.offset):
             read_from(path, place, staged, direct=job.direct)
@@ -120,7 +142,7 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
         return replace(job, shared=sharing)
     copies: defaultdict[torch.device, list[FromDevice]] = defaultdict(list)
     for span, at in zip(job.spans, job.starts, strict=False):
-        _fill(stage, at, job.plan, *span, copies)
+        _fill(stage, at, job, *span, copies)
     for device, queued in copies.items():
         stage.from_device(device, queued)
     return job
@@ -138,7 +160,10 @@ def _put(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) ->
         for first in range(start, stop, block_bytes)
     ]
     first_byte = op.block * DIGEST_BYTES
-    table[first_byte : first_byte + len(blocks) * DIGEST_BYTES] = b"".join(map(digest, blocks))
+    digests = b"".join(map(digest, blocks))
+    if job.source is not None and job.source.verify:
+        _compare(job, job.source, digests, block_bytes)
+    table[first_byte : first_byte + len(digests)] = digests
     if job.shared is not None:
         job.shared.write_edges(data, op.offset)
     else:
@@ -148,7 +173,7 @@ def _put(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) ->
 def _fill(
     stage: StagingBuffer,
     at: int,
-    plan: ShardPlan,
+    job: _Job,
     source: int,
     start: int,
     nbytes: int,
@@ -159,13 +184,17 @@ def _fill(
         stage.bytes[at : at + nbytes] = 0
         return
     if source == HEADER:
-        stage.bytes[at : at + nbytes] = np.frombuffer(plan.header, np.uint8, nbytes, start)
+        stage.bytes[at : at + nbytes] = np.frombuffer(job.plan.header, np.uint8, nbytes, start)
         return
-    fragment = plan.fragments[source]
+    fragment = job.plan.fragments[source]
     data = fragment.data
     assert data is not None, "a fragment without data cannot be written"
     if isinstance(data, FileSpan):
-        read_from(data.path, data.offset + start, stage.bytes[at : at + nbytes])
+        room = stage.bytes[at : at + nbytes]
+        if job.source is not None:
+            fill(job.source.reader, job.source.files[data.path], data.offset + start, room)
+        else:
+            read_from(data.path, data.offset + start, room)
         return
     _check(fragment, data)
     if data.is_cpu:
@@ -173,6 +202,29 @@ def _fill(
         ctypes.memmove(stage.address + at, data.data_ptr() + start, nbytes)
     else:
         copies[data.device].append(FromDevice(at, byte_tensor(data)[start : start + nbytes]))
+
+
+def _compare(job: _Job, source: Source, digests: bytes, block_bytes: int) -> None:
+    """Raises FormatError (D003), which names the place in the source, unless these are the digests that the blocks of
+    ``job`` have there."""
+    first = job.op.block * DIGEST_BYTES
+    if digests == source.table[first : first + len(digests)]:
+        return
+    at = first
+    for number, start, nbytes in job.spans:
+        for begin in range(start, start + nbytes, block_bytes):
+            own, at = slice(at, at + DIGEST_BYTES), at + DIGEST_BYTES
+            if digests[own.start - first : own.stop - first] == source.table[own]:
+                continue
+            if number < 0:
+                raise broken("D003", "the header is damaged", file=job.plan.shard.path)
+            fragment = job.plan.fragments[number]
+            assert isinstance(fragment.data, FileSpan)
+            begins, ends = fragment.data.offset + begin, min(begin + block_bytes, start + nbytes)
+            raise broken(
+                "D003", "the data is damaged", file=fragment.data.path, key=fragment.key, start=begins,
+                stop=fragment.data.offset + ends, hint="restore the file from a copy, or copy another checkpoint",
+            )  # fmt: skip
 
 
 def _check(fragment: Fragment, data: torch.Tensor) -> None:

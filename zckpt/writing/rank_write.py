@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from zckpt.storage.contract import Store
     from zckpt.storage.lock import WriteLock
     from zckpt.transfer.snapshot import Snapshot
+    from zckpt.transfer.write import Source
     from zckpt.writing.options import WriteOptions
 
 _ANY_TIME = frozenset({PARAM, BUFFER, STATE})
@@ -46,17 +47,21 @@ class RankWrite:
     latest_in: Store | None
     """The run whose file ``latest`` is to name the checkpoint."""
     save_id: str
-    """That of rank 0's lock."""
+    """That of rank 0's lock; for the copy of a whole checkpoint, that of the checkpoint."""
     rank: int
     shards: Sequence[ShardPlan]
     """This rank's files."""
     about: catalog.About
     """What the manifest says beside tensors and files."""
     options: WriteOptions
+    source: Source | None = None
+    """The checkpoint that is copied; None: the state of an engine is written."""
     lock: WriteLock | None = field(default=None, init=False)
     """From ``begin`` to ``remove``; None on all ranks but rank 0."""
     _manifest: bytes = field(default=b"", init=False)
     _index: bytes = field(default=b"", init=False)
+    _begun: bool = field(default=False, init=False)
+    """Whether the directory of the new data is this write's."""
     _replaced: list[str] = field(default_factory=list, init=False)
     """The names of what goes after the commit: of an older checkpoint, and files of DeepSpeed's own."""
 
@@ -93,8 +98,15 @@ class RankWrite:
             prepared = names.temporary(names.LATEST, names.prepared_digits(dead_save))
             if names.is_temporary(prepared, names.LATEST):  # the save id comes from a file that anybody may have made
                 run.remove(prepared)
+        data_dir = names.data_dir(self.save_id)
+        if store.exists(data_dir):  # a copy has the save id of its source
+            raise CheckpointExistsError(
+                "the data of this very save are here already", file=str(store.location.child(data_dir)),
+                hint="`zckpt validate` says whether they are whole; to copy them again, remove this directory first",
+            )  # fmt: skip
         self._replaced = [*(name for name in store.entries() or () if names.is_data_dir(name)), *foreign]
-        store.make_directories(names.data_dir(self.save_id))
+        self._begun = True
+        store.make_directories(data_dir)
 
     def write_own(self, snapshot: Snapshot) -> bytes:
         """Writes this rank's files, durable; returns the digest of its digest table. ``snapshot`` is told when the
@@ -122,14 +134,18 @@ class RankWrite:
             straight=() if options.background else lasting,
         )  # fmt: skip
         with reported(options.progress, "write", plan.tensor_bytes) as advance:
-            table = run_writes(store, plan, budget, staging, buffers, snapshot, advance)
+            table = run_writes(store, plan, budget, staging, buffers, snapshot, advance, self.source)
         store.put(names.digests_path(self.save_id, self.rank), table)
         store.sync_names(rank_dir)
         return digest(table)
 
     def commit(self, digests: Sequence[bytes]) -> None:
-        """When every rank's files are durable, and these are the digests of their digest tables: the index, then the
-        manifest, then the file ``latest``. At last what was there when the write began is removed.
+        """When every rank's files are durable, and these are the digests of their digest tables."""
+        self.put_in_place(catalog.with_digests(self._manifest, digests), self._index)
+
+    def put_in_place(self, manifest: bytes, index: bytes) -> None:
+        """When every rank's files are durable: the index, then the manifest, then the file ``latest``. At last what was
+        there when the write began is removed.
 
         Both files are written under temporary names first, so that a full disk shows before the commit. Raises
         LockedError if this write has lost the right to commit. Whoever has taken that right over has removed the
@@ -137,7 +153,7 @@ class RankWrite:
         """
         assert self.lock is not None, "the write has begun"
         store, run, confirm = self.store, self.latest_in, self.lock.confirm
-        manifest = catalog.with_digests(self._manifest, digests)
+        digits = names.prepared_digits(self.lock.save_id)
         written = manifest_format.decode(manifest)
         with closing(store.reader()) as reader:
             for file in written.files:
@@ -145,12 +161,12 @@ class RankWrite:
                 size = reader.size(path)
                 if size != file.nbytes:
                     raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=path)
-        store.put(names.index_path(self.save_id), self._index)
+        store.put(names.index_path(self.save_id), index)
         store.sync_names(names.data_dir(self.save_id))
         with ExitStack() as temporary:
 
             def prepare(where: Store, path: str, data: bytes) -> str:
-                prepared = where.prepare(path, data, names.prepared_digits(self.save_id))
+                prepared = where.prepare(path, data, digits)
                 temporary.callback(where.remove, prepared)  # after its commit there is nothing left to remove
                 return prepared
 
@@ -179,7 +195,7 @@ class RankWrite:
         if self.lock is not None:
             lock, self.lock = self.lock, None
             data_dir = names.data_dir(self.save_id)
-            if data_dir in leftovers(self.store):
+            if self._begun and data_dir in leftovers(self.store):
                 self.store.remove(data_dir)
             lock.release()
             self.store.remove_if_empty("")

@@ -1,0 +1,393 @@
+"""Copies of checkpoints: the same bytes, or some tensors alone; what fails leaves nothing, and harms nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import zckpt
+from tests.support.faults import BROKEN, NO_SPACE, Fault, faulty, kill
+from tests.support.forks import fork, result_of
+from tests.support.litter import tree
+from tests.support.memory_store import in_memory
+from tests.support.states import Written, same_all, write_state
+from zckpt.cli import main
+from zckpt.ranks import heartbeat
+from zckpt.testing import ReferenceEngine
+
+if TYPE_CHECKING:
+    from tests.support.cluster import Cluster
+
+SOME = ["master/*", "buffer/*"]
+GOLDEN = [one.parent for one in sorted(Path(__file__).parents[1].glob("golden/v1/**/manifest.msgpack"))]
+
+
+def written(path: Path, world_size: int = 3, **options: Any) -> Written:
+    buffers = {"mean": [torch.randn(7) for _ in range(world_size)]}
+    aliases = {"tied": "one", "other": "big"}
+    return write_state(
+        path, world_size, layout="random", buffers=buffers, aliases=aliases, client_state={"x": torch.arange(5)},
+        **options,
+    )  # fmt: skip
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*") if one.is_file()}
+
+
+def damage(path: Path, file: str, at: int = -1) -> Path:
+    found = sorted(path.glob(file))[0]
+    raw = bytearray(found.read_bytes())
+    raw[at] ^= 1
+    found.write_bytes(raw)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_whole_copy_has_the_same_bytes(tmp_path: Path, world_size: int) -> None:
+    written(tmp_path / "a", world_size)
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    latest = (tmp_path / "latest").read_bytes()
+    assert zckpt.cp(tmp_path, tmp_path / "far" / "b") == str(tmp_path / "far" / "b"), "the one that latest names"
+    (tmp_path / "a" / "notes.txt").unlink()
+    assert files(tmp_path / "far" / "b") == files(tmp_path / "a")
+    assert zckpt.validate(tmp_path / "far" / "b").ok
+    assert (tmp_path / "latest").read_bytes() == latest
+    assert kept(tmp_path / "far") == ["b"], "a run has no `latest` by a copy"
+    assert zckpt.diff(tmp_path / "a", tmp_path / "far" / "b").equal
+
+
+def kept(path: Path) -> list[str]:
+    return sorted(one.name for one in path.iterdir())
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.name)
+def test_checkpoints_of_other_writers_are_copied_too(tmp_path: Path, golden: Path) -> None:
+    """Whatever their headers and manifests look like."""
+    zckpt.cp(golden, tmp_path / "b")
+    assert files(tmp_path / "b") == files(golden)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("keys", [SOME, "exp_avg/big", "*/one", lambda key: key.endswith("weight"), "master/tied"])
+def test_a_copy_of_some_tensors_is_a_checkpoint_of_them(tmp_path: Path, world_size: int, keys: Any) -> None:
+    written(tmp_path / "a", world_size)
+    zckpt.cp(tmp_path / "a", tmp_path / "b", keys)
+    assert zckpt.validate(tmp_path / "b").ok
+    a, b = zckpt.open(tmp_path / "a"), zckpt.open(tmp_path / "b")
+    chosen = [a[key].key for key in a.contents.select(keys)]
+    assert set(b) == set(chosen)
+    assert same_all(b.load(), a.load(chosen))
+    for rank in range(world_size):
+        assert same_all(b.load_pieces(rank), a.load_pieces(rank, chosen))
+        assert b.rank_state(rank) == a.rank_state(rank) == {"rank": rank}
+    names = {key.partition("/")[2] for key in chosen}
+    assert b.aliases == {alias: name for alias, name in a.aliases.items() if name in names}
+    assert torch.equal(b.state["client_state"]["x"], torch.arange(5))
+    assert (b.step, b.world_size) == (a.step, world_size)
+    assert b.manifest.save_id != a.manifest.save_id
+    assert b.manifest.writer["copied_from"] == a.manifest.save_id
+    assert b.nbytes < a.nbytes
+
+
+def test_large_tensors_are_read_and_written_by_direct_io(tmp_path: Path) -> None:
+    """Of several blocks, which begin anywhere in a page."""
+    tensors = {"small": torch.randn(3), "large": torch.randn(1_300_001), "odd": torch.randn(700_003).bfloat16()}
+    write_state(tmp_path / "a", 2, tensors, block_bytes=1 << 20)
+    zckpt.cp(tmp_path / "a", tmp_path / "whole")
+    assert files(tmp_path / "whole") == files(tmp_path / "a")
+    zckpt.cp(tmp_path / "a", tmp_path / "some", ["*/odd", "master/*"], budget=zckpt.Budget(4 << 20, 2))
+    assert zckpt.validate(tmp_path / "some").ok
+    a, b = zckpt.open(tmp_path / "a"), zckpt.open(tmp_path / "some")
+    assert same_all(b.load(), a.load(list(b)))
+
+
+def test_weights_alone_are_restored(tmp_path: Path) -> None:
+    engine = ReferenceEngine()
+    engine.train(2)
+    zckpt.write(engine, tmp_path / "a")
+    zckpt.cp(tmp_path / "a", tmp_path / "b", ["master/*", "param/*"])
+    other = ReferenceEngine(seed=1)
+    with pytest.warns(UserWarning, match="moments|missing|kept"):
+        result = zckpt.restore(other, tmp_path / "b", strict=False)
+    assert set(result.restored["master"]) == set(engine.tensors["master"])
+    for part in ("master", "param"):
+        assert same_all(other.tensors[part], engine.tensors[part])
+
+
+# What is refused
+
+
+def test_what_is_there_is_replaced_only_when_it_may(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    written(tmp_path / "b", seed=1)
+    before = files(tmp_path / "b")
+    for keys in (None, SOME):
+        with pytest.raises(zckpt.CheckpointExistsError, match="already a checkpoint"):
+            zckpt.cp(tmp_path / "a", tmp_path / "b", keys)
+    assert files(tmp_path / "b") == before
+    zckpt.cp(tmp_path / "a", tmp_path / "b", overwrite=True)
+    assert files(tmp_path / "b") == files(tmp_path / "a")
+    for destination in ("a", "b"):
+        with pytest.raises(zckpt.CheckpointExistsError, match="this very save"):
+            zckpt.cp(tmp_path / "a", tmp_path / destination, overwrite=True)
+    assert files(tmp_path / "b") == files(tmp_path / "a")
+    zckpt.cp(tmp_path / "a", tmp_path / "a", SOME, overwrite=True)  # of itself
+    assert zckpt.validate(tmp_path / "a").ok
+    assert set(zckpt.open(tmp_path / "a")) == set(zckpt.open(tmp_path / "b").contents.select(SOME))
+
+
+def test_what_could_be_repaired_is_not_replaced(tmp_path: Path) -> None:
+    """Not even by a copy of the same save."""
+    written(tmp_path / "a")
+    zckpt.cp(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "b" / "manifest.msgpack").unlink()
+    before = files(tmp_path / "b")
+    for overwrite in (False, True):
+        with pytest.raises(zckpt.CheckpointExistsError, match=r"manifest was lost|this very save"):
+            zckpt.cp(tmp_path / "a", tmp_path / "b", overwrite=overwrite)
+        assert files(tmp_path / "b") == before
+
+
+def test_places_that_cannot_be(tmp_path: Path) -> None:
+    written(tmp_path / "run" / "a")
+    before = tree(tmp_path)
+    for destination, message in (("run", "directory of a run"), ("run/a/inside", "is a checkpoint, which would hide")):
+        with pytest.raises(zckpt.CheckpointExistsError, match=message):
+            zckpt.cp(tmp_path / "run", tmp_path / destination)
+    with pytest.raises(zckpt.CheckpointNotFoundError):
+        zckpt.cp(tmp_path / "nothing", tmp_path / "b")
+    with pytest.raises(zckpt.KeyNotFoundError, match="nearest are: master/big"):
+        zckpt.cp(tmp_path / "run", tmp_path / "b", "master/bigg")
+    with pytest.raises(zckpt.UnsupportedError, match="scheme"):
+        zckpt.cp(tmp_path / "run", "s3://bucket/b")
+    assert tree(tmp_path) == before
+
+
+# What is damaged
+
+
+@pytest.mark.parametrize("keys", [None, SOME], ids=["whole", "some"])
+@pytest.mark.parametrize(
+    ("file", "at", "error"),
+    [
+        ("data-*/rank-00001/*master.safetensors", -1, "D003.*master/"),
+        ("data-*/rank-00001/digests.bin", 0, "D002"),
+        ("data-*/index.bin", 3, "I002"),
+        ("manifest.msgpack", -1, "M003"),
+        ("data-*/rank-00001/*master.safetensors", 9, "S00|D003"),
+    ],
+)
+def test_damage_ends_the_copy(tmp_path: Path, keys: Any, file: str, at: int, error: str) -> None:
+    written(tmp_path / "a", seed=2)
+    if at == 9 and keys is not None:
+        pytest.skip("headers are made anew")
+    damage(tmp_path / "a", file, at)
+    before = tree(tmp_path)
+    with pytest.raises(zckpt.FormatError, match=error) as caught:
+        zckpt.cp(tmp_path / "a", tmp_path / "b", keys)
+    assert "nothing was changed" in str(caught.value.hint)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("keys", [None, SOME], ids=["whole", "some"])
+def test_a_file_that_is_cut_off_or_gone_ends_the_copy(tmp_path: Path, keys: Any) -> None:
+    written(tmp_path / "a")
+    file = sorted((tmp_path / "a").glob("data-*/rank-00002/*master.safetensors"))[0]
+    before = tree(tmp_path)
+    os.truncate(file, file.stat().st_size - 5)
+    with pytest.raises(zckpt.FormatError, match="F003"):
+        zckpt.cp(tmp_path / "a", tmp_path / "b", keys)
+    assert tree(tmp_path) == before
+    file.unlink()
+    with pytest.raises(zckpt.MissingFileError, match="F001"):
+        zckpt.cp(tmp_path / "a", tmp_path / "b", keys)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("keys", [None, SOME], ids=["whole", "some"])
+def test_damaged_data_that_are_copied_all_the_same_stay_refused(tmp_path: Path, keys: Any) -> None:
+    written(tmp_path / "a")
+    file = damage(tmp_path / "a", "data-*/rank-00001/*master.safetensors")
+    zckpt.cp(tmp_path / "a", tmp_path / "b", keys, verify=False)
+    if keys is None:
+        assert files(tmp_path / "b") == files(tmp_path / "a")
+    (finding,) = zckpt.validate(tmp_path / "b").findings
+    assert (finding.rule, os.path.basename(finding.file or "")) == ("D003", file.name)
+
+
+# What fails
+
+
+@pytest.mark.parametrize("keys", [None, SOME], ids=["whole", "some"])
+@pytest.mark.parametrize("names", [("create",), ("write",), ("sync",), ("put",), ("prepare",)])
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, keys: Any, names: tuple[str, ...], at: int) -> None:
+    written(tmp_path / "a")
+    before = tree(tmp_path)
+    fault = Fault(NO_SPACE, at=0 if names == ("prepare",) else at, names=names, path="/b")
+    with faulty(fault), pytest.raises(zckpt.NoSpaceError):
+        zckpt.cp(tmp_path / "a", tmp_path / "b", keys)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("keys", [None, "master/*"], ids=["whole", "some"])
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.matrix)])
+def test_a_killed_copy_is_none_and_in_nobody_s_way(tmp_path: Path, keys: Any, every: int) -> None:
+    """Killed before any of its operations on the store."""
+    write_state(tmp_path / "a", 2, {"w": (40, 50)}, parts=("master", "exp_avg"))
+    with faulty() as operations:
+        zckpt.cp(tmp_path / "a", tmp_path / "once", keys)
+    count = len(operations.done)
+    assert count > 20
+    before = tree(tmp_path / "once")
+    for at in sorted({*range(0, count, every), *range(count - 10, count)}):  # those around the commit in any case
+
+        def copy(at: int = at) -> None:
+            with faulty(Fault(kill, at)):
+                zckpt.cp(tmp_path / "a", tmp_path / "b", keys, budget=zckpt.Budget(threads=1))
+
+        result_of(fork(copy))
+        try:
+            zckpt.open(tmp_path / "b")
+        except zckpt.CheckpointNotFoundError:
+            zckpt.cp(tmp_path / "a", tmp_path / "b", keys)
+            if keys is None:
+                assert tree(tmp_path / "b") == before
+            assert len(kept(tmp_path / "b")) == 2, "its data and its manifest"
+        assert zckpt.validate(tmp_path / "b").ok
+        shutil.rmtree(tmp_path / "b")
+
+
+# Elsewhere, and by several
+
+
+def test_between_stores(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    with in_memory():
+        zckpt.cp(tmp_path / "a", "memory://run/b")
+        zckpt.cp("memory://run/b", tmp_path / "c")
+        assert files(tmp_path / "c") == files(tmp_path / "a")
+        zckpt.cp("memory://run/b", "memory://run/d", SOME)
+        assert zckpt.validate("memory://run/d").ok
+        assert same_all(zckpt.open("memory://run/d").load(), zckpt.open(tmp_path / "a").load(SOME))
+
+
+def copy_together(path: str, dies: bool = False) -> list[str]:
+    heartbeat.PERIOD_SECONDS = 0.2
+    if dies and os.environ["RANK"] == "1":
+        fault = Fault(lambda operation, file: os.kill(os.getpid(), signal.SIGKILL), at=0, names=("sync",))
+        with faulty(fault):
+            zckpt.cp(f"{path}/a", f"{path}/b")
+    if dies:
+        with pytest.raises(zckpt.RankError, match="rank 1") as caught:
+            zckpt.cp(f"{path}/a", f"{path}/b")
+        return [str(caught.value.rank)]
+    with faulty() as operations:
+        found = [zckpt.cp(f"{path}/a", f"{path}/b"), zckpt.cp(f"{path}/a", f"{path}/c", SOME)]
+    made = [file for name, file in operations.done if name == "create"]
+    return [*found, *made]
+
+
+def test_ranks_share_the_work(cluster: Cluster, tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    first, second = cluster.run(copy_together, 2, str(tmp_path), init=True)
+    assert first[:2] == second[:2] == [str(tmp_path / "b"), str(tmp_path / "c")]
+    assert files(tmp_path / "b") == files(tmp_path / "a")
+    assert zckpt.validate(tmp_path / "c").ok
+    assert same_all(zckpt.open(tmp_path / "c").load(), zckpt.open(tmp_path / "a").load(SOME))
+    assert {file.rpartition("rank-")[2][:5] for file in first[2:]} == {"00000", "00002"}
+    assert {file.rpartition("rank-")[2][:5] for file in second[2:]} == {"00001"}
+
+
+def test_the_loss_of_a_rank_is_an_error_of_the_others(cluster: Cluster, tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    before = tree(tmp_path)
+    first, second = cluster.outcomes(copy_together, 2, str(tmp_path), dies=True, init=True, grace=30)
+    assert (first.value, second.signal) == (["1"], signal.SIGKILL), first
+    assert tree(tmp_path) == before
+
+
+def launched(path: str) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return main(["cp", path, f"{path}-copy", "master/*"]), out.getvalue()
+
+
+def test_the_command_line(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "a")
+    first, second = cluster.run(launched, 2, str(tmp_path / "a"), init=False)
+    assert (first, second) == ((0, f"{tmp_path / 'a'}-copy\n"), (0, "")), "rank 0 prints"
+    assert zckpt.open(tmp_path / "a-copy").parts == ("master",)
+    assert main(["cp", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'b'}\n"
+    assert main(["cp", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert "already a checkpoint" in capsys.readouterr().err
+    damage(tmp_path / "a", "data-*/rank-00001/*master.safetensors")
+    assert main(["cp", str(tmp_path / "a"), str(tmp_path / "c")]) == 2
+    assert main(["cp", str(tmp_path / "a"), str(tmp_path / "c"), "--no-verify"]) == 0
+
+
+class Told:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def begin(self, action: str, nbytes: int) -> None:
+        self.calls.append((action, nbytes))
+
+    def advance(self, nbytes: int) -> None:
+        self.calls.append(("advance", nbytes))
+
+    def end(self) -> None:
+        self.calls.append(("end", 0))
+
+
+def test_progress(tmp_path: Path) -> None:
+    write_state(tmp_path / "a", 3)
+    for destination, keys in (("b", None), ("c", "master/*")):
+        told = Told()
+        zckpt.cp(tmp_path / "a", tmp_path / destination, keys, progress=told)
+        (action, nbytes), *moved, last = told.calls
+        assert (action, last[0]) == ("copy", "end")
+        assert {what for what, _ in moved} == {"advance"}
+        assert sum(count for _, count in moved) == nbytes > 0
+
+
+def test_an_error_of_the_disk_leaves_nothing(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    before = tree(tmp_path)
+    with faulty(Fault(BROKEN, names=("commit",), path="/b")), pytest.raises(zckpt.StorageError):
+        zckpt.cp(tmp_path / "a", tmp_path / "b")
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("keys", [None, "master/*"], ids=["whole", "some"])
+def test_bounded_memory(tmp_path: Path, keys: str | None) -> None:
+    numel = 40 << 20
+    write_state(tmp_path / "a", 1, {"a": torch.from_numpy(np.zeros(numel, np.float32))}, parts=("master",))
+    write_state(tmp_path / "small", 1, {"a": (5,)})
+    script = """
+import sys, zckpt
+from tests.support.memory import peak_growth
+_, path, small, keys = sys.argv
+budget = zckpt.Budget(nbytes=16 << 20, threads=2)
+zckpt.cp(small, small + "-copy", keys or None, budget=budget)
+print(peak_growth(lambda: zckpt.cp(path, path + "-copy", keys or None, budget=budget)))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "a"), str(tmp_path / "small"), keys or ""],
+        capture_output=True, check=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert int(ran.stdout) < 16 + 16 << 20 < 4 * numel

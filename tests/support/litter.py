@@ -1,0 +1,39 @@
+"""Runs of small checkpoints, and what dead writers leave in them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from tests.support.states import write_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHAPES = {"w": (40, 50)}
+
+
+def write_steps(run: Path, *steps: int) -> None:
+    """A checkpoint of two ranks for each step, committed a second after the one before."""
+    for number, step in enumerate(steps):
+        write_state(run / f"s{step}", 2, SHAPES, step=step, seed=step)
+        os.utime(run / f"s{step}" / "manifest.msgpack", (1e9 + number,) * 2)
+
+
+def tree(path: Path) -> set[str]:
+    return {str(one.relative_to(path)) for one in path.rglob("*")}
+
+
+def kept(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir() if path.is_dir())
+
+
+def litter(checkpoint: Path) -> set[Path]:
+    """What a dead writer may leave."""
+    data = checkpoint / "data-0123456789abcdef" / "rank-00000"
+    data.mkdir(parents=True)
+    (data / "master.safetensors").write_bytes(bytes(5000))
+    temporary = checkpoint / "manifest.msgpack.01234567.tmp"
+    temporary.write_bytes(bytes(70))
+    (checkpoint / "write.lock.89abcdef.tmp").write_bytes(b"")
+    return {data.parent, temporary, checkpoint / "write.lock.89abcdef.tmp"}

@@ -1,0 +1,99 @@
+"""A copy of a checkpoint, or of a part of it: verified on the way, and there once all of it is."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from zckpt.copying.copy import Copy
+from zckpt.copying.files import Selection
+from zckpt.format.digest import digest
+from zckpt.listing.contents import Contents
+from zckpt.listing.find import advised, find
+from zckpt.listing.runs import decode_manifest, manifest_bytes
+from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
+from zckpt.storage.location import Location
+from zckpt.storage.lock import WriteLock
+from zckpt.storage.schemes import open_store
+from zckpt.writing.options import WriteOptions
+
+if TYPE_CHECKING:
+    from zckpt.plan.select import Keys
+    from zckpt.progress import Progress
+    from zckpt.storage.location import StrPath
+    from zckpt.transfer.budget import Budget
+
+
+def cp(
+    source: StrPath,
+    destination: StrPath,
+    keys: Keys = None,
+    *,
+    verify: bool = True,
+    overwrite: bool = False,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+) -> str:
+    """Copies a checkpoint to the directory ``destination``, which is made. Returns its absolute path once the copy is
+    whole and durable. As with ``zckpt.write``, a copy exists when its manifest does, and that is written last.
+
+    ``source``: a checkpoint, or a run whose ``latest`` names one. ``keys``: None for all of it: the copy has the same
+    bytes and the same save id. Else one key, a glob such as ``"master/*"`` for a part, several of either, or a
+    predicate over keys: the copy is a checkpoint of these tensors alone, with a save id of its own. It keeps the step
+    and the whole tree of non-tensor state, and each rank's files hold what they hold of these tensors in the source; so
+    ``zckpt.restore(..., strict=False)`` takes it. The file ``latest`` of no run is changed.
+
+    ``verify``: compare all that is read with its digest, and end at the first damage. Without it, damaged blocks are
+    copied as they are, and keep their digests: to read them from the copy is the same error as before. ``overwrite``:
+    replace a checkpoint at ``destination`` once the copy is whole; not by a copy of the same save, whose data would
+    have the same names. ``budget``: memory, threads and kind of I/O; None: ``Budget.from_environment()``. ``progress``:
+    such as ``zckpt.ProgressBar()``.
+
+    Where torch.distributed is initialised, every rank calls it, with the same arguments: they share the files of the
+    checkpoint's ranks. If one fails or is lost, all raise an error.
+
+    Raises CheckpointNotFoundError, KeyNotFoundError, FormatError (damaged or missing data), CheckpointExistsError (also
+    where ``destination`` is the directory of a run or lies in a checkpoint), LockedError, RankError, StorageError,
+    NoSpaceError, and UnsupportedError for the URL of a store that does not exist. After an error, what was at
+    ``destination`` before is unchanged, and nothing of the copy is left.
+    """
+    ranks = Ranks(call="zckpt.cp")
+    copies: list[Copy] = []
+
+    def arguments() -> dict[str, object]:
+        paths = {"source": source, "destination": destination}
+        places = {name: str(open_store(path).location.absolute()) for name, path in paths.items()}
+        return comparable(**places, verify=verify, overwrite=overwrite)
+
+    def prepare() -> bytes:
+        options = WriteOptions(overwrite=overwrite, latest=False, budget=budget, progress=progress).checked()
+        reader = origin.reader()
+        raw = manifest_bytes(reader)
+        contents = Contents(decode_manifest(origin, raw), reader)
+        chosen = None if keys is None else contents.select(keys)
+        copy = Copy(
+            contents=contents, manifest=raw, save_id=contents.manifest.save_id, target=target,
+            selection=None if chosen is None else Selection.of(contents, chosen),
+            number=ranks.rank, size=ranks.size, verify=verify, options=options,
+        )  # fmt: skip
+        copies.append(copy)
+        return digest(raw + repr(chosen).encode(errors="backslashreplace"))
+
+    with ranks.undivided():
+        check_arguments(ranks.share(arguments, "prepare the copy"))
+        found = ranks.first(lambda: str(find(source).location.absolute()), "find the checkpoint")
+        origin, target = open_store(found), open_store(Location.of(destination).absolute())
+        with advised(origin):
+            check_equal(ranks.share(prepare, "open the checkpoint"), "checkpoints, or keys")
+            (copy,) = copies
+            lock = WriteLock(target, copied=copy.save_id)
+            if copy.selection is not None:
+                copy.save_id = ranks.first(lambda: lock.save_id, "plan the copy")
+            try:
+                receipts = ranks.share(copy.receipts, "plan the copy")
+                ranks.first(lambda: copy.begin(lock, [*chain(*receipts)]), "begin the copy")
+                digests = ranks.share(copy.write, "copy")
+                ranks.first(lambda: copy.commit([*chain(*digests)]), "commit")
+            finally:
+                copy.remove()
+    return str(target.location)

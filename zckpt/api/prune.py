@@ -1,0 +1,84 @@
+"""Removes whole checkpoints of a run, all but those that are to be kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from zckpt.api.open import open_checkpoint
+from zckpt.cleaning.work import Work, is_latest
+from zckpt.errors import CheckpointNotFoundError, FormatError, StorageError
+from zckpt.format import names
+from zckpt.listing.runs import directories, nothing_at
+from zckpt.storage.schemes import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zckpt.cleaning.cleanup import Cleanup
+    from zckpt.storage.contract import Store
+    from zckpt.storage.location import StrPath
+
+
+class _Committed(NamedTuple):
+    """A checkpoint whose manifest can be read. They sort in the order of their commits."""
+
+    changed_at: float
+    step: int
+    path: str
+    store: Store
+
+
+def prune(run: StrPath, *, keep_last: int, keep_every: int | None = None, dry_run: bool = False) -> Cleanup:
+    """Removes checkpoints of a run, whole, but never the one that ``latest`` names, one that somebody writes at this
+    moment, or one whose manifest cannot be read. It removes each manifest first, for good, then the data.
+
+    ``keep_last``: how many are kept of those that were committed last. ``keep_every``: those are kept too whose step is
+    a multiple of this number. ``dry_run``: only say what would be removed. The checkpoints of a run are those that
+    ``zckpt.gc`` finds. Call it on one rank.
+
+    Raises CheckpointNotFoundError if there is no such directory, or if it is that of one checkpoint; FormatError if
+    ``latest`` cannot be read; StorageError; UnsupportedError for the URL of a store that does not exist; ValueError for
+    numbers below 1.
+    """
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be 1 or more, got {value}")
+    store = open_store(run)
+    entries = store.entries()
+    if entries is None:
+        raise nothing_at(store)
+    if names.MANIFEST in entries:
+        raise CheckpointNotFoundError(
+            "this is the directory of one checkpoint, not of a run", file=str(store.location),
+            hint=f"give the directory of its run, such as {store.location.absolute().parent}",
+        )  # fmt: skip
+    found = [one for one, entries in directories(store) if names.MANIFEST in entries]
+    committed, unreadable = _committed(found)
+    last = committed[-keep_last:]
+    kept = [
+        one
+        for one in committed
+        if one in last or (keep_every is not None and one.step % keep_every == 0) or is_latest(store, one.store)
+    ]
+    work = Work(dry_run)
+    for one in committed:
+        if one not in kept:
+            work.clean(one.store, store)
+    return work.result(len(found), [one.path for one in kept], unreadable)
+
+
+def _committed(found: Sequence[Store]) -> tuple[list[_Committed], list[str]]:
+    """In the order of their commits; and the paths of those whose manifests cannot be read."""
+    committed, unreadable = [], []
+    for store in found:
+        path = str(store.location)
+        try:
+            step, changed_at = open_checkpoint(store).step, store.changed_at(names.MANIFEST)
+        except CheckpointNotFoundError:
+            continue  # somebody has removed it just now
+        except (FormatError, StorageError):
+            unreadable.append(path)
+            continue
+        if changed_at is not None:
+            committed.append(_Committed(changed_at, step, path, store))
+    return sorted(committed, key=lambda one: one[:3]), unreadable

@@ -1,0 +1,45 @@
+"""Copy a checkpoint, all of it or some of its tensors, and print where the copy is.
+
+All that is read is compared with its digests. The copy is a checkpoint only once all of it is durable. A copy of all
+has the same bytes and the same save id; one of some tensors is a checkpoint of its own, which keeps the step and the
+settings. The file `latest` of no run is changed. Under a launcher such as torchrun the ranks share the work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import zckpt
+from zckpt.cli.launched import launched
+
+if TYPE_CHECKING:
+    import argparse
+
+EXAMPLES = """
+  zckpt cp checkpoints /backup/global_step100
+  zckpt cp checkpoints/global_step100 weights 'master/*' 'buffer/*'
+  torchrun --nproc-per-node 8 -m zckpt cp checkpoints /backup/global_step100
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a checkpoint, or the directory of a run with a `latest` file")
+    parser.add_argument("destination", help="the directory of the copy, which is made")
+    parser.add_argument("keys", nargs="*", metavar="KEY", help="copy these keys and globs alone: 'master/*' for a part")
+    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint that is there")
+    parser.add_argument("--no-verify", action="store_true", help="copy damaged data as they are")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with launched() as rank:
+        path = zckpt.cp(
+            arguments.source,
+            arguments.destination,
+            arguments.keys or None,
+            verify=not arguments.no_verify,
+            overwrite=arguments.overwrite,
+            progress=zckpt.ProgressBar(),
+        )
+        if rank == 0:
+            print(path)
+    return 0

@@ -1,0 +1,50 @@
+"""Where two trees of non-tensor state differ."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from zckpt.comparing.report import StateDifference
+from zckpt.transfer.memory import host_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_NOTHING = object()
+
+
+def tree_differences(a: object, b: object, path: str) -> Iterator[StateDifference]:
+    """The places at which two trees differ, in order. Numbers are equal if their type and all their bits are, NaN too;
+    tensors and arrays likewise."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in {**a, **b}:
+            below = f"{path}.{key}" if path else str(key)
+            yield from tree_differences(a.get(key, _NOTHING), b.get(key, _NOTHING), below)
+    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        for number in range(max(len(a), len(b))):
+            in_a, in_b = (one[number] if number < len(one) else _NOTHING for one in (a, b))
+            yield from tree_differences(in_a, in_b, f"{path}[{number}]")
+    elif _value(a) != _value(b):
+        yield StateDifference(path, _text(a), _text(b))
+
+
+def _value(leaf: object) -> tuple[object, ...]:
+    """What is equal for two leaves that are the same bit for bit."""
+    if isinstance(leaf, torch.Tensor):
+        return "tensor", leaf.dtype, tuple(leaf.shape), host_bytes(leaf.contiguous()).tobytes()
+    if isinstance(leaf, np.ndarray):
+        return "array", leaf.dtype, leaf.shape, leaf.tobytes()
+    return type(leaf), repr(leaf)
+
+
+def _text(leaf: object) -> str | None:
+    if leaf is _NOTHING:
+        return None
+    if isinstance(leaf, (torch.Tensor, np.ndarray)):
+        return f"{type(leaf).__name__} {str(leaf.dtype).removeprefix('torch.')} {[*leaf.shape]}"
+    return reprlib.repr(leaf)

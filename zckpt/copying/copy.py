@@ -1,0 +1,148 @@
+"""One process's part in a copy: some ranks' files, and on rank 0 what is around them, and the commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+from zckpt.copying.files import RankFiles, Selection, whole_files
+from zckpt.format import names
+from zckpt.format.digest import digest
+from zckpt.format.rules import broken
+from zckpt.listing.runs import refuse_place
+from zckpt.plan import catalog
+from zckpt.progress import reported
+from zckpt.transfer.snapshot import Snapshot
+from zckpt.version import __version__
+from zckpt.writing.rank_write import RankWrite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zckpt.listing.contents import Contents
+    from zckpt.plan.layout import ShardPlan
+    from zckpt.storage.contract import Store
+    from zckpt.storage.lock import WriteLock
+    from zckpt.transfer.write import Source
+    from zckpt.writing.options import WriteOptions
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Copy:
+    """``receipts`` on every process, ``begin`` on process 0, ``write`` on every one, ``commit`` on process 0; each once
+    all processes have done what comes before. At last, and after a failure on any process, each one calls ``remove``.
+    """
+
+    contents: Contents
+    """Of the source."""
+    manifest: bytes
+    """That of the source, as it is in the file."""
+    selection: Selection | None
+    """What is copied; None: all of it, byte for byte."""
+    target: Store
+    save_id: str
+    """Of the copy."""
+    number: int
+    """Of this process, of ``size`` that copy together."""
+    size: int
+    verify: bool
+    options: WriteOptions
+    _first: RankWrite | None = field(default=None, init=False)
+    """From ``begin`` to ``remove``; None on all processes but process 0."""
+
+    @property
+    def _own(self) -> range:
+        """The ranks of the checkpoint whose files this process copies."""
+        return range(self.number, self.contents.manifest.world_size, self.size)
+
+    def receipts(self) -> list[bytes]:
+        """What the files of these ranks will hold. Empty where all is copied: the manifest says so already."""
+        if self.selection is None:
+            return []
+        return [catalog.pack(catalog.receipt(rank, self._files(rank).shards)) for rank in self._own]
+
+    def begin(self, lock: WriteLock, receipts: Sequence[bytes]) -> None:
+        """Refuses what may not be replaced, takes the lock, and makes the directory of the new data. Raises as
+        ``RankWrite.begin`` does."""
+        refuse_place(self.target, self.target.parent, latest=False)
+        first = self._rank_write(0, (), None)
+        if self.selection is not None:
+            unpacked = sorted((catalog.unpack(one) for one in receipts), key=lambda one: one.rank)
+            first.describe(unpacked)
+        self._first = first
+        first.begin(lock)
+
+    def write(self) -> list[tuple[int, bytes]]:
+        """Writes the files of these ranks, durable; returns the digest of each rank's digest table."""
+        manifest, selection = self.contents.manifest, self.selection
+        if selection is None:
+            of_rank = dict.fromkeys(range(manifest.world_size), 0)
+            for rank, nbytes in zip(manifest.files.rank, manifest.data_bytes.tolist(), strict=True):
+                of_rank[rank] += nbytes
+            total = sum(of_rank[rank] for rank in self._own)
+        else:
+            total = sum(map(selection.bytes_of, self._own))
+        with reported(self.options.progress, "copy", total) as advance:
+            told = replace(self.options, progress=_Part(advance))
+            return [(rank, self._write(rank, told)) for rank in self._own]
+
+    def _write(self, rank: int, options: WriteOptions) -> bytes:
+        files = self._files(rank)
+        one = self._rank_write(rank, files.shards, files.source)
+        one.options = options
+        return one.write_own(Snapshot())
+
+    def commit(self, digests: Sequence[tuple[int, bytes]]) -> None:
+        """When all files are durable, and this is what all processes have returned from ``write``, in any order."""
+        assert self._first is not None, "the copy has begun"
+        if self.selection is None:
+            self._first.put_in_place(self.manifest, _index(self.contents))
+        else:
+            self._first.commit([one for _, one in sorted(digests)])
+
+    def remove(self) -> None:
+        """Gives the lock back. Removes what this copy has made, unless it is committed. As often as one likes."""
+        if self._first is not None:
+            self._first.remove()
+
+    def _files(self, rank: int) -> RankFiles:
+        if self.selection is None:
+            return whole_files(self.contents, rank, verify=self.verify)
+        return self.selection.files(rank, self.save_id, verify=self.verify)
+
+    def _rank_write(self, rank: int, shards: Sequence[ShardPlan], source: Source | None) -> RankWrite:
+        manifest = self.contents.manifest
+        writer = {
+            **manifest.writer, "copied": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "copied_by": __version__, "copied_from": manifest.save_id,
+        }  # fmt: skip
+        about = catalog.About(manifest.step, manifest.block_bytes, manifest.aliases, manifest.state, writer)
+        return RankWrite(
+            store=self.target, latest_in=None, save_id=self.save_id, rank=rank, shards=shards, about=about,
+            options=self.options, source=source,
+        )  # fmt: skip
+
+
+class _Part:
+    """Tells a progress that has begun already of the bytes of one rank."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self.advance = advance
+
+    def begin(self, action: str, nbytes: int) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def _index(contents: Contents) -> bytes:
+    """The bytes of the index. Raises FormatError (F001, F002, I001, I002) and StorageError."""
+    manifest, path = contents.manifest, names.index_path(contents.manifest.save_id)
+    raw = contents.reader.read(path, 0, manifest.index_bytes + 1)
+    if len(raw) != manifest.index_bytes:
+        raise broken("I001", f"the index does not have {manifest.index_bytes} bytes", file=path)
+    for chunk in manifest.chunks:
+        start, stop = chunk.offset, chunk.offset + chunk.nbytes
+        if digest(raw[start:stop]) != chunk.digest:
+            raise broken("I002", "the chunk is damaged", file=path, start=start, stop=stop)
+    return raw
