@@ -31,6 +31,7 @@ class Engine:
         self.description = {"framework": "none"}
         self.parts = ("master", "exp_avg")
         self.devices = ()
+        self.module = None
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
         pass

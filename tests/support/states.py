@@ -175,6 +175,7 @@ def write_through(path: Path, value: torch.Tensor, *, step: int = 1, **options: 
         description={},
         parts=(MASTER,),
         devices=(),
+        module=None,
         refuse_unsupported=lambda **_: None,
         inventory=lambda parts: Inventory((fragment(MASTER, "w", value, 0, value.numel()),)),
         state=dict,
