@@ -10,7 +10,7 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import zckpt
-from tests.support.hugging_face import make_hugging_face, write_both
+from tests.support.hugging_face import content, make_hugging_face, write_both
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,10 +24,6 @@ CASES = [
     for kind in KINDS
     for stage in (1, 2, 3)
 ]
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    return {name: (directory / name).read_bytes() for name in sorted(os.listdir(directory))}
 
 
 def assert_same_files(found: Path, expected: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -21,6 +22,10 @@ from transformers import (
 )
 
 import zckpt
+from tests.support.states import write_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 8}
@@ -60,6 +65,19 @@ def make_hugging_face(kind: str) -> Any:
     torch.manual_seed(0)
     name, config = make_config(kind)
     return getattr(transformers, name)(config)
+
+
+def write_model(path: Path, model: Any, **options: Any) -> None:
+    """A checkpoint of a model, as three ranks write it."""
+    names: dict[int, str] = {}
+    aliases = {name: names.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if aliases[name] == name}
+    aliases = {alias: name for alias, name in aliases.items() if alias != name}
+    write_state(path, tensors=tensors, parts=["master"], aliases=aliases, **options)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {name: (directory / name).read_bytes() for name in sorted(os.listdir(directory))}
 
 
 def write_both(directory: str, kind: str, stage: int, dtype: str = "bf16") -> None:

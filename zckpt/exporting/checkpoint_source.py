@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from zckpt.listing.contents import TensorInfo
     from zckpt.transfer.budget import Budget
 
+READ_BYTES_MIN = 2 << 20
+"""The least budget of one thread that reads."""
+
 
 class CheckpointSource:
     """The weights and buffers of a checkpoint: a ``Filler``, each of whose threads reads on its own."""
@@ -46,10 +49,12 @@ class CheckpointSource:
             check_cast(info.dtype, wanted, info.key)
             self.sources[name] = Source(DTYPE_NAMES[wanted], info.shape)
         checkpoint.contents.check_sizes(self.infos.values())
-        self.budget = budget
-        nbytes = budget.nbytes // budget.threads // 2
-        budget = replace(budget, nbytes=nbytes, threads=1)
-        self._checkpoint = Checkpoint(checkpoint.path, checkpoint.contents, budget)
+        threads = max(min(budget.threads, budget.nbytes // (2 * READ_BYTES_MIN)), 1)
+        self.budget = replace(budget, threads=threads)
+        """What ``write_files`` may use: no more threads than have room to read and to write."""
+        own_bytes = max(budget.nbytes // threads // 2, READ_BYTES_MIN)
+        own = replace(budget, nbytes=own_bytes, threads=1)
+        self._checkpoint = Checkpoint(checkpoint.path, checkpoint.contents, own)
         self._starts: dict[str, list[int]] = {}
         self.advance: Callable[[int], None] = lambda nbytes: None
         """What is told the bytes that have been read."""

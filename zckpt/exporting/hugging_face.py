@@ -37,8 +37,6 @@ from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from zckpt.exporting.plan import OutputFile
-
 INDEX = "model.safetensors.index.json"
 TAKEN_ALONG = (
     "generation_config.json", "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json",
@@ -89,10 +87,11 @@ def plan_hugging_face(
         tensors, conversions, memory = convert_names(model)
         parameters = model.num_parameters()
         small_files = {**_written_by(model), **small_files}
-    files = safetensors_files(split_into_files(tensors, shard_bytes_max, memory))
+    shards = split_into_files(tensors, shard_bytes_max, memory)
+    files = safetensors_files(shards)
     if len(files) > 1:
         nbytes = sum(one.nbytes for one in set(memory.values())) if memory else sum(one.nbytes for one in tensors)
-        small_files[INDEX] = _index(files, parameters, nbytes)
+        small_files[INDEX] = _index(dict(zip([file.name for file in files], shards, strict=True)), parameters, nbytes)
     return ExportPlan(files, conversions, small_files)
 
 
@@ -105,9 +104,9 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 
-def _index(files: Sequence[OutputFile], parameters: int, nbytes: int) -> bytes:
+def _index(shards: Mapping[str, Sequence[OutputTensor]], parameters: int, nbytes: int) -> bytes:
     """As ``save_pretrained`` writes it."""
-    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors.values()}
+    weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
     index = {"metadata": {"total_parameters": parameters, "total_size": nbytes}, "weight_map": weight_map}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 

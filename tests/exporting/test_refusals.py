@@ -1,0 +1,141 @@
+"""What cannot be exported is refused before anything is written, and a failure leaves nothing half done."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.faults import BROKEN, NO_SPACE, Fault, faulty
+from tests.support.hugging_face import content, make_hugging_face, write_model
+from tests.support.states import write_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The folder of a model, and beside it a checkpoint, ``ckpt``."""
+    made = make_hugging_face("gpt2")
+    write_model(tmp_path / "ckpt", made)
+    made.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refused(tmp_path: Path, error: type[Exception], match: str, **options: Any) -> None:
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(error, match=match):
+        zckpt.export(tmp_path / "ckpt", tmp_path / "out", **options)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def edit(model: Path, **changes: object) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_configuration_of_another_model(tmp_path: Path, model: Path) -> None:
+    edit(model, n_embd=48)
+    refused(tmp_path, zckpt.MismatchError, r"shapes differ.*wte.weight is \[64, 48\].* \[64, 32\] here", config=model)
+    edit(model, n_embd=32, n_layer=12)
+    refused(tmp_path, zckpt.MismatchError, "the source lacks 12 tensors: transformer.h.11.ln_1.weight", config=model)
+    edit(model, n_layer=10)
+    refused(tmp_path, zckpt.MismatchError, "the model of the configuration lacks 12 tensors", config=model)
+
+
+def test_a_configuration_that_no_model_can_be_made_of(tmp_path: Path, model: Path) -> None:
+    edit(model, architectures=["NoSuchModel"])
+    refused(tmp_path, zckpt.UnsupportedError, "has no model 'NoSuchModel'", config=model)
+    edit(model, architectures=None)
+    refused(tmp_path, zckpt.UnsupportedError, '"architectures": ', config=model)
+    edit(model, quantization_config={"quant_method": "fp8"})
+    refused(tmp_path, zckpt.UnsupportedError, "quantized", config=model)
+    (model / "config.json").write_text("{")
+    refused(tmp_path, zckpt.MismatchError, "no JSON", config=model)
+    (model / "config.json").unlink()
+    refused(tmp_path, zckpt.StorageError, "config=.* is the folder of the model", config=model)
+
+
+def test_without_transformers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    refused(tmp_path, zckpt.UnsupportedError, "pip install 'transformers>=5'", config=model)
+
+
+def test_arguments(tmp_path: Path, model: Path) -> None:
+    refused(tmp_path, ValueError, "format must be one of hf, pt", format="onnx")
+    refused(tmp_path, ValueError, "dtype must be one of", dtype="float7")
+    refused(tmp_path, ValueError, "a size must be", max_shard_size="5 gigs")
+    refused(tmp_path, ValueError, "for format 'hf' alone", format="pt", config=model)
+    with pytest.raises(zckpt.UnsupportedError, match="file system"):
+        zckpt.export(tmp_path / "ckpt", "s3://bucket/out")
+
+
+def test_a_checkpoint_without_weights(tmp_path: Path) -> None:
+    write_state(tmp_path / "ckpt", parts=["exp_avg"])
+    refused(tmp_path, zckpt.KeyNotFoundError, "no weights: its parts are exp_avg")
+
+
+def test_damage_is_found_and_leaves_nothing(tmp_path: Path) -> None:
+    write_state(tmp_path / "ckpt", parts=["master"])
+    (file,) = (tmp_path / "ckpt").glob("data-*/rank-00001/master.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100] + b"\x5a" + whole[-99:])
+    refused(tmp_path, zckpt.DigestError, "master/")
+    refused(tmp_path, zckpt.DigestError, "master/", format="pt")
+    file.write_bytes(whole[:-1])
+    refused(tmp_path, zckpt.SizeError, "bytes long")
+
+
+@pytest.mark.parametrize("format", ["hf", "pt"])
+@pytest.mark.parametrize(("name", "fault"), [("write", NO_SPACE), ("create", NO_SPACE), ("sync", BROKEN)])
+def test_an_earlier_export_survives_a_failure(tmp_path: Path, format: str, name: str, fault: Any) -> None:  # noqa: A002
+    write_state(tmp_path / "ckpt", parts=["master"])
+    zckpt.export(tmp_path / "ckpt", tmp_path / "out", format=format)
+    out = tmp_path / "out"
+    before = content(out) if format == "hf" else out.read_bytes()
+    there = sorted(os.listdir(tmp_path))
+    write_state(tmp_path / "ckpt", parts=["master"], seed=1, overwrite=True)
+    with faulty(Fault(fault, names=(name,), path="out")), pytest.raises(zckpt.StorageError):
+        zckpt.export(tmp_path / "ckpt", out, format=format, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == there
+    assert (content(out) if format == "hf" else out.read_bytes()) == before
+    zckpt.export(tmp_path / "ckpt", out, format=format, overwrite=True)
+    assert (content(out) if format == "hf" else out.read_bytes()) != before
+    assert sorted(os.listdir(tmp_path)) == there
+
+
+def test_what_is_there_is_replaced_only_if_it_is_an_export_and_on_request(tmp_path: Path) -> None:
+    write_state(tmp_path / "ckpt", parts=["master"])
+    out = tmp_path / "out"
+    out.mkdir()
+    zckpt.export(tmp_path / "ckpt", out)  # an empty directory holds nothing that could be lost
+    before = content(out)
+    refused(tmp_path, zckpt.CheckpointExistsError, "something already")
+    refused(tmp_path, zckpt.CheckpointExistsError, "there is a directory, and the export is a file", format="pt")
+    (out / "thesis.tex").write_text("the only copy")
+    refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: thesis.tex", overwrite=True)
+    (out / "thesis.tex").unlink()
+    (out / "figures").mkdir()
+    refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: figures", overwrite=True)
+    (out / "figures").rmdir()
+    (out / "model-00001-of-00002.safetensors").write_text("of an earlier one, in more files")
+    zckpt.export(tmp_path / "ckpt", out, overwrite=True)
+    assert content(out) == before
+    with pytest.raises(zckpt.CheckpointExistsError, match="no export has written"):
+        zckpt.export(tmp_path / "ckpt", tmp_path / "ckpt", overwrite=True)
+    assert zckpt.validate(tmp_path / "ckpt").ok
+
+
+def test_a_torch_file_has_tied_weights_under_every_name_in_one_memory(tmp_path: Path) -> None:
+    written = write_state(tmp_path / "ckpt", parts=["master"], aliases={"head": "big"})
+    zckpt.export(tmp_path / "ckpt", tmp_path / "model.pt", format="pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert loaded["head"].data_ptr() == loaded["big"].data_ptr()
+    assert torch.equal(loaded["head"], written.full["master/big"])
+    assert loaded.keys() == {key.partition("/")[2] for key in written.full} | {"head"}
+    assert all(torch.equal(loaded[key.partition("/")[2]], tensor) for key, tensor in written.full.items())
