@@ -217,6 +217,27 @@ def write_once(nbytes: int, ours: Path, theirs: Path | None = None) -> int:
     return written_by_rank(ours)
 
 
+def write_llama(directory: Path, nbytes: int) -> None:
+    """Leaves a checkpoint of a Llama with about ``nbytes`` of state, one of DeepSpeed's, and the configuration."""
+    import deepspeed
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width = 2048 if nbytes >= GIB // 2 else 256
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=4 * width, num_attention_heads=16, vocab_size=1024, dtype="bfloat16",
+        num_hidden_layers=max(1, round(nbytes / BYTES_PER_PARAMETER / (16 * width**2))),
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    config_of_engine = {name: value for name, value in CONFIG.items() if name != "checkpoint"}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config_of_engine)
+    zckpt.write(engine, directory / "zckpt", latest=False)
+    engine.save_checkpoint(str(directory / "deepspeed"), tag="tag")
+    if dist.get_rank() == 0:
+        config.save_pretrained(directory / "config")
+    dist.barrier()
+
+
 def watched_save(directory: Path, nbytes: int, kind: str) -> dict[str, Any]:
     """One save, and the memory of all ranks and the page cache meanwhile."""
     engine = make_engine(nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,8 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import zckpt
-from tests.support.hugging_face import content, make_hugging_face, write_both
+from tests.support.hugging_face import content, make_hugging_face, write_both, write_model
+from zckpt.cli import main
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,3 +64,52 @@ def test_a_checkpoint_becomes_what_save_pretrained_writes(
     loaded = torch.load(plain, weights_only=True)
     assert loaded.keys() == state.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+def export_on_all(checkpoint: str, out: str, config: str) -> list[str]:
+    exported = zckpt.export(checkpoint, out, config=config, dtype="bf16", max_shard_size="60KB")
+    return list(exported.files)
+
+
+def test_ranks_share_the_files(cluster: Cluster, tmp_path: Path) -> None:
+    model = make_hugging_face("mixtral")
+    write_model(tmp_path / "zckpt", model)
+    expected, found = tmp_path / "expected", tmp_path / "found"
+    model.to(torch.bfloat16).save_pretrained(expected, max_shard_size="60KB")
+    told = cluster.run(export_on_all, 3, str(tmp_path / "zckpt"), str(found), str(expected))
+    assert told == [sorted(os.listdir(expected))] * 3
+    assert_same_files(found, expected)
+
+
+def test_a_failure_of_one_rank_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    model = make_hugging_face("mixtral")
+    write_model(tmp_path / "zckpt", model)
+    model.save_pretrained(tmp_path / "config")
+    (file,) = (tmp_path / "zckpt").glob("data-*/rank-00002/master.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10] + b"\x5a" + whole[-9:])
+    outcomes = cluster.outcomes(
+        export_on_all, 2, str(tmp_path / "zckpt"), str(tmp_path / "found"), str(tmp_path / "config")
+    )
+    assert all(outcome.failed for outcome in outcomes)
+    assert any("DigestError" in str(outcome.error) for outcome in outcomes)
+    assert sorted(os.listdir(tmp_path)) == ["config", "latest", "zckpt"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_hugging_face("gpt2")
+    write_model(tmp_path / "zckpt", model)
+    model.save_pretrained(tmp_path / "expected")
+    arguments = ["export", str(tmp_path / "zckpt"), str(tmp_path / "found"), "--config", str(tmp_path / "expected")]
+    assert main([*arguments, "--dtype", "fp32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == sorted(os.listdir(tmp_path / "expected"))
+    assert_same_files(tmp_path / "found", tmp_path / "expected")
+    assert main(arguments) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite", "--max-shard-size", "60KB"]) == 0
+    assert "model-00001-of-" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "zckpt"), str(tmp_path / "m.pt"), "--format", "pt", "--dtype", "bf16"]) == 0
+    assert {tensor.dtype for tensor in torch.load(tmp_path / "m.pt", weights_only=True).values()} == {torch.bfloat16}
+    for wrong in (["--dtype", "bf17"], ["--max-shard-size", "5 gigs"]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments, "--overwrite", *wrong])

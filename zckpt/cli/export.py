@@ -7,15 +7,12 @@ such as torchrun the ranks share the files, and rank 0 prints.
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import zckpt
 from zckpt.cli.launched import launched
-
-if TYPE_CHECKING:
-    import argparse
 
 EXAMPLES = """
   zckpt export checkpoints llama-sft --dtype bf16 --config Llama-3.1-8B
@@ -34,14 +31,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="hf",
         help="hf: safetensors files and configuration (default); pt: a dict of tensors for torch.load",
     )
-    parser.add_argument("--dtype", help="convert floating point tensors, to bf16 for instance; default: as stored")
+    parser.add_argument(
+        "--dtype", choices=["bf16", "fp16", "fp32"], help="convert floating point tensors; default: as they are stored"
+    )
     parser.add_argument("--config", metavar="DIR", help="a folder with the model's config.json, and its tokenizer")
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", default="5GB", help="of each safetensors file, such as 5GB (default)"
+        "--max-shard-size",
+        metavar="SIZE",
+        default="5GB",
+        type=_size,
+        help="of each safetensors file, such as 5GB (default)",
     )
     parser.add_argument("--adapter", metavar="NAME", help="write the folder of this LoRA adapter of PEFT's alone")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def _size(text: str) -> int:
+    from zckpt.exporting.plan import size_in_bytes
+
+    try:
+        return size_in_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -53,7 +53,9 @@ def find_place(out: StrPath, patterns: Sequence[str] | None, overwrite: bool) ->
         )  # fmt: skip
     if not overwrite and found != []:
         raise CheckpointExistsError(
-            "there is something already", file=path, hint="give another path, or allow it to be replaced (overwrite)"
+            "there is something already",
+            file=path,
+            hint="give another path, or `overwrite=True` (--overwrite) to replace it",
         )
     return path
 
