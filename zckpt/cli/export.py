@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         default="5GB",
         type=_size,
-        help="of each safetensors file, such as 5GB (default)",
+        help="of a safetensors file, such as 5GB (default)",
     )
     parser.add_argument("--adapter", metavar="NAME", help="write the folder of this LoRA adapter of PEFT's alone")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
