@@ -9,7 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
+from tests.support.faults import NO_SPACE, Fault, faulty
 from tests.support.live_export import export_both
+from tests.support.memory import peak_growth
+from zckpt.ranks.collectives import Ranks
+from zckpt.testing.engine import ReferenceEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,3 +54,49 @@ def test_the_files_are_those_of_save_pretrained(
 
 def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def export_with_a_fault(directory: Path, name: str, who: int) -> tuple[str, list[str]]:
+    engine = ReferenceEngine()
+    engine.train(1)
+    fault = Fault(NO_SPACE, names=(name,), path="model-")
+    with faulty(fault if engine.rank == who else None), pytest.raises((OSError, RuntimeError)) as caught:
+        zckpt.export(engine, directory / "out", max_shard_size=8000, overwrite=True)
+    left = Ranks().share(lambda: sorted(path.name for path in directory.rglob("*")), "look")[0]
+    zckpt.export(engine, directory / "again", max_shard_size=8000)
+    return f"{type(caught.value).__name__}: {caught.value}", left
+
+
+@pytest.mark.parametrize("name", ["create", "write", "sync"])
+def test_a_rank_that_fails_ends_the_export_on_all_and_leaves_the_earlier_one(
+    cluster: Cluster, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_text("an earlier export")
+    outcomes = cluster.run(export_with_a_fault, 3, tmp_path, name, 2, timeout=30)
+    for rank, (error, left) in enumerate(outcomes):
+        expected = "NoSpaceError: cannot do" if rank == 2 else "RankError: rank 2 failed to"
+        assert error.startswith(expected)
+        assert left == ["model.safetensors", "out"]
+    assert (tmp_path / "out" / "model.safetensors").read_text() == "an earlier export"
+
+
+def grow(directory: Path, budget_bytes: int) -> tuple[int, int]:
+    """The bytes by which an export lets the memory of this rank grow at most, and what it has exported."""
+    shapes = {f"weight{number}": (2048, 2048) for number in range(16)}
+    zckpt.export(ReferenceEngine(), directory / "small", budget=zckpt.Budget(budget_bytes, threads=1))
+    engine = ReferenceEngine(shapes, frozen=shapes)
+    exported: list[zckpt.Exported] = []
+    budget = zckpt.Budget(budget_bytes, threads=1)
+    growth = peak_growth(
+        lambda: exported.append(zckpt.export(engine, directory / "large", max_shard_size="40MB", budget=budget))
+    )
+    return growth, exported[0].nbytes
+
+
+@pytest.mark.linux
+def test_memory_is_bounded_by_the_budget(cluster: Cluster, tmp_path: Path) -> None:
+    budget_bytes = 16 << 20
+    for growth, exported_bytes in cluster.run(grow, 2, tmp_path, budget_bytes):
+        assert exported_bytes > 128 << 20
+        assert growth < budget_bytes
