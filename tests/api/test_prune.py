@@ -45,7 +45,7 @@ def test_what_latest_names_stays(tmp_path: Path) -> None:
     assert {one.path for one in zckpt.prune(tmp_path, keep_last=1, dry_run=True).removed} == {
         str(path) for path in (tmp_path / "s2").iterdir()
     }
-    zckpt.prune(tmp_path, keep_last=1)
+    assert zckpt.prune(tmp_path, keep_last=1).kept == (str(tmp_path / "s1"), str(tmp_path / "s3"))
     assert kept(tmp_path) == ["s1", "s3"]
 
 
