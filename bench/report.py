@@ -25,6 +25,7 @@ ORDER = (
     "restore_vs_deepspeed",
     "load_vs_peers",
     "masters_vs_zero_to_fp32",
+    "export",
     "one_tensor",
     "memory",
     "memory_limit",
