@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from posixpath import dirname, join, normpath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mkdocs.structure.files import File, Files
 
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 GATHERED = ("README.md", "docs/**/*.md", "docs/*.svg", "spec/*.md", "bench/results/*.md", "bench/results/*.svg")
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Adds to the guides each page of docs/ that ``mkdocs.yml`` does not list. Its title is its first heading."""
+    assert config.nav is not None
+    sections: dict[str, Any] = {title: entry for section in config.nav for title, entry in section.items()}
+    listed = set(re.findall(r"docs/[\w/-]+\.md", str(sections)))
+    written = {str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")}
+    sections["Guides"] += sorted(written - listed)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
