@@ -25,7 +25,7 @@ RUNNING = [page for page, found in BLOCKS.items() if found]
 
 
 def is_quick(page: str) -> bool:
-    """Each command of a shell block starts another Python, which imports torch for most of them."""
+    """Commands of shell blocks take seconds: most import torch. Those of these two pages are left to the test below."""
     return page in ("README.md", "docs/quickstart.md") or all(block.language != "sh" for block in BLOCKS[page])
 
 
@@ -53,13 +53,14 @@ def directory(furnished: Path, tmp_path: Path, page: str) -> str:
 def test_the_blocks_of_a_page_run(cluster: Cluster, directory: str, page: str) -> None:
     if any(block.is_of_ranks for block in BLOCKS[page]):
         cluster.run(run_on_ranks, 2, page, directory)
-    cluster.run(run_alone, 1, page, directory, launch=False, init=False)
+    commands = "none" if is_quick(page) else "short"
+    cluster.run(run_alone, 1, page, directory, commands, init=False, timeout=600)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("page", [page for page in RUNNING if launches(page)])
 def test_what_a_page_launches_runs(cluster: Cluster, directory: str, page: str) -> None:
-    cluster.run(run_alone, 1, page, directory, launch=True, init=False, timeout=600)
+    cluster.run(run_alone, 1, page, directory, "all", init=False, timeout=600)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -22,7 +22,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -139,8 +139,9 @@ def run_on_ranks(page: str, directory: str) -> None:
         execute(page, block, {"__name__": "__main__"} if block.title else names)
 
 
-def run_alone(page: str, directory: str, launch: bool) -> None:
-    """Runs all other blocks of a page, in a process that has no other ranks. ``launch``: also what calls a launcher."""
+def run_alone(page: str, directory: str, commands: Literal["none", "short", "all"]) -> None:
+    """Runs all other blocks of a page, in a process that has no other ranks. ``commands``: which lines of shell blocks;
+    "short" leaves out those that call a launcher."""
     import torch
 
     import zckpt
@@ -152,8 +153,8 @@ def run_alone(page: str, directory: str, launch: bool) -> None:
             execute(page, block, names)
         elif block.language == "json":
             json.loads(block.code)
-        elif block.language == "sh":
-            run_shell(block.code if launch else without_launchers(block.code))
+        elif block.language == "sh" and commands != "none":
+            run_shell(block.code if commands == "all" else without_launchers(block.code))
 
 
 def save_files(page: str, directory: Path) -> None:
