@@ -207,7 +207,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     make_folder(tmp_path / "source" / "good")
     refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "name one of the checkpoints in it: good")
     assert zckpt.convert(tmp_path / "source", tmp_path / "new", tag="good").path == str(tmp_path / "new")
-    with pytest.raises(zckpt.UnsupportedError, match="a checkpoint of zckpt already"):
+    with pytest.raises(zckpt.UnsupportedError, match="is a checkpoint of zckpt"):
         zckpt.convert(tmp_path / "new", tmp_path / "newer")
 
 

@@ -16,6 +16,7 @@ from zckpt.engines.deepspeed import optimizer, scaler
 from zckpt.engines.deepspeed.flats import cut_alone, moments
 from zckpt.engines.deepspeed.group import RankGroup
 from zckpt.engines.deepspeed.replicas import share
+from zckpt.engines.deepspeed.setup import Setup
 from zckpt.engines.tensors import dtype_name
 from zckpt.errors import FormatError, UnsupportedError
 from zckpt.format import names
@@ -27,6 +28,8 @@ from zckpt.writing.collect import fingerprint
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""torch's names of the dtypes of DeepSpeed's configuration."""
 _MICRO_STEPS = "counters.micro_steps: 0, as after engine.load_checkpoint"
 _RNG = "the random number generators of the ranks"
 _SCHEDULER = "the class of the scheduler: zckpt.restore takes that of the engine"
@@ -58,7 +61,7 @@ class _Reader:
     def source(self) -> Source:
         folder, model = self._folder, self._model
         first = self.rank(0)
-        state: dict[str, Any] = {"counters": self._counters()}
+        state: dict[str, Any] = {"counters": self._counters(), "deepspeed": self._setup().tree()}
         client_state, missing = self._client_state(model), [_MICRO_STEPS, _RNG]
         kind = None
         if first.optimizer:
@@ -183,6 +186,27 @@ class _Reader:
         model, path = self._model, self._folder.path
         counted = {key: of_type(model, key, int, path) for key in ("global_steps", "global_samples", "skipped_steps")}
         return {**counted, "micro_steps": 0}
+
+    def _setup(self) -> Setup:
+        """What ``setup_of`` makes of a live engine, by the configuration that was saved."""
+        config, model, path = self._config, self._model, self._folder.path
+        zero = config.get("zero_optimization")
+        zero = zero if isinstance(zero, dict) else {}
+        dtypes = {name: str(self._module[name].dtype).removeprefix("torch.") for name in self._parameters}
+        dtype = next((one for one in dtypes.values() if one in _DTYPES.values()), "float32")
+        accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
+        saved, weights = model.get("optimizer"), {name: self._module[name] for name in self._parameters}
+        whole = isinstance(saved, dict) and "optimizer_state_dict" not in saved
+        return Setup(
+            stage=self._stage, dtype=dtype, grad_accum_dtype=_DTYPES.get(str(accumulated), dtype),
+            gradient_clipping=float(config.get("gradient_clipping", 1.0)),  # DeepSpeed's own default
+            sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
+            round_robin_gradients=bool(zero.get("round_robin_gradients", False)),
+            parameter_alignment=bool(zero.get("parameter_alignment", False)),
+            cpu_offload=self._offloads("optimizer") and zero["offload_optimizer"]["device"] == "cpu",
+            other_dtypes={name: one for name, one in dtypes.items() if one != dtype},
+            groups=held.groups_without_masters(saved, weights, path) if saved and whole else None,
+        )  # fmt: skip
 
     def _scheduler(self) -> dict[str, Any] | None:
         saved = self._model.get("lr_scheduler")

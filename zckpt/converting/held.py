@@ -125,7 +125,7 @@ def stage_0(
     if in_groups is not None:
         known = [[tuple(master.shape) for master in one] for one in in_groups]
     else:
-        known = [[_shape(states.get(index, {})) for index in one["params"]] for one in groups]
+        known = _shapes_of(states, groups)
     named = [name for one in unnamed.named_by_shape(known, module) for name in one]
     masters = [module[name] for name in named] if in_groups is None else [master for one in in_groups for master in one]
     if in_groups is not None:
@@ -136,6 +136,11 @@ def stage_0(
             yield Held(
                 Flat(number, (slot,), _key(module[name].shape, master), whole=True), states.get(index, {}), master
             )
+
+
+def groups_without_masters(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], file: str) -> list[list[str]]:
+    """The names of all parameters of each param group, at stage 0 in fp32."""
+    return unnamed.named_by_shape(_shapes_of(*_saved(saved, None, file)), module)
 
 
 def universal(folder: DeepSpeedFolder, files: TorchFiles, groups: Sequence[Mapping[str, Any]], shapes: Shapes,
@@ -193,6 +198,10 @@ def _shared(name: str, whole: torch.Tensor, group: RankGroup, offset: int) -> Sl
 
 def _key(shape: Sequence[int], master: torch.Tensor) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=master.dtype, device="meta")
+
+
+def _shapes_of(states: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> list[list[tuple[int, ...] | None]]:
+    return [[_shape(states.get(index, {})) for index in one["params"]] for one in groups]
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
