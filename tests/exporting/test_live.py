@@ -12,7 +12,11 @@ import zckpt
 from tests.support.faults import NO_SPACE, Fault, faulty
 from tests.support.live_export import export_both
 from tests.support.memory import peak_growth
+from zckpt.exporting.engine_source import EngineSource
+from zckpt.exporting.live import write_from_ranks
+from zckpt.exporting.plan import Conversion, OutputTensor, Run, safetensors_file
 from zckpt.ranks.collectives import Ranks
+from zckpt.storage.schemes import open_store
 from zckpt.testing.engine import ReferenceEngine
 
 if TYPE_CHECKING:
@@ -79,6 +83,34 @@ def test_a_rank_that_fails_ends_the_export_on_all_and_leaves_the_earlier_one(
         assert error.startswith(expected)
         assert left == ["model.safetensors", "out"]
     assert (tmp_path / "out" / "model.safetensors").read_text() == "an earlier export"
+
+
+def convert(directory: Path) -> bool:
+    """A conversion whose outputs are in the files of two ranks, beside tensors that need none."""
+    engine, ranks = ReferenceEngine(), Ranks()
+    source = EngineSource(engine, None, None, ranks)
+    own = source.sources
+    conversion = Conversion(
+        ("weight", "embedding"), ("a", "b"), lambda found: {"a": found["weight"].T, "b": found["embedding"].flip(0)}
+    )
+    bias = OutputTensor("bias", "BF16", (65,), (Run("bias", 0, 65),))
+    files = [
+        safetensors_file("0.safetensors", [OutputTensor("a", "BF16", (65, 63), None), bias]),
+        safetensors_file("1.safetensors", [OutputTensor("b", "BF16", own["embedding"].shape, None)]),
+    ]
+    write_from_ranks(open_store(directory), files, [conversion], source, ranks, None)
+    zckpt.export(engine, directory / "plain")
+    plain, *found = (
+        load_file(directory / name) for name in ("plain/model.safetensors", "0.safetensors", "1.safetensors")
+    )
+    expected = {"a": plain["weight"].T, "b": plain["embedding"].flip(0), "bias": plain["bias"]}
+    return (
+        all(torch.equal(tensor, expected[name]) for file in found for name, tensor in file.items()) and len(found) == 2
+    )
+
+
+def test_tensors_that_have_to_be_whole_are_converted_by_who_writes_them(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.run(convert, 2, tmp_path) == [True, True]
 
 
 def grow(directory: Path, budget_bytes: int) -> tuple[int, int]:
