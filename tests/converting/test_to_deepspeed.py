@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import zckpt
+from tests.support.memory import peak_growth
 from tests.support.models import make_engine, train
 from tests.support.runs import AFTER, BEFORE, everything, settings
-from zckpt.converting.to_deepspeed import to_deepspeed
+from tests.support.states import write_state
+from zckpt.errors import CheckpointExistsError, FormatError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -120,7 +123,7 @@ def test_stock_deepspeed_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, m
     setup = {**MODES[mode], **SHAPES[shape], "optimizer": "torch_adamw"}
     path, folder = str(tmp_path / "run" / "global_step3"), str(tmp_path / "deepspeed")
     through = cluster.run(write_and_go_on, 2, path, setup)
-    missing = to_deepspeed(zckpt.open(path), folder)
+    missing = zckpt.convert(path, folder, to="deepspeed").missing
     assert any("random number generators" in line for line in missing)
     resumed = cluster.run(load_and_go_on, 2, folder, setup)
     if setup["stage"] < 3 and shape == "odd":  # whose buffers differ: there is a place for rank 0's alone
@@ -143,8 +146,108 @@ def test_another_stage_and_world_size(
     there = {**{key: value for key, value in MODES[target].items() if key in kept}, **MODES[source]}
     here = {**there, **MODES[target]}
     cluster.run(write_and_go_on, ranks, path, {**shape, **there})
-    to_deepspeed(zckpt.open(path), folder, stage=here["stage"], world_size=new_ranks)
+    zckpt.convert(path, folder, to="deepspeed", stage=here["stage"], world_size=new_ranks)
     setup = {**shape, **here}
     restored = cluster.run(get_and_go_on, new_ranks, path, setup, stock=False)
     resumed = cluster.run(get_and_go_on, new_ranks, folder, setup, stock=True)
     assert_goes_on_alike(restored, resumed)
+
+
+def write_run(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """A checkpoint as a run of ZeRO-3 in bf16 leaves it, without an engine. Returns its tensors by key."""
+    moments = ["exp_avg", "exp_avg_sq"]
+    state = {
+        "counters": {"global_steps": 5, "global_samples": 40, "micro_steps": 5, "skipped_steps": 0},
+        "deepspeed": {"stage": 3, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16"},
+        "optimizer": {
+            "class": "AdamW",
+            "param_groups": [{"params": list(shapes), "lr": 0.1}],
+            "states": [{"params": list(shapes), "moments": moments, "values": {"step": 5}}],
+        },
+        "scaler": None,
+        "scheduler": None,
+    }
+    return write_state(path, 2, shapes, engine_state=state, client_state={"module": 1, "epoch": 2}).full
+
+
+def load(path: Path) -> dict[str, object]:
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None  # every checksum is that of its record
+    found: dict[str, object] = torch.load(path, weights_only=False)
+    assert [str(one) for one in torch.load(path, weights_only=False, mmap=True)] == [str(one) for one in found]
+    return found
+
+
+def test_the_files_are_those_of_torch(tmp_path: Path) -> None:
+    full = write_run(tmp_path / "run" / "global_step5", {"a": (3, 5), "b": (7,), "none": (0, 2)})
+    converted = zckpt.convert(tmp_path / "run", tmp_path / "out", to="deepspeed", stage=1, world_size=3, tag="here")
+    assert converted.path == str(tmp_path / "out" / "here")
+    assert any("client_state of the keys module" in line for line in converted.missing)
+    assert (tmp_path / "out" / "latest").read_text() == "here"
+    model = load(tmp_path / "out" / "here" / "mp_rank_00_model_states.pt")
+    assert model["epoch"] == 2
+    for name in ("a", "b", "none"):
+        assert torch.equal(model["module"][name], full[f"master/{name}"].bfloat16())
+    flat = torch.cat([full[f"exp_avg/{name}"].reshape(-1) for name in ("a", "b", "none")] + [torch.zeros(2)])
+    for rank in range(3):
+        zero = load(tmp_path / "out" / "here" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        inner = zero["optimizer_state_dict"]["base_optimizer_state"]
+        assert torch.equal(inner["state"][0]["exp_avg"], flat[8 * rank : 8 * rank + 8])
+        assert inner["param_groups"] == [{"lr": 0.1, "params": [0]}]
+        assert len(zero["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]) == (6 if rank == 2 else 8)
+
+
+def test_memory_is_the_budgets(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "global_step5"
+    write_run(path, {"a": (24 << 20,)})  # 96 MiB, in each of three parts
+    budget = zckpt.Budget(nbytes=16 << 20)
+    small = tmp_path / "small" / "global_step5"
+    write_run(small, {"a": (1000,)})
+    zckpt.convert(small, tmp_path / "warm", to="deepspeed", budget=budget)
+    grown = peak_growth(lambda: zckpt.convert(path, tmp_path / "out", to="deepspeed", stage=2, budget=budget))
+    assert grown < budget.nbytes + (8 << 20)
+
+
+def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+    path, out = tmp_path / "run" / "global_step5", tmp_path / "not" / "yet"
+    write_run(path, {"a": (300, 50)})
+    data = next(path.glob("data-*/rank-00001/exp_avg_sq.safetensors"))
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-100] + bytes(100))
+    with pytest.raises(FormatError):
+        zckpt.convert(path, out, to="deepspeed")
+    assert not out.parent.exists()
+    data.write_bytes(whole)
+    folder = zckpt.convert(path, out, to="deepspeed").path
+    with pytest.raises(CheckpointExistsError):
+        zckpt.convert(path, out, to="deepspeed")
+    before = sorted(out.rglob("*"))
+    data.write_bytes(whole[:-100] + bytes(100))
+    with pytest.raises(FormatError):
+        zckpt.convert(path, out, to="deepspeed", overwrite=True)
+    assert sorted(out.rglob("*")) == before
+    data.write_bytes(whole)
+    assert zckpt.convert(path, out, to="deepspeed", overwrite=True, stage=0).path == folder
+    assert [file.name for file in (out / "global_step5").iterdir()] == ["mp_rank_00_model_states.pt"]
+    assert sorted(file.name for file in out.iterdir()) == ["global_step5", "latest"]
+
+
+def test_places_and_sources_that_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "global_step5"
+    write_run(path, {"a": (3,)})
+    with pytest.raises(CheckpointExistsError, match="run of zckpt"):
+        zckpt.convert(path, tmp_path / "run", to="deepspeed", tag="other", overwrite=True)
+    (tmp_path / "else" / "here").mkdir(parents=True)
+    (tmp_path / "else" / "here" / "thesis.txt").write_text("unsaved")
+    with pytest.raises(CheckpointExistsError, match="something else"):
+        zckpt.convert(path, tmp_path / "else", to="deepspeed", tag="here", overwrite=True)
+    for tag in ("..", "a/..", "", "latest"):
+        with pytest.raises(ValueError, match="tag"):
+            zckpt.convert(path, tmp_path / "out", to="deepspeed", tag=tag)
+    for wrong in ({"stage": 4}, {"world_size": 0}):
+        with pytest.raises(ValueError, match="must be"):
+            zckpt.convert(path, tmp_path / "out", to="deepspeed", **wrong)
+    write_state(tmp_path / "weights", 2, {"a": (3,)}, parts=["master"])
+    with pytest.raises(UnsupportedError, match="only the state of a training run"):
+        zckpt.convert(tmp_path / "weights", tmp_path / "out", to="deepspeed")
+    assert not (tmp_path / "out").exists()

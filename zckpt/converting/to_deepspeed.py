@@ -62,10 +62,10 @@ def to_deepspeed(
     it; None: those of the run. ``overwrite``: replace a folder in DeepSpeed's format that is there. Memory is bounded
     by ``budget``; None: the checkpoint's own.
 
-    Returns what the folder does not have, a line for each. Raises UnsupportedError for a checkpoint that is not of a
-    training run with DeepSpeed; MismatchError for optimizer state that cannot be cut anew; ValueError for a stage or
-    world size that cannot be; CheckpointExistsError; NoSpaceError and StorageError; FormatError for a damaged
-    checkpoint. Then nothing is left in ``destination``.
+    Returns what the folder does not have, a phrase for each. Raises UnsupportedError for a checkpoint
+    that is not of a training run with DeepSpeed; MismatchError for optimizer state that cannot be cut anew;
+    ValueError for a stage or world size that cannot be; CheckpointExistsError; NoSpaceError and
+    StorageError; FormatError for a damaged checkpoint. Then nothing is left in ``destination``.
     """
     plan = FolderPlan(checkpoint, stage, world_size)
     tag = f"global_step{checkpoint.step}" if tag is None else tag
@@ -91,12 +91,13 @@ def _check_place(target: str, overwrite: bool) -> None:
     for directory in (run, target):
         if os.path.lexists(os.path.join(directory, names.MANIFEST)):
             raise CheckpointExistsError("a checkpoint of zckpt is here", file=directory, hint="choose another place")
-    latest = os.path.join(run, names.LATEST)
-    with suppress(OSError, UnicodeDecodeError), open(latest) as file:
-        if os.path.lexists(os.path.join(run, file.read().strip(), names.MANIFEST)):
-            raise CheckpointExistsError(
-                "this is a run of zckpt, whose latest would be lost", file=run, hint="choose another destination"
-            )
+    named = ""
+    with suppress(OSError, UnicodeDecodeError), open(os.path.join(run, names.LATEST)) as file:
+        named = file.read().strip()
+    if named and os.path.lexists(os.path.join(run, named, names.MANIFEST)):
+        raise CheckpointExistsError(
+            "this is a run of zckpt, whose latest would be lost", file=run, hint="choose another destination"
+        )
     if os.path.lexists(target):
         inside = os.listdir(target) if os.path.isdir(target) else [""]
         if inside and not deepspeed_files(inside):
