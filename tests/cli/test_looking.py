@@ -177,8 +177,7 @@ def test_ls_shows_modules_with_their_sums(written: Written, capsys: pytest.Captu
     total = 4 * (63 * 63 + 63)
     assert f"│   ├── a  2 tensors, {total / 1024:.1f} KiB" in lines
     assert "│   │   └── weight  float32 [63, 63], 15.5 KiB" in lines
-    assert "└── buffer  1 tensor, 12 bytes" in lines
-    assert "    └── mean  float32 [3], 12 bytes" in lines
+    assert "└── buffer/mean  float32 [3], 12 bytes" in lines
 
 
 # show

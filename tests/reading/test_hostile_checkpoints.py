@@ -343,6 +343,10 @@ UNSAFE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "she
 RUNS_A_SCRIPT = {"cli/run.py"}
 IMPORT_FROM_A_TABLE = {"__init__.py", "cli/__init__.py"}  # of names of this package
 ADAPTERS = "engines/"
+FOREIGN_PICKLES = {
+    "converting/restricted_pickle.py",
+    "converting/torch_file.py",
+}  # reads without running anything; writes
 
 
 def test_no_module_could_unpickle_or_run_what_it_reads() -> None:
@@ -358,7 +362,10 @@ def test_no_module_could_unpickle_or_run_what_it_reads() -> None:
             elif isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 assert called not in ("eval", "exec", "compile", "torch.load", "np.load", "__import__"), name
-            if not (name in RUNS_A_SCRIPT | IMPORT_FROM_A_TABLE or name.startswith(ADAPTERS)):
-                assert not UNSAFE & {*imported}, name
-            assert not (UNSAFE - {"runpy", "importlib"}) & {*imported}, name
+            unsafe = UNSAFE & {*imported}
+            if name in FOREIGN_PICKLES:
+                unsafe -= {"pickle"}
+            if name in RUNS_A_SCRIPT | IMPORT_FROM_A_TABLE or name.startswith(ADAPTERS):
+                unsafe -= {"runpy", "importlib"}
+            assert not unsafe, name
     assert "pickle" in sys.modules  # torch's

@@ -474,14 +474,14 @@ def test_a_load_in_inference_mode_is_converted_too(tmp_path: Path) -> None:
 def test_a_dtype_by_its_name(tmp_path: Path) -> None:
     state = write_state(tmp_path / "c", 1, {"a": (30,)}, parts=("master",))
     checkpoint, value = zckpt.open(tmp_path / "c"), state.full["master/a"]
-    wrong: tuple[Any, ...] = ("bf16", "float", "complex128", torch.complex128, np.dtype("float32"), 16)
+    wrong: tuple[Any, ...] = ("half", "float", "complex128", torch.complex128, np.dtype("float32"), 16)
     for load in (
         lambda dtype: checkpoint.load(dtype=dtype)["master/a"],
         lambda dtype: dict(checkpoint.iter(dtype=dtype))["master/a"],
         lambda dtype: checkpoint.load_slice("master/a", slice(None), dtype=dtype),
         lambda dtype: checkpoint.state_dict(dtype=dtype)["a"],
     ):
-        for name in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+        for name in ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16):
             assert same(load(name), value.bfloat16())
         for name in wrong:
             with pytest.raises(ValueError, match=r"dtype must be one of .*bfloat16"):
