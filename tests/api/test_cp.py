@@ -21,6 +21,7 @@ from tests.support.faults import BROKEN, NO_SPACE, Fault, faulty, kill
 from tests.support.forks import fork, result_of
 from tests.support.litter import tree
 from tests.support.memory_store import in_memory
+from tests.support.progress import Told
 from tests.support.states import Written, same_all, write_state
 from zckpt.cli import main
 from zckpt.ranks import heartbeat
@@ -337,20 +338,6 @@ def test_the_command_line(cluster: Cluster, tmp_path: Path, capsys: pytest.Captu
     damage(tmp_path / "a", "data-*/rank-00001/*master.safetensors")
     assert main(["cp", str(tmp_path / "a"), str(tmp_path / "c")]) == 2
     assert main(["cp", str(tmp_path / "a"), str(tmp_path / "c"), "--no-verify"]) == 0
-
-
-class Told:
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-
-    def begin(self, action: str, nbytes: int) -> None:
-        self.calls.append((action, nbytes))
-
-    def advance(self, nbytes: int) -> None:
-        self.calls.append(("advance", nbytes))
-
-    def end(self) -> None:
-        self.calls.append(("end", 0))
 
 
 def test_progress(tmp_path: Path) -> None:

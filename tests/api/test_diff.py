@@ -17,6 +17,7 @@ import torch
 
 import zckpt
 from tests.support.faults import Fault, faulty
+from tests.support.progress import Told
 from tests.support.states import write_state
 from zckpt.cli import main
 from zckpt.ranks import heartbeat
@@ -201,20 +202,6 @@ def test_damage_is_an_error_that_says_where(tmp_path: Path) -> None:
         zckpt.diff(tmp_path / "a", tmp_path / "b")
     with pytest.raises(zckpt.CheckpointNotFoundError):
         zckpt.diff(tmp_path / "a", tmp_path / "nothing")
-
-
-class Told:
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-
-    def begin(self, action: str, nbytes: int) -> None:
-        self.calls.append((action, nbytes))
-
-    def advance(self, nbytes: int) -> None:
-        self.calls.append(("advance", nbytes))
-
-    def end(self) -> None:
-        self.calls.append(("end", 0))
 
 
 def test_progress(tmp_path: Path) -> None:

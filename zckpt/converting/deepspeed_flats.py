@@ -65,8 +65,9 @@ def flats(
     muon: Sequence[bool] = (),
     flattened: bool = False,
 ) -> list[Flat]:
-    """All flats of one rank. ``groups``: the names of each param group, in the order that DeepSpeed keeps. ``muon``: of
-    each group, whether Muon moves it. ``flattened``: whether stage 0 has one flat for a group."""
+    """Returns all flat tensors of one rank. ``groups``: for each param group, the names of its parameters in the order
+    in which DeepSpeed keeps them. ``muon``: for each param group, whether the optimizer Muon updates it. ``flattened``:
+    whether stage 0 has one flat tensor for each group."""
     if setup.stage == 3:
         return [
             _sub_group(number, names, shapes, ranks, rank)
@@ -93,7 +94,8 @@ def flats(
 
 
 def partition(name: str, shape: Shape, ranks: int, rank: int, at: int = 0) -> tuple[Slot, int]:
-    """Stage 3: what a rank has of a parameter, from ``at`` on, and the elements of its partition with padding."""
+    """Stage 3: returns the elements of a parameter that a rank has, which begin at element ``at`` of its flat tensor,
+    and the number of elements of the rank's partition, padding included."""
     numel = math.prod(shape)
     length = -(-numel // ranks)
     start = min(rank * length, numel)

@@ -29,7 +29,8 @@ STOCK = frozenset({
     "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions",
     "universal_checkpoint_info", "sparse_tensor_module_names", "csr_tensor_module_names",
 })  # fmt: skip
-"""What DeepSpeed itself puts into a file of model states, beside the caller's client_state."""
+"""The keys that DeepSpeed itself uses in a file of model states. The keys of the caller's ``client_state`` stand beside
+them."""
 
 
 class DeepSpeedFolder:

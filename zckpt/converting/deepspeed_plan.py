@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.converting.deepspeed_flats import flats, natural_order, offsets_of, partition, round_robin
+from zckpt.converting.deepspeed_folder import STOCK
 from zckpt.converting.torch_file import Instance, Source, Storage, TorchFile, View
 from zckpt.engines.deepspeed import optimizer
 from zckpt.engines.deepspeed.restoring import counters_of, subtree
@@ -36,12 +37,6 @@ DEEPSPEED_VERSION = "0.19.8"
 SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 HYSTERESIS = 2
 """DeepSpeed's default for ``fp16.hysteresis``."""
-RESERVED = frozenset({
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
-    "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions",
-})  # fmt: skip
-"""The keys of a file of model states that DeepSpeed itself uses. Keys of ``client_state`` stand beside them."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ class FolderPlan:
             found.append(f"values of ranks of their own of {first_few(local, 3)}: {kept} is kept")
         if names.CLIENT_STATE in first and (setup.stage < 3 or not self._same_ranks):
             found.append("client_state of ranks other than 0")
-        reserved = sorted(RESERVED.intersection(map(str, self._client_state(0))))
+        reserved = sorted(STOCK.intersection(map(str, self._client_state(0))))
         if reserved:
             found.append(f"client_state of the keys {', '.join(reserved)}, which DeepSpeed uses itself")
         if self._hysteresis_is_assumed:
@@ -140,7 +135,7 @@ class FolderPlan:
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
             "ds_config": {},
             "ds_version": DEEPSPEED_VERSION,
-            **{key: value for key, value in self._client_state(rank).items() if key not in RESERVED},
+            **{key: value for key, value in self._client_state(rank).items() if key not in STOCK},
         }
 
     def _optim_states(self, rank: int) -> dict[str, Any]:

@@ -343,7 +343,7 @@ def _with_name(make: object, kind: object, args: Any, state: object) -> torch.Te
 
 
 def _encoded(text: object, encoding: object) -> bytes:
-    """How bytes are pickled for Python 2."""
+    """Returns the bytes that Python pickled as text. Pickles of protocol 2 and lower have no bytes of their own."""
     if not isinstance(text, str) or encoding != "latin1":
         raise TypeError("text in an unknown encoding")
     return text.encode("latin1")

@@ -108,8 +108,9 @@ def _check_place(target: str, overwrite: bool) -> None:
 
 @contextmanager
 def _new_directory(target: str, nbytes: int) -> Iterator[str]:
-    """A directory to be filled with ``nbytes``. At the end, it becomes ``target``, and ``latest`` names it; an error
-    leaves nothing of it, and what was there before. Raises NoSpaceError, StorageError."""
+    """A context whose value is a new directory, which the caller fills with ``nbytes`` bytes. When the context ends,
+    the directory is renamed to ``target``, and ``latest`` is made to name it. After an error the directory is removed,
+    and what was at ``target`` before is still there. Raises NoSpaceError and StorageError."""
     run, tag = os.path.split(target)
     store, made = open_store(run), _missing(run)
     # A kill leaves this behind, under a name that nobody takes for that of a whole folder.
@@ -160,7 +161,7 @@ def _missing(path: str) -> list[str]:
 
 
 class _Writing:
-    """Writes files, with the elements that a checkpoint has, through one buffer."""
+    """Writes the files of a folder. Their elements are read from the checkpoint into one buffer, a part at a time."""
 
     def __init__(self, checkpoint: Checkpoint, budget: Budget, advance: Callable[[int], None]) -> None:
         self._checkpoint, self._advance = checkpoint, advance

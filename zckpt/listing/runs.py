@@ -60,8 +60,8 @@ def read_manifest(checkpoint: Store, reader: Reader) -> Manifest:
 
 
 def manifest_bytes(reader: Reader) -> bytes:
-    """The bytes of a manifest; if it is too long, more than one may have. Raises FormatError (F001, F002),
-    StorageError."""
+    """Returns the bytes of a manifest. Of one that is too long, it returns one byte more than a manifest may have, so
+    that the caller sees that. Raises FormatError (F001, F002) and StorageError."""
     return reader.read(names.MANIFEST, 0, min(reader.size(names.MANIFEST), MANIFEST_BYTES_MAX + 1))
 
 
