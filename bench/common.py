@@ -370,11 +370,13 @@ def interleaved(
     barrier: Callable[[], object] = lambda: None,
     over_ranks: Callable[[float], float] = lambda seconds: seconds,
 ) -> dict[str, list[Took]]:
-    """All rounds but the first one, which does not count. On several ranks, a round starts when all are ready and ends
-    when all are done; ``over_ranks`` adds up the processor time of all."""
+    """All rounds but the first one, which does not count. Each round begins with another contestant, for a disk may be
+    slower after one of them than after another. On several ranks, a contestant starts when all are ready and ends when
+    all are done; ``over_ranks`` adds up the processor time of all."""
     rounds: dict[str, list[Took]] = {contestant.label: [] for contestant in contestants}
     for number in range(runs + 1):
-        for contestant in contestants:
+        first = number % len(contestants)
+        for contestant in [*contestants[first:], *contestants[:first]]:
             contestant.before()
             os.sync()  # nobody pays for what another one, or the last program, has left unwritten
             barrier()
