@@ -34,9 +34,9 @@ itself and what stands above it in this table; an import for type checkers alone
     restoring  -                the steps of zckpt.restore: match tensors, plan, say what does not fit
     exporting  -                the steps of zckpt.export: name and convert tensors, lay out files, write slices
     converting -                the steps of zckpt.convert: say what a folder is, read it, write it as a checkpoint
-    comparing  -                the steps of zckpt.diff: pair tensors, plan what is read, compare values and trees
-    copying    -                the steps of zckpt.cp: what each rank's files are made of, write them, commit
-    cleaning   -                the steps of zckpt.gc and zckpt.prune: what goes, under which lock, in which order
+    comparing  -                the steps of zckpt.diff: pair the tensors, plan what is read, compare values and trees
+    copying    -                the steps of zckpt.cp: plan what each rank's files are made of, write the files, commit
+    cleaning   -                the steps of zckpt.gc and zckpt.prune: what is removed, under which lock, and in which order
     api        -                the functions that users call, a file for each task
     __init__   torch late       the public names
     testing    -                a reference engine, and the suites that each store and each engine has to pass

@@ -1,4 +1,4 @@
-"""From the checkpoint of another program to one of zckpt, and back."""
+"""Converts the checkpoint of another program to one of zckpt, and a checkpoint of zckpt to one of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ class Converted:
     """The result of ``zckpt.convert``."""
 
     path: str
+    """The absolute path of the new checkpoint."""
     found_format: str
-    """What the source was, in words."""
+    """What the source was found to be, such as ``a checkpoint of zckpt``."""
     missing: tuple[str, ...]
-    """What the result would have if it had been written by the engine, and the source has not: a phrase for each."""
+    """What a checkpoint has that the engine itself writes, but this one lacks because the source does not have it. Each
+    entry is a phrase about one thing."""
 
     def __str__(self) -> str:
         lines = [f"{self.path}: converted from {self.found_format}"]
@@ -55,34 +57,43 @@ def convert(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> Converted:
-    """Writes the checkpoint in the folder ``source`` anew, in the format ``to``. One process does it, for all ranks; it
-    needs neither DeepSpeed nor torch.distributed.
+    """Converts the checkpoint in the folder ``source`` to the format ``to``. A single process converts the files of all
+    ranks. It needs neither DeepSpeed nor torch.distributed.
 
-    ``to="zckpt"``: ``source`` is a folder in DeepSpeed's own format, of stage 0 to 3, a Universal Checkpoint, or a
-    Hugging Face model; in the directory of a run it is the one that ``tag`` names, or ``latest``. ``destination`` is
-    the directory of the new checkpoint; no file ``latest`` names it. ``zckpt.restore`` resumes from it as from what
-    ``zckpt.write`` of the saved engine would have written; what the source has not of that, ``missing`` says.
+    ``to="zckpt"``: ``source`` is a folder in DeepSpeed's own format (stage 0 to 3), a Universal Checkpoint, or a
+    Hugging Face model. It may also be the directory of a run: then the checkpoint is the one that ``tag`` names, or,
+    without ``tag``, the one that ``latest`` names. ``destination`` is the directory of the new checkpoint; no file
+    ``latest`` is written. ``zckpt.restore`` resumes from the new checkpoint as it would from one that ``zckpt.write``
+    has written. What such a checkpoint would have and the source does not have is listed in ``Converted.missing``.
 
-    ``to="deepspeed"``: ``source`` is a checkpoint of zckpt, or a run; ``destination`` the directory of a run, in which
-    ``tag`` (None: ``global_step<N>``) becomes a folder that stock ``engine.load_checkpoint`` resumes from, of this ZeRO
-    ``stage`` and ``world_size`` (None: as when it was written), and ``latest`` names it.
+    ``to="deepspeed"``: ``source`` is a checkpoint of zckpt, or the directory of a run of zckpt. ``destination`` is the
+    directory of a run in DeepSpeed's format. There the folder ``tag`` (None means ``global_step<N>``) is written, from
+    which stock ``engine.load_checkpoint`` resumes, and ``latest`` names it. ``stage`` and ``world_size``: the ZeRO stage
+    and the number of ranks of the engine that is to resume; None means those of the engine that wrote the checkpoint.
 
-    The pickles of old checkpoints are not run: what is more than values, tensors and DeepSpeed's own classes in them is
-    refused by name. Tensors are copied by range, with the memory of ``budget``. ``overwrite``: replace a checkpoint
-    at ``destination``. Nothing there can be taken for a checkpoint until all of it is durable.
+    The code in the pickles of old checkpoints is not run. They may hold plain values, tensors and DeepSpeed's own
+    classes; anything else is refused with an error that names it. Tensors are copied range by range in the memory of
+    ``budget`` (None means ``Budget.from_environment()``). ``overwrite``: replace a checkpoint at ``destination``.
+    Nothing at ``destination`` can be taken for a checkpoint until all of it is durable.
 
-    Raises CheckpointNotFoundError, UnsupportedError for another format, by its name, or for what zckpt has no place
-    for; MissingFileError, FormatError for a source that is damaged or made to do harm; CheckpointExistsError,
-    NoSpaceError, StorageError, and ValueError for arguments that do not go together.
+    Raises CheckpointNotFoundError; UnsupportedError for a folder of another format, which it names, and for state that
+    the new format has no place for; MissingFileError and FormatError for a source that is damaged or malicious;
+    CheckpointExistsError, NoSpaceError and StorageError; and ValueError for arguments that contradict each other.
     """
     if to not in ("zckpt", "deepspeed"):
         raise ValueError(f"to must be 'zckpt' or 'deepspeed', got {to!r}")
     if to == "zckpt" and (stage, world_size) != (None, None):
-        raise ValueError("stage and world_size are about to='deepspeed': a checkpoint of zckpt fits any of them")
+        raise ValueError(
+            "stage and world_size may be given only with to='deepspeed': a checkpoint of zckpt fits any of them"
+        )
     store = open_store(Location.of(destination).absolute())
     found = formats.find_format(os.path.abspath(source), tag if to == "zckpt" else None)
     if (found.format == formats.ZCKPT) != (to == "deepspeed"):
-        hint = "zckpt.cp copies it; to='deepspeed' converts it" if to == "zckpt" else "convert it to one of zckpt first"
+        hint = (
+            "copy it with zckpt.cp, or convert it to DeepSpeed's format with to='deepspeed'"
+            if to == "zckpt"
+            else "convert it to a checkpoint of zckpt first"
+        )
         raise UnsupportedError(f"{found.path} is {_A[found.format]}", hint=hint)
     if to == "deepspeed":
         checkpoint = open_path(found.path, budget=budget)

@@ -1,4 +1,4 @@
-"""A copy of a checkpoint, or of a part of it: verified on the way, and there once all of it is."""
+"""Copies a checkpoint, or some of its tensors, and verifies the data on the way."""
 
 from __future__ import annotations
 
@@ -34,27 +34,29 @@ def cp(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> str:
-    """Copies a checkpoint to the directory ``destination``, which is made. Returns its absolute path once the copy is
-    whole and durable. As with ``zckpt.write``, a copy exists when its manifest does, and that is written last.
+    """Copies a checkpoint to the new directory ``destination``. Returns the absolute path of the copy once the copy is
+    whole and durable. The manifest is written last, so nothing at ``destination`` is a checkpoint before that.
 
-    ``source``: a checkpoint, or a run whose ``latest`` names one. ``keys``: None for all of it: the copy has the same
-    bytes and the same save id. Else one key, a glob such as ``"master/*"`` for a part, several of either, or a
-    predicate over keys: the copy is a checkpoint of these tensors alone, with a save id of its own. It keeps the step
-    and the whole tree of non-tensor state, and each rank's files hold what they hold of these tensors in the source; so
-    ``zckpt.restore(..., strict=False)`` takes it. The file ``latest`` of no run is changed.
+    ``source``: a checkpoint, or the directory of a run, whose ``latest`` names the checkpoint. ``keys``: None means the
+    whole checkpoint: then the copy has the same bytes and the same save id. Otherwise a key, a glob such as
+    ``"master/*"`` for a part, several of either, or a predicate over keys: then the copy is a checkpoint of these
+    tensors alone, with a save id of its own. Such a copy has the step and all trees of non-tensor state of the source,
+    and each rank's files hold the same pieces of these tensors as in the source, so
+    ``zckpt.restore(..., strict=False)`` can restore it. No file ``latest`` is changed.
 
-    ``verify``: compare all that is read with its digest, and end at the first damage. Without it, damaged blocks are
-    copied as they are, and keep their digests: to read them from the copy is the same error as before. ``overwrite``:
-    replace a checkpoint at ``destination`` once the copy is whole; not by a copy of the same save, whose data would
-    have the same names. ``budget``: memory, threads and kind of I/O; None: ``Budget.from_environment()``. ``progress``:
-    such as ``zckpt.ProgressBar()``.
+    ``verify``: compare everything that is read with its digest, and raise an error at the first damage. With False,
+    damaged blocks are copied as they are, and so are their digests: reading them from the copy raises the same error as
+    reading them from the source. ``overwrite``: replace a checkpoint at ``destination`` once the copy is whole. A copy
+    of a whole checkpoint cannot replace a checkpoint of the same save, because their data would have the same names.
+    ``budget``: memory, threads and kind of I/O; None means ``Budget.from_environment()``. ``progress``: an object that
+    is told how far the copy is, such as ``zckpt.ProgressBar()``.
 
-    Where torch.distributed is initialised, every rank calls it, with the same arguments: they share the files of the
-    checkpoint's ranks. If one fails or is lost, all raise an error.
+    Where torch.distributed is initialised, every rank has to call this with the same arguments. The ranks share the
+    files that are copied. If one rank fails or is lost, all of them raise an error.
 
     Raises CheckpointNotFoundError, KeyNotFoundError, FormatError (damaged or missing data), CheckpointExistsError (also
     where ``destination`` is the directory of a run or lies in a checkpoint), LockedError, RankError, StorageError,
-    NoSpaceError, and UnsupportedError for the URL of a store that does not exist. After an error, what was at
+    NoSpaceError, and UnsupportedError for a URL of an unknown kind of store. After an error, everything that was at
     ``destination`` before is unchanged, and nothing of the copy is left.
     """
     ranks = Ranks(call="zckpt.cp")

@@ -1,4 +1,4 @@
-"""What two checkpoints differ in: their structure, their settings, and the values of their tensors."""
+"""Compares two checkpoints: their structure, their non-tensor state, and the values of their tensors."""
 
 from __future__ import annotations
 
@@ -40,28 +40,30 @@ def diff(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> Difference:
-    """Compares two checkpoints of any world size, stage and offload: which tensors only one of them has, shapes and
-    dtypes, every value, and the trees of non-tensor state: step, names of tied weights, param groups, counters,
-    ``client_state``.
+    """Compares two checkpoints. They may have been written with different world sizes, stages and kinds of offload. It
+    finds the tensors that only one of them has, tensors with different shapes, dtypes or values, and differences in the
+    trees of non-tensor state: the step, the names of tied weights, param groups, counters and ``client_state``.
 
-    ``a`` and ``b``: checkpoints, or runs whose ``latest`` names one. ``keys``: one key, a glob, several of either, or a
-    predicate over keys: only these tensors are compared, and no trees; None: all.
+    ``a`` and ``b``: checkpoints, or directories of runs, whose ``latest`` names the checkpoint. ``keys``: None compares
+    everything. A key, a glob, several of either, or a predicate over keys compares these tensors only, and no trees.
 
     Without a tolerance, values are compared bit for bit: NaN equals the same NaN, and -0.0 differs from 0.0. With
-    ``rtol`` or ``atol``, finite values of tensors are equal too if ``|a - b| <= atol + rtol * max(|a|, |b|)``; trees of
-    state are always compared exactly. Of a buffer whose values differ from rank to rank, each rank's value is compared
-    if both checkpoints have the same number of ranks, else the one that everybody reads. The trees of each rank, such
-    as its random number generators, are compared if both have the same number of ranks.
+    ``rtol`` or ``atol``, finite values of tensors are equal too if ``|a - b| <= atol + rtol * max(|a|, |b|)``. Trees of
+    non-tensor state are always compared exactly. If both checkpoints have the same number of ranks, the trees of each
+    rank, such as its random number generators, are compared, and of a buffer whose values differ from rank to rank the
+    value of each rank. Otherwise the trees of the ranks are not compared, and of such a buffer only the value that
+    every load reads.
 
-    Both are read slice by slice, past the page cache and verified, in the memory of ``budget`` (None:
-    ``Budget.from_environment()``). Where both are cut into the same pieces, only blocks whose digests differ are read:
-    so it does not notice damage to others, which is what ``zckpt.validate`` is for. ``progress``: such as
-    ``zckpt.ProgressBar()``.
+    Both checkpoints are read slice by slice in the memory of ``budget`` (None means ``Budget.from_environment()``),
+    past the page cache, and what is read is verified. Where both cut a tensor into the same pieces, only the blocks
+    whose digests differ are read. Damage to other blocks is therefore not noticed: ``zckpt.validate`` finds it.
+    ``progress``: an object that is told how far the comparison is, such as ``zckpt.ProgressBar()``.
 
-    Where torch.distributed is initialised, every rank calls it; they share the work, and each gets the whole result.
+    Where torch.distributed is initialised, every rank has to call this. The ranks share the work, and each of them gets
+    the whole result.
 
     Raises what ``zckpt.open`` and ``Checkpoint.load`` raise, for either checkpoint; KeyNotFoundError where ``keys``
-    matches nothing in both; ValueError for a tolerance below 0 or that is no number; and RankError.
+    matches nothing in both; ValueError for a tolerance that is negative or not finite; and RankError.
     """
     ranks = Ranks(call="zckpt.diff")
     opened: list[_Opened] = []
@@ -69,7 +71,7 @@ def diff(
     def arguments() -> list[object]:
         for name, value in (("rtol", rtol), ("atol", atol)):
             if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be a number of 0 or more, got {value!r}")
+                raise ValueError(f"{name} must be a finite number of 0 or more, got {value!r}")
         return [*(str(Location.of(path).absolute()) for path in (a, b)), rtol, atol]
 
     def prepare(places: Sequence[str]) -> list[object]:
@@ -86,11 +88,12 @@ def diff(
 
 
 _Share = tuple[dict[str, tuple[int, int, float, float]], list[tuple[str, str | None, str | None]], int]
-"""What a process has found: a row of a Tally by key, the fields of differences in trees, and the bytes that it read."""
+"""What one process has found: for the key of each tensor that differs the row of its Tally, the fields of each
+difference in the trees, and the number of bytes that the process has read."""
 
 
 class _Opened:
-    """Both checkpoints, and what of them is compared."""
+    """Both checkpoints after they were opened, and the tensors of them that are compared."""
 
     def __init__(self, places: Sequence[str], keys: Keys, budget: Budget | None) -> None:
         self._budget = budget or Budget.from_environment()
@@ -150,12 +153,13 @@ class _Opened:
 
 
 def _root(state: object) -> Mapping[str, object]:
-    """A tree of state without its root, which every engine's has."""
+    """Returns the entries of the root of a tree of non-tensor state. Every tree that an engine makes has such a root."""
     return state if isinstance(state, Mapping) else {"state": state}
 
 
 def _selected(a: Checkpoint, b: Checkpoint, keys: Keys) -> tuple[list[str], list[str]]:
-    """The keys of each checkpoint. Raises KeyNotFoundError for what matches nothing in both."""
+    """Returns the keys of each checkpoint that ``keys`` asks for. Raises KeyNotFoundError for one that matches nothing
+    in either checkpoint."""
     if keys is None:
         return list(a), list(b)
     chosen: tuple[dict[str, None], dict[str, None]] = ({}, {})

@@ -1,4 +1,5 @@
-"""From a checkpoint to files that others load: a model's folder as Hugging Face has it, or one file of torch's."""
+"""Writes the weights of a checkpoint or engine to files that other programs load: to the folder of a Hugging Face
+model, or to a single file of torch's."""
 
 from __future__ import annotations
 
@@ -43,10 +44,11 @@ class Exported:
     """What ``zckpt.export`` has written."""
 
     path: str
+    """The absolute path of the directory or file that was written."""
     files: tuple[str, ...]
-    """Paths relative to ``path``; the name of the file itself where that is what was written."""
+    """The paths of all files, relative to ``path``. If ``path`` is itself a file, this is its name."""
     nbytes: int
-    """Of all files."""
+    """The size of all files in bytes."""
 
     def __str__(self) -> str:
         names = "\n".join(f"  {name}" for name in self.files)
@@ -66,41 +68,54 @@ def export(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Writes the weights and persistent buffers of a checkpoint or of a live engine as others load them. Tensors reach
-    the disk in slices: no more than ``budget`` is in memory, beside weights that have to be whole to be converted.
+    """Writes the weights and persistent buffers of a checkpoint or of a live engine in a form that other programs load.
+    Tensors are written in slices, so that no more than the memory of ``budget`` is taken. The exception are weights
+    that can only be converted as a whole.
 
-    ``source``: a path as for ``zckpt.open``, or what that returned; or a training engine, whose weights are written
-    from where they are, without a checkpoint: each file by one rank, to which the others send its slices. Every rank
-    that the engine is spread over calls it then. ``format``: "hf" makes the directory ``out`` with
-    ``model.safetensors``, or several files of at most ``max_shard_size`` (bytes, or a text such as "5GB") and an index.
-    With ``config``, a folder with the model's ``config.json``, it is what ``model.to(dtype).save_pretrained(out)``
-    writes, with the folder's tokenizer and processor files, and ``from_pretrained`` loads it; without, tensors have the
-    names that they have in the model, a tied weight has one of them, and there is no configuration; but an engine's
-    model of transformers' brings its own. "pt" makes the file ``out``, a dict of all tensors that ``torch.load(out,
-    weights_only=True)`` returns, tied weights under every name. ``dtype``: what all floating point tensors are
-    converted to, such as "bf16"; None: they stay as they are stored, weights in fp32 if the optimizer had them so;
-    those of an engine stay as the model computes with them. ``adapter``: the name of a LoRA adapter of PEFT's, such as
-    "default": ``out`` becomes its folder, as ``PeftModel.save_pretrained`` writes it and ``PeftModel.from_pretrained``
-    loads it. The adapter's configuration is in the checkpoint; if not, ``config`` is a folder with its
-    ``adapter_config.json``. ``overwrite``: replaces an earlier export.
+    ``source``: a path as for ``zckpt.open``, a ``Checkpoint``, or a training engine. The weights of an engine are
+    written from where they are, without a checkpoint: each file is written by one rank, and the other ranks send it
+    their slices. Every rank that the engine is spread over then has to call this.
 
-    ``out`` appears once all of it is durable. After an error there is nothing new, and an earlier export is as it was;
-    only a process that is killed leaves a temporary directory or file beside it, ``<out>.<digits>.tmp``.
+    ``format="hf"`` makes the directory ``out`` with the file ``model.safetensors``, or with several files of at most
+    ``max_shard_size`` (a number of bytes, or a text such as "5GB") and an index. ``config`` is a folder with the
+    model's ``config.json``. With it, ``out`` gets the files that ``model.to(dtype).save_pretrained(out)`` writes, and
+    the tokenizer and processor files of that folder; ``from_pretrained`` loads it. Without ``config``, tensors keep the
+    names that they have in the model, a tied weight is written under one of its names, and no configuration is written.
+    An engine whose model is one of transformers' needs no ``config``, because the model has its configuration.
 
-    Where torch.distributed is initialised, every rank calls it with the same arguments, and they share the files.
+    ``format="pt"`` makes the file ``out``. ``torch.load(out, weights_only=True)`` returns a dict of all tensors, in
+    which a tied weight has all of its names.
+
+    ``dtype``: the dtype that all floating point tensors are converted to, such as "bf16". None keeps the dtypes of the
+    source: those of a checkpoint are the ones that are stored, which is fp32 for weights of which the optimizer has
+    fp32 master weights; those of an engine are the ones that the model computes with.
+
+    ``adapter``: the name of a LoRA adapter of PEFT, such as "default". Then ``out`` becomes the folder of this adapter,
+    as ``PeftModel.save_pretrained`` writes it and ``PeftModel.from_pretrained`` loads it. If the checkpoint does not
+    have the adapter's configuration, ``config`` is a folder with its ``adapter_config.json``.
+
+    ``overwrite``: replace an earlier export. ``budget``: memory, threads and kind of I/O; None means that of the
+    ``Checkpoint``, or ``Budget.from_environment()``. ``progress``: an object that is told how far the export is, such
+    as ``zckpt.ProgressBar()``.
+
+    ``out`` appears once all of it is durable. After an error nothing new is there, and an earlier export is unchanged.
+    Only a process that is killed leaves a temporary directory or file beside ``out``, named ``<out>.<digits>.tmp``.
+
+    Where torch.distributed is initialised, every rank has to call this with the same arguments. The ranks share the
+    files that are written.
 
     Raises what ``zckpt.open`` and ``Checkpoint.load`` raise, or for an engine what ``zckpt.write`` raises;
     CheckpointExistsError; MismatchError if the configuration is of another model; KeyNotFoundError for an adapter that
-    does not exist; UnsupportedError for a model that transformers does not know, or without transformers, for an
-    adapter that is not LoRA, and for format "hf" of a model with adapters where none is named; ValueError for an
-    unknown format, dtype or size; NoSpaceError, StorageError and RankError.
+    does not exist; UnsupportedError for a model that transformers does not know, where transformers is not installed,
+    for an adapter that is not LoRA, and for format "hf" of a model with adapters where ``adapter`` is not given;
+    ValueError for an unknown format, dtype or size; NoSpaceError, StorageError and RankError.
     """
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     if format == "pt" and config is not None:
-        raise ValueError("a configuration is for format 'hf' alone: a 'pt' file has the names of the model in memory")
+        raise ValueError("config may be given only with format 'hf': a 'pt' file has the names of the model in memory")
     if format == "pt" and adapter is not None:
-        raise ValueError("an adapter is for format 'hf' alone: its folder has a safetensors file and its configuration")
+        raise ValueError("adapter may be given only with format 'hf': the folder of an adapter has a safetensors file")
     directory = format == "hf"
     patterns = (adapter_plan.FILES if adapter is not None else FILES) if directory else None
     shard_bytes_max, wanted = size_in_bytes(max_shard_size), dtype_of(dtype)
@@ -165,7 +180,7 @@ def _write(
     ranks: Ranks,
     progress: Progress | None,
 ) -> None:
-    """This rank's files."""
+    """Writes the files of this rank."""
     own = files[ranks.rank :: ranks.size]
     with reported(progress, "export", tensors.nbytes(own, conversions)) as tensors.advance:
         write_files(store, own, conversions, tensors, tensors.budget)

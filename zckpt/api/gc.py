@@ -1,4 +1,4 @@
-"""Removes what dead writers have left, safely."""
+"""Removes what dead writers have left in a run or in a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ if TYPE_CHECKING:
 
 def gc(path: StrPath, *, dry_run: bool = False, discard: StrPath | Collection[StrPath] = ()) -> Cleanup:
     """Removes what dead writers have left in a run, or in one checkpoint: data that no manifest names, temporary files,
-    checkpoints that were never committed, and scratch files of ``zckpt.offload``. No checkpoint is removed:
-    ``zckpt.prune`` does that. What somebody writes at this moment is left alone, and so is what ``zckpt.repair`` could
-    make a checkpoint of: there is no manifest, but all data of a save.
+    checkpoints that were never committed, and scratch files of ``zckpt.offload``. It removes no committed checkpoint;
+    ``zckpt.prune`` does that. It leaves alone what somebody is writing at this moment, and what ``zckpt.repair`` could
+    make a checkpoint of, because all data of a save are there and only the manifest is missing.
 
-    The checkpoints of a run are those directly in it, those in directories of it where ``latest`` may name them, and
-    those in the ``checkpoint-<N>`` of Hugging Face's Trainer. Another run inside of it is left alone.
+    The checkpoints of a run are those directly in its directory, those further down that ``latest`` may name, and those
+    in the ``checkpoint-<N>`` of Hugging Face's Trainer. Another run within the directory is left alone.
 
-    ``dry_run``: only say what would be removed. ``discard``: the directory of a checkpoint without a manifest, or
-    several, relative to ``path`` or not, that are to be removed although they could be repaired. Call it on one rank.
+    ``dry_run``: remove nothing, and return what would be removed. ``discard``: the directory of a checkpoint without a
+    manifest, or several such directories, as paths that may be relative to ``path``: they are removed although they
+    could be repaired. Call this on one rank only.
 
-    Raises CheckpointNotFoundError if there is no such directory, of the run or of ``discard``; CheckpointExistsError if
-    one of ``discard`` has a manifest; StorageError; UnsupportedError for the URL of a store that does not exist.
+    Raises CheckpointNotFoundError if ``path`` is no directory, or if ``discard`` names no checkpoint in it;
+    CheckpointExistsError if a checkpoint that ``discard`` names has a manifest; StorageError; and UnsupportedError for
+    a URL of an unknown kind of store.
     """
     run = open_store(path)
     entries = run.entries()
@@ -49,7 +51,7 @@ def gc(path: StrPath, *, dry_run: bool = False, discard: StrPath | Collection[St
 
 
 def _discarded(run: Store, checkpoints: Sequence[Store], discard: StrPath | Collection[StrPath]) -> set[Location]:
-    """Where those of the checkpoints are that ``discard`` names."""
+    """Returns the directories of those ``checkpoints`` that ``discard`` names."""
     found = set()
     for given in (discard,) if isinstance(discard, (str, os.PathLike)) else discard:
         one = os.fspath(given)
@@ -57,13 +59,13 @@ def _discarded(run: Store, checkpoints: Sequence[Store], discard: StrPath | Coll
         matching = [checkpoint for checkpoint in checkpoints if checkpoint.location.absolute() in named]
         if not matching:
             raise CheckpointNotFoundError(
-                f"no checkpoint was begun in {one!r}, which discard names", file=str(run.location)
+                f"discard names {one!r}, in which no checkpoint was begun", file=str(run.location)
             )
         for checkpoint in matching:
             if checkpoint.exists(names.MANIFEST):
                 raise CheckpointExistsError(
                     "discard names a checkpoint that has a manifest", file=str(checkpoint.location),
-                    hint="zckpt.prune removes older checkpoints",
+                    hint="to remove checkpoints that have a manifest, use zckpt.prune",
                 )  # fmt: skip
             found.add(checkpoint.location)
     return found

@@ -1,4 +1,4 @@
-"""From a path to a Checkpoint."""
+"""Opens the checkpoint at a path."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa: A001  reads like the builtin on purpose
     """Opens the checkpoint at ``path``, or, in the directory of a run, the one that ``latest`` names.
 
-    ``budget``: memory, threads and kind of I/O of all reads; None: ``Budget.from_environment()``.
+    ``budget``: memory, threads and kind of I/O of all reads; None means ``Budget.from_environment()``.
 
-    Reads the manifest and nothing else. Needs neither the framework that wrote it nor torch.distributed. Raises
-    CheckpointNotFoundError, which says what is there instead, UnfinishedWriteError, VersionError, FeatureError,
-    FormatError, StorageError, and UnsupportedError for the URL of a store that does not exist. Where something is
-    damaged or missing, the error, and so that of every load, names the newest other checkpoints of the run that are
-    whole.
+    It reads the manifest and nothing else. It needs neither the framework that wrote the checkpoint nor
+    torch.distributed. Raises CheckpointNotFoundError, which says what is there instead, UnfinishedWriteError,
+    VersionError, FeatureError, FormatError, StorageError, and UnsupportedError for a URL of an unknown kind of store.
+    If something is damaged or missing, this error and that of every later load name the newest other checkpoints of the
+    run that are whole.
     """
     found = find(path)
     with advised(found):
@@ -37,6 +37,6 @@ def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa:
 def open_checkpoint(
     store: Store, budget: Budget | None = None, advised: Callable[..., AbstractContextManager[None]] = nullcontext
 ) -> Checkpoint:
-    """The checkpoint in exactly this directory. ``advised`` adds to the hints of its errors. Raises as
-    ``open_contents`` does."""
+    """Opens the checkpoint in exactly this directory. ``advised`` extends the hints of its errors. Raises what
+    ``open_contents`` raises."""
     return Checkpoint(str(store.location), open_contents(store), budget, advised)

@@ -1,4 +1,4 @@
-"""Removes whole checkpoints of a run, all but those that are to be kept."""
+"""Removes whole checkpoints of a run, except for those that are to be kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Committed(NamedTuple):
-    """A checkpoint whose manifest can be read. They sort in the order of their commits."""
+    """A checkpoint whose manifest can be read. Tuples of this class sort in the order of the commits."""
 
     changed_at: float
     step: int
@@ -29,16 +29,17 @@ class _Committed(NamedTuple):
 
 
 def prune(run: StrPath, *, keep_last: int, keep_every: int | None = None, dry_run: bool = False) -> Cleanup:
-    """Removes checkpoints of a run, whole, but never the one that ``latest`` names, one that somebody writes at this
-    moment, or one whose manifest cannot be read. It removes each manifest first, for good, then the data.
+    """Removes whole checkpoints of a run. It never removes the checkpoint that ``latest`` names, one that somebody is
+    writing at this moment, or one whose manifest cannot be read. Of each checkpoint it removes the manifest first,
+    durably, and then the data.
 
-    ``keep_last``: how many are kept of those that were committed last. ``keep_every``: those are kept too whose step is
-    a multiple of this number. ``dry_run``: only say what would be removed. The checkpoints of a run are those that
-    ``zckpt.gc`` finds. Call it on one rank.
+    ``keep_last``: the number of checkpoints to keep, counted from the one that was committed last. ``keep_every``: keep
+    the checkpoints whose step is a multiple of this number, too. ``dry_run``: remove nothing, and return what would be
+    removed. The checkpoints of a run are those that ``zckpt.gc`` finds. Call this on one rank only.
 
-    Raises CheckpointNotFoundError if there is no such directory, or if it is that of one checkpoint; FormatError if
-    ``latest`` cannot be read; StorageError; UnsupportedError for the URL of a store that does not exist; ValueError for
-    numbers below 1.
+    Raises CheckpointNotFoundError if there is no such directory, or if it is the directory of one checkpoint;
+    FormatError if ``latest`` cannot be read; StorageError; UnsupportedError for a URL of an unknown kind of store; and
+    ValueError for numbers below 1.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
@@ -68,7 +69,7 @@ def prune(run: StrPath, *, keep_last: int, keep_every: int | None = None, dry_ru
 
 
 def _committed(found: Sequence[Store]) -> tuple[list[_Committed], list[str]]:
-    """In the order of their commits; and the paths of those whose manifests cannot be read."""
+    """Returns the checkpoints in the order of their commits, and the paths of those whose manifests cannot be read."""
     committed, unreadable = [], []
     for store in found:
         path = str(store.location)

@@ -1,4 +1,4 @@
-"""What a clean-up has removed or left alone, for people and as JSON."""
+"""The result of a clean-up: what it has removed and what it has left alone, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,39 +8,45 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Something that ``zckpt.gc`` or ``zckpt.prune`` has removed, or would remove."""
+    """A file or directory that ``zckpt.gc`` or ``zckpt.prune`` has removed, or, with ``dry_run``, would remove."""
 
     path: str
+    """The path of the file or directory."""
     nbytes: int
+    """The size of the file, or of all files in the directory, in bytes."""
     reason: str
-    """``leftover``: of a write that died, failed or was replaced. ``retention``: of a checkpoint that ``zckpt.prune``
-    was not told to keep. ``discarded``: of a checkpoint without a manifest, which ``discard`` has named."""
+    """Why it was removed. ``leftover``: it belonged to a write that died, failed or was replaced. ``retention``: it
+    belonged to a checkpoint that ``zckpt.prune`` was not told to keep. ``discarded``: it belonged to a checkpoint
+    without a manifest that ``discard`` has named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cleanup:
-    """What ``zckpt.gc`` or ``zckpt.prune`` did, or with ``dry_run`` would do."""
+    """What ``zckpt.gc`` or ``zckpt.prune`` has done, or, with ``dry_run``, would do."""
 
     removed: tuple[Removed, ...]
+    """The files and directories that were removed, or would be."""
     in_use: tuple[str, ...]
-    """Checkpoints that were left alone because somebody writes there now."""
+    """The paths of checkpoints that were left alone because somebody is writing there now."""
     dry_run: bool
+    """Whether nothing was removed, because the call was only to say what it would remove."""
     recoverable: tuple[str, ...] = ()
-    """Checkpoints without a manifest that were left alone because all of their data are there: ``zckpt.repair`` can
-    make a checkpoint of each."""
+    """The paths of checkpoints without a manifest that were left alone because all of their data are there:
+    ``zckpt.repair`` can make a checkpoint of each."""
     checkpoints: int = 0
-    """How many checkpoints, committed or only begun, were found in the directory."""
+    """The number of checkpoints, committed or only begun, that were found in the directory."""
     kept: tuple[str, ...] = ()
-    """The checkpoints that ``zckpt.prune`` has kept, in the order in which they were committed."""
+    """The paths of the checkpoints that ``zckpt.prune`` has kept, in the order in which they were committed."""
     unreadable: tuple[str, ...] = ()
-    """Checkpoints that ``zckpt.prune`` has left alone because their manifest cannot be read."""
+    """The paths of checkpoints that ``zckpt.prune`` has left alone because their manifests cannot be read."""
 
     @property
     def nbytes(self) -> int:
+        """The size in bytes of everything in ``removed``."""
         return sum(one.nbytes for one in self.removed)
 
     def to_json(self) -> str:
-        """One line, with the fields of this class, and ``nbytes``."""
+        """Returns one line of JSON with the fields of this class and ``nbytes``."""
         return json.dumps({**asdict(self), "nbytes": self.nbytes})
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Removes what was left over, discarded or pruned of one checkpoint after the other, each under its lock."""
+"""Removes leftovers, discarded data and pruned checkpoints, one checkpoint after the other, each under its lock."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ if TYPE_CHECKING:
 
 
 def is_latest(run: Store, checkpoint: Store) -> bool:
-    """Whether the ``latest`` of a run names the checkpoint. What it names need not exist. Raises FormatError."""
+    """Whether the ``latest`` of a run names this checkpoint. Raises FormatError if ``latest`` cannot be read."""
     if not run.exists(names.LATEST):
         return False
     return run.location.child(read_latest(run)).resolved() == checkpoint.location.resolved()
 
 
 class Work:
-    """What is removed from several checkpoints. With ``dry_run`` nothing is, and no lock is taken."""
+    """Removes things from several checkpoints and records what it has removed. With ``dry_run`` it only records what it
+    would remove, and takes no lock."""
 
     def __init__(self, dry_run: bool, discarded: Collection[Location] = ()) -> None:
-        """``discarded``: where the checkpoints without a manifest are that go although they could be repaired."""
+        """``discarded``: the directories of the checkpoints without a manifest that are to be removed although they
+        could be repaired."""
         self.dry_run = dry_run
         self.discarded = discarded
         self.removed: list[Removed] = []
@@ -37,17 +39,18 @@ class Work:
         self.recoverable: list[str] = []
 
     def result(self, checkpoints: int, kept: Sequence[str] = (), unreadable: Sequence[str] = ()) -> Cleanup:
-        """``checkpoints``, ``kept`` and ``unreadable`` as in ``Cleanup``."""
+        """Returns what was done. ``checkpoints``, ``kept`` and ``unreadable`` are those of ``Cleanup``."""
         removed, in_use = tuple(self.removed), tuple(self.in_use)
         recoverable, dry_run = tuple(self.recoverable), self.dry_run
         return Cleanup(removed, in_use, dry_run, recoverable, checkpoints, tuple(kept), tuple(unreadable))
 
     def clean(self, store: Store, unwanted_in: Store | None = None) -> None:
-        """One checkpoint. ``unwanted_in``: the run that it is to be removed from."""
+        """Removes the leftovers of one checkpoint. With ``unwanted_in``, the run that the checkpoint belongs to, it
+        removes the checkpoint itself too."""
         path = str(store.location)
         found, holder = leftovers(store), read_lock(store)
         if unwanted_in is None and not found and (holder is None or not is_lock(holder)):
-            return  # no lock is taken for nothing: a write may be about to begin
+            return  # nothing is to be done, and taking the lock could get in the way of a write that is about to begin
         if holder is not None and is_alive(store, holder):
             self.in_use.append(path)
             return
@@ -78,13 +81,14 @@ class Work:
         self.remove(store, left, "leftover")
         if unwanted_in is not None and not is_latest(unwanted_in, store):
             above = store.parent
-            if is_of_trainer(above.location.name) and is_latest(above, store):  # of this checkpoint alone
+            if is_of_trainer(above.location.name) and is_latest(above, store):  # the directory is this checkpoint's run
                 self.remove(above, [names.LATEST], "retention")
             own = [name for name in sorted(store.entries() or ()) if names.is_data_dir(name) or names.is_old(name)]
             self.remove(store, [names.MANIFEST, *(name for name in own if name not in left)], "retention")
 
     def remove(self, store: Store, found: Sequence[str], reason: str) -> None:
-        """The manifest goes first, for good, before any of its data."""
+        """Removes these entries of a directory in the given order. The removal of a manifest is durable before
+        anything that comes after it is removed."""
         for name in found:
             nbytes, file = store.nbytes(name), str(store.location.child(name))
             if not self.dry_run:
@@ -94,5 +98,5 @@ class Work:
                     if store.exists(name):
                         raise StorageError("cannot remove the manifest", file=file)
                 elif store.exists(name):
-                    continue  # it stays, and is a leftover still
+                    continue  # it could not be removed, and a later clean-up will find it again
             self.removed.append(Removed(file, nbytes, reason))

@@ -1,4 +1,4 @@
-"""What a comparison of two checkpoints has found, for people and as JSON."""
+"""The result of a comparison of two checkpoints, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that both checkpoints have, and that differs. Where its shape or dtype differs, no values are compared,
+    """A tensor that both checkpoints have, and that differs. If its shape or its dtype differs, no values are compared,
     and all numbers are 0."""
 
     key: str
+    """The key of the tensor in a."""
     dtype_a: str
+    """Torch's name of the dtype in a, such as ``"float32"``."""
     dtype_b: str
+    """Torch's name of the dtype in b."""
     shape_a: tuple[int, ...]
+    """The shape in a."""
     shape_b: tuple[int, ...]
+    """The shape in b."""
     compared: int = 0
-    """Elements of the tensor; of a buffer whose values differ from rank to rank, those of all its values."""
+    """The number of elements that were compared. For a buffer whose values differ from rank to rank, the elements of
+    all its copies are counted."""
     changed: int = 0
-    """Elements that differ by more than the tolerance; without one, those of which any bit differs."""
+    """The number of elements that differ by more than the tolerance. Without a tolerance, it is the number of elements
+    of which any bit differs."""
     nonfinite: int = 0
-    """Changed elements that are NaN or infinite in a or in b. They are left out of ``max_abs`` and ``max_rel``."""
+    """The number of changed elements that are NaN or infinite in a or in b. They are left out of ``max_abs`` and
+    ``max_rel``."""
     max_abs: float = 0.0
     """The largest ``|a - b|`` of the changed elements."""
     max_rel: float = 0.0
@@ -29,7 +37,7 @@ class TensorDifference:
 
     @property
     def share(self) -> float:
-        """Of the elements, how many are changed: from 0 to 1."""
+        """The share of the compared elements that are changed, from 0 to 1."""
         return self.changed / self.compared if self.compared else 0.0
 
     def __str__(self) -> str:
@@ -44,12 +52,14 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class StateDifference:
-    """A place in the trees of non-tensor state at which the checkpoints differ. ``a`` and ``b`` are the values as short
-    text, or None where there is none."""
+    """A place in the trees of non-tensor state at which the checkpoints differ."""
 
     path: str
+    """The place in the tree, such as ``engine.counters.global_steps``."""
     a: str | None
+    """The value in a as a short text, or None if a has nothing there."""
     b: str | None
+    """The value in b as a short text, or None if b has nothing there."""
 
     def __str__(self) -> str:
         told = [f"{'nothing' if value is None else value} in {name}" for name, value in (("a", self.a), ("b", self.b))]
@@ -58,28 +68,32 @@ class StateDifference:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What ``zckpt.diff`` found."""
+    """What ``zckpt.diff`` has found."""
 
     a: str
+    """The path of the first checkpoint."""
     b: str
-    """The paths of both checkpoints."""
+    """The path of the second checkpoint."""
     tensors: tuple[TensorDifference, ...]
-    """Those of both that differ, in the order of a."""
+    """The tensors that both checkpoints have and that differ, in the order in which a has them."""
     state: tuple[StateDifference, ...]
+    """The places at which the trees of non-tensor state differ."""
     only_in_a: tuple[str, ...]
+    """The keys of the tensors that only a has."""
     only_in_b: tuple[str, ...]
-    """Keys."""
+    """The keys of the tensors that only b has."""
     compared: int
-    """How many tensors both have."""
+    """The number of tensors that both checkpoints have."""
     bytes_read: int
-    """Of both. What has the same digests in both is not read."""
+    """The number of bytes that were read of both checkpoints. Blocks with the same digests in both are not read."""
 
     @property
     def equal(self) -> bool:
+        """Whether no difference was found."""
         return not (self.tensors or self.state or self.only_in_a or self.only_in_b)
 
     def to_json(self) -> str:
-        """One line, with the fields of this class, and ``equal``; those of a tensor, and ``share``."""
+        """Returns one line of JSON with the fields of this class and ``equal``. Each tensor also has its ``share``."""
         tensors = [{**asdict(one), "share": one.share} for one in self.tensors]
         return json.dumps({"equal": self.equal, **asdict(self), "tensors": tensors})
 

@@ -1,4 +1,4 @@
-"""Reads what two checkpoints may differ in, slice by slice, and compares it."""
+"""Reads, slice by slice, the values in which two checkpoints may differ, and compares them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ if TYPE_CHECKING:
     from zckpt.reading.checkpoint import Checkpoint
 
 SLICES_IN_MEMORY = 5
-"""What each thread holds, in slices: one of each checkpoint, the buffer through which it is read, and what is computed
-of both."""
+"""The memory that each thread takes, in slices: a slice of each checkpoint, the buffer through which it is read, and
+what is computed from both."""
 
 
 def slice_bytes(budget: Budget, block_bytes: int) -> int:
-    """The bytes of a slice, of which ``SLICES_IN_MEMORY`` fit into the memory of a thread; a block at least."""
+    """Returns the size of a slice in bytes: ``SLICES_IN_MEMORY`` of them fit into the memory of a thread, unless a
+    slice would be smaller than a block."""
     return max(min(8 * MIB, budget.nbytes // budget.threads // SLICES_IN_MEMORY), block_bytes)
 
 
 def budget_of_a_read(budget: Budget) -> Budget:
-    """As many threads compare as the budget has; each of them reads on its own, by buffers of about a slice."""
+    """Returns the budget of a single read. The comparison runs as many threads as ``budget`` has, and each of them
+    reads on its own, through buffers of about the size of a slice."""
     return Budget(max(budget.nbytes // budget.threads // SLICES_IN_MEMORY + MIB, 2 * MIB), 1, budget.direct)
 
 
@@ -56,20 +58,20 @@ class Pair(NamedTuple):
 
     @property
     def difference(self) -> TensorDifference:
-        """With no values compared."""
-        in_a, in_b = (str(one.dtype).removeprefix("torch.") for one in (self.a, self.b))
-        return TensorDifference(self.key, in_a, in_b, self.a.shape, self.b.shape)
+        """The dtypes and shapes of both, with no values compared."""
+        return TensorDifference(self.key, self.a.torch_name, self.b.torch_name, self.a.shape, self.b.shape)
 
     @property
     def is_comparable(self) -> bool:
+        """Whether both have the same dtype and shape, so that their values can be compared."""
         return (self.a.dtype, self.a.shape) == (self.b.dtype, self.b.shape)
 
 
 def paired(
     a: Mapping[str, TensorInfo], b: Mapping[str, TensorInfo], keys_of_a: Iterable[str], keys_of_b: Iterable[str]
 ) -> tuple[list[Pair], list[str], list[str]]:
-    """The tensors with these keys that both have, each once, also where one of them stores it under another of its
-    names; and the keys that only a or only b has."""
+    """Returns the tensors with these keys that both checkpoints have, the keys that only a has, and the keys that only
+    b has. A tied weight is paired once, even if the checkpoints store it under different ones of its names."""
     pairs: dict[str, Pair] = {}
     for key in (*keys_of_a, *keys_of_b):
         if key in a and key in b:
@@ -78,8 +80,8 @@ def paired(
 
 
 def compared_copies(a: Checkpoint, b: Checkpoint, pair: Pair) -> list[tuple[int, int]]:
-    """The copies of a tensor that are compared: the one that everybody reads; of a buffer, where both checkpoints have
-    the same number of ranks, also what each rank has of its own."""
+    """Returns the pairs of copies of a tensor that are compared. The copy that every load reads is always compared. If
+    the tensor is a buffer and both checkpoints have the same number of ranks, the copy of each rank is compared too."""
     if pair.a.part != BUFFER or a.world_size != b.world_size:
         return [(0, 0)]
     of_a, of_b = (
@@ -90,7 +92,7 @@ def compared_copies(a: Checkpoint, b: Checkpoint, pair: Pair) -> list[tuple[int,
 
 
 class Slice(NamedTuple):
-    """Elements ``[start, stop)`` of one copy of a tensor in either checkpoint."""
+    """The elements ``[start, stop)`` of one copy of a tensor in each of the two checkpoints."""
 
     pair: Pair
     copy_a: int
@@ -105,19 +107,22 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of two checkpoints, ``number`` of the ``size`` equal shares of the work."""
+    """The comparison of two checkpoints, shared by ``size`` processes."""
 
     a: Checkpoint
     b: Checkpoint
     budget: Budget
+    """The memory and the threads of this process."""
     rtol: float
     atol: float
     number: int
+    """The number of this process, from 0 to ``size - 1``."""
     size: int
+    """The number of processes that share the work."""
 
     def run(self, pairs: Sequence[Pair], progress: Progress | None) -> dict[str, Tally]:
-        """Compares this share of the values of these tensors. Returns what differs, by key. Raises FormatError and
-        StorageError."""
+        """Compares this process's share of the values of these tensors. Returns for the key of each tensor that differs
+        what was found. Raises FormatError and StorageError."""
         tallies: dict[str, Tally] = {}
         lock = threading.Lock()
         batches = [batch for number, batch in enumerate(self._batches(pairs)) if number % self.size == self.number]
@@ -146,14 +151,14 @@ class Comparison:
         try:
             checkpoint.read(wants, verify=True)
         except FormatError as error:
-            if error.file is not None:  # of which of the two
+            if error.file is not None:  # the whole path says which of the two checkpoints it is
                 error.file = str(Location.of(checkpoint.path).child(error.file))
             raise
         return [want.target for want in wants]
 
     def _batches(self, pairs: Sequence[Pair]) -> Iterator[list[Slice]]:
-        """All that is to be read, in the same order in each process: slices of one tensor or of several, which fit in
-        memory together."""
+        """Yields everything that is to be read, in the same order in each process. A batch has slices of one tensor or
+        of several that fit into the memory of a thread together."""
         limit = slice_bytes(self.budget, max(self.a.manifest.block_bytes, self.b.manifest.block_bytes))
         batch: list[Slice] = []
         nbytes = 0
@@ -183,7 +188,7 @@ class Comparison:
 
     @staticmethod
     def _digests(checkpoint: Checkpoint, pieces: StoredPieces, item_bytes: int) -> Iterator[memoryview]:
-        """The digests of each piece."""
+        """Yields the digests of each piece."""
         manifest = checkpoint.manifest
         columns = (pieces.file, pieces.block, (pieces.stop - pieces.start) * item_bytes)
         for number, block, nbytes in zip(*(column.tolist() for column in columns), strict=True):

@@ -1,4 +1,4 @@
-"""Where two trees of non-tensor state differ."""
+"""Finds where two trees of non-tensor state differ."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NOTHING = object()
 
 
 def tree_differences(a: object, b: object, path: str) -> Iterator[StateDifference]:
-    """The places at which two trees differ, in order. Numbers are equal if their type and all their bits are, NaN too;
-    tensors and arrays likewise."""
+    """Yields the places at which two trees differ, in the order of the tree. Numbers, tensors and arrays are equal if
+    their type and all their bits are equal, which holds for NaN too."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in {**a, **b}:
             below = f"{path}.{key}" if path else str(key)
@@ -34,7 +34,7 @@ def tree_differences(a: object, b: object, path: str) -> Iterator[StateDifferenc
 
 
 def _value(leaf: object) -> tuple[object, ...]:
-    """What is equal for two leaves that are the same bit for bit."""
+    """Returns a value that is equal for two leaves exactly if they are the same bit for bit."""
     if isinstance(leaf, torch.Tensor):
         return "tensor", leaf.dtype, tuple(leaf.shape), host_bytes(leaf.contiguous()).tobytes()
     if isinstance(leaf, np.ndarray):

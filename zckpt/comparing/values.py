@@ -1,4 +1,4 @@
-"""How the values of two tensors differ, element by element."""
+"""Compares the values of two tensors element by element."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PORTION_ITEMS = 1 << 16
-"""So many elements are compared at once: what is computed of them stays in the processor's cache."""
+"""The number of elements that are compared at once. What is computed from them stays in the processor's cache."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtypes that compare bit for bit, by the bytes of an element."""
+"""For the size of an element in bytes, the dtype under which elements are compared bit for bit."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What was found of one tensor so far; the fields are those of ``TensorDifference``."""
+    """What has been found about one tensor so far. The fields have the meaning that they have in
+    ``TensorDifference``."""
 
     changed: int = 0
     nonfinite: int = 0
@@ -26,7 +27,7 @@ class Tally:
     max_rel: float = 0.0
 
     def add(self, other: Sequence[float]) -> None:
-        """Of other elements of the tensor, in the order of the fields."""
+        """Adds what was found in other elements of the tensor, in the order of the fields."""
         changed, nonfinite, max_abs, max_rel = other
         self.changed += int(changed)
         self.nonfinite += int(nonfinite)
@@ -35,12 +36,14 @@ class Tally:
 
     @property
     def row(self) -> tuple[int, int, float, float]:
+        """The values of the fields, in their order."""
         return self.changed, self.nonfinite, self.max_abs, self.max_rel
 
 
 def compare(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Tally:
-    """Compares two 1-D tensors of one dtype and length in host memory. Elements whose bits are equal are equal, NaN
-    too; others are, where both are finite and ``|a - b| <= atol + rtol * max(|a|, |b|)`` with a tolerance above 0."""
+    """Compares two 1-D tensors of the same dtype and length in host memory. Elements whose bits are equal are equal,
+    even if they are NaN. With a tolerance above 0, finite elements are equal too if ``|a - b| <= atol + rtol *
+    max(|a|, |b|)``."""
     tally = Tally()
     bits = _BITS[a.element_size()]
     for start in range(0, a.numel(), PORTION_ITEMS):

@@ -1,1 +1,1 @@
-"""The steps of zckpt.cp: what each rank's files are made of, write them, commit."""
+"""The steps of zckpt.cp: plan what each rank's files are made of, write the files, commit."""

@@ -1,4 +1,4 @@
-"""One process's part in a copy: some ranks' files, and on rank 0 what is around them, and the commit."""
+"""What one process does in a copy: each copies the files of some ranks; process 0 also takes the lock and commits."""
 
 from __future__ import annotations
 
@@ -30,26 +30,33 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Copy:
-    """``receipts`` on every process, ``begin`` on process 0, ``write`` on every one, ``commit`` on process 0; each once
-    all processes have done what comes before. At last, and after a failure on any process, each one calls ``remove``.
+    """One process's share of a copy.
+
+    Every process calls ``receipts``, process 0 calls ``begin``, every process calls ``write``, and process 0 calls
+    ``commit``. Each of these calls is made once all processes have returned from the one before. At the end, and after
+    a failure on any process, every process calls ``remove``.
     """
 
     contents: Contents
-    """Of the source."""
+    """What the source holds."""
     manifest: bytes
-    """That of the source, as it is in the file."""
+    """The manifest of the source, as it is in the file."""
     selection: Selection | None
-    """What is copied; None: all of it, byte for byte."""
+    """The pieces that are copied. None means that the whole checkpoint is copied, byte for byte."""
     target: Store
+    """The directory of the copy."""
     save_id: str
-    """Of the copy."""
+    """The save id of the copy."""
     number: int
-    """Of this process, of ``size`` that copy together."""
+    """The number of this process, from 0 to ``size - 1``."""
     size: int
+    """The number of processes that make this copy together."""
     verify: bool
+    """Whether everything that is read is compared with its digest."""
     options: WriteOptions
+    """How the files of the copy are written."""
     _first: RankWrite | None = field(default=None, init=False)
-    """From ``begin`` to ``remove``; None on all processes but process 0."""
+    """On process 0, from ``begin`` on, the write that takes the lock and commits. None on all other processes."""
 
     @property
     def _own(self) -> range:
@@ -57,14 +64,15 @@ class Copy:
         return range(self.number, self.contents.manifest.world_size, self.size)
 
     def receipts(self) -> list[bytes]:
-        """What the files of these ranks will hold. Empty where all is copied: the manifest says so already."""
+        """Returns what the files of this process's ranks will hold. The list is empty where the whole checkpoint is
+        copied, because its manifest says that already."""
         if self.selection is None:
             return []
         return [catalog.pack(catalog.receipt(rank, self._files(rank).shards)) for rank in self._own]
 
     def begin(self, lock: WriteLock, receipts: Sequence[bytes]) -> None:
-        """Refuses what may not be replaced, takes the lock, and makes the directory of the new data. Raises as
-        ``RankWrite.begin`` does."""
+        """Refuses to replace what may not be replaced, takes the lock, and makes the directory of the new data. Raises
+        what ``RankWrite.begin`` raises."""
         refuse_place(self.target, self.target.parent, latest=False)
         first = self._rank_write(0, (), None)
         if self.selection is not None:
@@ -74,7 +82,8 @@ class Copy:
         first.begin(lock)
 
     def write(self) -> list[tuple[int, bytes]]:
-        """Writes the files of these ranks, durable; returns the digest of each rank's digest table."""
+        """Writes the files of this process's ranks and makes them durable. Returns each rank with the digest of its
+        digest table."""
         manifest, selection = self.contents.manifest, self.selection
         if selection is None:
             of_rank = dict.fromkeys(range(manifest.world_size), 0)
@@ -94,7 +103,8 @@ class Copy:
         return one.write_own(Snapshot())
 
     def commit(self, digests: Sequence[tuple[int, bytes]]) -> None:
-        """When all files are durable, and this is what all processes have returned from ``write``, in any order."""
+        """Commits the copy. This is called when all files are durable. ``digests``: what all processes have returned
+        from ``write``, in any order."""
         assert self._first is not None, "the copy has begun"
         if self.selection is None:
             self._first.put_in_place(self.manifest, _index(self.contents))
@@ -102,7 +112,8 @@ class Copy:
             self._first.commit([one for _, one in sorted(digests)])
 
     def remove(self) -> None:
-        """Gives the lock back. Removes what this copy has made, unless it is committed. As often as one likes."""
+        """Gives the lock back, and removes what this copy has made unless it is committed. It may be called several
+        times."""
         if self._first is not None:
             self._first.remove()
 
@@ -125,7 +136,7 @@ class Copy:
 
 
 class _Part:
-    """Tells a progress that has begun already of the bytes of one rank."""
+    """Passes the bytes of one rank on to a progress that has begun already."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
         self.advance = advance
@@ -136,7 +147,7 @@ class _Part:
 
 
 def _index(contents: Contents) -> bytes:
-    """The bytes of the index. Raises FormatError (F001, F002, I001, I002) and StorageError."""
+    """Reads the bytes of the index and checks them. Raises FormatError (F001, F002, I001, I002) and StorageError."""
     manifest, path = contents.manifest, names.index_path(contents.manifest.save_id)
     raw = contents.reader.read(path, 0, manifest.index_bytes + 1)
     if len(raw) != manifest.index_bytes:

@@ -1,4 +1,4 @@
-"""What one rank's files in a copy are made of: ranges of the source's files, and the digests that they have there."""
+"""Plans what one rank's files in a copy are made of: ranges of the source's files, and the digests of these ranges."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ if TYPE_CHECKING:
 
 
 class RankFiles(NamedTuple):
-    """The files of one rank, and what they are copied from."""
+    """The files of one rank in a copy, and what they are copied from."""
 
     shards: tuple[ShardPlan, ...]
+    """The plan of each file that is written."""
     source: Source
+    """The files of the source, and the digest table that the written files are to have."""
 
 
 def whole_files(contents: Contents, rank: int, *, verify: bool) -> RankFiles:
-    """All files of a rank as they are. Reads their headers. Raises FormatError (F001 to F003, S001 to S006, S008, D001,
-    D002) and StorageError."""
+    """Plans to copy all files of a rank as they are. It reads their headers. Raises FormatError (F001 to F003, S001 to
+    S006, S008, D001, D002) and StorageError."""
     manifest = contents.manifest
     shards = []
     numbers = range(bisect_left(manifest.files.rank, rank), bisect_right(manifest.files.rank, rank))
@@ -51,8 +53,9 @@ def _source(contents: Contents, numbers: Iterable[int], table: bytes, verify: bo
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Pieces of some tensors of a checkpoint, with all copies, as int64 columns in the order of their files and
-    offsets. ``part`` and ``row`` are positions in the manifest; the rest is as in ``StoredPieces`` and ``Piece``."""
+    """The pieces of some tensors of a checkpoint, in all their copies, as int64 columns in the order of their files and
+    offsets. ``part`` and ``row`` are positions in the manifest. The other columns have the meaning that they have in
+    ``StoredPieces`` and ``Piece``."""
 
     contents: Contents
     part: Ints
@@ -68,8 +71,8 @@ class Selection:
 
     @classmethod
     def of(cls, contents: Contents, keys: Iterable[str]) -> Selection:
-        """The pieces of the tensors with these keys, and of all that the trees of state refer to. Raises FormatError
-        (I002 to I007)."""
+        """Returns the pieces of the tensors with these keys, and of all tensors that the trees of state refer to.
+        Raises FormatError (I002 to I007)."""
         manifest = contents.manifest
         rows: dict[int, set[int]] = {part: set() for part in range(len(manifest.parts))}
         for info in (contents[key] for key in keys):
@@ -96,11 +99,12 @@ class Selection:
         return cls(contents, *[*table, np.array(manifest.files.rank, np.int64)[table[2]]])
 
     def bytes_of(self, rank: int) -> int:
-        """What this rank has of the pieces."""
+        """Returns the size in bytes of the pieces that this rank has."""
         return int(self.nbytes[self._own(rank)].sum())
 
     def files(self, rank: int, save_id: str, *, verify: bool) -> RankFiles:
-        """The files of a rank with no other pieces than these. Raises FormatError (F001 to F003, D001, D002)."""
+        """Plans the files of a rank that hold these pieces and no others. Raises FormatError (F001 to F003, D001,
+        D002)."""
         contents, own = self.contents, self._own(rank)
         manifest = contents.manifest
         fragments = list(self._fragments(own))
@@ -130,8 +134,8 @@ class Selection:
 
 
 def _digests(shard: ShardPlan, old: memoryview, first_block: Mapping[int, int], block_bytes: int) -> bytes:
-    """The digests of a new file: those of its pieces as they are in the source's table ``old``, where those of each
-    fragment, by its ``id``, begin with ``first_block``."""
+    """Returns the digests of a new file. Those of its pieces are taken from the source's table ``old``.
+    ``first_block``: for the ``id`` of each fragment the position in ``old`` of the digest of its first block."""
     found = []
     for source, nbytes in zip(shard.regions.source.tolist(), shard.regions.nbytes.tolist(), strict=True):
         if source in (HEADER, FILLER):

@@ -1,1 +1,1 @@
-"""What lies in the directory of a run, and what each checkpoint holds: without its tensors, and without torch."""
+"""Lists the directory of a run and the contents of each checkpoint. It reads no tensors and does not import torch."""

@@ -1,4 +1,5 @@
-"""What tensors a checkpoint holds, and where: its manifest, index, digest tables and headers, read when asked for."""
+"""Which tensors a checkpoint holds and where they are stored, as its manifest, its index, its digest tables and the
+headers of its files say. All of these but the manifest are read when they are first needed."""
 
 from __future__ import annotations
 
@@ -36,20 +37,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PieceInfo:
-    """Elements ``[start, stop)`` of a tensor, in row-major order, and where they are stored.
-
-    ``copy`` is 0 but for rank-local values such as buffers that differ from rank to rank. ``offset`` is the byte of
-    ``file`` (relative to the checkpoint) at which ``nbytes`` bytes begin.
-    """
+    """A piece of a tensor: the elements ``[start, stop)`` in row-major order, and where they are stored."""
 
     rank: int
+    """The rank that wrote the piece."""
     tier: str
+    """The memory that the piece was in when it was saved, ``"device"``, ``"host"`` or ``"nvme"``."""
     copy: int
+    """The number of the copy that the piece belongs to. It is above 0 only for values that differ from rank to rank,
+    such as some buffers."""
     start: int
+    """The first element of the piece."""
     stop: int
+    """The element after the last one of the piece."""
     file: str
+    """The file that holds the piece, relative to the directory of the checkpoint."""
     offset: int
+    """The byte of ``file`` at which the piece begins."""
     nbytes: int
+    """The size of the piece in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,61 +63,72 @@ class Holders:
     """How the pieces of one tensor are spread over the ranks that wrote it."""
 
     pieces: int
+    """The number of pieces of the tensor, over all its copies."""
     ranks: int
-    """How many ranks have a piece of it."""
+    """The number of ranks that have at least one piece of the tensor."""
     first_rank: int
+    """The lowest of these ranks."""
     last_rank: int
+    """The highest of these ranks."""
     tiers: tuple[str, ...]
+    """The tiers that the pieces were in when they were saved."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint. ``pieces`` is read from the index when it is first asked for."""
+    """One tensor of a checkpoint."""
 
     key: str
+    """The key of the tensor: ``<part>/<parameter name>``."""
     part: str
+    """The part of the state that the tensor belongs to, such as ``"master"`` or ``"exp_avg"``."""
     name: str
+    """The name of the parameter or buffer in the model."""
     dtype_name: str
-    """The name of its dtype in the format, which is safetensors', such as "F32"."""
+    """The name of the dtype in the format, which is safetensors' name, such as ``"F32"``."""
     shape: tuple[int, ...]
+    """The shape of the whole tensor."""
     nbytes: int
-    """Of one whole copy."""
+    """The size of one whole copy of the tensor in bytes."""
     _place: tuple[int, int] = field(repr=False)
-    """Its part in the manifest, and its row there."""
+    """The position of the tensor's part in the manifest, and the tensor's row in that part."""
     _contents: Contents = field(repr=False, compare=False)
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        from zckpt.transfer.torch_dtypes import TORCH_DTYPES  # here, so that whoever lists tensors needs no torch
+        """The dtype as torch's. To ask for it imports torch."""
+        from zckpt.transfer.torch_dtypes import TORCH_DTYPES  # imported late, because listing tensors needs no torch
 
         return TORCH_DTYPES[self.dtype_name]
 
     @property
     def torch_name(self) -> str:
-        """Torch's name of its dtype, such as "float32"."""
+        """Torch's name for the dtype, such as ``"float32"``."""
         return TORCH_NAMES[self.dtype_name]
 
     @property
     def item_bytes(self) -> int:
+        """The size of one element in bytes."""
         return ITEM_BYTES[self.dtype_name]
 
     @cached_property
     def pieces(self) -> tuple[PieceInfo, ...]:
+        """All pieces of the tensor. They are read from the index when they are first asked for."""
         return self._contents.piece_infos(self)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that wrote it, ascending."""
+        """The ranks that wrote the tensor, in ascending order."""
         return tuple(sorted({piece.rank for piece in self.pieces}))
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that hold it, relative to the checkpoint."""
+        """The files that hold the tensor, relative to the directory of the checkpoint."""
         return tuple(dict.fromkeys(piece.file for piece in self.pieces))
 
 
 class Contents(Mapping[str, TensorInfo]):
-    """A mapping from key (``<part>/<parameter name>``) to TensorInfo. Safe to share by threads."""
+    """A mapping from each key (``<part>/<parameter name>``) to its TensorInfo. Several threads may share it."""
 
     def __init__(self, manifest: Manifest, reader: Reader) -> None:
         self.manifest = manifest
@@ -119,12 +136,13 @@ class Contents(Mapping[str, TensorInfo]):
         self._layouts: dict[int, Layout] = {}
         self._tables: dict[int, memoryview] = {}
         self._sized: set[int] = set()
-        """The files whose length was found to be the manifest's."""
+        """The numbers of the files that were found to be as long as the manifest says."""
 
     # The tensors of the model, by key
 
     def __getitem__(self, key: str) -> TensorInfo:
-        """A tied weight is found under every name. Raises KeyNotFoundError, which names the nearest keys."""
+        """Returns the tensor with this key. A tied weight is found under each of its names. Raises KeyNotFoundError,
+        which names the nearest keys."""
         info = self._by_key(key)
         if info is None:
             raise KeyNotFoundError(f"there is no key {key!r}", key=key, hint=nearest(list(self), key))
@@ -147,10 +165,10 @@ class Contents(Mapping[str, TensorInfo]):
         return sum(len(part.names) for part in self.manifest.parts if part.name != STATE)
 
     def select(self, keys: Keys) -> list[str]:
-        """The keys asked for. Raises KeyNotFoundError."""
+        """Returns the keys that ``keys`` asks for. Raises KeyNotFoundError if one of them matches nothing."""
         if keys is None or callable(keys):
             return select(list(self), keys)
-        if isinstance(keys, str) and keys in self:  # one of very many: need not list them
+        if isinstance(keys, str) and keys in self:  # a checkpoint may have very many keys: they are not listed for one
             return [keys]
         keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
         return select(list(self), keys, self.manifest.aliases)
@@ -158,31 +176,35 @@ class Contents(Mapping[str, TensorInfo]):
     # The trees of non-tensor state
 
     def state_info(self, name: str) -> TensorInfo:
-        """A tensor that a tree refers to. Raises FormatError (T003)."""
+        """Returns the tensor of this name, which a tree refers to. Raises FormatError (T003) if there is none."""
         info = self.find(STATE, name)
         if info is None:
             raise broken("T003", f"there is no tensor {STATE}/{name}", file=names.MANIFEST)
         return info
 
     def packed_state(self, rank: int | None = None) -> tuple[bytes, str] | None:
-        """The packed tree that all ranks share, or the one that ``rank`` alone had, and the name of its file or key for
-        errors; None if there is none. Raises FormatError and StorageError."""
+        """Returns the packed tree that all ranks share, or the one that ``rank`` alone had, together with the file or
+        key that error messages name it by. Returns None if there is no such tree. Raises FormatError and
+        StorageError."""
         if rank is None:
             return self.manifest.state, names.MANIFEST
         info = self.find(STATE, f"rank/{rank}")
         if info is None:
             return None
         if info.dtype_name != "U8" or len(info.shape) != 1:
-            raise broken("T001", f"a packed tree that is {info.dtype_name} {list(info.shape)}", key=info.key)
+            raise broken(
+                "T001", f"a packed tree has to be U8 of one dimension, not {info.dtype_name} {list(info.shape)}",
+                key=info.key,
+            )  # fmt: skip
         if info.nbytes > TREE_BYTES_MAX:
-            raise broken("T004", f"a packed tree of {info.nbytes} bytes", key=info.key)
+            raise broken("T004", f"the packed tree takes {info.nbytes} bytes", key=info.key)
         self.check_sizes([info])
         return b"".join(self._bytes_of(piece, info) for piece in self.pieces(info) if piece.copy == 0), info.key
 
-    # Where they lie
+    # Where the tensors are stored
 
     def find(self, part: str, name: str) -> TensorInfo | None:
-        """The tensor of that name, which is no alias."""
+        """Returns the tensor of this part and name, or None. The name must not be an alias of a tied weight."""
         part_id, name_id = self.manifest.part_ids.get(part), self.manifest.name_ids.get(name)
         if part_id is None or name_id is None:
             return None
@@ -198,14 +220,14 @@ class Contents(Mapping[str, TensorInfo]):
         return TensorInfo(f"{part.name}/{name}", part.name, name, dtype, shape, nbytes, (part_id, row), self)
 
     def pieces(self, info: TensorInfo) -> Iterator[Piece]:
-        """The index's records of one tensor, copy by copy, in the order of their elements."""
+        """Yields what the index records of one tensor, copy by copy, in the order of the elements."""
         part_id, row = info._place
         number = int(self._chunks_of(np.array([part_id]), np.array([row]))[0])
         first_row = self.manifest.chunks[number].first_row
         return index_format.pieces(self.chunk(number), row - first_row, math.prod(info.shape))
 
     def _chunks_of(self, parts: Ints, rows: Ints) -> Ints:
-        """The numbers of the chunks that have these rows of these parts."""
+        """Returns for each row of a part the number of the chunk that has it."""
         layout = np.array([part.layout for part in self.manifest.parts], np.int64)[parts]
         found = np.zeros(len(rows), np.int64)
         for one in set(layout.tolist()):
@@ -216,12 +238,12 @@ class Contents(Mapping[str, TensorInfo]):
 
     @cached_property
     def _chunks_by_layout(self) -> dict[int, tuple[Ints, Ints]]:
-        """For each layout the first rows of its chunks, ascending, and their numbers."""
+        """For each layout: the first rows of its chunks, in ascending order, and the numbers of these chunks."""
         layout, first_row = np.array([(c.layout, c.first_row) for c in self.manifest.chunks], np.int64).reshape(-1, 2).T
         return {one: (first_row[layout == one], np.flatnonzero(layout == one)) for one in set(layout.tolist())}
 
     def chunk(self, number: int) -> Layout:
-        """One chunk of the index, read and checked when it is first asked for."""
+        """Returns one chunk of the index. It is read and checked when it is first asked for."""
         if number not in self._layouts:
             chunk = self.manifest.chunks[number]
             raw = self.reader.read(names.index_path(self.manifest.save_id), chunk.offset, chunk.nbytes)
@@ -240,7 +262,7 @@ class Contents(Mapping[str, TensorInfo]):
         return tuple(found)
 
     def _bytes_of(self, piece: Piece, info: TensorInfo) -> bytes:
-        """The bytes of a small piece, whose digests are checked."""
+        """Reads a small piece and checks its digests."""
         rank, tier = np.array([piece.rank]), np.array([piece.tier])
         number = int(self.manifest.file_numbers(rank, info._place[0], tier)[0])
         file, nbytes = self.manifest.files[number], (piece.stop - piece.start) * info.item_bytes
@@ -251,13 +273,13 @@ class Contents(Mapping[str, TensorInfo]):
         return raw
 
     def read_file(self, number: int, *, verify: bool) -> ReadFile:
-        """A data file as the read pipeline wants it."""
+        """Returns a data file in the form that the read pipeline takes. With ``verify``, it has the file's digests."""
         file = self.manifest.files[number]
         table = self.digest_table(file.rank)[file.first_block * DIGEST_BYTES :] if verify else memoryview(b"")
         return ReadFile(self.manifest.path(file), file.nbytes, table)
 
     def digest_table(self, rank: int) -> memoryview:
-        """The digest table of one rank, checked."""
+        """Returns the digest table of one rank after checking it."""
         if rank not in self._tables:
             path = names.digests_path(self.manifest.save_id, rank)
             nbytes = self.reader.size(path)
@@ -270,7 +292,8 @@ class Contents(Mapping[str, TensorInfo]):
         return self._tables[rank]
 
     def holders(self, infos: Sequence[TensorInfo]) -> list[Holders]:
-        """For each tensor, how it is spread over the ranks. Far quicker than to look at the pieces of each."""
+        """Returns for each tensor how it is spread over the ranks. This is far quicker than looking at the pieces of
+        each tensor."""
         places = np.array([info._place for info in infos], np.int64).reshape(-1, 2)
         chunks = self._chunks_of(places[:, 0], places[:, 1]).tolist()
         spread = {number: self._spread(number) for number in set(chunks)}
@@ -278,10 +301,11 @@ class Contents(Mapping[str, TensorInfo]):
         return [spread[number][row - self.manifest.chunks[number].first_row] for number, row in rows]
 
     def _spread(self, number: int) -> list[Holders]:
-        """Of each row of a chunk."""
+        """Returns for each row of a chunk how it is spread over the ranks."""
         layout = self.chunk(number)
         row, _ = index_format.ragged(layout.count)
-        pairs = np.sort(row * self.manifest.world_size + layout.rank, kind="stable")  # quick, for they mostly ascend
+        # The stable sort is quick here, because most of the pairs are in ascending order already.
+        pairs = np.sort(row * self.manifest.world_size + layout.rank, kind="stable")
         columns = (
             layout.count,
             np.add.reduceat(np.diff(pairs, prepend=-1) != 0, layout.first, dtype=np.int64),
@@ -295,7 +319,8 @@ class Contents(Mapping[str, TensorInfo]):
         ]
 
     def stored(self, infos: Sequence[TensorInfo], copies: Sequence[int | None], rank: int | None) -> StoredPieces:
-        """The pieces of one copy of each tensor: that of ``copies``, or whichever suits ``rank``."""
+        """Returns the pieces of one copy of each tensor: the copy that ``copies`` names, or, where that is None, the
+        one that suits ``rank`` best."""
         places = np.array([info._place for info in infos], np.int64).reshape(-1, 2)
         chunks = self._chunks_of(places[:, 0], places[:, 1])
         found = [np.empty((6, 0), np.int64)]
@@ -310,8 +335,9 @@ class Contents(Mapping[str, TensorInfo]):
         return StoredPieces(*stored[:, np.argsort(stored[0], kind="stable")])
 
     def pieces_of_rows(self, part_id: int, number: int, rows: Ints) -> tuple[Sequence[Ints], Ints, Ints]:
-        """The pieces of some rows of a part, which chunk ``number`` has: the columns of StoredPieces, where ``want`` is
-        a position in ``rows``; the copy that each piece belongs to; and the rank that holds it."""
+        """Returns the pieces of some rows of a part, all of which are in chunk ``number``. The first value has the
+        columns of StoredPieces, where ``want`` is a position in ``rows``. The second is the copy that each piece
+        belongs to, and the third the rank that holds it."""
         manifest, part = self.manifest, self.manifest.parts[part_id]
         layout = index_format.take(self.chunk(number), rows - manifest.chunks[number].first_row)
         numel = np.array([math.prod(manifest.shapes[part.shapes[row]]) for row in rows.tolist()], np.int64)
@@ -328,11 +354,12 @@ class Contents(Mapping[str, TensorInfo]):
         return dict(zip(by_key, begins, strict=True))
 
     def check_copies(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> list[int]:
-        """As ``check_sizes``, of one copy of each of ``infos``, none of which is given twice."""
+        """Does what ``check_sizes`` does for one copy of each of ``infos``, none of which may be given twice."""
         stored = self.stored(infos, copies, None)
         item = np.array([info.item_bytes for info in infos], np.int64)
         index_format.check_claims(self.manifest, stored.file, (stored.stop - stored.start) * item[stored.want])
-        first = dict(zip(stored.file[::-1].tolist(), stored.want[::-1].tolist(), strict=True))  # of each file
+        # For each file the first tensor that is in it, which the error names
+        first = dict(zip(stored.file[::-1].tolist(), stored.want[::-1].tolist(), strict=True))
         for number, one in sorted(first.items()):
             self.check_length(number, infos[one].key)
         first_piece = np.searchsorted(stored.want, np.arange(len(infos)))
@@ -340,7 +367,8 @@ class Contents(Mapping[str, TensorInfo]):
         return cast("list[int]", starts[first_piece].tolist())
 
     def check_length(self, number: int, key: str | None = None) -> None:
-        """Raises FormatError (F001 to F003) unless the data file is there and as long as recorded. It names ``key``."""
+        """Raises FormatError (F001 to F003) unless the data file is there and as long as recorded. The error names
+        ``key``."""
         if number in self._sized:
             return
         file = self.manifest.files[number]
@@ -351,7 +379,8 @@ class Contents(Mapping[str, TensorInfo]):
         self._sized.add(number)
 
     def header(self, number: int) -> tuple[Header, bytes]:
-        """A data file's header, checked, and its bytes. Raises FormatError (F001 to F003, S001 to S006, S008)."""
+        """Returns the header of a data file, which has been checked, and the header's bytes. Raises FormatError (F001
+        to F003, S001 to S006, S008)."""
         file = self.manifest.files[number]
         shard = self.manifest.shard(file)
         self.check_length(number)
@@ -360,8 +389,8 @@ class Contents(Mapping[str, TensorInfo]):
 
 
 def read_header(reader: Reader, path: str, expected_bytes: int | None = None) -> bytes:
-    """All bytes before the data of a data file. Raises FormatError (F001, F002, S001; S003, also if they are not
-    ``expected_bytes``) and StorageError."""
+    """Returns all bytes before the data of a data file. Raises FormatError (F001, F002 or S001, and S003, also where
+    there are not ``expected_bytes`` of them) and StorageError."""
     nbytes = shard_format.header_bytes(reader.read(path, 0, shard_format.LENGTH_BYTES), path)
     if expected_bytes is not None and nbytes != expected_bytes:
         raise broken("S003", f"the data begins at {nbytes}, expected {expected_bytes}", file=path)

@@ -1,4 +1,4 @@
-"""From a path to the directory of a checkpoint, and to what it holds."""
+"""Finds the directory of the checkpoint that a path means, and opens what it holds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 def find(path: StrPath) -> Store:
-    """The checkpoint's directory. Raises CheckpointNotFoundError, UnfinishedWriteError, FormatError (L001)."""
+    """Returns the directory of the checkpoint at ``path``, or, in the directory of a run, of the one that ``latest``
+    names. Raises CheckpointNotFoundError, UnfinishedWriteError and FormatError (L001)."""
     store = open_store(path)
     if store.exists(names.MANIFEST):
         return store
@@ -68,8 +69,8 @@ def find(path: StrPath) -> Store:
 
 
 def open_contents(store: Store) -> Contents:
-    """What the checkpoint in exactly this directory holds. Raises CheckpointNotFoundError, FormatError and
-    StorageError."""
+    """Returns what the checkpoint in exactly this directory holds. Whoever calls it closes the reader of the result.
+    Raises CheckpointNotFoundError, FormatError and StorageError."""
     if not store.exists(names.MANIFEST):
         raise CheckpointNotFoundError("there is no manifest", file=str(store.location))
     reader = store.reader()
@@ -78,12 +79,12 @@ def open_contents(store: Store) -> Contents:
 
 @contextmanager
 def advised(checkpoint: Store, left: str = NOTHING_CHANGED) -> Iterator[None]:
-    """If an error says that something of the checkpoint is damaged or missing, adds to its hint what the error leaves
-    behind (``left``) and which other checkpoints of the run are whole."""
+    """Extends the hint of an error that says that something of the checkpoint is damaged or missing. It adds ``left``,
+    which says what the error has left behind, and which other checkpoints of the run are whole."""
     try:
         yield
     except (VersionError, FeatureError):
-        raise  # the checkpoint may be whole; this reader cannot tell
+        raise  # the checkpoint may be whole, which this version of zckpt cannot tell
     except FormatError as error:
         advice = f"{left}; {what_is_whole(checkpoint)}"
         error.hint = f"{error.hint}; {advice}" if error.hint else advice

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 DEPTH_MAX = 4
 """A checkpoint that nothing names is found if its path in the run has at most this many components."""
 DIRECTORIES_MAX = 1000
-"""An error message is made by looking at no more than this many directories."""
+"""To make an error message, no more than this many directories are looked at."""
 SHOWN_MAX = 5
 """An error message names no more than this many checkpoints of one kind."""
 COMPARED_MAX = 10
@@ -45,7 +45,8 @@ COMPARED_MAX = 10
 WHOLE_MAX = 3
 """No more than this many whole checkpoints are named. One is enough to go on with, and to find more costs time."""
 _TRAINER = re.compile(r"checkpoint-[0-9]+", re.ASCII)
-"""The name of a directory in the output directory of Hugging Face's Trainer; it is a run of one checkpoint."""
+"""The name of a directory that Hugging Face's Trainer makes in its output directory. Each is a run of one
+checkpoint."""
 
 NOTHING_CHANGED = "nothing was changed"
 DEEPSPEED_HINT = (
@@ -55,18 +56,18 @@ DEEPSPEED_HINT = (
 
 
 def read_manifest(checkpoint: Store, reader: Reader) -> Manifest:
-    """The manifest of a checkpoint, which ``reader`` reads. Raises FormatError, StorageError."""
+    """Returns the manifest of a checkpoint, which ``reader`` reads. Raises FormatError and StorageError."""
     return decode_manifest(checkpoint, manifest_bytes(reader))
 
 
 def manifest_bytes(reader: Reader) -> bytes:
-    """Returns the bytes of a manifest. Of one that is too long, it returns one byte more than a manifest may have, so
-    that the caller sees that. Raises FormatError (F001, F002) and StorageError."""
+    """Returns the bytes of a manifest. If the manifest is too long, it returns one byte more than a manifest may have,
+    so that the caller sees that. Raises FormatError (F001, F002) and StorageError."""
     return reader.read(names.MANIFEST, 0, min(reader.size(names.MANIFEST), MANIFEST_BYTES_MAX + 1))
 
 
 def decode_manifest(checkpoint: Store, raw: bytes) -> Manifest:
-    """The manifest of a checkpoint from its bytes. Raises FormatError."""
+    """Returns the manifest of a checkpoint from its bytes. Raises FormatError, which names the file."""
     try:
         return manifest_format.decode(raw)
     except FormatError as error:
@@ -75,12 +76,14 @@ def decode_manifest(checkpoint: Store, raw: bytes) -> Manifest:
 
 
 def read_latest(run: Store) -> str:
-    """The path, relative to the run, that its ``latest`` holds. Raises FormatError (L001, F001, F002), StorageError."""
+    """Returns the path, relative to the run, that the run's ``latest`` holds. Raises FormatError (L001, F001, F002) and
+    StorageError."""
     with closing(run.reader()) as reader:
         raw = reader.read(names.LATEST, 0, LATEST_BYTES_MAX + 1)
     file = str(run.location.child(names.LATEST))
     name = names.decode_latest(raw, file)
-    if sys.platform == "win32" and not {"\\", ":"}.isdisjoint(name):  # there it would be another path, or another drive
+    # On Windows such a name would be another path, or would name another drive.
+    if sys.platform == "win32" and not {"\\", ":"}.isdisjoint(name):
         raise broken("L001", f"no directory can have the name {name!r} on this system", file=file)
     return name
 
@@ -99,12 +102,12 @@ def has_manifest(run: Store, name: str) -> bool:
 
 
 def directories(run: Store) -> Iterator[tuple[Store, list[str]]]:
-    """The directories in which the checkpoints of a run may be, each with its entries.
+    """Yields the directories in which the checkpoints of a run may be, each with its entries.
 
-    They are those directly in the run, those in a Trainer's ``checkpoint-<N>``, and, in a run that has a ``latest``,
-    those further down, to a depth of ``DEPTH_MAX``: there a checkpoint may have a path of several components. Left out
-    is what lies in a checkpoint, in another run (it has a ``latest`` of its own) or behind a link, and what cannot be
-    listed.
+    They are the directories directly in the run and those in a Trainer's ``checkpoint-<N>``. In a run that has a
+    ``latest``, a checkpoint may have a path of several components, so directories further down are looked at too, to a
+    depth of ``DEPTH_MAX``. What lies in a checkpoint, in another run (a directory with a ``latest`` of its own) or
+    behind a link is left out, and so is what cannot be listed.
     """
     yield from _below(run, DEPTH_MAX, names.LATEST in entries_of(run))
 
@@ -127,7 +130,8 @@ def _below(above: Store, depth: int, nested: bool) -> Iterator[tuple[Store, list
 
 
 def entries_of(store: Store) -> list[str]:
-    """The entries of a directory, sorted; an empty list if they cannot be read, so that nothing there is removed."""
+    """Returns the entries of a directory in sorted order. If they cannot be read, it returns an empty list, so that
+    nothing there is removed."""
     try:
         return sorted(store.entries() or ())
     except StorageError:
@@ -151,22 +155,23 @@ def is_leftover(name: str) -> bool:
 
 
 def leftovers(checkpoint: Store) -> list[str]:
-    """The names in a checkpoint's directory that belong to writes which died, failed or were replaced, or to the write
-    under way: the manifest does not name them. If the manifest cannot be read, it may name any of them, and the list
-    is empty. Whoever removes them holds the lock."""
+    """Returns the names in a checkpoint's directory that its manifest does not name. They belong to writes that died,
+    failed or were replaced, or to the write that is under way. If the manifest cannot be read, it may name any of them,
+    and the list is empty. Whoever removes them has to hold the lock."""
     named = None
     try:
         if checkpoint.exists(names.MANIFEST):
             with closing(checkpoint.reader()) as reader:
                 named = names.data_dir(read_manifest(checkpoint, reader).save_id)
-    except ZckptError:  # it may name any of them
+    except ZckptError:  # the manifest may name any of the entries
         return []
     return [name for name in entries_of(checkpoint) if is_leftover(name) and name != named]
 
 
 def run_leftovers(run: Store) -> list[str]:
-    """The temporary files of ``latest`` in a run that dead writers have left. A run has no lock, so a file counts as
-    left over when it is older than ``DEAD_SECONDS``; a commit needs it for an instant only."""
+    """Returns the names of the temporary files of ``latest`` that dead writers have left in a run. A run has no lock,
+    so a file counts as left over when it is older than ``DEAD_SECONDS``. A commit needs such a file for an instant
+    only."""
     found = [name for name in entries_of(run) if names.is_temporary(name, names.LATEST)]
     changed_at = {name: run.changed_at(name) for name in found}
     now = run.now() if found else 0.0
@@ -174,8 +179,9 @@ def run_leftovers(run: Store) -> list[str]:
 
 
 def run_of(checkpoint: Store) -> Store:
-    """The directory of the run that a checkpoint belongs to: the nearest one above it that has a ``latest``, else the
-    one that it lies in. For one in a Trainer's ``checkpoint-<N>`` it is the Trainer's output directory."""
+    """Returns the directory of the run that a checkpoint belongs to: the nearest directory above it that has a
+    ``latest``, or, if none has one, the directory that the checkpoint lies in. For a checkpoint in a Trainer's
+    ``checkpoint-<N>`` it is the Trainer's output directory."""
     above = open_store(checkpoint.location.absolute()).parent
     if is_of_trainer(above.location.name):
         return above.parent
@@ -188,7 +194,7 @@ def run_of(checkpoint: Store) -> Store:
 
 
 def latest_name(checkpoint: Location, run: Location) -> str:
-    """What ``latest`` of a run holds to name the checkpoint. Raises ValueError where it cannot name it."""
+    """Returns what the ``latest`` of a run holds to name the checkpoint. Raises ValueError where it cannot name it."""
     name = checkpoint.path_from(run)
     try:
         names.encode_latest(name)
@@ -208,8 +214,9 @@ def latest_name(checkpoint: Location, run: Location) -> str:
 
 def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
     """Raises CheckpointExistsError where a new checkpoint at ``target``, of this run, would hide others or be hidden by
-    one: whoever opens a directory that has a manifest gets the checkpoint in it, whatever is below. With ``latest``,
-    which is to be written, also where a directory is in the place of this file.
+    one. Whoever opens a directory that has a manifest gets the checkpoint in it, whatever is in its subdirectories.
+    ``latest`` says that the file ``latest`` is to be written: then the error is also raised where a directory is in the
+    place of this file.
     """
     in_it = (one.location.path_from(target.location) for one in _checkpoints(target))
     below = "the file `latest`" if names.LATEST in entries_of(target) else next(in_it, None)
@@ -238,9 +245,10 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
 
 
 def whole_neighbours(checkpoint: Store) -> list[str]:
-    """The other checkpoints of a checkpoint's run that are whole, as far as their manifests and the sizes of their
-    files say, newest first: absolute paths of the ``WHOLE_MAX`` newest ones, found among the ``COMPARED_MAX`` newest
-    checkpoints. No tensor is read. Raises nothing: what cannot be looked at is not whole.
+    """Returns the absolute paths of other checkpoints of the same run that are whole, the newest first. There are at
+    most ``WHOLE_MAX`` of them, found among the ``COMPARED_MAX`` newest checkpoints. No tensor is read: a checkpoint
+    counts as whole if its manifest can be read and its files have the sizes that the manifest says. This raises no
+    error: a checkpoint that cannot be looked at does not count as whole.
     """
     own = checkpoint.location.absolute()
     others = (found for found in _newest_first(run_of(checkpoint)) if found.location != own)
@@ -249,7 +257,7 @@ def whole_neighbours(checkpoint: Store) -> list[str]:
 
 
 def _newest_first(run: Store) -> list[Store]:
-    """The checkpoints of a run, the one that was committed last first."""
+    """Returns the checkpoints of a run, the one that was committed last first."""
     return sorted(_checkpoints(run), key=lambda one: (committed_at(one), str(one.location)), reverse=True)
 
 
@@ -259,10 +267,10 @@ def _checkpoints(run: Store) -> list[Store]:
 
 
 def committed_at(store: Store) -> float:
-    """When a checkpoint was committed; 0 if that cannot be found out."""
+    """Returns when a checkpoint was committed, in seconds since the epoch, or 0 if that cannot be found out."""
     try:
         with closing(store.reader()) as reader:
-            reader.size(names.MANIFEST)  # Raises an error for what is not a regular file: to open that could block.
+            reader.size(names.MANIFEST)  # raises an error for what is not a regular file, which could block when opened
         return store.changed_at(names.MANIFEST) or 0.0
     except ZckptError:
         return 0.0
@@ -278,8 +286,8 @@ def _is_whole(checkpoint: Store) -> bool:
 
 
 def check_lengths(contents: Contents) -> None:
-    """Raises FormatError (F001 to F003, D001) unless every file that the manifest names is there and as long as it has
-    to be. No data are read."""
+    """Raises FormatError (F001 to F003, D001, I001) unless every file that the manifest names is there and as long as
+    it has to be. No data are read."""
     manifest, reader = contents.manifest, contents.reader
     digest_counts = [0] * manifest.world_size
     for number, file in enumerate(manifest.files):
@@ -290,7 +298,7 @@ def check_lengths(contents: Contents) -> None:
     for rank, count in enumerate(digest_counts):
         path = names.digests_path(manifest.save_id, rank)
         nbytes = reader.size(path)
-        if nbytes < count * DIGEST_BYTES:  # at least so many: their exact number is known from the index only
+        if nbytes < count * DIGEST_BYTES:  # a lower bound: the exact number of digests is known from the index only
             raise broken("D001", f"the table is {nbytes} bytes long", file=path)
     path = names.index_path(manifest.save_id)
     nbytes = reader.size(path)
@@ -299,7 +307,7 @@ def check_lengths(contents: Contents) -> None:
 
 
 def what_is_whole(checkpoint: Store) -> str:
-    """A clause for the hint of an error about a checkpoint: which other ones of its run are whole."""
+    """Returns a clause for the hint of an error about a checkpoint, which says what other ones of its run are whole."""
     found = whole_neighbours(checkpoint)
     if not found:
         return "the run has no other checkpoint that is whole"
@@ -307,21 +315,22 @@ def what_is_whole(checkpoint: Store) -> str:
 
 
 def nothing_at(store: Store) -> CheckpointNotFoundError:
-    """The error where no directory is. It names the checkpoints that are there, if its run has some."""
+    """Returns the error for a path at which there is no directory. It names the checkpoints of the run that the path
+    would be in."""
     what = "the path is a file" if store.exists("") else "the path does not exist"
     run = run_of(store)
     found = _newest_first(run)
     hint = f"the checkpoints in {run.location} are, newest first: {_listed(found, run)}" if found else ""
     if str(store.location).startswith("~"):
-        hint = "~ is taken for the name of a directory: give the whole path of the home directory"
+        hint = "here ~ is the name of a directory: give the whole path of the home directory instead"
     return CheckpointNotFoundError(
         what, file=str(store.location), hint=hint or "give the directory of a checkpoint or run"
     )
 
 
 def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> CheckpointNotFoundError:
-    """The error, with ``message``, for a directory with these entries, in which nobody has begun a checkpoint. It says
-    what is there instead."""
+    """Returns the error, with ``message``, for a directory with these entries, in which nobody has begun a checkpoint.
+    It says what is there instead."""
     if deepspeed_files(entries):
         message, hint = "this is a checkpoint in DeepSpeed's own format", DEEPSPEED_HINT
     else:
@@ -330,7 +339,8 @@ def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> Chec
 
 
 def what_is_here(run: Store) -> str:
-    """The hint of an error that no checkpoint is at ``run``: which ones are in this directory, and what to do."""
+    """Returns the hint of an error that says that ``run`` is no checkpoint: which ones are in this directory, and what
+    to do."""
     found = list(islice(directories(run), DIRECTORIES_MAX))
     committed = _newest_first(run)
     others = [one for one, entries in found if is_begun(entries) and names.MANIFEST not in entries]

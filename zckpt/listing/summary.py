@@ -1,4 +1,4 @@
-"""What can be said about a checkpoint, or about all checkpoints of a run, without reading any tensor."""
+"""A summary of a checkpoint, or of all checkpoints of a run, made without reading any tensor."""
 
 from __future__ import annotations
 
@@ -37,60 +37,74 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """A part of a checkpoint."""
+    """A part of a checkpoint, such as the master weights."""
 
     name: str
+    """The name of the part, such as ``"master"``."""
     tensors: int
+    """The number of tensors in the part."""
     numel: int
+    """The number of elements of all these tensors."""
     nbytes: int
-    """Of one copy of each tensor."""
+    """The size in bytes of one copy of each of these tensors."""
     dtypes: tuple[str, ...]
-    """By torch's names, those of the most bytes first."""
+    """Torch's names of the dtypes in the part. The dtype that takes the most bytes comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """A checkpoint."""
+    """What is known about one checkpoint without reading its tensors."""
 
     path: str
+    """The directory of the checkpoint."""
     step: int
+    """The number of training steps that were done when the checkpoint was written."""
     world_size: int
-    """The number of ranks that wrote it."""
+    """The number of ranks that wrote the checkpoint."""
     save_id: str
+    """The identifier of the save that wrote the checkpoint."""
     writer: Mapping[str, str]
-    """Framework, mode, versions and time, as the manifest has them."""
+    """What the manifest says about the writer: its framework, mode, versions and time."""
     parts: tuple[PartSummary, ...]
+    """The parts of the checkpoint, such as master weights and optimizer states."""
     files: int
     """The number of files that hold tensors."""
     nbytes: int
-    """Of these files."""
+    """The size of these files in bytes."""
     age_seconds: float
-    """Since its commit."""
+    """The number of seconds since the checkpoint was committed."""
     problem: str | None
-    """The first file that is missing or does not have its length; None if the checkpoint is complete."""
+    """The error about the first file that is missing or has another length than it should have. It is None if the
+    checkpoint is complete."""
     locked_by: str | None
-    """The process that is writing there now."""
+    """The process that is writing to the checkpoint now, or None."""
     leftovers: tuple[str, ...]
-    """The names of what dead writers have left in it."""
+    """The names of entries in the checkpoint's directory that dead writers have left."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """A checkpoint of a run, or what was begun in its place."""
+    """One checkpoint of a run, or a directory in which somebody has begun to write one."""
 
     path: str
-    """Relative to the run."""
+    """The path of the directory, relative to the run."""
     step: int | None
-    """None where there is no manifest, or none that can be read."""
+    """The number of training steps that were done when the checkpoint was written. It is None where no manifest can be
+    read, and then so are ``world_size``, ``nbytes`` and ``age_seconds``."""
     world_size: int | None
+    """The number of ranks that wrote the checkpoint."""
     nbytes: int | None
-    """Of the files that hold tensors."""
+    """The size in bytes of the files that hold tensors."""
     age_seconds: float | None
+    """The number of seconds since the checkpoint was committed."""
     is_latest: bool
+    """Whether the file ``latest`` names this checkpoint."""
     problem: str | None
-    """Why it is no checkpoint."""
+    """The reason why the directory is not a checkpoint, or None if it is one."""
     locked_by: str | None
+    """The process that is writing to the directory now, or None."""
     leftovers: tuple[str, ...]
+    """The names of entries in the directory that dead writers have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +112,24 @@ class RunSummary:
     """All checkpoints of a run, the one that was committed last first."""
 
     path: str
+    """The directory of the run."""
     latest: str | None
-    """What the file ``latest`` names."""
+    """The path, relative to the run, that the file ``latest`` holds. It is None if there is no such file."""
     checkpoints: tuple[RunEntry, ...]
+    """The checkpoints, and the directories in which one was begun."""
     leftovers: tuple[str, ...]
-    """The names of what dead writers and dead offloads have left in the directory of the run itself."""
+    """The names of entries in the directory of the run itself that dead writers and dead offloads have left."""
 
 
 def summary(path: StrPath) -> CheckpointSummary | RunSummary:
-    """Of the checkpoint at ``path``, or of the run in this directory. Raises what ``zckpt.open`` raises where there is
-    neither."""
+    """Returns the summary of the checkpoint at ``path``, or, if ``path`` is the directory of a run, of all its
+    checkpoints. Where there is neither, it raises what ``zckpt.open`` raises."""
     store = open_store(path)
     if not store.exists(names.MANIFEST):
         found = _run(store)
         if found.checkpoints:
             return found
-        find(path)  # it says what is there instead
+        find(path)  # raises the error that says what is there instead
     return _checkpoint(store)
 
 
@@ -194,5 +210,5 @@ def _locked_by(store: Store) -> str | None:
         return None
     try:
         return who(holder) if is_alive(store, holder) else None
-    except StorageError:  # to ask for the store's time, a file is made, which may not be allowed here
+    except StorageError:  # asking for the store's time makes a file, which may not be allowed here
         return who(holder)

@@ -1,4 +1,4 @@
-"""Which elements of two stored tensors have to be read to compare them, and in which slices."""
+"""Plans which elements of two stored tensors have to be read to compare them, and in which slices."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 def differing(
     start: Sequence[int], stop: Sequence[int], digests: Sequence[tuple[memoryview, memoryview]], block_items: int
 ) -> list[tuple[int, int]]:
-    """The elements ``[start, stop)`` of one tensor, in ascending ranges, of which two checkpoints that cut it into the
-    same pieces and blocks have different digests. ``start`` and ``stop`` are the elements of each piece, in order, and
-    ``digests`` those of its blocks in either checkpoint. ``block_items`` is the number of elements of a full block."""
+    """Returns the ranges ``[begin, end)`` of elements of one tensor, in ascending order, that have different digests in
+    two checkpoints. Both have cut the tensor into the same pieces and blocks. ``start`` and ``stop``: the first element
+    of each piece and the one after its last, in ascending order. ``digests``: for each piece the digests of its blocks
+    in the one checkpoint and in the other. ``block_items``: the number of elements of a full block."""
     found: list[tuple[int, int]] = []
     for first, last, (one, other) in zip(start, stop, digests, strict=True):
         if one == other:
@@ -37,9 +38,9 @@ def differing(
 
 
 def slices(begin: int, end: int, pieces: StoredPieces, block_items: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Cuts the elements ``[begin, end)`` of a tensor into ranges of at most ``limit``, where blocks of its ``pieces``
-    begin, so that none of these blocks is read twice. A range of a checkpoint that is cut otherwise may begin and end
-    within a block, which is then read for both."""
+    """Cuts the elements ``[begin, end)`` of a tensor into ranges of at most ``limit`` elements. It cuts where a block
+    of ``pieces`` begins, so that none of these blocks is read twice. In a checkpoint with other pieces, a range may
+    begin or end within a block; such a block is read for both of the ranges that it is in."""
     cuts = [begin]
     while end - cuts[-1] > limit:
         most = cuts[-1] + limit

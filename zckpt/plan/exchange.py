@@ -1,4 +1,4 @@
-"""Which rank sends which elements to which other one, and when, so that each file is written by one rank."""
+"""Plans which rank sends which elements to which other rank, and when, so that each file is written by one rank."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Files that lie one behind the other, cut into slices of ``slice_bytes``. Each file begins with a slice of its
-    own, so that its last one may be shorter. The numbers of slices count over all files. ``writer`` is the rank that
-    writes each file. In a round, each writer gets its next slice, until it has had those of all its files."""
+    """Files that are cut into slices of ``slice_bytes``. Each file begins with a new slice, so the last slice of a file
+    may be shorter. Slices are numbered through all files. The slices are sent in rounds: in each round each writer gets
+    its next slice, until it has had the slices of all its files."""
 
     slice_bytes: int
+    """The size of a slice in bytes."""
     file_bytes: tuple[int, ...]
+    """The size of each file in bytes."""
     writer: tuple[int, ...]
+    """For each file the rank that writes it."""
 
     @property
     def count(self) -> Ints:
@@ -34,14 +37,14 @@ class Slices:
 
     @property
     def starts(self) -> list[int]:
-        """The byte at which each file begins."""
+        """The byte at which each file begins, if every slice before it counts as ``slice_bytes`` bytes."""
         count = self.count
         starts: list[int] = ((np.cumsum(count) - count) * self.slice_bytes).tolist()
         return starts
 
     @property
     def owners(self) -> tuple[Ints, Ints, Ints]:
-        """For each slice: its file, the rank that writes it, and its round."""
+        """For each slice, its file, the rank that writes it, and the round in which that rank gets it."""
         file, _ = ragged(self.count)
         writer = np.array(self.writer, np.int64)[file]
         order = np.argsort(writer, kind="stable")
@@ -51,7 +54,8 @@ class Slices:
         return file, writer, turn
 
     def own(self, rank: int) -> list[tuple[int, int, int]]:
-        """The slices that ``rank`` writes, round by round: file, first byte in it, and bytes."""
+        """Returns the slices that ``rank`` writes, round by round. Each is the number of its file, its first byte in
+        the file, and its size in bytes."""
         file, writer, _ = self.owners
         mine = np.flatnonzero(writer == rank)
         starts = mine * self.slice_bytes - np.array(self.starts, np.int64)[file[mine]]
@@ -60,6 +64,7 @@ class Slices:
 
     @property
     def rounds(self) -> int:
+        """The number of rounds."""
         return int(self.owners[2].max(initial=-1)) + 1
 
 
@@ -67,8 +72,8 @@ class Slices:
 class Messages:
     """What the ranks send each other, as int64 columns, in the order of ``turn``, ``source``, ``target`` and
     ``position``. In the round ``turn``, the rank ``source`` sends ``numel`` elements of its fragment number
-    ``fragment``, from element ``start`` on, to the rank ``target``, for byte ``position`` of the slice that this one is
-    to write. They take ``nbytes`` there."""
+    ``fragment``, beginning with element ``start``, to the rank ``target``. They are written at byte ``position`` of the
+    slice that ``target`` writes in this round, and take ``nbytes`` bytes there."""
 
     turn: Ints
     source: Ints
@@ -80,9 +85,11 @@ class Messages:
     nbytes: Ints
 
     def take(self, rows: Ints) -> Messages:
+        """Returns the messages in these rows."""
         return Messages(*(getattr(self, column)[rows] for column in self.__dataclass_fields__))
 
     def of_turn(self, turn: int) -> Messages:
+        """Returns the messages of one round."""
         first, stop = np.searchsorted(self.turn, [turn, turn + 1])
         return self.take(np.arange(first, stop))
 
@@ -90,15 +97,16 @@ class Messages:
 def plan_messages(
     held: StoredPieces, spans: Sequence[Sequence[Span]], item_bytes: Sequence[int], slices: Slices, rank: int
 ) -> Messages:
-    """What ``rank`` sends and receives.
+    """Plans what ``rank`` sends and receives.
 
-    ``held``: of each tensor the elements that the ranks hold, where ``file`` is the rank and ``offset`` the number of
-    its fragment. ``spans``: the elements of each tensor that are written; ``sink_start`` is their place among the bytes
-    of all files, as ``slices`` counts them, divided by the ``item_bytes`` that an element of this tensor takes there.
+    ``held``: the elements of each tensor that the ranks hold, where ``file`` is the rank and ``offset`` is the number
+    of the rank's fragment. ``spans``: the elements of each tensor that are written. Their ``sink_start`` is their place
+    among the bytes of all files, counted as in ``Slices.starts``, divided by ``item_bytes``. ``item_bytes``: for each
+    tensor the size in bytes of an element in the files.
     """
     found = extents(held, spans, item_bytes)
     item = np.array(item_bytes, np.int64)[found.sink]
-    # Cut where a slice ends: a row for each slice that an extent touches
+    # Each extent is cut where a slice ends, so that there is a row for each slice that it touches.
     first, stop = found.sink_offset, found.sink_offset + found.stop - found.start
     row, number = ragged(-(-stop // slices.slice_bytes) - first // slices.slice_bytes)
     slice_start = (first[row] // slices.slice_bytes + number) * slices.slice_bytes

@@ -1,5 +1,5 @@
-"""The settings of an engine on which DeepSpeed's own files depend, as a plain tree. No restore needs it: it is for
-those who write such files from a checkpoint, or a checkpoint from such files.
+"""The settings of an engine that DeepSpeed's own files depend on, as a plain tree. No restore reads this tree: it is
+for ``zckpt.convert``, which makes such files from a checkpoint, and a checkpoint from such files. An example:
 
     {"stage": 3, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16", "gradient_clipping": 1.0,
      "sub_group_size": 1000000000, "round_robin_gradients": False, "parameter_alignment": False, "cpu_offload": False,
@@ -21,34 +21,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What each setting means says DeepSpeed's documentation of its configuration."""
+    """The settings. DeepSpeed's documentation of its configuration says what each of them means."""
 
     stage: int
+    """The ZeRO stage, from 0 to 3."""
     dtype: str
-    """In which the model computes: torch's name."""
+    """Torch's name of the dtype that the model computes in, such as ``"bfloat16"``."""
     grad_accum_dtype: str
+    """Torch's name of the dtype that gradients are accumulated in."""
     gradient_clipping: float = 0.0
+    """The norm that gradients are clipped to; 0 means that they are not clipped."""
     sub_group_size: int = 1_000_000_000
+    """The number of elements in a sub-group of stage 3."""
     round_robin_gradients: bool = False
+    """Whether stages 1 and 2 spread the gradients over the ranks parameter by parameter."""
     parameter_alignment: bool = False
+    """Whether stages 1 and 2 pad between parameters so that each begins at an aligned address."""
     cpu_offload: bool = False
-    """Whether the optimizer is offloaded."""
+    """Whether the optimizer is offloaded to host memory."""
     other_dtypes: Mapping[str, str] = field(default_factory=dict)
-    """Those of the parameters that have another dtype than the model."""
+    """For the name of each parameter that has another dtype than the model, torch's name of this dtype."""
     groups: list[list[str]] | None = None
-    """The names of all parameters of each param group, where frozen ones stand in the optimizer too: at stage 0 without
-    master weights."""
+    """The names of all parameters of each param group, frozen ones too. It is None unless the optimizer has frozen
+    parameters in its groups, which it has at stage 0 without master weights."""
 
     @property
     def bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed's wrapper is ``BF16_Optimizer``, which neither reorders nor aligns parameters."""
+        """Whether DeepSpeed's wrapper of the optimizer is ``BF16_Optimizer``, which neither reorders nor aligns
+        parameters."""
         mixed = (self.dtype, self.grad_accum_dtype) == ("bfloat16", "float32")
         return self.stage == 1 and mixed and not self.cpu_offload
 
     @property
     def reorders(self) -> bool:
-        """Whether the parameters of a group are kept in another order than the optimizer was given them in. The
-        optimizer's tree of a checkpoint has the order in which they are kept."""
+        """Whether the parameters of a group are kept in another order than that in which the optimizer got them. The
+        optimizer's tree in a checkpoint has them in the order in which they are kept."""
         return self.stage in (1, 2) and self.round_robin_gradients and not self.bf16_optimizer
 
     @property
@@ -57,11 +64,13 @@ class Setup:
         return self.stage in (1, 2) and self.parameter_alignment and not self.bf16_optimizer
 
     def tree(self) -> dict[str, Any]:
+        """Returns the settings as a plain tree."""
         return asdict(self)
 
     @classmethod
     def of(cls, tree: object) -> Setup:
-        """Raises FormatError for what ``tree`` did not make. What a newer writer has added is left aside."""
+        """Returns the settings from such a tree. Entries that a newer version of zckpt has added are ignored. Raises
+        FormatError for anything that is no such tree."""
         known = {one.name for one in fields(cls)}
         try:
             setup = cls(**{key: value for key, value in tree.items() if key in known})  # type: ignore[attr-defined]
@@ -78,7 +87,7 @@ class Setup:
 
 
 def setup_of(engine: Any, parameters: Mapping[str, torch.nn.Parameter], groups: list[list[str]] | None) -> Setup:
-    """The settings of a live engine. ``groups``: as in Setup."""
+    """Returns the settings of a live engine. ``groups``: those of ``Setup``."""
     zero = engine._config.zero_config
     dtype, grad_accum_dtype = engine.get_data_types()
     return Setup(
