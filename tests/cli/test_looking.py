@@ -320,7 +320,7 @@ def test_state_at_a_path(written: Written, where: str, expected: Any, capsys: An
         ("client_state.long[100]", "it has 100 elements"),
         ("client_state.epoch.x", "it is a single value"),
         ("client_state.tensors[0][0]", "it is a single value"),
-        ("client_state[", "cannot understand '['"),
+        ("client_state[", "'[' is not a step of a path"),
     ],
 )
 def test_state_where_nothing_is(written: Written, where: str, said: str, capsys: Any) -> None:

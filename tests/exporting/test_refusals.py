@@ -70,7 +70,7 @@ def test_arguments(tmp_path: Path, model: Path) -> None:
     refused(tmp_path, ValueError, "format must be one of hf, pt", format="onnx")
     refused(tmp_path, ValueError, "dtype must be one of", dtype="float7")
     refused(tmp_path, ValueError, "a size must be", max_shard_size="5 gigs")
-    refused(tmp_path, ValueError, "for format 'hf' alone", format="pt", config=model)
+    refused(tmp_path, ValueError, "only with format 'hf'", format="pt", config=model)
     with pytest.raises(zckpt.UnsupportedError, match="file system"):
         zckpt.export(tmp_path / "ckpt", "s3://bucket/out")
 

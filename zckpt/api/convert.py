@@ -67,9 +67,10 @@ def convert(
     has written. What such a checkpoint would have and the source does not have is listed in ``Converted.missing``.
 
     ``to="deepspeed"``: ``source`` is a checkpoint of zckpt, or the directory of a run of zckpt. ``destination`` is the
-    directory of a run in DeepSpeed's format. There the folder ``tag`` (None means ``global_step<N>``) is written, from
-    which stock ``engine.load_checkpoint`` resumes, and ``latest`` names it. ``stage`` and ``world_size``: the ZeRO stage
-    and the number of ranks of the engine that is to resume; None means those of the engine that wrote the checkpoint.
+    directory of a run in DeepSpeed's format. In it the folder ``tag`` (None means ``global_step<N>``) is written, from
+    which stock ``engine.load_checkpoint`` resumes, and ``latest`` names it. ``stage`` and ``world_size`` are the ZeRO
+    stage and the number of ranks of the engine that is to resume; None means those of the engine that wrote the
+    checkpoint.
 
     The code in the pickles of old checkpoints is not run. They may hold plain values, tensors and DeepSpeed's own
     classes; anything else is refused with an error that names it. Tensors are copied range by range in the memory of

@@ -153,7 +153,7 @@ class _Opened:
 
 
 def _root(state: object) -> Mapping[str, object]:
-    """Returns the entries of the root of a tree of non-tensor state. Every tree that an engine makes has such a root."""
+    """Returns the entries at the root of a tree of non-tensor state. The tree of every engine has a mapping there."""
     return state if isinstance(state, Mapping) else {"state": state}
 
 

@@ -1,13 +1,15 @@
 """The command line: ``zckpt COMMAND ...`` or ``python -m zckpt COMMAND ...``.
 
-A command is a module of this folder, imported only when it is called. Its docstring is the description that
-``--help`` prints, ``EXAMPLES`` has command lines to begin with, ``configure(parser)`` adds its arguments, and
-``run(arguments)`` carries it out and returns the exit status:
+Each command is a module of this folder, which is imported only when the command is called. The docstring of the module
+is the description that ``--help`` prints, ``EXAMPLES`` holds the example command lines below it,
+``configure(parser)`` adds the arguments of the command, and ``run(arguments)`` carries it out and returns the exit
+status:
 
-    0   done; the answer is yes
-    1   the answer is no: a checkpoint is not valid, two checkpoints differ
-    2   wrong usage, or an error, which is on stderr
-    130 interrupted by Ctrl-C; 141: whoever read the output went away
+    0   the command has succeeded, or the answer is yes
+    1   the answer is no: a checkpoint is not valid, or two checkpoints differ
+    2   the usage was wrong, or an error occurred; the message is on stderr
+    130 the command was interrupted by Ctrl-C
+    141 the program that read the output has ended before the command did, as `head` does
 """
 
 from __future__ import annotations
@@ -24,22 +26,23 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 COMMANDS = {
-    "info": "say what a checkpoint is, or which checkpoints a run has",
+    "info": "summarize a checkpoint, or all checkpoints of a run",
     "ls": "list the tensors of a checkpoint",
-    "show": "show where a tensor lies, and what its values are like",
-    "state": "show what a checkpoint holds beside tensors",
+    "show": "show where a tensor is stored, and statistics of its values",
+    "state": "show the non-tensor state of a checkpoint",
     "diff": "compare two checkpoints",
     "cp": "copy a checkpoint, or some of its tensors",
     "validate": "check a checkpoint against the specification",
     "repair": "rebuild a lost or damaged manifest, index or digest table from the data files",
     "gc": "remove what dead writers have left",
-    "prune": "remove older checkpoints of a run, whole",
-    "export": "write a model's folder as Hugging Face has it, or one file of torch's",
-    "convert": "convert a checkpoint of DeepSpeed to one of zckpt, and back",
-    "run": "run a training script whose checkpoints are zckpt's",
-    "completion": "print the completion of command lines for a shell",
+    "prune": "remove older checkpoints of a run",
+    "export": "write the weights as a Hugging Face model, or as one file for torch.load",
+    "convert": "convert a checkpoint of DeepSpeed to one of zckpt, or the other way",
+    "run": "run a training script whose DeepSpeed engines save and load with zckpt",
+    "completion": "print a script that completes zckpt's command lines in a shell",
 }
-"""Each command with its line in the list of commands. A command is the module of the same name in this folder."""
+"""For the name of each command its line in the list of commands. The module of a command in this folder has the same
+name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except zckpt.ZckptError as error:
         print(f"zckpt: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # such as `head`, which has seen enough
+    except BrokenPipeError:  # the program that read the output, such as `head`, has ended
         with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # for what Python still flushes at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # Python flushes stdout once more when it exits
         return 141
     except KeyboardInterrupt:
         return 130
@@ -62,14 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser(configured: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """A parser that knows every command, and the arguments of those that are named in ``configured``."""
+    """Returns a parser that knows every command, and the arguments of the commands in ``configured``."""
     parser = argparse.ArgumentParser(
         prog="zckpt",
-        description="Look at checkpoints, check, repair and clean them up, and train with them.",
-        epilog="`zckpt COMMAND --help` has the arguments of a command, with examples.",
+        description="Look at checkpoints, compare, copy, check, repair, export and convert them, and train with them.",
+        epilog="`zckpt COMMAND --help` prints the arguments of a command, and examples.",
     )
     parser.add_argument("--version", action="version", version=f"zckpt {zckpt.__version__}")
-    # DeepSpeed's launcher puts it in front of everything; it is meant for the script of `run`.
+    # DeepSpeed's launcher puts this option before all other arguments. It is meant for the script of `run`.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     for name, summary in COMMANDS.items():
@@ -83,14 +86,14 @@ def make_parser(configured: Collection[str] = tuple(COMMANDS)) -> argparse.Argum
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Takes options between positional arguments too, as in ``zckpt ls PATH --long GLOB``."""
+    """A parser that also takes options between positional arguments, as in ``zckpt ls PATH --long GLOB``."""
 
     _intermixed = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._intermixed or any(action.nargs == argparse.REMAINDER for action in self._actions):
             return super().parse_known_args(args, namespace)
-        self._intermixed = True  # argparse's own way calls this method again, for the options and for the rest
+        self._intermixed = True  # argparse calls this method again from within: for the options, and for the rest
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:

@@ -1,6 +1,6 @@
-"""Print the completion of command lines for a shell, which then completes commands, options and paths.
+"""Print a script for a shell that completes zckpt's commands, options and paths.
 
-It needs the package shtab: pip install 'zckpt[completion]'.
+This needs the package shtab: pip install 'zckpt[completion]'.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ EXAMPLES = """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell that is to load it")
+    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell that loads the script")
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
-        print("zckpt completion: needs the package shtab: pip install 'zckpt[completion]'", file=sys.stderr)
+        print("zckpt completion: this needs the package shtab: pip install 'zckpt[completion]'", file=sys.stderr)
         return 2
     parser = zckpt.cli.make_parser()
     for action in parser._actions:

@@ -1,8 +1,9 @@
-"""Convert a checkpoint of DeepSpeed to one of zckpt, and back.
+"""Convert a checkpoint of DeepSpeed to one of zckpt, or the other way.
 
-SOURCE is a folder in DeepSpeed's own format of any ZeRO stage, a Universal Checkpoint, or a Hugging Face model; with
---to deepspeed, a checkpoint of zckpt. In the directory of a run it is the checkpoint that `latest` names. Nothing that
-is in its pickles is run. What the source has not, such as the states of random generators, is printed.
+SOURCE is a folder in DeepSpeed's own format of any ZeRO stage, a Universal Checkpoint, or a Hugging Face model. With
+--to deepspeed it is a checkpoint of zckpt. If SOURCE is the directory of a run, the checkpoint that `latest` names is
+converted. The code in the pickles of old checkpoints is not run. What the new checkpoint lacks because the source does
+not have it, such as the states of random number generators, is printed.
 """
 
 from __future__ import annotations
@@ -25,11 +26,17 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="the checkpoint, or the directory of a run")
-    parser.add_argument("destination", help="the directory of the new checkpoint; with --to deepspeed, of the run")
-    parser.add_argument("--to", choices=["zckpt", "deepspeed"], default="zckpt", help="the format to write")
-    parser.add_argument("--tag", help="the checkpoint in the run SOURCE; with --to deepspeed, in the run DESTINATION")
-    parser.add_argument("--stage", type=int, choices=range(4), help="with --to deepspeed: the ZeRO stage")
-    parser.add_argument("--world-size", type=int, metavar="N", help="with --to deepspeed: the number of ranks")
+    parser.add_argument("destination", help="the directory of the new checkpoint; with --to deepspeed, of its run")
+    parser.add_argument("--to", choices=["zckpt", "deepspeed"], default="zckpt", help="the format to write (zckpt)")
+    parser.add_argument(
+        "--tag", help="the checkpoint of the run SOURCE to convert; with --to deepspeed, the tag of the new checkpoint"
+    )
+    parser.add_argument(
+        "--stage", type=int, choices=range(4), help="with --to deepspeed: the ZeRO stage (that of the source)"
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="with --to deepspeed: the number of ranks (that of the source)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at DESTINATION")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
@@ -37,7 +44,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.to == "zckpt" and (arguments.stage, arguments.world_size) != (None, None):
         raise zckpt.UnsupportedError(
-            "--stage and --world-size are about --to deepspeed", hint="a checkpoint of zckpt fits any of them"
+            "--stage and --world-size may be given only with --to deepspeed",
+            hint="leave them out: a checkpoint of zckpt fits any stage and any number of ranks",
         )
     converted = zckpt.convert(
         arguments.source, arguments.destination, to=arguments.to, tag=arguments.tag, stage=arguments.stage,

@@ -1,8 +1,9 @@
 """Copy a checkpoint, all of it or some of its tensors, and print where the copy is.
 
-All that is read is compared with its digests. The copy is a checkpoint only once all of it is durable. A copy of all
-has the same bytes and the same save id; one of some tensors is a checkpoint of its own, which keeps the step and the
-settings. The file `latest` of no run is changed. Under a launcher such as torchrun the ranks share the work.
+Everything that is read is compared with its digests. The copy is a checkpoint only once all of it is durable. A copy of
+the whole checkpoint has the same bytes and the same save id. A copy of some tensors is a checkpoint of its own, with
+the same step and the same non-tensor state. No file `latest` is changed. Under a launcher such as torchrun, the ranks
+share the work.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint, or the directory of a run with a `latest` file")
-    parser.add_argument("destination", help="the directory of the copy, which is made")
-    parser.add_argument("keys", nargs="*", metavar="KEY", help="copy these keys and globs alone: 'master/*' for a part")
-    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint that is there")
-    parser.add_argument("--no-verify", action="store_true", help="copy damaged data as they are")
+    parser.add_argument("destination", help="the directory to make for the copy")
+    parser.add_argument("keys", nargs="*", metavar="KEY", help="copy only these keys and globs, such as 'master/*'")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at DESTINATION")
+    parser.add_argument("--no-verify", action="store_true", help="copy damaged data as they are, instead of failing")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
-"""Compare two checkpoints: structure, settings, and the values of all tensors.
+"""Compare two checkpoints: their structure, their non-tensor state, and the values of all tensors.
 
-They may be of any number of ranks, stage and offload. The exit status is 0 if they are equal, 1 if they differ, and 2
-if one cannot be read. Values are compared bit for bit, unless there is a tolerance. What has the same digests in both
-is not read. Under a launcher such as torchrun the ranks share the work, and rank 0 prints.
+They may have been written with different numbers of ranks, ZeRO stages and kinds of offload. The exit status is 0 if
+they are equal, 1 if they differ, and 2 if one of them cannot be read. Values are compared bit for bit unless there is a
+tolerance. Data with the same digests in both checkpoints is not read. Under a launcher such as torchrun, the ranks
+share the work, and rank 0 prints the result.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", help="a checkpoint, or the directory of a run with a `latest` file")
-    parser.add_argument("b", help="another one")
-    parser.add_argument("keys", nargs="*", metavar="KEY", help="compare these keys and globs alone; no settings then")
+    parser.add_argument("b", help="another checkpoint, or the directory of a run")
     parser.add_argument(
-        "--rtol", type=_tolerance, default=0.0, metavar="R", help="values may differ by R of the larger one of both"
+        "keys", nargs="*", metavar="KEY", help="compare only these keys and globs, and no non-tensor state"
     )
-    parser.add_argument("--atol", type=_tolerance, default=0.0, metavar="A", help="and by A on top of that")
+    parser.add_argument(
+        "--rtol", type=_tolerance, default=0.0, metavar="R", help="values are equal if |a - b| <= A + R * max(|a|, |b|)"
+    )
+    parser.add_argument("--atol", type=_tolerance, default=0.0, metavar="A", help="the A of --rtol; both are 0")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 

@@ -1,8 +1,8 @@
-"""Write the weights of a checkpoint as others load them: as a model's folder of Hugging Face's, or a file of torch's.
+"""Write the weights of a checkpoint as the folder of a Hugging Face model, or as one file for torch.load.
 
-With --config, the folder of the model that was trained, the output is what save_pretrained writes: transformers,
-vLLM and others load it. The exit status is 0, or 2 after an error; OUT appears only once it is whole. Under a launcher
-such as torchrun the ranks share the files, and rank 0 prints.
+--config names the folder of the model that was trained. With it, OUT has the files that save_pretrained writes, which
+transformers, vLLM and others load. The exit status is 0, or 2 after an error. OUT appears only once all of it is
+written. Under a launcher such as torchrun, the ranks share the files, and rank 0 prints the result.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=["hf", "pt"],
         default="hf",
-        help="hf: safetensors files and configuration (default); pt: a dict of tensors for torch.load",
+        help="hf: safetensors files and the configuration (default); pt: a dict of tensors for torch.load",
     )
     parser.add_argument(
-        "--dtype", choices=["bf16", "fp16", "fp32"], help="convert floating point tensors; default: as they are stored"
+        "--dtype", choices=["bf16", "fp16", "fp32"], help="convert floating point tensors to this dtype; by default they keep theirs"
     )
     parser.add_argument("--config", metavar="DIR", help="a folder with the model's config.json, and its tokenizer")
     parser.add_argument(
@@ -40,9 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         default="5GB",
         type=_size,
-        help="of a safetensors file, such as 5GB (default)",
+        help="the largest size of a safetensors file, such as 5GB (default)",
     )
-    parser.add_argument("--adapter", metavar="NAME", help="write the folder of this LoRA adapter of PEFT's alone")
+    parser.add_argument("--adapter", metavar="NAME", help="write the folder of this LoRA adapter of PEFT instead")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 

@@ -1,4 +1,7 @@
-"""Remove what dead writers have left. Whole checkpoints are removed by `zckpt prune`."""
+"""Remove what dead writers have left in a run or in a checkpoint.
+
+Checkpoints that are complete are not removed; `zckpt prune` does that.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ EXAMPLES = """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="the directory of a run, a checkpoint, or one that was given to zckpt.offload")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("path", help="a run, a checkpoint, or a directory that was given to zckpt.offload")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     parser.add_argument(
         "--discard",
         action="append",
         default=[],
         metavar="DIR",
-        help="remove this checkpoint too, which has no manifest and could be repaired; may be given several times",
+        help="also remove this checkpoint, which has no manifest but could be repaired; may be given several times",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 

@@ -1,8 +1,9 @@
-"""Say what a checkpoint is, or which checkpoints a run has.
+"""Summarize a checkpoint, or all checkpoints of a run.
 
-Of a checkpoint: its step, who wrote it and how, its parts with their dtypes and sizes, and whether it is complete:
-whether every file is there and has its length. Of the directory of a run: all its checkpoints, the one that was
-committed last first, which of them `latest` names, and what dead writers have left. No tensor is read.
+For a checkpoint, this prints its step, what wrote it, its parts with their dtypes and sizes, and whether it is
+complete, which means that every file is there and has the right length. For the directory of a run, it prints all
+checkpoints, the one that was committed last first, which of them `latest` names, and what dead writers have left. No
+tensor is read.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _print_run(found: RunSummary) -> None:
     )
     left = [*found.leftovers, *(f"{one.path}/{name}" for one in found.checkpoints for name in one.leftovers)]
     if left:
-        print("\nleft by writers that died or are still writing; `zckpt gc` removes it unless it is in use:")
+        print("\nleft by writers that have died or are still writing; `zckpt gc` removes what is not in use:")
         for name in left:
             print(f"  {name}")
 
@@ -96,7 +97,7 @@ def _print_run(found: RunSummary) -> None:
 def _remarks(one: RunEntry) -> list[str]:
     found = ["latest"] if one.is_latest else []
     if one.problem is not None:
-        found.append(f"no checkpoint: {one.problem}")
+        found.append(f"not a checkpoint: {one.problem}")
     if one.locked_by is not None:
         found.append(f"locked by {one.locked_by}")
     return found

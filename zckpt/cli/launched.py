@@ -1,4 +1,4 @@
-"""Commands that share their work over the ranks of a launcher, such as torchrun, on one machine or on several."""
+"""Lets a command share its work over the ranks of a launcher, such as torchrun, on one machine or on several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def launched() -> Iterator[int]:
-    """This process's rank; with the process group of the launcher, if there is one. Rank 0 prints."""
+    """Yields the rank of this process. Under a launcher, the process group exists until the block ends. Only rank 0 is
+    to print anything."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield 0
         return

@@ -1,8 +1,8 @@
 """List the tensors of a checkpoint: their sizes, dtypes and shapes, the ranks that hold them, and their keys.
 
-A key is `<part>/<parameter name>`. A glob such as 'master/*' or '*/model.layers.3.*' lists those whose key matches it;
-quote it, or the shell may take it for names of files. A tied weight is listed under one of its names; --long and --json
-have the others. No tensor is read.
+A key is `<part>/<parameter name>`. A glob such as 'master/*' or '*/model.layers.3.*' lists the tensors whose keys match
+it. Put it in quotes, or the shell may replace it by names of files. A tied weight is listed under one of its names;
+--long and --json print the others too. No tensor is read.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="a checkpoint, or the directory of a run with a `latest` file")
-    parser.add_argument("keys", nargs="*", metavar="GLOB", help="keys, or patterns of keys; all without one")
-    parser.add_argument("--long", action="store_true", help="also pieces, tiers and the other names of tied weights")
-    parser.add_argument("--sort", choices=["key", "size", "ranks"], help="size and ranks: the largest first")
+    parser.add_argument("keys", nargs="*", metavar="GLOB", help="list only these keys and globs")
+    parser.add_argument(
+        "--long", action="store_true", help="also print pieces, tiers and the other names of tied weights"
+    )
+    parser.add_argument("--sort", choices=["key", "size", "ranks"], help="sort; with size and ranks, the largest first")
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--tree", action="store_true", help="by module, with the sums of each")
+    shown.add_argument("--tree", action="store_true", help="print a tree of modules with the sums of each")
     shown.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
@@ -96,7 +98,7 @@ def _print_rows(rows: Sequence[Row], names: dict[str, list[str]], *, long: bool)
         ]
         for info, holders in rows
     ]
-    # Not a table of rich's, which takes a second for three thousand rows
+    # This does not use a table of rich's, because that takes a second for three thousand rows.
     widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
     for row in [headings, *cells]:
         first, *others = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -137,7 +139,7 @@ def _print_tree(rows: Sequence[Row]) -> None:
         inside = [sums[below][0] for below in modules[1:]] + [1]
         for above, tensors_below in zip(modules, inside, strict=True):
             if sums[above][0] == tensors_below:
-                continue  # it has nothing but one module or tensor, which is shown in its place
+                continue  # all tensors of this module are in one below it, or it has one only: that is shown instead
             if above not in nodes:
                 tensors, nbytes = sums[above]
                 own = above.removeprefix(before).lstrip("/.")
@@ -149,6 +151,6 @@ def _print_tree(rows: Sequence[Row]) -> None:
 
 
 def _modules(info: TensorInfo) -> list[str]:
-    """The part of a tensor and the modules that it is in, the outermost first: each with all above it."""
+    """Returns the part of a tensor and the modules that it is in, the outermost first. Each is a path from the part."""
     *modules, _ = info.name.split(".")
     return [info.part, *(f"{info.part}/{'.'.join(modules[:count])}" for count in range(1, len(modules) + 1))]

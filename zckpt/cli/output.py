@@ -1,4 +1,4 @@
-"""How commands print: tables and trees by rich, sizes and ages for people, JSON for scripts."""
+"""Prints what commands have found: tables and trees by means of rich, sizes and ages for people, JSON for scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def size(nbytes: float) -> str:
-    """Such as ``47.8 MiB``."""
+    """Returns a size as text, such as ``47.8 MiB``."""
     unit = 0
     while nbytes >= 1024 and unit < len(_UNITS) - 1:
         nbytes, unit = nbytes / 1024, unit + 1
@@ -22,24 +22,24 @@ def size(nbytes: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """Such as ``3 hours``."""
+    """Returns an age as text, in the largest unit that it has a whole one of, such as ``3 hours``."""
     units = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
     unit, length = next((one for one in units if seconds >= one[1]), units[-1])
     return count(int(seconds // length), unit)
 
 
 def count(number: int, what: str) -> str:
-    """Such as ``1 tensor`` and ``3,000 tensors``."""
+    """Returns a number with its noun, such as ``1 tensor`` or ``3,000 tensors``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def print_json(value: Any) -> None:
-    """One line."""
+    """Prints a value as one line of JSON."""
     print(json.dumps(value, allow_nan=False))
 
 
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:
-    """A line for each name and value."""
+    """Prints a line for each name and value, with the values below each other."""
     found = list(fields)
     width = max(len(name) for name, _ in found)
     for name, value in found:
@@ -47,7 +47,7 @@ def print_fields(fields: Iterable[tuple[str, object]]) -> None:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str] = ()) -> None:
-    """``numbers``: the headings of columns whose cells end below each other."""
+    """Prints a table. ``numbers``: the headings of the columns that are aligned to the right."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -63,7 +63,7 @@ def print_tree(tree: Tree) -> None:
 
 
 def _print(shown: object) -> None:
-    """Lines of their full length, which a terminal wraps by itself, and another program reads as they are."""
+    """Prints lines without wrapping them: a terminal wraps long lines by itself, and other programs want whole ones."""
     from rich.console import Console
 
     console = Console(width=100_000, markup=False, emoji=False, highlight=False)

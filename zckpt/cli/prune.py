@@ -1,6 +1,7 @@
-"""Remove whole checkpoints of a run.
+"""Remove older checkpoints of a run.
 
-Never removed are the one that its `latest` names, one that somebody is writing, and one whose manifest cannot be read.
+The checkpoint that `latest` names is never removed, nor is one that somebody is writing, nor one whose manifest cannot
+be read.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ EXAMPLES = """
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="the directory of a run")
     parser.add_argument(
-        "--keep-last", type=_at_least_1, metavar="N", required=True, help="keep the N that were committed last"
+        "--keep-last", type=_at_least_1, metavar="N", required=True, help="keep the N checkpoints that were committed last"
     )
     parser.add_argument(
-        "--keep-every", type=_at_least_1, metavar="STEPS", help="keep those too whose step is a multiple of STEPS"
+        "--keep-every", type=_at_least_1, metavar="STEPS", help="also keep those whose step is a multiple of STEPS"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 

@@ -1,9 +1,10 @@
-"""Show where a tensor lies, and what its values are like.
+"""Show where a tensor is stored, and statistics of its values.
 
-Of one tensor: its pieces by rank, file and bytes, and the least and the greatest value, the mean, the norm (the square
-root of the sum of the squares), and how many elements are NaN, infinite and zero. Of several: a line of these numbers
-for each. Minimum, maximum, mean and norm are about the finite elements. The values are read a few MiB at a time and
-checked on the way; under a launcher such as torchrun the ranks share the work, and rank 0 prints.
+For one tensor, this prints its pieces by rank, file and bytes, the minimum, maximum and mean of its values, their norm
+(the square root of the sum of the squares), and how many elements are NaN, infinite and zero. For several tensors, it
+prints a line of these numbers for each. Minimum, maximum, mean and norm are those of the finite elements. The values
+are read a few MiB at a time, and their digests are checked. Under a launcher such as torchrun, the ranks share the
+work, and rank 0 prints the result.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="a checkpoint, or the directory of a run with a `latest` file")
-    parser.add_argument("keys", nargs="+", metavar="KEY", help="a key such as master/lm_head.weight, or a pattern")
+    parser.add_argument("keys", nargs="+", metavar="KEY", help="a key such as master/lm_head.weight, or a glob")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _statistics(path: str, keys: Sequence[str]) -> tuple[list[TensorInfo], list[Statistics]]:
-    """The tensors, and what the values of each are like; all ranks share the work."""
+    """Returns the tensors, and the statistics of each. All ranks share the work."""
     from zckpt.progress import ProgressBar, reported
     from zckpt.ranks.collectives import Ranks, check_equal
     from zckpt.reading.statistics import Statistics, statistics, stretches
@@ -130,6 +131,7 @@ def _numbers(found: Statistics) -> tuple[str, ...]:
 
 
 def _finite(found: Statistics) -> list[float | None]:
-    """Minimum, maximum, mean and norm; None where no element is finite, and where the number itself is too large."""
+    """Returns the minimum, maximum, mean and norm. A number is None where no element is finite, and where the number
+    itself is too large for a float."""
     numbers = (found.min, found.max, found.mean, found.norm)
     return [one if one is not None and math.isfinite(one) else None for one in numbers]

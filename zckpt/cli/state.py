@@ -1,8 +1,9 @@
-"""Show what a checkpoint holds beside the tensors of the model: the tree of non-tensor state.
+"""Show the tree of non-tensor state of a checkpoint.
 
-It has the counters of the engine, its param groups, the scheduler and your client_state. WHERE is a path in it, such as
-client_state.epoch or 'engine.optimizer.param_groups[0]'. With --rank it is the tree of one rank: what that rank alone
-had, such as its random number generators. Tensors are shown by dtype and shape, and are not read.
+The tree has the counters of the engine, its param groups, the state of the scheduler and your client_state. WHERE is a
+path in the tree, such as client_state.epoch or 'engine.optimizer.param_groups[0]'. With --rank, the tree of one rank is
+shown instead, which holds what that rank alone had, such as the states of its random number generators. Of tensors in
+the tree only the dtype and shape are shown; they are not read.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="a checkpoint, or the directory of a run with a `latest` file")
-    parser.add_argument("where", nargs="?", default="", metavar="WHERE", help="a path in the tree")
-    parser.add_argument("--rank", type=int, metavar="N", help="the tree of this rank, not the one that all ranks share")
+    parser.add_argument("where", nargs="?", default="", metavar="WHERE", help="show only what is at this path in the tree")
+    parser.add_argument("--rank", type=int, metavar="N", help="show the tree of this rank, not the one that all share")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
@@ -48,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         if packed is None:
             raise KeyNotFoundError(
                 f"there is no state of rank {arguments.rank}", file=str(store.location),
-                hint=f"{contents.manifest.world_size} ranks wrote it, and some engines keep none of each rank",
+                hint=f"{contents.manifest.world_size} ranks wrote the checkpoint, and not every engine has state of "
+                "each rank",
             )  # fmt: skip
         found = tree.unpack(packed[0], lambda ext, name: contents.state_info(name), packed[1])
     found = _at(found, arguments.where)
@@ -60,16 +62,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(?:(-?[0-9]+)|'([^']*)'|\"([^\"]*)\")\]")
-"""A step of a path: a name, a number in brackets, or a quoted name in brackets, as in errors about such trees."""
+"""One step of a path: a name, a number in brackets, or a quoted name in brackets. Errors about trees write paths in the
+same way."""
 
 
 def _at(found: Any, where: str) -> Any:
-    """What is at a path of the tree. Raises KeyNotFoundError, which says what is there instead."""
+    """Returns what is at a path of the tree. Raises KeyNotFoundError, which says what is there instead."""
     position = 0
     while position < len(where):
         step = _STEP.match(where, position)
         if step is None:
-            raise KeyNotFoundError(f"cannot understand {where[position:]!r} of {where!r}", key=where)
+            raise KeyNotFoundError(
+                f"{where[position:]!r} is not a step of a path", key=where,
+                hint="write a path such as client_state.epoch or 'engine.optimizer.param_groups[0]'",
+            )  # fmt: skip
         name, number, *quoted = step.groups()
         key: Any = int(number) if number is not None else next(one for one in (name, *quoted) if one is not None)
         try:
@@ -89,7 +95,7 @@ def _what_is_in(found: Any) -> str:
 
 
 def _plain(found: Any) -> Any:
-    """As JSON has it: bytes in base64, and numbers that JSON has not as text."""
+    """Returns a value that JSON can hold. Bytes become base64, and numbers that JSON does not have become text."""
     if isinstance(found, dict):
         return {str(key): _plain(value) for key, value in found.items()}
     if isinstance(found, (list, tuple)):
@@ -127,7 +133,7 @@ def _line(name: str, found: Any) -> str:
 
 
 def _is_short(found: Any) -> bool:
-    """Whether it is shown in one line: a single value, or a list of a few."""
+    """Whether the value is shown in one line, because it is a single value or a short list."""
     if isinstance(found, dict):
         return not found
     if isinstance(found, (list, tuple)):

@@ -1,7 +1,7 @@
 """Check a checkpoint against the specification.
 
-The exit status is 0 if it conforms, 1 if not, and 2 if there is nothing to check or it cannot be read. Under a launcher
-such as torchrun the ranks share the work, and rank 0 prints.
+The exit status is 0 if the checkpoint conforms to the specification, 1 if it does not, and 2 if there is no checkpoint
+or it cannot be read. Under a launcher such as torchrun, the ranks share the work, and rank 0 prints the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--level",
         choices=["structure", "digests", "deep"],
         default="digests",
-        help="structure: all but tensor data; digests: every byte too (default); deep: also NaN, infinities, signs",
+        help="structure: all but tensor data; digests: also every byte (default); deep: also NaN, infinities, signs",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 

@@ -34,9 +34,9 @@ class Setup:
     sub_group_size: int = 1_000_000_000
     """The number of elements in a sub-group of stage 3."""
     round_robin_gradients: bool = False
-    """Whether stages 1 and 2 spread the gradients over the ranks parameter by parameter."""
+    """Whether stages 1 and 2 reorder the parameters of each group, so that they go to the ranks in turn."""
     parameter_alignment: bool = False
-    """Whether stages 1 and 2 pad between parameters so that each begins at an aligned address."""
+    """Whether stages 1 and 2 put padding between parameters, so that each of them begins at an aligned offset."""
     cpu_offload: bool = False
     """Whether the optimizer is offloaded to host memory."""
     other_dtypes: Mapping[str, str] = field(default_factory=dict)
