@@ -141,7 +141,7 @@ def test_what_is_there_is_replaced_only_when_it_may(tmp_path: Path) -> None:
     zckpt.cp(tmp_path / "a", tmp_path / "b", overwrite=True)
     assert files(tmp_path / "b") == files(tmp_path / "a")
     for destination in ("a", "b"):
-        with pytest.raises(zckpt.CheckpointExistsError, match="this very save"):
+        with pytest.raises(zckpt.CheckpointExistsError, match="data of the same save"):
             zckpt.cp(tmp_path / "a", tmp_path / destination, overwrite=True)
     assert files(tmp_path / "b") == files(tmp_path / "a")
     zckpt.cp(tmp_path / "a", tmp_path / "a", SOME, overwrite=True)  # of itself
@@ -156,7 +156,7 @@ def test_what_could_be_repaired_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "b" / "manifest.msgpack").unlink()
     before = files(tmp_path / "b")
     for overwrite in (False, True):
-        with pytest.raises(zckpt.CheckpointExistsError, match=r"manifest was lost|this very save"):
+        with pytest.raises(zckpt.CheckpointExistsError, match=r"manifest was lost|data of the same save"):
             zckpt.cp(tmp_path / "a", tmp_path / "b", overwrite=overwrite)
         assert files(tmp_path / "b") == before
 

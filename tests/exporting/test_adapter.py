@@ -147,9 +147,10 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
         plan_adapter(lora_sources, {}, "first", {})
     assert "give a folder with its adapter_config.json as `config`" in str(unknown.value)
     for text, message in [
-        ("{", "is no JSON"), ("[]", "no configuration of an adapter"), ('{"peft_type": "IA3"}', "is of the type IA3"),
+        ("{", "is not JSON"), ("[]", "not the configuration of an adapter"),
+        ('{"peft_type": "IA3"}', "is of the type IA3"),
     ]:  # fmt: skip
         with pytest.raises(zckpt.ZckptError, match=message):
             plan_adapter(lora_sources, {}, "first", {"first": text})
-    with pytest.raises(zckpt.MismatchError, match="no weights of the adapter 'other', but those of first"):
+    with pytest.raises(zckpt.MismatchError, match="no weights of the adapter 'other'; it has those of: first"):
         plan_adapter(lora_sources, {}, "other", {"other": '{"peft_type": "LORA"}'})

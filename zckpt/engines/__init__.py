@@ -48,7 +48,7 @@ def group_of(engine: Any) -> ProcessGroup | None:
 
 
 def is_engine(value: Any) -> bool:
-    """Whether it is a training engine that zckpt knows. Never raises."""
+    """Whether ``value`` is a training engine that zckpt knows. This never raises an error."""
     return _adapter_of(value) is not None
 
 

@@ -63,8 +63,8 @@ class EngineAdapter(Protocol):
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The model, without what the framework has wrapped around it; None for an engine that has no such object. Its
-        parameters and buffers have the names under which ``inventory`` returns them."""
+        """The model, without what the framework has wrapped around it, or None for an engine that has no such object.
+        Its parameters and buffers have the names under which ``inventory`` returns them."""
 
     @property
     def devices(self) -> Collection[torch.device]:
@@ -114,7 +114,8 @@ class EngineAdapter(Protocol):
     def state(self) -> dict[str, Any]:
         """The non-tensor state, equal on every rank: counters, scheduler, param groups and scalars by parameter name.
         That of rank 0 is written. The tree ``optimizer`` is compared first: a write fails if it differs between ranks.
-        It has all ``trees``, and may have more, which no restore reads: what the framework's own files depend on.
+        The result has all ``trees``. It may have more trees, which no restore reads, such as the settings that the
+        framework's own files depend on.
 
         Trees hold None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, dense tensors and NumPy
         arrays: of exactly these types, with strings and 64-bit integers for keys. They are read back as the same types,

@@ -1,1 +1,1 @@
-"""The steps of zckpt.export: name and convert tensors as others expect them, lay out files, write them in slices."""
+"""The steps of zckpt.export: name and convert the tensors, lay out the files, write them in slices."""

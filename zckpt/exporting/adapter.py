@@ -1,4 +1,4 @@
-"""One adapter of a model as ``PeftModel.save_pretrained`` writes it: which tensors it has, and what they are called."""
+"""Plans the folder of one adapter of a model: the tensors that ``PeftModel.save_pretrained`` writes, and their names."""
 
 from __future__ import annotations
 
@@ -18,41 +18,42 @@ if TYPE_CHECKING:
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FILES = (WEIGHTS, CONFIG)
-"""All that an export writes."""
+"""The files that the export of an adapter may write."""
 _LORA = re.compile(r"(?P<layer>.+)\.lora_\w+\.(?P<adapter>[^.]+)(?:\.\w+)?")
-"""A weight of a LoRA adapter. ``layer`` is the module that it belongs to."""
+"""The name of a weight of a LoRA adapter. ``layer`` is the module that it belongs to."""
 _EMBEDDINGS = ("embed_tokens", "lm_head")
-"""The modules of embeddings for which PEFT looks among the targets, to save their weights along with the adapter."""
+"""The embedding modules whose weights PEFT saves together with an adapter that targets them."""
 
 
 def adapter_names(names: Iterable[str]) -> list[str]:
-    """The LoRA adapters that a model with tensors of these names has."""
+    """Returns the names of the LoRA adapters of a model whose tensors have these names."""
     found = (_LORA.fullmatch(name) for name in names)
     return list(dict.fromkeys(one["adapter"] for one in found if one))
 
 
 def refuse_adapters(sources: Iterable[str], configs: Collection[str]) -> None:
-    """Raises UnsupportedError if the model has adapters: it has other names and tensors than its configuration says."""
+    """Raises UnsupportedError if the model has adapters, for then its tensors are not those of its configuration."""
     adapters = list(dict.fromkeys([*configs, *adapter_names(sources)]))
     if adapters:
         raise UnsupportedError(
-            f"the model has adapters ({first_few(adapters, 5)}), and no folder of a model has those",
-            hint=f"adapter={adapters[0]!r} exports one, for PeftModel.from_pretrained; format='pt' all tensors by the "
-            "names that they have in the model",
+            f"the model has adapters ({first_few(adapters, 5)}), which the folder of a model cannot hold",
+            hint=f"adapter={adapters[0]!r} exports one of them for PeftModel.from_pretrained; format='pt' exports all "
+            "tensors under the names that they have in the model",
         )
 
 
 def read_config(folder: str) -> str:
-    """The text of the configuration of an adapter in its folder. Raises StorageError."""
+    """Returns the text of the configuration of an adapter in its folder. Raises StorageError if it cannot be read, and
+    MismatchError if it is no text."""
     path = str(Location.of(folder).child(CONFIG))
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, UnicodeDecodeError):
-            raise MismatchError(f"this is no JSON: {error}", file=path) from error
+            raise MismatchError(f"this is not JSON: {error}", file=path) from error
         found = from_os_error(error, "read the adapter's configuration", path)
-        found.hint = f"config is a folder with the {CONFIG} of the adapter that was trained"
+        found.hint = f"config has to be a folder with the {CONFIG} of the adapter that was trained"
         raise found from error
 
 
@@ -62,18 +63,18 @@ def plan_adapter(
     adapter: str,
     configs: Mapping[str, str],
 ) -> ExportPlan:
-    """The folder of one adapter. ``sources`` and ``aliases`` are as for ``plan_hugging_face``; ``configs``: the texts
-    of ``adapter_config.json`` that there are, by the adapter's name.
+    """Plans the folder of one adapter. ``sources`` and ``aliases``: those of ``plan_hugging_face``. ``configs``: for
+    the name of each adapter whose configuration is known, the text of its ``adapter_config.json``.
 
     Raises UnsupportedError where the model has no adapter, or one of another kind than LoRA; KeyNotFoundError for an
-    adapter that it does not have, MismatchError where there is no configuration of it or a broken one.
+    adapter that the model does not have; and MismatchError where its configuration is missing or broken.
     """
     stored = {name: name for name in sources} | {alias: name for alias, name in aliases.items() if name in sources}
     known = list(dict.fromkeys([*configs, *adapter_names(stored)]))
     there = adapter_names(stored)
     if not known:
         raise UnsupportedError(
-            "the model has no adapter: none of its tensors is one of a LoRA adapter of PEFT's",
+            "the model has no adapter: none of its tensors belongs to a LoRA adapter of PEFT",
             hint="leave `adapter` out to export the model itself",
         )
     if adapter not in known:
@@ -85,7 +86,9 @@ def plan_adapter(
         )
     config = _parsed(configs[adapter], adapter)
     if adapter not in there:
-        raise MismatchError(f"the source has no weights of the adapter {adapter!r}, but those of {first_few(there, 5)}")
+        raise MismatchError(
+            f"the source has no weights of the adapter {adapter!r}; it has those of: {first_few(there, 5) or 'none'}"
+        )
     found = _tensors(stored, adapter, there, config)
     tensors = [
         OutputTensor(key, source.dtype, source.shape, (Run(stored[name], 0, _numel(source)),))
@@ -99,9 +102,9 @@ def _parsed(text: str, adapter: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise MismatchError(f"the configuration of the adapter {adapter!r} is no JSON: {error}") from error
+        raise MismatchError(f"the configuration of the adapter {adapter!r} is not JSON: {error}") from error
     if not isinstance(config, dict) or "peft_type" not in config:
-        raise MismatchError(f"this is no configuration of an adapter of PEFT's: {text[:80]!r}")
+        raise MismatchError(f"this is not the configuration of an adapter of PEFT: {text[:80]!r}")
     if config["peft_type"] != "LORA":
         raise UnsupportedError(
             f"the adapter {adapter!r} is of the type {config['peft_type']}, and only LoRA can be exported",
@@ -113,8 +116,9 @@ def _parsed(text: str, adapter: str) -> dict[str, Any]:
 def _tensors(
     stored: Mapping[str, str], adapter: str, adapters: Collection[str], config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The tensors of an adapter, as ``peft.get_peft_model_state_dict`` chooses and names them: from the key in its file
-    to the name in the model. ``stored``: the names in the model, and for each the one under which it is in a source.
+    """Returns the tensors of an adapter as ``peft.get_peft_model_state_dict`` chooses and names them: for the key of
+    each tensor in the adapter's file the name that it has in the model. ``stored``: for each name in the model the one
+    under which the tensor is in the sources.
     """
     with_base = {name.rpartition(".base_layer.")[0] for name in stored}
     layers = {found["layer"] for name in stored if (found := _LORA.fullmatch(name))} & with_base
@@ -135,12 +139,12 @@ def _tensors(
         if kept:
             keys[f"{module}.{inner}"] = name
         elif name.endswith(f".token_adapter.trainable_tokens_delta.{adapter}") and stored[name] == name:
-            keys[name] = name  # that of a tied module is the same, and not saved
+            keys[name] = name  # a tied module has the same tensor, which is not saved a second time
     return {_without_adapter(key, adapter): name for key, name in keys.items()}
 
 
 def _is_embedding(name: str, layers: Collection[str], targets: str | Collection[str]) -> bool:
-    """Whether it is the weight of an embedding that has an adapter, which PEFT saves too."""
+    """Whether the tensor is the weight of an embedding that has an adapter, which PEFT saves too."""
     layer, base, _ = name.rpartition(".base_layer.")
     if not base or layer not in layers or layer.rpartition(".")[2] not in _EMBEDDINGS:
         return False

@@ -25,21 +25,22 @@ if TYPE_CHECKING:
     from zckpt.transfer.budget import Budget
 
 READ_BYTES_MIN = 2 << 20
-"""The least budget of one thread that reads."""
+"""The smallest budget, in bytes, of one thread that reads."""
 
 
 class CheckpointSource:
-    """The weights and buffers of a checkpoint: a ``Filler``, each of whose threads reads on its own."""
+    """The weights and buffers of a checkpoint. This is a ``Filler``: each thread that calls it reads on its own."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None, budget: Budget) -> None:
-        """``dtype``: what floating point tensors are converted to, buffers too, as ``model.to(dtype)`` does; None: they
-        stay as they are stored. Half of ``budget`` is used. Raises KeyNotFoundError if there are no weights,
-        CastError, and FormatError (F001 to F003) for files that are cut short or missing."""
+        """``dtype``: the dtype that floating point tensors, buffers too, are converted to, as ``model.to(dtype)``
+        converts them. None means that they stay as they are stored. Reading takes half of ``budget``. Raises
+        KeyNotFoundError if there are no weights, CastError, and FormatError (F001 to F003) for files that are cut
+        short or missing."""
         self.infos: Mapping[str, TensorInfo] = checkpoint.weights()
         if not self.infos:
             raise KeyNotFoundError(
                 f"the checkpoint has no weights: its parts are {', '.join(checkpoint.parts) or 'none'}",
-                hint="export one that was written with the parts master or param",
+                hint="export a checkpoint that was written with the part master or param",
             )
         self.aliases = {alias: name for alias, name in checkpoint.aliases.items() if name in self.infos}
         self.adapters = _adapters(checkpoint)
@@ -51,21 +52,21 @@ class CheckpointSource:
         checkpoint.contents.check_sizes(self.infos.values())
         threads = max(min(budget.threads, budget.nbytes // (2 * READ_BYTES_MIN)), 1)
         self.budget = replace(budget, threads=threads)
-        """What ``write_files`` may use: no more threads than have room to read and to write."""
+        """What ``write_files`` may use. It has no more threads than there is memory for, to read and to write in."""
         own_bytes = max(budget.nbytes // threads // 2, READ_BYTES_MIN)
         own = replace(budget, nbytes=own_bytes, threads=1)
         self._checkpoint = Checkpoint(checkpoint.path, checkpoint.contents, own)
         self._starts: dict[str, list[int]] = {}
         self.advance: Callable[[int], None] = lambda nbytes: None
-        """What is told the bytes that have been read."""
+        """It is called with the number of bytes that have been read."""
 
     @contextmanager
     def own_config(self) -> Iterator[str | None]:
-        """As for an engine; a checkpoint has no configuration of its model."""
+        """Yields None, because a checkpoint does not hold the configuration of its model."""
         yield None
 
     def nbytes(self, files: Iterable[OutputFile], conversions: Iterable[Conversion]) -> int:
-        """How many bytes are read to write ``files``."""
+        """Returns how many bytes are read to write ``files``."""
         tensors = [tensor for file in files for tensor in file.tensors.values()]
         made = {tensor.name for tensor in tensors if tensor.runs is None}
         runs = [run for tensor in tensors for run in tensor.runs or ()]
@@ -75,6 +76,7 @@ class CheckpointSource:
         )
 
     def fill(self, targets: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+        """Does what ``Filler.fill`` says. Raises FormatError and StorageError."""
         wants = [
             Want(self.infos[name], [Span(start, start + target.numel(), 0)], target) for name, start, target in targets
         ]
@@ -82,7 +84,7 @@ class CheckpointSource:
             self._checkpoint.read(wants, advance=self.advance)
 
     def cut(self, source: str, start: int, stop: int) -> int:
-        """At the end of a block, so that no block is read twice to be verified."""
+        """Returns the end of the last block before ``stop``, so that no block is read twice to be verified."""
         info = self.infos[source]
         if source not in self._starts:
             self._starts[source] = sorted({piece.start for piece in info.pieces})
@@ -94,9 +96,9 @@ class CheckpointSource:
 
 
 def _adapters(checkpoint: Checkpoint) -> dict[str, str]:
-    """The configurations of the model's adapters, by their names. Raises FormatError."""
+    """Returns the configurations of the model's adapters, by the adapters' names. Raises FormatError."""
     root = checkpoint.state
     adapters = root.get(names.ADAPTERS, {}) if isinstance(root, dict) else {}
     if not isinstance(adapters, dict) or not all(isinstance(text, str) for text in adapters.values()):
-        raise FormatError("state: adapters is not a map of texts", file=checkpoint.path)
+        raise FormatError("state: adapters is not a map from names to texts", file=checkpoint.path)
     return adapters

@@ -33,12 +33,13 @@ _DTYPES = list(TORCH_DTYPES)
 
 
 class EngineSource:
-    """The weights and persistent buffers of an engine. ``fragments`` are those that this rank holds; the rest is equal
-    on all ranks."""
+    """The weights and persistent buffers of an engine. ``fragments`` are those that this rank holds. All other
+    attributes are equal on all ranks."""
 
     def __init__(self, engine: object, dtype: torch.dtype | None, budget: Budget | None, ranks: Ranks) -> None:
-        """``dtype``: what floating point tensors are converted to, weights from their masters; None: all tensors are as
-        the model computes with them. Collective. Raises what ``zckpt.write`` raises for an engine."""
+        """``dtype``: the dtype that floating point tensors are converted to; weights are then converted from their
+        master weights. None means that all tensors are as the model computes with them. This is collective. Raises what
+        ``zckpt.write`` raises for an engine."""
         shapes: dict[str, tuple[int, ...]] = {}
 
         def collect() -> bytes:
@@ -56,7 +57,7 @@ class EngineSource:
             self.aliases = dict(inventory.aliases)
             self.module = adapter.module
             self.adapters = adapter_configs(adapter.module)
-            shapes.update((f.name, f.shape) for f in adapter.wanted({}))  # all of them, on every rank
+            shapes.update((f.name, f.shape) for f in adapter.wanted({}))  # every rank gets all names, in the same order
             numbers = {name: number for number, name in enumerate(shapes)}
             rows = [(numbers[f.name], f.start, f.stop, _DTYPES.index(f.dtype)) for f in own]
             return np.array(rows, np.int64).tobytes()
@@ -68,7 +69,7 @@ class EngineSource:
         order = np.lexsort((start, number))
         columns = (number, rank, start, stop, fragment, np.zeros_like(number))
         self.held = StoredPieces(*(column[order] for column in columns))
-        """Which rank holds what, as for ``plan_messages``."""
+        """Which rank holds which elements, in the form that ``plan_messages`` takes."""
         self.sources: dict[str, Source] = {}
         dtypes = dict(zip(number.tolist(), stored.tolist(), strict=True))
         for one, (name, shape) in enumerate(shapes.items()):
@@ -79,7 +80,7 @@ class EngineSource:
 
     @contextmanager
     def own_config(self) -> Iterator[str | None]:
-        """A folder with the configuration of the model, while the context lasts; None if it is not one of
+        """Yields a temporary folder with the configuration of the model, or None if the model is not one of
         transformers'."""
         transformers = sys.modules.get("transformers")
         module: Any = self.module
@@ -96,6 +97,6 @@ class EngineSource:
 
 
 def _where_it_is(fragment: Fragment) -> Fragment:
-    """What ``zckpt.offload`` has moved to disk lies in a file."""
+    """Returns the fragment with the range of the file that holds it, if ``zckpt.offload`` has moved it to disk."""
     place = place_of(fragment.data) if isinstance(fragment.data, torch.Tensor) else None
     return fragment if place is None else replace(fragment, data=place)

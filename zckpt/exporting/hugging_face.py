@@ -1,9 +1,9 @@
-"""The tensors and files of a model as Hugging Face's ``save_pretrained`` writes them: by transformers' own rules.
+"""Plans the tensors and files of a model as Hugging Face's ``save_pretrained`` writes them, by transformers' own rules.
 
-transformers names and shapes some weights otherwise in memory than in files, such as the experts of a mixture. A model
-without memory ("meta") is made from its configuration, and transformers converts the weights of that. Most of what it
-makes of them are views: which elements of the checkpoint a file has is read off their strides, and no weight need be
-whole in memory to be converted.
+transformers gives some weights other names and shapes in memory than in files; the experts of a mixture are an example.
+Therefore a model without memory (on the device "meta") is made from its configuration, and transformers converts the
+weights of this model. Most of the results are views of the weights. The strides of a view say which elements of the
+checkpoint the file has, so such a weight is never whole in memory.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ TAKEN_ALONG = (
     "generation_config.json", "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json",
     "*.model", "*.tiktoken", "*.spm", "*.jinja", "chat_template*", "*processor_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-"""The files of a model's folder that are copied as they are: its tokenizer's, its processor's, its terms of use."""
+"""The files of a model's folder that are copied as they are: those of its tokenizer, those of its processor, and its
+terms of use."""
 MODEL_CODE = ("*.py",)
-"""Copied too where the model's class is not transformers' own."""
+"""The files that are copied too if the class of the model is not one of transformers' own."""
 FILES = ("*.safetensors", INDEX, "config.json", *TAKEN_ALONG, *MODEL_CODE)
-"""All that an export writes."""
+"""The files that the export of a model may write."""
 
 
 def plan_hugging_face(
@@ -55,15 +56,15 @@ def plan_hugging_face(
     folder: str | None,
     shard_bytes_max: int,
 ) -> ExportPlan:
-    """The files of a model's folder.
+    """Plans the files of a model's folder.
 
-    ``sources``: all weights and persistent buffers by the name that the model has for them in memory. ``aliases``: the
-    further names of tied weights, and the one under which each is in ``sources``. ``folder``: with the configuration of
-    the model. None: tensors keep their names and shapes, a tied weight has one of its names, and there is no
-    configuration.
+    ``sources``: all weights and persistent buffers, by the names that they have in the model in memory. ``aliases``:
+    for each other name of a tied weight the one under which it is in ``sources``. ``folder``: the folder with the
+    configuration of the model. Without it, tensors keep their names and shapes, a tied weight has one of its names, and
+    there is no configuration.
 
-    Raises MismatchError if the model of this configuration has other tensors, UnsupportedError for a configuration that
-    transformers cannot make a model of, or without transformers, and StorageError.
+    Raises MismatchError if the model of this configuration has other tensors; UnsupportedError for a configuration that
+    transformers cannot make a model from, and where transformers is not installed; and StorageError.
     """
     small_files: dict[str, bytes] = {}
     tensors: list[OutputTensor] = []
@@ -100,12 +101,12 @@ def _numel(source: Source) -> int:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Orders layer 2 before layer 10."""
+    """Returns a sort key by which layer 2 comes before layer 10."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 
 def _index(shards: Mapping[str, Sequence[OutputTensor]], parameters: int, nbytes: int) -> bytes:
-    """As ``save_pretrained`` writes it."""
+    """Returns the index as ``save_pretrained`` writes it."""
     weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
     index = {"metadata": {"total_parameters": parameters, "total_size": nbytes}, "weight_map": weight_map}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
@@ -121,37 +122,38 @@ def _read_config(folder: str) -> dict[str, Any]:
             config = json.load(file)
     except OSError as error:
         found = from_os_error(error, "read the model's configuration", path)
-        found.hint = "--config (config= in Python) is the folder of the model that was trained, with its config.json"
+        found.hint = "--config (config= in Python) has to be the folder of the model that was trained, with config.json"
         raise found from error
     except ValueError as error:
-        raise MismatchError(f"this is no JSON: {error}", file=path) from error
+        raise MismatchError(f"this is not JSON: {error}", file=path) from error
     if not isinstance(config, dict):
-        raise MismatchError("this is no model's configuration", file=path)
+        raise MismatchError("this is not the configuration of a model", file=path)
     if "quantization_config" in config:
         raise UnsupportedError(
-            "the configuration is that of quantized weights, and a checkpoint's are not",
+            "the configuration is for quantized weights, and the weights of the source are not quantized",
             file=path,
-            hint="remove quantization_config from config.json if the model was trained without",
+            hint="remove quantization_config from config.json if the model was trained without quantization",
         )
     return config
 
 
 def _empty_model(folder: str, config: Mapping[str, Any]) -> Any:
-    """The model of this configuration, without memory; None if its class is code of its own."""
+    """Returns the model of this configuration, without memory. Returns None if the class of the model is not one of
+    transformers', but code that belongs to the model."""
     try:
         import transformers
         from transformers.core_model_loading import revert_weight_conversion  # noqa: F401  since transformers 5
     except ImportError as error:
         raise UnsupportedError(
             "an export with a model's configuration needs transformers 5 or newer",
-            hint="pip install 'transformers>=5'; or leave the configuration out: tensors keep their names then",
+            hint="pip install 'transformers>=5', or leave the configuration out: then tensors keep their names",
         ) from error
     name = next(iter(config.get("architectures") or []), None)
     kind = getattr(transformers, name, None) if isinstance(name, str) else None
     if kind is None and "auto_map" in config:
         return None
     if kind is None:
-        what = f"has no model {name!r}" if name else "needs to be told which model this is: there are no architectures"
+        what = f"has no model {name!r}" if name else "cannot know the class of the model: there are no architectures"
         raise UnsupportedError(
             f"transformers {transformers.__version__} {what}",
             file=os.path.join(folder, "config.json"),
@@ -173,14 +175,14 @@ def _taken_along(folder: str, patterns: Iterable[str]) -> Iterator[tuple[str, by
 
 
 def _with_dtype(config: Mapping[str, Any], sources: Mapping[str, Source]) -> bytes:
-    """The configuration of a model that transformers does not know, with the dtype that weights are loaded as."""
+    """Returns the configuration of a model that transformers does not know, with the dtype of the exported weights."""
     dtypes = [dtype for source in sources.values() if (dtype := TORCH_DTYPES[source.dtype]).is_floating_point]
     name = str(dtypes[0]).removeprefix("torch.") if dtypes else None
     return (json.dumps({**config, "dtype": name}, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _written_by(model: Any) -> dict[str, bytes]:
-    """The files that ``save_pretrained`` writes beside the weights."""
+    """Returns the files that ``save_pretrained`` writes beside the weights."""
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as directory:
@@ -216,8 +218,8 @@ def _fill(model: Any, sources: Mapping[str, Source], aliases: Mapping[str, str])
     if lines:
         raise MismatchError(
             f"this is not a {type(model).__name__} of that configuration: {'; '.join(lines)}",
-            hint="give the configuration of the model that was trained, as the training has changed it (its "
-            "vocabulary, say), or none: tensors keep their names then",
+            hint="give the configuration of the model that was trained, with the changes that the training has made to "
+            "it, such as a larger vocabulary; or give none: then tensors keep their names",
         )
     empty = {
         key: torch.empty(sources[key].shape, dtype=TORCH_DTYPES[sources[key].dtype], device="meta")
@@ -234,16 +236,18 @@ def _fill(model: Any, sources: Mapping[str, Source], aliases: Mapping[str, str])
 
 
 class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has a copy of a tensor on "meta" be a view of it, and notes what every tensor that is no view was made of."""
+    """While it is active, copies of tensors on "meta" become views of them. For every tensor that is not a view, it
+    records what the tensor was made from."""
 
     def __init__(self, sources: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._alive: list[torch.Tensor] = list(sources.values())
         self.source = {_storage(tensor): name for name, tensor in sources.items()}
-        """The name of the source, by the storage of a tensor that is a view of it."""
+        """For the storage of each source its name. A view of a source has the same storage."""
         self._made_of = {storage: frozenset([name]) for storage, name in self.source.items()}
 
     def made_of(self, tensor: torch.Tensor) -> frozenset[str]:
+        """Returns the names of the sources that a tensor was made from."""
         return self._made_of.get(_storage(tensor), frozenset())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -254,7 +258,7 @@ class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in (aten.view.default, aten._unsafe_view.default):
             try:
                 return aten.view.default(*args)
-            except RuntimeError:  # a view of what ought to be a copy
+            except RuntimeError:  # its input is a view here that would be a contiguous copy elsewhere
                 out = aten.view.default(args[0].clone(memory_format=torch.contiguous_format), *args[1:])
         else:
             out = func(*args, **(kwargs or {}))
@@ -271,8 +275,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def convert_names(model: Any) -> tuple[list[OutputTensor], tuple[Conversion, ...], dict[str, Memory]]:
-    """The tensors that ``save_pretrained`` of a model on "meta" writes, in their order; what makes those of them that
-    are no views; and the memory that each would have."""
+    """Returns what ``save_pretrained`` of a model on "meta" writes: the tensors in their order, the conversions that
+    make those tensors that are not views, and the memory that each tensor would be in."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -307,7 +311,7 @@ def _are_long(view: torch.Tensor) -> bool:
 def _conversions(
     model: Any, state: Mapping[str, torch.Tensor], made: Mapping[str, frozenset[str]], shapes: Mapping[str, torch.Size]
 ) -> Iterator[Conversion]:
-    """One for all outputs that have sources in common."""
+    """Yields one conversion for all outputs that have sources in common."""
     from transformers.core_model_loading import revert_weight_conversion
 
     def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -323,13 +327,14 @@ def _conversions(
             groups.remove(group)
         groups.append((own, outputs))
     for own, outputs in groups:
-        # In the order of the model; and alone they have to become what they become among all others.
+        # The sources are in the order of the model. Converted alone, they have to give the same as among all others.
         ordered = tuple(name for name in state if name in own)
         alone = convert({name: state[name] for name in ordered})
         wrong = [name for name in outputs if name not in alone or alone[name].shape != shapes[name]]
         if wrong:
             raise UnsupportedError(
-                f"transformers makes {first_few(wrong, 3)} of other weights too than of {first_few(ordered, 3)}",
+                f"transformers makes {first_few(wrong, 3)} not only from {first_few(ordered, 3)}, but from other "
+                "weights too",
                 hint="load the weights into the model (model.load_state_dict(checkpoint.state_dict())) and call its "
                 "save_pretrained",
             )

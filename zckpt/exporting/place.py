@@ -1,4 +1,4 @@
-"""How an export appears: under a temporary name until it is whole, and then all at once."""
+"""Puts an export in its place: it has a temporary name until it is whole, and gets its own name in a single step."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 
 def find_place(out: StrPath, patterns: Sequence[str] | None, overwrite: bool) -> str:
-    """The absolute path of what is to be written: a directory if there are ``patterns``, else a file. ``overwrite``
-    allows a file to be replaced, and a directory that has nothing but files whose names match ``patterns``.
+    """Returns the absolute path of the export. The export is a directory if ``patterns`` is given, and a file
+    otherwise. ``overwrite`` allows it to replace a file, or a directory in which all files match ``patterns``.
 
     Raises CheckpointExistsError where something else is there, and UnsupportedError for a URL.
     """
     location = Location.of(out)
     if location.scheme:
-        raise UnsupportedError("an export is written to a file system", file=str(location), hint="give a path")
+        raise UnsupportedError(
+            "an export can be written only to a file system", file=str(location), hint="give a path instead of a URL"
+        )
     path = str(location.absolute())
     try:
         found = os.listdir(path) if os.path.isdir(path) else None
@@ -48,12 +50,12 @@ def find_place(out: StrPath, patterns: Sequence[str] | None, overwrite: bool) ->
     ]
     if foreign:
         raise CheckpointExistsError(
-            f"the directory has what no export has written: {first_few(foreign, 5)}", file=path,
-            hint="give a path where nothing is yet, or move these away",
+            f"the directory has files that no export has written: {first_few(foreign, 5)}", file=path,
+            hint="give a path at which nothing exists yet, or move these files away",
         )  # fmt: skip
     if not overwrite and found != []:
         raise CheckpointExistsError(
-            "there is something already",
+            "something is there already",
             file=path,
             hint="give another path, or `overwrite=True` (--overwrite) to replace it",
         )
@@ -61,15 +63,16 @@ def find_place(out: StrPath, patterns: Sequence[str] | None, overwrite: bool) ->
 
 
 def begin(path: str, *, directory: bool) -> str:
-    """The temporary path that becomes ``path``; for a directory, it exists then. Raises StorageError."""
+    """Returns the temporary path that later becomes ``path``. If it is to be a directory, it is made. Raises
+    StorageError."""
     prepared = names.temporary(path, secrets.token_hex(4))
     open_store(prepared if directory else os.path.dirname(path)).make_directories("")
     return prepared
 
 
 def put_in_place(prepared: str, path: str) -> None:
-    """Gives what was written its name, in the place of what is there. A directory that is replaced is moved aside
-    first, and back if the other one cannot be moved. Raises StorageError."""
+    """Renames what was written to ``path``, where it replaces what is there. A directory that is replaced is moved
+    aside first, and is moved back if the new one cannot be renamed. Raises StorageError."""
     aside = names.temporary(path, secrets.token_hex(4))
     try:
         if os.path.isdir(path):

@@ -1,4 +1,4 @@
-"""A file as ``torch.save`` writes it, planned without its tensors."""
+"""Plans a file as ``torch.save`` writes it, without having its tensors in memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def plan_torch_file(sources: Mapping[str, Source], aliases: Mapping[str, str], name: str) -> ExportPlan:
-    """One file, ``name``, with a dict of all tensors, which ``torch.load`` returns with ``weights_only=True``. The
-    further names of a tied weight (``aliases``) share its memory there.
+    """Plans one file of this name. ``torch.load`` with ``weights_only=True`` returns from it a dict of all tensors. A
+    tied weight has all of its names in the dict, which share its memory. ``aliases``: the other names of tied weights.
 
-    torch writes the file with gaps in the place of the tensors, and says where they are. The checksums that a zip file
-    has are not those of the tensors, as with ``torch.serialization.set_crc32_options(False)``; torch does not read
-    them.
+    torch itself writes the file with gaps in the place of the tensors, and says where they are. The checksums that a
+    zip file has are therefore not those of the tensors, as with ``torch.serialization.set_crc32_options(False)``; torch
+    does not read them.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 

@@ -1,4 +1,4 @@
-"""Writes the files of an export, a window at a time, from whatever fills windows."""
+"""Writes the files of an export, one window at a time. A ``Filler`` fills each window with tensors."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ WINDOW_BYTES_MAX = 16 << 20
 
 
 class Filler(Protocol):
-    """Where tensors come from. Several threads call it."""
+    """What the tensors of an export come from. Several threads call it."""
 
     @property
     def sources(self) -> Mapping[str, Source]:
-        """The tensors that there are, by name."""
+        """The tensors that it has, by name."""
 
     def fill(self, targets: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Fills each target, a 1-D tensor in host memory, with elements of the source that is named, from that element
-        on, converted to the target's dtype."""
+        """Fills each target with elements of a source. A target is the name of the source, the element to begin with,
+        and a 1-D tensor in host memory, to whose dtype the elements are converted."""
 
     def cut(self, source: str, start: int, stop: int) -> int:
-        """As for ``zckpt.exporting.plan.windows``."""
+        """Returns where a slice had better end, as ``zckpt.exporting.plan.windows`` asks for it."""
 
 
 def write_files(
@@ -49,8 +49,9 @@ def write_files(
     filler: Filler,
     budget: Budget,
 ) -> None:
-    """Writes ``files`` to ``store``, durably but for their names. Half of the budget is for windows, half is left to
-    ``filler``. What a conversion needs is in memory beside that, one conversion at a time.
+    """Writes ``files`` to ``store``. Their content is durable afterwards, but their names are not yet. Windows take one
+    half of the budget; the other half is left to ``filler``. What a conversion needs is in memory in addition to that,
+    for one conversion at a time.
 
     Raises StorageError, and what ``filler`` raises.
     """
@@ -81,7 +82,7 @@ def write_files(
 
 def _put(writer: Writer, window: Window, filler: Filler, staging: StagingPool) -> None:
     with staging.lend() as stage:
-        first = window.start % PAGE_BYTES  # in memory as in the file
+        first = window.start % PAGE_BYTES  # the window lies in memory as it lies in a page of the file
         targets = []
         for one in window.slices:
             start, stop = first + one.offset, first + one.offset + one.nbytes
@@ -116,7 +117,7 @@ def _convert(
 
 
 def put_whole(writer: Writer, offset: int, tensor: torch.Tensor, budget: Budget, staging: StagingPool) -> None:
-    """Writes a tensor that is whole in host memory. Inside of ``staging.work``."""
+    """Writes a tensor that is whole in host memory. To be called inside of ``staging.work``."""
     data = host_bytes(tensor.contiguous())
     budget.run(
         partial(_put_bytes, writer, data[start : start + staging.batch_bytes], offset + start, staging)

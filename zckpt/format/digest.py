@@ -43,11 +43,14 @@ def blocks(region_start: int, region_bytes: int, first_block: int, block_bytes: 
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """A data file: its path, its size in bytes, and its blocks' digests, 16 bytes each (empty: not to be checked)."""
+    """A data file that is read."""
 
     path: str
+    """The path of the file in its checkpoint."""
     nbytes: int
+    """The size of the file in bytes."""
     digests: memoryview
+    """The digests of the blocks of the file, 16 bytes each. It is empty if they are not to be checked."""
 
 
 def check_block(view: NDArray[np.uint8] | memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:

@@ -15,7 +15,8 @@ METADATA = "__metadata__"
 CLIENT_STATE = "client_state"
 """The key of the caller's own values in the tree of state and in the tree of a rank."""
 ADAPTERS = "adapters"
-"""The key of the configurations of a model's adapters (PEFT) in the tree of state: the text of each by its name."""
+"""The key of the adapters' configurations in the tree of state of a PEFT model. Its value is a map from the name of
+each adapter to the text of its configuration."""
 TIER_PREFIX = {"device": "", "host": "host.", "nvme": "swap."}
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)

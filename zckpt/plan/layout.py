@@ -130,7 +130,8 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
 
 
 def _regions(sources: Sequence[int], nbytes: Sequence[int], block_bytes: int) -> tuple[Regions, int]:
-    """The regions of a file from the source and the bytes of each, and the number of their blocks."""
+    """Returns the regions of a file and the number of their blocks, given the source and the size in bytes of each
+    region."""
     sizes = np.array(nbytes, np.int64)
     stops, counts = np.cumsum(sizes), block_count(sizes, block_bytes)
     block_stops = np.cumsum(counts)
@@ -139,8 +140,9 @@ def _regions(sources: Sequence[int], nbytes: Sequence[int], block_bytes: int) ->
 
 
 def copied_shard(header: Header, raw: bytes, nbytes: int, first_block: int, *, block_bytes: int) -> ShardPlan:
-    """The file that is the same, byte for byte, as the one of ``nbytes`` that has this header, whose bytes are ``raw``.
-    What its fragments hold are ranges of that file, by its path in its checkpoint."""
+    """Returns the plan of a file that is the same, byte for byte, as the one of ``nbytes`` bytes that has this header.
+    ``raw``: the bytes of the header. The data of its fragments are ranges of that file, which is named by its path in
+    its checkpoint."""
     fragments: list[Fragment] = []
     sources, sizes = [HEADER], [len(raw)]
     shard = header.shard

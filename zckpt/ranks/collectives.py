@@ -169,23 +169,24 @@ class Ranks:
     def exchange(
         self, sent: torch.Tensor, sent_bytes: Sequence[int], received: torch.Tensor, received_bytes: Sequence[int]
     ) -> None:
-        """Each rank sends something to each one. ``sent`` and ``received`` are 1-D uint8 in host memory: what goes to
-        rank 0, to rank 1 and so on, of ``sent_bytes`` each, and what comes from there. Raises RankError as ``gather``
-        does."""
+        """Sends bytes from each rank to each rank. ``sent`` and ``received`` are 1-D uint8 tensors in host memory.
+        ``sent`` holds first the bytes for rank 0, then those for rank 1, and so on; ``sent_bytes`` says how many each
+        of them gets. ``received`` and ``received_bytes`` are the same for the bytes that come from each rank. Raises
+        RankError as ``gather`` does."""
         group = self._group
         if group is None:
             received.copy_(sent)
             return
 
         def exchange() -> None:
-            # The group's own method, as in `_gather`
+            # This calls the method of the group itself, for the reason that `_gather` gives.
             work = group.group.alltoall_base(received, sent, list(received_bytes), list(sent_bytes))  # type: ignore[attr-defined]
             self._wait(group, work)
 
         self._waiting(group, "send tensors", exchange)
 
     def _waiting(self, group: _Group, doing: str, action: Callable[[], T]) -> T:
-        """Runs what waits for all other ranks."""
+        """Runs an action that waits for all other ranks. Raises RankError if one of them is gone or hangs."""
         try:
             with group.lives.shown(doing, self._call), group.lives.waiting():
                 return action()
@@ -210,6 +211,7 @@ class Ranks:
 
     @staticmethod
     def _wait(group: _Group, work: dist.Work) -> None:
+        """Waits until ``work`` has ended, and looks in between whether all ranks are alive. Raises RankError."""
         while True:
             ended = work.is_completed()  # asked before: it may end just after the wait has run out of time
             try:

@@ -267,8 +267,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return {place: want.target for place, want in wants.items()}
 
     def weights(self) -> dict[str, TensorInfo]:
-        """What the model consists of, by the names that it has there: weights (from ``master``, else ``param``) and
-        buffers. A tied weight is there once."""
+        """Returns the weights and buffers of the model by the names that they have in the model. A weight is that of
+        the part ``master`` if there is one, and that of ``param`` otherwise. A tied weight has one of its names."""
         found: dict[str, TensorInfo] = {}
         for part in (BUFFER, PARAM, MASTER):
             found |= {info.name: info for info in self.values() if info.part == part}

@@ -1,4 +1,4 @@
-"""What the values of tensors are like, of which only a few MiB are in memory at a time."""
+"""Computes statistics of the values of tensors, with only a few MiB of the values in memory at a time."""
 
 from __future__ import annotations
 
@@ -21,37 +21,44 @@ if TYPE_CHECKING:
 STRETCH_BYTES = 32 << 20
 """The most bytes of a tensor that are in memory at a time, beside the buffers of the budget."""
 _AT_ONCE = 1 << 18
-"""So many elements are converted at a time, so that they stay in the processor's cache."""
+"""The number of elements that are converted at a time, which is so small that they stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of the elements of a tensor, each of which is NaN, infinite or finite. The other numbers are about the finite
-    ones. The real and the imaginary part of a complex number count as two elements."""
+    """Statistics of the elements of a tensor. The real and the imaginary part of a complex number count as two
+    elements."""
 
     numel: int = 0
+    """The number of elements."""
     nan: int = 0
+    """The number of elements that are NaN."""
     inf: int = 0
+    """The number of elements that are infinite."""
     zeros: int = 0
+    """The number of elements that are zero."""
     min: float = math.inf
-    """Infinite if no element is finite."""
+    """The smallest finite element, or infinity if no element is finite."""
     max: float = -math.inf
+    """The largest finite element, or minus infinity if no element is finite."""
     sum: float = 0.0
+    """The sum of the finite elements."""
     sum_of_squares: float = 0.0
+    """The sum of the squares of the finite elements."""
 
     @property
     def mean(self) -> float | None:
-        """None if no element is finite."""
+        """The mean of the finite elements, or None if no element is finite."""
         finite = self.numel - self.nan - self.inf
         return self.sum / finite if finite else None
 
     @property
     def norm(self) -> float:
-        """The square root of the sum of the squares."""
+        """The square root of the sum of the squares of the finite elements."""
         return math.sqrt(self.sum_of_squares)
 
     def plus(self, other: Statistics) -> Statistics:
-        """Of the elements of both."""
+        """Returns the statistics of the elements of both."""
         return Statistics(
             self.numel + other.numel,
             self.nan + other.nan,
@@ -65,7 +72,7 @@ class Statistics:
 
 
 class Stretch(NamedTuple):
-    """Elements ``[start, stop)`` of one of several tensors, ``number``."""
+    """The elements ``[start, stop)`` of one of several tensors, whose position among them is ``number``."""
 
     number: int
     start: int
@@ -73,8 +80,8 @@ class Stretch(NamedTuple):
 
 
 def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[Stretch]:
-    """Cuts the first copy of each tensor into stretches of at most ``STRETCH_BYTES``. They end where a piece ends or a
-    block of it does, so that no byte is read twice to be verified."""
+    """Cuts the first copy of each tensor into stretches of at most ``STRETCH_BYTES`` bytes. A stretch ends where a
+    piece or a block of a piece ends, so that no byte is read twice to be verified."""
     blocks_max = max(STRETCH_BYTES // checkpoint.manifest.block_bytes, 1)
     for number, info in enumerate(infos):
         step = blocks_max * checkpoint.manifest.block_bytes // info.item_bytes
@@ -96,8 +103,8 @@ def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[S
 def statistics(
     checkpoint: Checkpoint, infos: Sequence[TensorInfo], own: Sequence[Stretch], advance: Callable[[int], None]
 ) -> list[Statistics]:
-    """Of the elements of each tensor that lie in the stretches ``own``. ``advance`` is told the bytes that were looked
-    at. Raises FormatError and StorageError."""
+    """Returns for each tensor the statistics of those elements that lie in the stretches ``own``. ``advance`` is called
+    with the number of bytes that have been read. Raises FormatError and StorageError."""
     found = [Statistics() for _ in infos]
     checkpoint.contents.check_sizes(infos)
     room = fresh_tensor((max((_nbytes(one, infos) for one in own), default=0),), torch.uint8, HOST)
@@ -119,7 +126,7 @@ def _of(values: torch.Tensor) -> Statistics:
         values = torch.view_as_real(values).flatten()
     values = values.double()
     numel, nan, inf = len(values), 0, 0
-    if not math.isfinite(float(values.sum())):  # which may have come of finite numbers too
+    if not math.isfinite(float(values.sum())):  # the sum of finite numbers may overflow, so this is only a first look
         nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
         values = values[values.isfinite()]
     if not len(values):

@@ -40,7 +40,7 @@ class WriteLock:
     """The right to change one checkpoint. A context manager, or ``acquire`` and ``release``."""
 
     def __init__(self, store: Store, copied: str = "") -> None:
-        """``copied``: the save id of the data that are written, where they are a copy of another checkpoint's."""
+        """``copied``: the save id of the checkpoint that is copied, if what is written is a copy of one."""
         self.save_id = secrets.token_hex(8)
         """Of the write that it is for; it makes this lock unlike any other."""
         self.dead: set[str] = set()

@@ -159,8 +159,8 @@ def read_op(
 
 
 def read_staged(reader: Reader, offset: int, nbytes: int, file: ReadFile, stage: StagingBuffer, direct: bool) -> Bytes:
-    """Reads ``nbytes`` from byte ``offset`` of the file into ``stage``, of which nothing is checked. Returns them; they
-    lie as far behind the start of a page as in the file. Raises as ``run_reads`` does."""
+    """Reads ``nbytes`` bytes from byte ``offset`` of the file into ``stage`` and returns them. Their digests are not
+    checked. They lie as far behind the start of a page as they do in the file. Raises what ``run_reads`` raises."""
     first = offset % PAGE_BYTES
     view = stage.bytes[first : first + nbytes]
     done = 0
@@ -180,8 +180,8 @@ def _is_cached(reader: Reader, offset: int, nbytes: int, file: ReadFile, direct:
 
 
 def fill(reader: Reader, file: ReadFile, offset: int, room: Bytes) -> None:
-    """Fills ``room`` from byte ``offset`` of the file, by way of the store's caches. Nothing is checked. Raises as
-    ``run_reads`` does."""
+    """Fills ``room`` with the bytes of the file from byte ``offset`` on, by way of the store's caches. Their digests
+    are not checked. Raises what ``run_reads`` raises."""
     _fill(reader, file, offset, offset + len(room), [room], lambda byte: None)
 
 

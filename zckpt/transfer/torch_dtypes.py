@@ -1,4 +1,4 @@
-"""The dtypes of the format (safetensors' names) as torch's, and back."""
+"""Translates the dtypes of the format, which have safetensors' names, to torch's dtypes, and back."""
 
 import torch
 
@@ -10,8 +10,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype of the format by torch's name, such as ``"bfloat16"``, or by DeepSpeed's, such as ``"bf16"``; a dtype, or
-    None, is returned as it is. Raises ValueError."""
+    """Returns the dtype of this name: torch's name, such as ``"bfloat16"``, or DeepSpeed's name, such as ``"bf16"``. A
+    dtype is returned as it is, and so is None. Raises ValueError for what is no dtype of the format."""
     if given is None or given in DTYPE_NAMES:
         return given
     named = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES} | SHORT_NAMES

@@ -44,13 +44,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint whose data files are copied: every ``FileSpan`` of what is written is of one of its ``files``, by
-    path. ``table``: what the digest table of the written files has to be, by the digests of that checkpoint."""
+    """A checkpoint whose data files are copied. Every ``FileSpan`` of what is written is a range of one of its
+    files."""
 
     reader: Reader
+    """What reads the files of the checkpoint."""
     files: Mapping[str, ReadFile]
+    """The files that are copied, by their paths in the checkpoint."""
     table: bytes
+    """The digest table that the written files have to get, made of the digests in that checkpoint."""
     verify: bool
+    """Whether what is read is compared with these digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class _Job:
     shared: PageSharing | None = None
     """By which its whole pages are in the file already; None: nothing of it is."""
     source: Source | None = None
-    """What ranges of files are read from; None: swap files."""
+    """The checkpoint that ranges of files are read from. None means that they are ranges of swap files."""
 
     @property
     def spans(self) -> Iterator[tuple[int, int, int]]:
@@ -205,8 +209,8 @@ def _fill(
 
 
 def _compare(job: _Job, source: Source, digests: bytes, block_bytes: int) -> None:
-    """Raises FormatError (D003), which names the place in the source, unless these are the digests that the blocks of
-    ``job`` have there."""
+    """Raises FormatError (D003) unless ``digests`` are those that the source has for the blocks of ``job``. The error
+    names the place in the source."""
     first = job.op.block * DIGEST_BYTES
     if digests == source.table[first : first + len(digests)]:
         return

@@ -47,7 +47,7 @@ class RankWrite:
     latest_in: Store | None
     """The run whose file ``latest`` is to name the checkpoint."""
     save_id: str
-    """That of rank 0's lock; for the copy of a whole checkpoint, that of the checkpoint."""
+    """The save id of rank 0's lock, or, for the copy of a whole checkpoint, the save id of that checkpoint."""
     rank: int
     shards: Sequence[ShardPlan]
     """This rank's files."""
@@ -55,13 +55,13 @@ class RankWrite:
     """What the manifest says beside tensors and files."""
     options: WriteOptions
     source: Source | None = None
-    """The checkpoint that is copied; None: the state of an engine is written."""
+    """The checkpoint that is copied. None means that the state of an engine is written."""
     lock: WriteLock | None = field(default=None, init=False)
     """From ``begin`` to ``remove``; None on all ranks but rank 0."""
     _manifest: bytes = field(default=b"", init=False)
     _index: bytes = field(default=b"", init=False)
     _begun: bool = field(default=False, init=False)
-    """Whether the directory of the new data is this write's."""
+    """Whether this write has made the directory of the new data, and so may remove it."""
     _replaced: list[str] = field(default_factory=list, init=False)
     """The names of what goes after the commit: of an older checkpoint, and files of DeepSpeed's own."""
 
@@ -101,7 +101,7 @@ class RankWrite:
         data_dir = names.data_dir(self.save_id)
         if store.exists(data_dir):  # a copy has the save id of its source
             raise CheckpointExistsError(
-                "the data of this very save are here already", file=str(store.location.child(data_dir)),
+                "the data of the same save are here already", file=str(store.location.child(data_dir)),
                 hint="`zckpt validate` says whether they are whole; to copy them again, remove this directory first",
             )  # fmt: skip
         self._replaced = [*(name for name in store.entries() or () if names.is_data_dir(name)), *foreign]
@@ -140,12 +140,13 @@ class RankWrite:
         return digest(table)
 
     def commit(self, digests: Sequence[bytes]) -> None:
-        """When every rank's files are durable, and these are the digests of their digest tables."""
+        """Commits the checkpoint. This is called when every rank's files are durable. ``digests``: for each rank the
+        digest of its digest table."""
         self.put_in_place(catalog.with_digests(self._manifest, digests), self._index)
 
     def put_in_place(self, manifest: bytes, index: bytes) -> None:
-        """When every rank's files are durable: the index, then the manifest, then the file ``latest``. At last what was
-        there when the write began is removed.
+        """Writes the index, then the manifest, then the file ``latest``. This is called when every rank's files are
+        durable. At last, what was there when the write began is removed.
 
         Both files are written under temporary names first, so that a full disk shows before the commit. Raises
         LockedError if this write has lost the right to commit. Whoever has taken that right over has removed the

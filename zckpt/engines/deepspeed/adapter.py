@@ -237,7 +237,7 @@ class DeepSpeedAdapter:
         return self._kind(self.engine.optimizer, self._parameters[0], self._group)
 
     def _groups(self) -> list[list[str]] | None:
-        """The names of all parameters of each param group where frozen ones stand in the optimizer too."""
+        """Returns the ``groups`` of ``Setup``."""
         if self._kind is not Unwrapped:
             return None
         names = {id(parameter): name for name, parameter in self._parameters[0].items()}

@@ -34,12 +34,13 @@ class Slot:
 
 
 def cut_together(named: Iterable[tuple[str, Sequence[int], int]], rank: int, length: int) -> tuple[Slot, ...]:
-    """What rank ``rank`` holds of parameters that lie one behind the other in a buffer that is cut every ``length``
-    elements. ``named``: their names and shapes, and where each begins in the buffer."""
+    """Returns what rank ``rank`` holds of parameters that lie one behind the other in a buffer. Each rank has
+    ``length`` elements of the buffer. ``named``: for each parameter its name, its shape, and the element of the buffer
+    at which it begins."""
     begin, end, slots = rank * length, (rank + 1) * length, []
     for name, shape, offset in named:
         numel = math.prod(shape)
-        # Of a parameter that lies wholly in other partitions: an empty span, at one end or the other.
+        # Of a parameter that lies wholly in other partitions, this is an empty span at one end or the other.
         start = min(max(begin - offset, 0), numel)
         stop = max(min(end - offset, numel), start)
         slots.append(Slot(name, tuple(shape), start, stop, offset + start - begin if start < stop else 0))
@@ -47,8 +48,8 @@ def cut_together(named: Iterable[tuple[str, Sequence[int], int]], rank: int, len
 
 
 def cut_alone(name: str, shape: Sequence[int], rank: int, ranks: int, offset: int = 0) -> Slot:
-    """What rank ``rank`` holds of a parameter that is cut on its own, into ``ranks`` partitions of equal length, the
-    last ones padded. ``offset``: where the rank's partition begins in its flat."""
+    """Returns what rank ``rank`` holds of a parameter that is cut on its own into ``ranks`` partitions of equal length,
+    the last of which are padded. ``offset``: the element of the rank's flat at which its partition begins."""
     numel = math.prod(shape)
     length = -(-numel // ranks)
     start = min(rank * length, numel)

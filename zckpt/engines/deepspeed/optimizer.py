@@ -6,7 +6,7 @@
 
 The order of the groups is the optimizer's. ``states`` has one entry for all parameters whose values are equal; a
 parameter without any state is in none of them. Names make the tree independent of world size, sub-groups and stage. The
-class is None, and any fits, where the tree was made from files that do not say which it was.
+class is None where the tree was made from files that do not say which class it was; every optimizer then fits.
 
 What is bound to a flat (flats.py) cannot be. If the flat is a whole parameter, equal on every rank, it stands among the
 ``values`` of that parameter. All else is in the tree of its rank, and ``"bound": ["factors"]`` in an entry names it:

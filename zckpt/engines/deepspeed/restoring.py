@@ -141,7 +141,8 @@ class DeepSpeedRestoring:
         tree = None if state.get("scheduler") is None else subtree(state, "scheduler")
         here = None if scheduler is None else type(scheduler).__name__
         there = None if tree is None else tree.get("class")
-        unknown = tree is not None and here is not None and there is None  # to the conversion that wrote it
+        # A conversion writes None where its source does not say the class.
+        unknown = tree is not None and here is not None and there is None
         if here != there and not unknown:
             return [f"scheduler: {there or 'none'} in the checkpoint, {here or 'none'} in the engine"]
         rates = None if tree is None else subtree(tree, "state").get("base_lrs")
@@ -166,7 +167,7 @@ def rng_tracker() -> Any:
 
 
 def counters_of(state: Mapping[str, Any]) -> dict[str, int]:
-    """Those of an engine's state. Raises FormatError where they are not in it."""
+    """Returns the counters of an engine's state. Raises FormatError where they are not in it."""
     tree = subtree(state, "counters")
     for name in COUNTERS:
         if type(tree.get(name)) is not int:
