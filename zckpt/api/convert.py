@@ -37,12 +37,12 @@ class Converted:
     found_format: str
     """What the source was found to be, such as ``a checkpoint of zckpt``."""
     missing: tuple[str, ...]
-    """What a checkpoint has that the engine itself writes, but this one lacks because the source does not have it. Each
-    entry is a phrase about one thing."""
+    """What the new checkpoint lacks of what an engine would have saved, because the source does not have it or the new
+    format has no place for it. Each entry is a phrase about one thing."""
 
     def __str__(self) -> str:
         lines = [f"{self.path}: converted from {self.found_format}"]
-        return "\n".join([*lines, *(f"  not in the source: {one}" for one in self.missing)])
+        return "\n".join([*lines, *(f"  missing: {one}" for one in self.missing)])
 
 
 def convert(

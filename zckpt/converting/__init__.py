@@ -1,1 +1,1 @@
-"""The steps of zckpt.convert: say what a folder is, read it, and write the same state as a checkpoint."""
+"""The steps of zckpt.convert: find out what a folder is, read it, and write the same state in the other format."""

@@ -1,5 +1,5 @@
-"""From a folder in DeepSpeed's own format, or a Universal Checkpoint, to a ``Source``: what ``zckpt.write`` of the
-engine that has saved it would have written, by the same functions, as far as the files tell."""
+"""Reads a folder in DeepSpeed's own format, or a Universal Checkpoint, as a ``Source``. As far as its files tell, that
+is what ``zckpt.write`` would have written of the engine that saved the folder, made by the same functions."""
 
 from __future__ import annotations
 
@@ -29,30 +29,33 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""torch's names of the dtypes of DeepSpeed's configuration."""
-_MICRO_STEPS = "counters.micro_steps: 0, as after engine.load_checkpoint"
+"""For the name of a dtype in DeepSpeed's configuration, torch's name of it."""
+_MICRO_STEPS = "the counter micro_steps: it is 0, as it is after engine.load_checkpoint"
 _RNG = "the random number generators of the ranks"
-_SCHEDULER = "the class of the scheduler: zckpt.restore takes that of the engine"
-_OPTIMIZER = "the class of the optimizer: zckpt.restore takes that of the engine"
-_SCALER = "scaler: all but what DeepSpeed saves; zckpt.restore leaves the rest as it is in the engine"
+_SCHEDULER = "the class of the scheduler: zckpt.restore does not check it"
+_OPTIMIZER = "the class of the optimizer: zckpt.restore does not check it"
+_SCALER = "the values of the loss scaler that DeepSpeed does not save: zckpt.restore leaves those of the engine"
 _HIDDEN = "the hidden state of DeepSpeed's Adam for the CPU: zckpt.restore computes it from the number of steps"
-_BUFFERS = "the buffers of all ranks but the first, if they differ"
+_BUFFERS = "the buffers of all ranks but the first, if their values differ"
 
 
 def read_deepspeed(path: str) -> Source:
-    """Raises UnsupportedError for what zckpt has no place for; MissingFileError, FormatError, StorageError."""
+    """Reads the folder at ``path``. Raises UnsupportedError for state that zckpt has no place for, MissingFileError,
+    FormatError and StorageError."""
     return _Reader(DeepSpeedFolder(path)).source()
 
 
 class _Reader:
+    """Reads one folder. What is needed of every rank is read once and kept."""
+
     def __init__(self, folder: DeepSpeedFolder) -> None:
         self._folder = folder
         self._files = TorchFiles()
         self._model = folder.model(self._files, 0)
-        """What rank 0 was told, or all ranks, of the model."""
+        """The model states of rank 0, or, below stage 3, those of all ranks."""
         self._world_size = of_type(self._model, "dp_world_size", int, folder.path)
         if self._world_size < 1:
-            raise FormatError(f"a run of {self._world_size} ranks", file=folder.path)
+            raise FormatError(f"the files say that the run had {self._world_size} ranks", file=folder.path)
         self._refuse_unsupported()
         folder.check_ranks(self._world_size)
         config = self._model.get("ds_config")
@@ -74,7 +77,7 @@ class _Reader:
             missing += [_SCALER] if saved is not None else []
         if self._buffers(model) and not folder.partitions_weights and self._world_size > 1:
             missing.append(_BUFFERS)
-        missing += [f"{PARAM}/{name}: its values were offloaded to NVMe, and not saved" for name in self._not_saved]
+        missing += [f"{PARAM}/{name}: DeepSpeed had it on NVMe and did not save it" for name in self._not_saved]
         what = "Universal Checkpoint" if folder.universal else "DeepSpeed checkpoint"
         mode = f"ZeRO stage {self._stage}"
         description = {
@@ -91,7 +94,7 @@ class _Reader:
         model = self._model if rank == 0 or not folder.partitions_weights else folder.model(files, rank)
         if model["global_steps"] != self._model["global_steps"]:
             steps = f"{model['global_steps']} and {self._model['global_steps']}"
-            raise FormatError(f"the files of ranks {rank} and 0 are of steps {steps}", file=folder.path)
+            raise FormatError(f"the files of ranks {rank} and 0 are of different steps: {steps}", file=folder.path)
         group = RankGroup(None, rank, tuple(range(self._world_size)))
         zero = self._zero if rank == 0 or self._zero is None else folder.zero(files, rank)
         found = list(self._held(files, zero, group))
@@ -106,7 +109,8 @@ class _Reader:
         return RankPart(fragments, rank_state, tree, files.place)
 
     def _held(self, files: TorchFiles, zero: Mapping[str, Any] | None, group: RankGroup) -> Iterator[held.Held]:
-        """The flats of one rank. ``zero``: what its file of optimizer states has, if there is one."""
+        """Yields the flat tensors of one rank. ``zero``: the content of its file of optimizer states, or None if there
+        is no such file."""
         folder, model, rank = self._folder, self._model, group.rank
         if folder.universal:
             settings, shapes = self._universal, self._shapes
@@ -127,7 +131,7 @@ class _Reader:
     def _optimizer(
         self, found: list[held.Held], groups: list[dict[str, Any]] | None
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What ``optimizer.capture`` and ``capture_bound`` make of a live optimizer."""
+        """Returns what ``optimizer.capture`` and ``optimizer.capture_bound`` return for a live optimizer."""
         if groups is None:
             return {}, []
         kind, inner = self._optimizer_class(groups)
@@ -150,7 +154,7 @@ class _Reader:
                     yield from one.flat.fragments(part, one.dtype(part), data, tier)
 
     def _frozen(self, model: Mapping[str, Any], group: RankGroup, trained: set[str]) -> Iterator[Fragment]:
-        """The weights that have no master."""
+        """Yields this rank's elements of the weights that have no master weights."""
         tier = "host" if self._offloads("param") else "device"
         if self._folder.partitions_weights:
             shapes = model.get("frozen_param_shapes") or {}
@@ -171,7 +175,7 @@ class _Reader:
                 yield Fragment(PARAM, name, tuple(weight.shape), dtype, start, stop, tier, data=kept)
 
     def _own_buffers(self, model: Mapping[str, Any], rank: int) -> Iterator[Fragment]:
-        """Those of rank 0, and what another rank has of its own."""
+        """Yields all buffers for rank 0, and for another rank those whose values differ from rank 0's."""
         if rank and not self._folder.partitions_weights:
             return
         for name, buffer in self._buffers(model).items():
@@ -188,7 +192,7 @@ class _Reader:
         return {**counted, "micro_steps": 0}
 
     def _setup(self) -> Setup:
-        """What ``setup_of`` makes of a live engine, by the configuration that was saved."""
+        """Returns what ``setup_of`` returns for a live engine, taken from the configuration that was saved."""
         config, model, path = self._config, self._model, self._folder.path
         zero = config.get("zero_optimization")
         zero = zero if isinstance(zero, dict) else {}
@@ -215,7 +219,7 @@ class _Reader:
         return None if saved is None else {"class": kind, "state": saved}
 
     def _scaler(self) -> dict[str, Any] | None:
-        """What ``scaler.capture`` makes of a live one."""
+        """Returns what ``scaler.capture`` returns for a live loss scaler."""
         weights = (self._module[name] for name in self._parameters)
         if not any(weight.dtype == torch.float16 for weight in weights):
             return None
@@ -272,7 +276,7 @@ class _Reader:
 
     @cached_property
     def _not_saved(self) -> set[str]:
-        """The frozen weights of which the files have no values."""
+        """The names of the frozen weights whose values are not in the files."""
         shapes = self._model.get("frozen_param_shapes") or {}
         if not self._folder.partitions_weights:
             return set()
@@ -302,10 +306,10 @@ class _Reader:
             return _number(self._universal.get("zero_stage"), 1)
         if self._zero is None:
             return 0
-        return _number(self._zero.get("zero_stage"), 1)  # BF16_Optimizer does not say
+        return _number(self._zero.get("zero_stage"), 1)  # BF16_Optimizer is of stage 1 and does not save its stage
 
     def _groups(self, zero: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
-        """The param groups of the optimizer; None if there is no optimizer."""
+        """Returns the param groups of the optimizer, or None if there is no optimizer."""
         if self._folder.universal:
             saved: Any = self._universal
         elif zero is not None:
@@ -316,8 +320,8 @@ class _Reader:
         return None if saved is None else list(of_type(saved, "param_groups", list, self._folder.path))
 
     def _optimizer_class(self, groups: list[dict[str, Any]]) -> tuple[str | None, str | None]:
-        """The class of the optimizer, and of that inside Muon, which DeepSpeed chooses by its configuration; None for
-        an optimizer of the caller's."""
+        """Returns the class of the optimizer and that of the optimizer inside Muon, which DeepSpeed chooses by its
+        configuration. Returns None for an optimizer that the caller has made, and where there is none inside."""
         settings = self._config.get("optimizer")
         if not isinstance(settings, dict) or not isinstance(settings.get("type"), str):
             return None, None
@@ -352,7 +356,7 @@ class _Reader:
         ]
         if any(found):
             raise UnsupportedError(
-                f"{path} is of a run with {', '.join(filter(None, found))}, which zckpt does not support"
+                f"{path} was written by a run with {', '.join(filter(None, found))}, which zckpt does not support"
             )
 
 
@@ -361,12 +365,12 @@ def _tensors(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _plain_name(name: str) -> str:
-    """As zckpt names a parameter: without the wrapper of torch.compile."""
+    """Returns the name of a parameter as zckpt has it, without the wrapper of torch.compile."""
     return ".".join(component for component in name.split(".") if component != "_orig_mod")
 
 
 def _number(value: Any, default: int) -> int:
-    """An enum of DeepSpeed as a number."""
+    """Returns the number of a value of one of DeepSpeed's enums, or ``default`` if it is none."""
     return next((one for one in (*getattr(value, "args", ()), value) if type(one) is int), default)
 
 

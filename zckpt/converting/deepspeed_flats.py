@@ -1,9 +1,9 @@
-"""Where DeepSpeed 0.19.8 keeps each parameter in its flats, at any stage and on any number of ranks: pure functions of
-names, shapes and settings, which need no engine. P = ranks, r = one of them.
+"""Where DeepSpeed 0.19.8 keeps each parameter in its flat tensors, at any stage and on any number of ranks. These are
+pure functions of names, shapes and settings, which need no engine. In the following, P is the number of ranks.
 
-Stages 1 and 2 put the parameters of a group one behind the other, pad the end to a multiple of 2 P, and cut that into P
-partitions. Stage 3 pads and cuts each parameter on its own; a flat holds what one rank has of a sub-group. Stage 0 cuts
-nothing: its flat is a param group, or one parameter.
+Stages 1 and 2 put the parameters of a group one behind the other, pad the end to a multiple of 2 P elements, and cut
+that into P partitions. Stage 3 pads and cuts each parameter on its own; a flat tensor holds what one rank has of a
+sub-group. Stage 0 cuts nothing: each flat tensor is a whole param group, or one parameter.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 START_ALIGNMENT = 2
-"""``nccl_start_alignment_factor``: partitions of stages 1 and 2 have a multiple of this many elements."""
+"""The number of elements in a partition of stages 1 and 2 is a multiple of this. DeepSpeed calls it
+``nccl_start_alignment_factor``."""
 PARAMETER_ALIGNMENT_BYTES = 16
-"""The multiple at which each parameter begins with ``parameter_alignment``."""
+"""With ``parameter_alignment``, each parameter begins at a multiple of this many bytes."""
 
 
 def natural_order(names: Sequence[str], setup: Setup, ranks: int) -> list[str]:
-    """The order in which the optimizer was given the parameters of a group, of the order in which a checkpoint has
-    them."""
+    """Returns the parameters of a group in the order in which the optimizer was given them. ``names``: the parameters
+    in the order in which a checkpoint has them."""
     if not setup.reorders:
         return list(names)
     order = round_robin(range(len(names)), ranks)
@@ -37,12 +38,14 @@ def natural_order(names: Sequence[str], setup: Setup, ranks: int) -> list[str]:
 
 
 def round_robin(things: Sequence[int], ranks: int) -> list[int]:
-    """As ``_round_robin_reorder``: every P-th one, beginning with each of the first P."""
+    """Returns the order that DeepSpeed's ``_round_robin_reorder`` makes: every P-th thing, beginning with the first
+    one, then every P-th one beginning with the second, and so on."""
     return [thing for first in range(ranks) for thing in things[first::ranks]]
 
 
 def offsets_of(shapes: Sequence[Shape], setup: Setup) -> tuple[list[int], list[int], int]:
-    """Stages 1 and 2: where each parameter of a group begins, the padding behind each, and where the last one ends."""
+    """For stages 1 and 2, returns the element at which each parameter of a group begins, the number of elements of
+    padding behind each, and the element at which the last one ends."""
     item = getattr(torch, setup.dtype).itemsize
     multiple = PARAMETER_ALIGNMENT_BYTES // math.gcd(PARAMETER_ALIGNMENT_BYTES, item)
     multiple = multiple if setup.aligns else 1
@@ -103,7 +106,7 @@ def partition(name: str, shape: Shape, ranks: int, rank: int, at: int = 0) -> tu
 
 
 def _sub_groups(names: Sequence[str], shapes: Mapping[str, Shape], setup: Setup, ranks: int) -> list[list[str]]:
-    """As ``_create_fp16_sub_groups``."""
+    """Returns the sub-groups of a param group, as DeepSpeed's ``_create_fp16_sub_groups`` makes them."""
     lengths = {name: -(-math.prod(shapes[name]) // ranks) for name in names}
     if setup.sub_group_size >= sum(lengths.values()):
         return [list(names)] if names else []

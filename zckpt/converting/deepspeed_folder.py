@@ -1,10 +1,12 @@
 """A folder in DeepSpeed's own format: which files it has, and what each of them says.
 
-mp_rank_00_model_states.pt                           stages 0 to 2: weights, buffers, counters; at 0 the optimizer
-zero_pp_rank_R_mp_rank_00_model_states.pt            stage 3: the same of rank R, with frozen weights alone
-zero_pp_rank_R_mp_rank_00_optim_states.pt            masters and moments of rank R; "bf16_" comes before it in bf16
+mp_rank_00_model_states.pt                           stages 0 to 2: weights, buffers, counters; at stage 0 also the
+                                                     optimizer's state
+zero_pp_rank_R_mp_rank_00_model_states.pt            stage 3: the same for rank R, but of the weights only frozen ones
+zero_pp_rank_R_mp_rank_00_optim_states.pt            master weights and moments of rank R; in bf16 the name begins
+                                                     with "bf16_"
 offloaded_tensors/rankRR/ID_ID.tensor.swp            what rank R had offloaded to NVMe
-zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt         a Universal Checkpoint: of one parameter, all ranks' together
+zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt         a Universal Checkpoint: one whole parameter, and its moments
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ them."""
 
 
 class DeepSpeedFolder:
-    """Raises UnsupportedError for what zckpt has no place for, MissingFileError, FormatError, StorageError."""
+    """The files of one folder. Its methods raise UnsupportedError for state that zckpt has no place for,
+    MissingFileError, FormatError and StorageError."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -47,14 +50,16 @@ class DeepSpeedFolder:
         self._models = _by_rank(path, _MODEL, names)
         self._optimizers = {} if self.universal else _by_rank(path, _OPTIMIZER, names)
         self.partitions_weights = None not in self._models
-        """Whether it is of stage 3, where each rank has a file of model states."""
+        """Whether the folder is of stage 3, where each rank has its own file of model states."""
 
     @property
     def has_optimizer_files(self) -> bool:
+        """Whether there are files of optimizer states, which every stage but 0 has."""
         return bool(self._optimizers)
 
     def check_ranks(self, world_size: int) -> None:
-        """Whether there is a file of each kind for each rank, and no other."""
+        """Raises MissingFileError unless there is a file of each kind for each rank, and FormatError if there are
+        more."""
         kinds = [(self._optimizers, "optim_states.pt")] if self._optimizers else []
         if self.partitions_weights:
             kinds.append((self._models, "model_states.pt"))
@@ -62,10 +67,10 @@ class DeepSpeedFolder:
             for rank in range(world_size):
                 if rank not in files:
                     raise MissingFileError(
-                        f"the file of rank {rank} is missing, of a run of {world_size} ranks",
+                        f"the run had {world_size} ranks, and the file of rank {rank} is missing",
                         file=os.path.join(self.path, f"zero_pp_rank_{rank}_mp_rank_00_{kind}"),
-                        hint="bring all files of the checkpoint into one folder: each machine may have kept its own "
-                        "ranks' files",
+                        hint="bring all files of the checkpoint into one folder: each machine may have kept the files "
+                        "of its own ranks",
                     )  # fmt: skip
             if len(files) > world_size:
                 raise FormatError(
@@ -74,49 +79,49 @@ class DeepSpeedFolder:
                 )  # fmt: skip
 
     def model(self, files: TorchFiles, rank: int) -> dict[str, Any]:
-        """What the file of model states says to ``rank``."""
+        """Returns the model states of ``rank``; below stage 3 they are the same for all ranks."""
         path = self._models[rank if self.partitions_weights else None]
         state = files.load(path)
         if not isinstance(state, dict) or "module" not in state or type(state.get("global_steps")) is not int:
-            raise FormatError("not a file of model states of DeepSpeed", file=path)
+            raise FormatError("this is not a file of model states of DeepSpeed", file=path)
         return state
 
     def zero(self, files: TorchFiles, rank: int) -> dict[str, Any]:
-        """What ZeRO's optimizer wrapper has put into the optimizer's file of ``rank``."""
+        """Returns what ZeRO's wrapper of the optimizer has put into the file of optimizer states of ``rank``."""
         path = self._optimizers[rank]
         state = files.load(path)
         inner = state.get("optimizer_state_dict") if isinstance(state, dict) else None
         if not isinstance(inner, dict):
-            raise FormatError("not a file of optimizer states of DeepSpeed", file=path)
+            raise FormatError("this is not a file of optimizer states of DeepSpeed", file=path)
         return inner
 
     def swap_file(self, rank: int, name: str) -> str:
-        """The path of what ``rank`` had offloaded to NVMe under this name."""
+        """Returns the path of the file that ``rank`` had offloaded to NVMe under this name."""
         path = os.path.join(self.path, "offloaded_tensors", f"rank{rank:02d}", f"{name}.tensor.swp")
         if not os.path.isfile(path):
             raise MissingFileError("a file that was offloaded to NVMe is missing", file=path)
         return path
 
     def universal_file(self, files: TorchFiles, *names: str) -> Any:
-        """What a file below ``zero`` holds; None if it is not there."""
+        """Returns what a file in the folder ``zero`` holds, or None if there is no such file."""
         path = os.path.join(self.path, "zero", *names)
         return files.load(path) if os.path.exists(path) else None
 
 
 def of_type(tree: Any, key: str, kind: type | tuple[type, ...], file: str) -> Any:
-    """What is at ``key``. Raises FormatError unless it is a ``kind``."""
+    """Returns the value of ``key``. Raises FormatError unless it is a ``kind``."""
     if not isinstance(tree, Mapping) or not isinstance(tree.get(key), kind):
         raise FormatError(f"{key} is missing, or is not what DeepSpeed puts there", file=file)
     return tree[key]
 
 
 def _by_rank(path: str, pattern: re.Pattern[str], names: Iterable[str]) -> dict[int | None, str]:
-    """The paths of the files of one kind by rank; None for one file of all ranks."""
+    """Returns the paths of the files of one kind by rank. A file that all ranks share has the key None."""
     found: dict[int | None, str] = {}
     for match in filter(None, map(pattern.fullmatch, names)):
         rank, parallel = match.groups()
         if int(parallel):
-            raise UnsupportedError(f"{path} is of a run with tensor or pipeline parallelism: {match.string}")
+            raise UnsupportedError(f"{path} was written by a run with tensor or pipeline parallelism: {match.string}")
         found[None if rank is None else int(rank)] = os.path.join(path, match.string)
     if None in found and len(found) > 1:
         raise FormatError(
@@ -128,6 +133,6 @@ def _by_rank(path: str, pattern: re.Pattern[str], names: Iterable[str]) -> dict[
 def _refuse_others(path: str, names: Iterable[str]) -> None:
     for name in names:
         if re.fullmatch(r"layer_\d+-model.*_states\.pt", name):
-            raise UnsupportedError(f"{path} is of a run with pipeline parallelism: {name}")
+            raise UnsupportedError(f"{path} was written by a run with pipeline parallelism: {name}")
         if "_expert_" in name or name.startswith("expp_rank_"):
-            raise UnsupportedError(f"{path} is of a model with a mixture of experts (deepspeed.moe): {name}")
+            raise UnsupportedError(f"{path} holds a model with a mixture of experts (deepspeed.moe): {name}")

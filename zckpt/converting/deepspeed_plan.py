@@ -1,7 +1,7 @@
-"""The files of a folder in DeepSpeed's own format, as trees, planned from a checkpoint for any stage and world size.
+"""Plans the files of a folder in DeepSpeed's own format from a checkpoint, for any stage and world size, as trees.
 
-Where DeepSpeed keeps each parameter, the functions of deepspeed_flats.py say; what each flat's scalars are is looked up
-as in a restore. The trees have ``View`` where DeepSpeed's have tensors (torch_file.py).
+The functions of deepspeed_flats.py say where DeepSpeed keeps each parameter. The scalars of each flat tensor are looked
+up as in a restore. The trees have a ``View`` (torch_file.py) where DeepSpeed's trees have a tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from zckpt.reading.checkpoint import Checkpoint
 
 DEEPSPEED_VERSION = "0.19.8"
-"""Whose layout is written, and which the files name."""
+"""The version of DeepSpeed whose layout is written. The files name it as the version that wrote them."""
 SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 HYSTERESIS = 2
 """DeepSpeed's default for ``fp16.hysteresis``."""
@@ -41,27 +41,31 @@ HYSTERESIS = 2
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """The files of a folder as trees. Raises what ``to_deepspeed`` raises of a checkpoint that does not fit."""
+    """The files of a folder as trees. The members raise what ``to_deepspeed`` raises for a checkpoint that does not
+    fit."""
 
     checkpoint: Checkpoint
     stage: int | None
+    """The ZeRO stage of the engines that will load the folder. None means that of the checkpoint's engine."""
     world_size: int | None
+    """The number of ranks that will load the folder. None means the number that wrote the checkpoint."""
 
     @cached_property
     def source(self) -> Setup:
+        """The settings of the engine that wrote the checkpoint."""
         engine = self._engine
         if "deepspeed" not in engine or engine.get("optimizer") is None or MASTER not in self.checkpoint.parts:
             raise UnsupportedError(
-                "only the state of a training run with DeepSpeed becomes a folder in its format; this checkpoint has "
-                f"the parts {', '.join(self.checkpoint.parts) or 'of nothing'}",
+                "only the state of a training run with DeepSpeed can become a folder in DeepSpeed's format; this "
+                f"checkpoint has the parts: {', '.join(self.checkpoint.parts) or 'none'}",
                 file=self.checkpoint.path,
-                hint="restore it into an engine and write that, or export the weights",
+                hint="restore it into an engine and write that with zckpt.write, or export the weights",
             )
         return Setup.of(engine["deepspeed"])
 
     @cached_property
     def setup(self) -> Setup:
-        """Of the engines that will load the folder."""
+        """The settings of the engines that will load the folder."""
         stage = self.source.stage if self.stage is None else self.stage
         if stage not in range(4):
             raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
@@ -69,13 +73,14 @@ class FolderPlan:
 
     @cached_property
     def ranks(self) -> int:
+        """The number of ranks that will load the folder."""
         ranks = self.checkpoint.world_size if self.world_size is None else self.world_size
         if ranks < 1:
             raise ValueError(f"world_size must be 1 or more, got {ranks!r}")
         return ranks
 
     def files(self) -> Iterator[tuple[str, TorchFile]]:
-        """Each file with its name, planned when it is asked for."""
+        """Yields the name and the plan of each file. A file is planned when it is asked for."""
         setup = self.setup
         for rank in range(self.ranks if setup.stage == 3 else 1):
             prefix = f"zero_pp_rank_{rank}_" if setup.stage == 3 else ""
@@ -86,28 +91,27 @@ class FolderPlan:
             yield f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", file
 
     def missing(self) -> tuple[str, ...]:
-        """What the folder does not have."""
+        """Returns what the folder lacks, a phrase for each thing."""
         checkpoint, setup, found = self.checkpoint, self.setup, []
         first = checkpoint.rank_state(0) or {}
         if first.get("rng") is not None:
             found.append("the state of the random number generators: DeepSpeed's format has no place for it")
         if self._saved.optimizer_class in optimizer.INTERCHANGEABLE:
             found.append(
-                "the running products that DeepSpeed's Adam for the CPU keeps in C++: DeepSpeed computes them anew, so "
-                "that what it updates on the CPU may differ in the last bit from a run that never stopped"
+                "the running products that DeepSpeed's Adam for the CPU keeps in C++: DeepSpeed computes them again, "
+                "so its updates on the CPU may differ in the last bit from those of a run that never stopped"
             )
         local = [key for key, info in checkpoint.items() if info.part == BUFFER and len(_copies(info)) > 1]
         if local and (setup.stage < 3 or not self._same_ranks):
-            kept = "rank 0's" if setup.stage < 3 else "rank 0's, or that of the same rank,"
-            found.append(f"values of ranks of their own of {first_few(local, 3)}: {kept} is kept")
+            found.append(f"the values that ranks other than 0 have of {first_few(local, 3)}")
         if names.CLIENT_STATE in first and (setup.stage < 3 or not self._same_ranks):
-            found.append("client_state of ranks other than 0")
+            found.append("the client_state of ranks other than 0")
         reserved = sorted(STOCK.intersection(map(str, self._client_state(0))))
         if reserved:
-            found.append(f"client_state of the keys {', '.join(reserved)}, which DeepSpeed uses itself")
+            found.append(f"the entries {', '.join(reserved)} of client_state: DeepSpeed uses these keys itself")
         if self._hysteresis_is_assumed:
             found.append(
-                f"the loss scaler's hysteresis, which only ZeRO has: DeepSpeed's default, {HYSTERESIS}, is there"
+                f"the hysteresis of the loss scaler, which only ZeRO has: it gets DeepSpeed's default, {HYSTERESIS}"
             )
         return tuple(found)
 
@@ -170,7 +174,7 @@ class FolderPlan:
         return {"optimizer_state_dict": state, "ds_config": {}, "ds_version": DEEPSPEED_VERSION}
 
     def _stage_0(self) -> dict[str, Any]:
-        """The state of the optimizer, and of its wrapper if there is one."""
+        """Returns the state of the optimizer and that of its wrapper, if there is one."""
         flats = self._flats(0)
         inner = self._optimizer_state(flats, 0)
         if self._wrapping == "none":
@@ -188,7 +192,8 @@ class FolderPlan:
         }
 
     def _optimizer_state(self, flats: Sequence[Flat], rank: int) -> dict[str, Any]:
-        """As ``torch.optim.Optimizer.state_dict`` of one rank. Raises MismatchError as a restore would."""
+        """Returns what ``torch.optim.Optimizer.state_dict`` would return on one rank. Raises MismatchError where a
+        restore would raise it."""
         saved, against = self._saved_of(rank), list[str]()
         numbers, members = self._numbers(flats)
         states: dict[int, dict[str, Any]] = {}
@@ -199,7 +204,8 @@ class FolderPlan:
             against += problems
             moments = {part: View(self._storage(part, flat), flat.moment_shape(part)) for part in state.moments}
             if state.values or moments:
-                # What is one object in a tree is one object when it is read back: no two flats may count in one tensor.
+                # An object that a tree has twice is one object after it is read back. Two flat tensors must not count
+                # their steps in the same tensor, so each gets a copy.
                 states[number] = {**deepcopy(state.values), **moments}
         groups = []
         for number, (group, own) in enumerate(zip(self._groups, members, strict=True)):
@@ -216,8 +222,8 @@ class FolderPlan:
         return {"state": states, "param_groups": groups}
 
     def _numbers(self, flats: Sequence[Flat]) -> tuple[list[int], list[list[int]]]:
-        """The numbers by which torch's ``state_dict`` calls the flats, and those of each param group. Where frozen
-        parameters stand in the optimizer too, they are counted."""
+        """Returns the numbers that torch's ``state_dict`` has for the flat tensors, and the numbers of each param
+        group. If the optimizer has frozen parameters too, they are counted."""
         if self._wrapping == "none" and self.setup.groups is not None:
             named = {name: n for n, name in enumerate(name for group in self.setup.groups for name in group)}
             return [named[flat.names[0]] for flat in flats], [[named[name] for name in g] for g in self.setup.groups]
@@ -229,7 +235,8 @@ class FolderPlan:
         return list(range(len(flats))), members
 
     def _module(self, rank: int) -> Iterator[tuple[str, View]]:
-        """The module's state dict. Stage 3 has parameters without elements there: they are in the other files."""
+        """Yields the names and tensors of the module's state dict. At stage 3 its parameters have no elements, because
+        the elements are in the other files."""
         weights = {**dict.fromkeys(self._named(MASTER), MASTER), **dict.fromkeys(self._masterless, PARAM)}
         found = {name: self._weight(part, name) for name, part in weights.items()}
         for name in self._named(BUFFER):
@@ -241,7 +248,7 @@ class FolderPlan:
                 yield alias, found[name]
 
     def _weight(self, part: str, name: str) -> View:
-        """In the dtype that the model computes with: DeepSpeed rounds masters to it, too."""
+        """Returns a weight in the dtype that the model computes with. DeepSpeed too rounds master weights to it."""
         info = self.checkpoint[f"{part}/{name}"]
         dtype = info.dtype if part == PARAM else getattr(torch, self.setup.other_dtypes.get(name, self.setup.dtype))
         if self.setup.stage == 3:
@@ -249,7 +256,8 @@ class FolderPlan:
         return _whole(info.key, dtype, info.shape)
 
     def _frozen(self, rank: int) -> Iterator[tuple[str, View]]:
-        """What a rank has of each parameter without a master: at stage 3 its partition, padding and all."""
+        """Yields what a rank has of each parameter without a master weight. At stage 3 that is its partition, with the
+        padding."""
         for name in self._masterless:
             info = self.checkpoint[f"{PARAM}/{name}"]
             if self.setup.stage == 2:
@@ -259,11 +267,11 @@ class FolderPlan:
             yield name, View(Storage(info.dtype, length, (Source(info.key, slot.start, slot.stop, 0),)), (length,))
 
     def _param_shapes(self) -> list[OrderedDict[str, torch.Size]]:
-        """By flat, in the order in which the parameters lie there."""
+        """Returns for each flat tensor the shapes of its parameters, in the order in which they lie in it."""
         return [OrderedDict(_sizes({slot.name: slot.shape for slot in flat.slots})) for flat in self._flats(0)]
 
     def _slices(self, flat: Flat) -> OrderedDict[str, Instance]:
-        """Where in a flat of stages 1 and 2 this rank's part of each parameter is."""
+        """Returns for each parameter which elements of a flat tensor of stages 1 and 2 are this rank's part of it."""
         name = "deepspeed.utils.tensor_fragment", "fragment_address"
         own = (slot for slot in flat.slots if slot.start < slot.stop)
         return OrderedDict(
@@ -271,7 +279,8 @@ class FolderPlan:
         )
 
     def _storage(self, part: str, flat: Flat) -> Storage:
-        """A flat's masters, or one of its moments. Raises MismatchError where the checkpoint has not all of it."""
+        """Returns the master weights of a flat tensor, or one of its moments. Raises MismatchError if the checkpoint
+        does not have all of it."""
         shape = tuple(flat.master.shape) if part == MASTER else flat.moment_shape(part)
         sources, dtypes = [], set()
         for slot in flat.wider.get(part, flat.slots):
@@ -306,7 +315,7 @@ class FolderPlan:
 
     @cached_property
     def _scaler_values(self) -> dict[str, Any]:
-        """The attributes of ZeRO's loss scaler. Without ZeRO, DeepSpeed has some of them under other names."""
+        """The attributes of ZeRO's loss scaler. Without ZeRO, DeepSpeed calls some of them otherwise."""
         saved = self._engine.get("scaler")
         if saved is None:  # Nothing is scaled in bf16 and fp32.
             return {"cur_scale": 1.0, "dynamic": False}
@@ -345,7 +354,7 @@ class FolderPlan:
         return optimizer.Saved(self._engine["optimizer"])
 
     def _saved_of(self, rank: int) -> optimizer.Saved:
-        """With what is bound to the flats of one rank, if there is anything of the kind."""
+        """Returns the optimizer's tree, together with what one rank has for its flat tensors alone, if it has any."""
         tree = self._engine["optimizer"]
         if not (self._same_ranks and optimizer.Saved.has_bound(tree)):
             return self._saved
@@ -369,7 +378,7 @@ class FolderPlan:
         return {info.name: info.shape for info in self.checkpoint.values() if info.part in (MASTER, PARAM)}
 
     def _aliases(self, part: str) -> dict[str, str]:
-        """The further names of tied buffers, or of tied parameters."""
+        """Returns for each other name of a tied buffer, or of a tied parameter, the one under which it is stored."""
         of = set(self._named(BUFFER)) if part == BUFFER else self._shapes.keys()
         return {alias: name for alias, name in self.checkpoint.aliases.items() if name in of}
 
@@ -391,8 +400,8 @@ class FolderPlan:
 
     @property
     def _wrapping(self) -> str:
-        """What DeepSpeed has one master for: a "partition", or at stage 0 a "group" or a "parameter"; "none" where the
-        parameters are the masters."""
+        """What one master tensor of DeepSpeed covers. It is "partition" from stage 1 on. At stage 0 it is "group" or
+        "parameter", or "none" where the parameters themselves are the master weights."""
         if self.setup.stage:
             return "partition"
         if self.setup.dtype == "float32":

@@ -1,4 +1,4 @@
-"""Says what a folder is, by the names of its files."""
+"""Finds out which format a folder is in, by the names of its files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)",
 
 
 class Found(NamedTuple):
-    """A checkpoint, and what it is."""
+    """A checkpoint that was found, and its format."""
 
     format: str
+    """``DEEPSPEED``, ``HUGGINGFACE`` or ``ZCKPT``."""
     path: str
-    """Of the checkpoint itself, where the folder that was given is that of a run."""
+    """The directory of the checkpoint itself, also where the given folder is that of a run."""
 
 
 def find_format(path: str, tag: str | None) -> Found:
-    """The checkpoint at ``path``, or in the directory of a run the one that ``tag`` names, or ``latest``. Raises
-    CheckpointNotFoundError, UnsupportedError for the format of another program, StorageError."""
+    """Finds the checkpoint at ``path``. If ``path`` is the directory of a run, it is the checkpoint that ``tag`` names,
+    or, without ``tag``, the one that ``latest`` names. Raises CheckpointNotFoundError, UnsupportedError for the format
+    of another program, and StorageError."""
     if tag is not None:
         path = os.path.join(path, tag)
     entries = _entries(path)
@@ -79,7 +81,7 @@ def _entries(path: str) -> list[str]:
 
 
 def _named(latest: str) -> str:
-    """The tag that a file ``latest`` holds."""
+    """Returns the tag that a file ``latest`` holds."""
     try:
         with open(latest, encoding="utf-8") as file:
             return file.read(4096).strip()

@@ -1,4 +1,4 @@
-"""What DeepSpeed's files say of each flat: which parameters lie where in it, and its tensors."""
+"""Reads from DeepSpeed's files what each flat tensor is: which parameters lie where in it, and its values."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ if TYPE_CHECKING:
     from zckpt.engines.deepspeed.group import RankGroup
 
 Shapes = list[dict[str, tuple[int, ...]]]
-"""The shapes of the parameters by name, of each flat."""
+"""For each flat tensor the shapes of its parameters, by their names."""
 _SWAP_NAME = re.compile(r"(?:\w+-)?\d+_\d+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """One flat. The tensor ``flat.master`` has no memory: it stands for the flat, as the key of its state."""
+    """One flat tensor of a rank, and its state. The tensor ``flat.master`` has no memory: it only serves as the key of
+    the state."""
 
     flat: Flat
+    """Which parameters lie where in the flat tensor."""
     state: Mapping[str, Any]
-    """What the optimizer keeps for it."""
+    """What the optimizer keeps for the flat tensor."""
     master: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """The master weights."""
 
     def data(self, part: str) -> torch.Tensor | FileSpan | None:
-        """The master or a moment."""
+        """Returns the master weights or a moment, or None if there is no such part."""
         if part in self.flat.files:
             return self.flat.files[part]
         if part == MASTER:
@@ -52,10 +55,11 @@ class Held:
 
 
 def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, file: str, *, offload: bool) -> Iterator[Held]:
-    """Each param group is one flat: a partition of all its parameters."""
+    """Yields the flat tensors of one rank of stage 1 or 2. Each param group has one, which holds this rank's partition
+    of all its parameters."""
     if isinstance(zero.get("base_optimizer_state"), list):
         raise UnsupportedError(
-            f"{file} was saved with zero_optimization.elastic_checkpoint, which names no param groups"
+            f"{file} was saved with zero_optimization.elastic_checkpoint, which saves no param groups"
         )
     saved, groups = _saved(zero, "base_optimizer_state", file)
     masters = of_type(zero, "single_partition_of_fp32_groups", list, file)
@@ -85,7 +89,8 @@ def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, file: str
 def stage_3(
     zero: Mapping[str, Any], shapes: Shapes, group: RankGroup, file: str, folder: DeepSpeedFolder
 ) -> Iterator[Held]:
-    """Each sub-group is one flat: partitions of its parameters."""
+    """Yields the flat tensors of one rank of stage 3. Each sub-group has one, which holds this rank's partitions of its
+    parameters."""
     saved, groups = _saved(zero, "optimizer_state_dict", file)
     masters = of_type(zero, "fp32_flat_groups", list, file)
     used = [(number, index) for number, one in enumerate(groups) for index in one["params"]]
@@ -106,8 +111,8 @@ def stage_3(
 def stage_0(
     saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], group: RankGroup, file: str
 ) -> Iterator[Held]:
-    """In fp32 and with one master for each parameter, each is a flat; with flat masters, each param group. ``module``:
-    the weights by name."""
+    """Yields the flat tensors of stage 0. With flat master weights each param group has one. In fp32, and where each
+    parameter has its own master weight, each parameter has one. ``module``: the weights by their names."""
     whole = {name: weight for name, weight in module.items() if weight.numel()}
     states, groups = _saved(saved, "optimizer_state_dict" if "optimizer_state_dict" in saved else None, file)
     if "fp32_groups_flat" in saved:
@@ -139,14 +144,15 @@ def stage_0(
 
 
 def groups_without_masters(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], file: str) -> list[list[str]]:
-    """The names of all parameters of each param group, at stage 0 in fp32."""
+    """Returns the names of all parameters of each param group, at stage 0 in fp32."""
     return unnamed.named_by_shape(_shapes_of(*_saved(saved, None, file)), module)
 
 
 def universal(folder: DeepSpeedFolder, files: TorchFiles, groups: Sequence[Mapping[str, Any]], shapes: Shapes,
               group: RankGroup, step: Any) -> Iterator[Held]:  # fmt: skip
-    """Each parameter is a flat, of which each rank has its share. ``shapes`` are those of param groups or sub-groups.
-    ``step``: that of all parameters; None: each has its own."""
+    """Yields one flat tensor for each parameter of a Universal Checkpoint, of which each rank has its share.
+    ``shapes``: those of the parameters of each param group or sub-group. ``step``: the optimizer's step of all
+    parameters. None means that each parameter has its own."""
     if len(shapes) == len(groups):
         numbers = list(range(len(groups)))
     else:
@@ -175,7 +181,7 @@ def _whole(value: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _saved(tree: Mapping[str, Any], key: str | None, file: str) -> tuple[Mapping[Any, Any], list[dict[str, Any]]]:
-    """The state and the param groups of a ``state_dict`` of an optimizer of torch."""
+    """Returns the state and the param groups of the ``state_dict`` of a torch optimizer."""
     found = tree if key is None else of_type(tree, key, dict, file)
     groups = of_type(found, "param_groups", list, file)
     for group in groups:
@@ -205,7 +211,7 @@ def _shapes_of(states: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a parameter, by its moments."""
+    """Returns the shape of a parameter as its moments have it, or None if they do not say it."""
     found = {tuple(value.shape) for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step"}
     return found.pop() if len(found) == 1 else None
 
@@ -213,7 +219,7 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
 def _swapped(
     number: int, master: torch.Tensor, state: Mapping[str, Any], numel: int, folder: DeepSpeedFolder, rank: int
 ) -> dict[str, FileSpan]:
-    """The swap files of a sub-group by part. DeepSpeed calls each by the name that the tensor has."""
+    """Returns the swap files of a sub-group by part. Each tensor has the name of its file as an attribute."""
     parts = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 1 and not v.numel()}
     found = {}
     for part, tensor in {MASTER: master, **parts}.items():
@@ -221,6 +227,8 @@ def _swapped(
         if name is None and isinstance(getattr(master, "ds_id", None), str):
             name = f"{part}-{master.ds_id}"  # type: ignore[attr-defined]
         if not isinstance(name, str) or not _SWAP_NAME.fullmatch(name):
-            raise FormatError(f"sub-group {number} was offloaded to a file that is not named", file=folder.path)
+            raise FormatError(
+                f"sub-group {number} was offloaded to NVMe, and the checkpoint does not name the file", file=folder.path
+            )
         found[part] = FileSpan(folder.swap_file(rank, name), 0, numel * master.element_size())
     return found

@@ -1,7 +1,8 @@
-"""From the folder of a Hugging Face model to a ``Source``: its weights and buffers, to begin a run with.
+"""Reads the folder of a Hugging Face model as a ``Source``: its weights and buffers, to begin a run with.
 
-The folder has the weights under the names that the hub knows them by. A checkpoint needs those of the model's
-parameters: a model without memory is made from its configuration, without running any code of the folder, to compare.
+The folder has the weights under the names that they have on the hub. A checkpoint needs the names of the model's
+parameters. To compare both, a model without memory is made from the configuration, without running any code of the
+folder.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ HEADER_BYTES_MAX = 100_000_000
 
 
 def read_hugging_face(path: str) -> Source:
-    """Raises UnsupportedError where transformers is missing, or would rename or reshape the weights; MissingFileError,
-    FormatError, StorageError."""
+    """Reads the folder at ``path``. Raises UnsupportedError where transformers is not installed, or would rename or
+    reshape the weights; MissingFileError, FormatError and StorageError."""
     model = _empty_model(path)
     (parameters, tied), (buffers, shared) = named_parameters(model), persistent_buffers(model)
     aliases = {**tied, **shared}
@@ -54,7 +55,7 @@ def read_hugging_face(path: str) -> Source:
 
     description = {"framework": f"transformers {_transformers().__version__}", "mode": "weights alone"}
     parts = sorted({one.part for one in found.values()}, reverse=True)
-    missing = (f"all but weights and buffers: begin a run by zckpt.restore(engine, path, parts={parts})",)
+    missing = (f"everything but weights and buffers: begin a run with zckpt.restore(engine, path, parts={parts})",)
     return Source("Hugging Face model", 1, 0, aliases, {}, {}, description, missing, rank)
 
 
@@ -70,7 +71,7 @@ def _empty_model(path: str) -> Any:
     kind = getattr(transformers, str(architectures[0]), None)
     if kind is None:
         raise UnsupportedError(
-            f"transformers {transformers.__version__} has no model {architectures[0]!r}, which {path} is of",
+            f"{path} holds a model {architectures[0]!r}, which transformers {transformers.__version__} does not have",
             hint="load the model yourself, make an engine of it, and write that with zckpt.write",
         )
     with torch.device("meta"):
@@ -82,13 +83,13 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise UnsupportedError(
-            "to convert a Hugging Face model needs transformers", hint="pip install 'transformers>=5'"
+            "the conversion of a Hugging Face model needs transformers", hint="pip install 'transformers>=5'"
         ) from error
     return transformers
 
 
 def _stored(path: str, files: TorchFiles) -> Iterator[tuple[str, tuple[int, ...], str, FileSpan | torch.Tensor]]:
-    """Name, shape, dtype and data of each tensor. What is in the format of safetensors goes before."""
+    """Yields the name, shape, dtype and data of each tensor. If there are safetensors files, others are not read."""
     for suffix, stem in ((".safetensors", "model"), (".bin", "pytorch_model")):
         for name in _files(path, f"{stem}{suffix}"):
             file = os.path.join(path, name)

@@ -1,12 +1,12 @@
-"""Files of ``torch.save``, read without running anything that is in them, and without reading their tensors.
+"""Reads files of ``torch.save`` without running any code that is in them, and without reading their tensors.
 
-Such a file is a zip archive, in which nothing is compressed: a pickle of all objects, and one record for the bytes of
-each storage. A pickle is a program. Here it may make plain values and containers, tensors, NumPy's numbers and arrays,
-and objects of a few classes of DeepSpeed, which become inert ones of the same name: nothing but attributes. Whatever
-else it asks for is a FormatError that names it.
+Such a file is a zip archive without compression. It has a pickle of all objects, and one record with the bytes of each
+storage. A pickle is a program. Here it may make only plain values and containers, tensors, NumPy's numbers and arrays,
+and objects of a few classes of DeepSpeed. In the place of the latter it gets inert objects, which have the same class
+name and nothing but attributes. For anything else, a FormatError is raised that names it.
 
-The tensors share the memory of a mapped file, so that each byte is read when somebody looks at it.
-``TorchFiles.place`` says where the bytes of a tensor lie, for those who read them by range instead.
+The tensors share the memory of a mapped file, so a byte is read only when somebody looks at it. ``TorchFiles.place``
+says where in the file the bytes of a tensor lie, for callers that read ranges of the file instead.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PICKLE_BYTES_MAX = 256 << 20
-"""The pickle has no tensors in it: that of a model with 100,000 parameters takes some 20 MB."""
+"""The largest pickle that is read, in bytes. A pickle has no tensors in it: that of a model with 100,000 parameters
+takes some 20 MB."""
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _ZIP, _OLD = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-"""What a file begins with: since torch 1.6, and before."""
+"""The first bytes of a file that torch 1.6 or newer has written, and of one that an older torch has written."""
 _INERT = frozenset({
     "torch.Tensor",
     "torch._tensor.Tensor",
@@ -67,7 +68,7 @@ _NUMPY_KINDS = frozenset("biufcSU")
 
 
 class Inert:
-    """In the place of an object of a class that is known by name alone."""
+    """Stands for an object of a class that is known by its name only."""
 
     args: tuple[Any, ...] = ()
 
@@ -81,25 +82,26 @@ class Inert:
 
 
 class TorchFiles:
-    """The files that were opened, and which bytes of them are where in memory."""
+    """The files that were loaded, and where in memory they are mapped."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
         self._files: list[tuple[int, int, str, torch.UntypedStorage]] = []
-        """Address, bytes and path of each mapped file, by address."""
+        """The address, the size in bytes, the path and the storage of each mapped file, in the order of addresses."""
 
     def load(self, path: str) -> Any:
-        """What was saved, the tensors mapped. Raises MissingFileError, FormatError, UnsupportedError, StorageError."""
+        """Returns what was saved in a file, with its tensors mapped. Raises MissingFileError, FormatError,
+        UnsupportedError and StorageError."""
         try:
             archive = _open(path)
             with closing(archive):
                 names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
                 if "data.pkl" not in names or not 0 <= names["data.pkl"].file_size <= PICKLE_BYTES_MAX:
                     raise FormatError(
-                        "not a file of torch.save: there is no pickle in it that could be read", file=path
+                        "this is not a file of torch.save: it has no pickle that could be read", file=path
                     )
                 if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
-                    raise UnsupportedError(f"{path} was written on a machine of another byte order")
+                    raise UnsupportedError(f"{path} was written on a machine with another byte order")
                 return _Unpickler(archive.read(names["data.pkl"]), self._map(path), names, path).load()
         except FileNotFoundError as error:
             raise MissingFileError("a file of the checkpoint is missing", file=path) from error
@@ -108,10 +110,11 @@ class TorchFiles:
         except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
             if isinstance(error, UnsupportedError):
                 raise
-            raise FormatError(f"not a whole file of torch.save: {error}", file=path) from error
+            raise FormatError(f"this is not a whole file of torch.save: {error}", file=path) from error
 
     def place(self, data: torch.Tensor | FileSpan | None) -> torch.Tensor | FileSpan | None:
-        """The range of a file in which the bytes of a contiguous tensor lie; ``data`` itself if they lie elsewhere."""
+        """Returns the range of a file in which the bytes of a contiguous tensor lie, or ``data`` itself if they do not
+        lie in a mapped file."""
         if not isinstance(data, torch.Tensor) or not data.numel():
             return data
         nbytes, address = data.numel() * data.element_size(), data.data_ptr()
@@ -138,18 +141,18 @@ def _open(path: str) -> zipfile.ZipFile:
     if first == _OLD:
         raise UnsupportedError(
             f"{path} is in the format that torch had before 1.6, which cannot be read in parts",
-            hint="load it with torch, and save it with torch.save again",
+            hint="load it with torch.load and save it with torch.save again",
         )
     if first[: len(_ZIP)] != _ZIP:
-        raise FormatError("not a file of torch.save", file=path)
+        raise FormatError("this is not a file of torch.save", file=path)
     try:
         return zipfile.ZipFile(path)
     except zipfile.BadZipFile as error:
-        raise FormatError("the file ends too early: it was cut off", file=path) from error
+        raise FormatError("the file was cut off: its end is missing", file=path) from error
 
 
 class _Call:
-    """What a pickle may call in the place of a function."""
+    """What a pickle gets and may call in the place of a function."""
 
     __slots__ = ("_make",)
 
@@ -161,20 +164,21 @@ class _Call:
 
 
 class _Storage:
-    """The record of a storage, as elements of its dtype."""
+    """The record of a storage, whose bytes are ``numel`` elements of a dtype."""
 
     def __init__(self, data: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> None:
         self.data, self.dtype, self.numel = data, dtype, numel
 
 
 class _Array(Inert):
-    """A NumPy array before it has its state."""
+    """A NumPy array, whose values the pickle sets after it has made the object."""
 
     value: Any = None
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own, in Python: the one in C takes memory for as many objects as a pickle says that it has."""
+    """Python's own unpickler, in the version written in Python. The one in C takes memory for as many objects as a
+    pickle claims to have."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
@@ -191,7 +195,7 @@ class _Unpickler(pickle._Unpickler):
             raise
         except OSError:
             raise
-        except Exception as error:  # whatever a pickle can be made to do
+        except Exception as error:  # a pickle can be made to raise any error
             raise FormatError(f"its pickle cannot be read: {error or type(error).__name__}", file=self._path) from error
 
     def find_class(self, module: str, name: str) -> Any:
@@ -204,7 +208,7 @@ class _Unpickler(pickle._Unpickler):
         if path in _PLAIN:
             return _PLAIN[path]
         if path in _INERT:
-            return type(name, (Inert,), {})  # a new one, which no pickle has changed
+            return type(name, (Inert,), {})  # a new class for each file, which no other pickle can have changed
         known: dict[str, Callable[..., Any]] = {
             "torch._utils._rebuild_tensor_v2": self._tensor, "torch._utils._rebuild_parameter": lambda data, *_: data,
             "torch._tensor._rebuild_from_type_v2": _with_name, "_codecs.encode": _encoded, "numpy.dtype": _dtype,
@@ -221,7 +225,7 @@ class _Unpickler(pickle._Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         raise FormatError(
-            f"its pickle asks for {path}, which may do anything: it was not run", file=self._path,
+            f"its pickle asks for {path}, which may run any code, so it was not read", file=self._path,
             hint="if it is an object of your own in a client_state that you trust, load the checkpoint into an engine "
             "after zckpt.attach(engine), which reads DeepSpeed's checkpoints too, and write it with zckpt.write",
         )  # fmt: skip
@@ -262,7 +266,8 @@ class _Unpickler(pickle._Unpickler):
         return torch.empty(0, dtype=storage.dtype).set_(storage.data, offset, sizes, strides)
 
     def _build(self) -> None:
-        """Sets the state of an object: of inert ones alone, for the code of other classes would run."""
+        """Sets the state of an object. This is allowed only for inert objects, because for others it would run the code
+        of their class."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined]
         state = stack.pop()
         made = stack[-1]
@@ -273,12 +278,15 @@ class _Unpickler(pickle._Unpickler):
         elif isinstance(made, Inert) and isinstance(state, dict):
             vars(made).update({str(key): value for key, value in state.items()})
         elif not (isinstance(made, OrderedDict) and isinstance(state, dict)):
-            raise FormatError(f"its pickle sets the state of a {type(made).__name__}", file=self._path)
+            raise FormatError(
+                f"its pickle sets the state of a {type(made).__name__}, which is not allowed", file=self._path
+            )
 
     dispatch[pickle.BUILD[0]] = _build
 
     def _resolved(self, value: Any, known: dict[int, Any]) -> Any:
-        """The same with NumPy's values in the place of what stood for them, in the same containers."""
+        """Returns ``value`` with NumPy's arrays in the place of the objects that stand for them. Containers are changed
+        in place where that is possible."""
         if isinstance(value, _Array):
             return value.value
         if id(value) in known or not isinstance(value, (dict, list, tuple, Inert)):
@@ -333,7 +341,8 @@ def _bytes(raw: object) -> bytes:
 
 
 def _with_name(make: object, kind: object, args: Any, state: object) -> torch.Tensor:
-    """A tensor with attributes. Of these, the name that DeepSpeed gives to what it offloads is kept."""
+    """Returns a tensor that was saved with attributes. Of these only the name that DeepSpeed gives to what it offloads
+    is kept."""
     made = make(*args) if isinstance(make, _Call) else None
     if not isinstance(made, torch.Tensor):
         raise TypeError("a tensor of an unknown kind")

@@ -1,4 +1,4 @@
-"""What a folder of another format holds, in zckpt's words, and what it takes to write it as a checkpoint."""
+"""What a folder of another format holds, in the form in which it can be written as a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,30 +17,37 @@ class RankPart(NamedTuple):
     """What one rank has of a source."""
 
     fragments: list[Fragment]
-    """Their data lie in the files of the source, or in memory if they are small."""
+    """The fragments of tensors that the rank has. Their data are mapped files of the source, or are in memory if they
+    are small."""
     state: Mapping[str, Any]
-    """The tree of this rank; empty if it has none."""
+    """The tree of this rank alone. It is empty if the rank has none."""
     optimizer: Mapping[str, Any]
-    """What its files say of what the optimizer keeps once for all ranks: equal on all of them."""
+    """What the files of this rank say about the state that the optimizer keeps once for all ranks. It has to be equal
+    on all ranks."""
     place: Callable[[torch.Tensor | FileSpan | None], torch.Tensor | FileSpan | None]
-    """Where these data lie: the range of a file for a tensor that is mapped."""
+    """Returns for the data of a fragment where they lie: the range of a file for a tensor that is mapped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One training state. ``rank`` reads what one rank has of it: each time anew, so that nobody needs the memory for
-    all ranks at once."""
+    """One training state that was found in a folder."""
 
     found_format: str
-    """In words."""
+    """What the folder is, in words."""
     world_size: int
+    """The number of ranks that wrote the folder."""
     step: int
+    """The number of training steps that were done."""
     aliases: Mapping[str, str]
+    """For each other name of a tied weight the name under which it is stored."""
     state: Mapping[str, Any]
-    """The tree that all ranks share."""
+    """The tree of the engine's state that all ranks share."""
     client_state: Mapping[str, Any]
+    """What the caller of ``save_checkpoint`` has saved."""
     description: Mapping[str, str]
-    """Framework, versions and mode, as ``EngineAdapter.description``."""
+    """The framework, its mode and its versions, as ``EngineAdapter.description`` has them."""
     missing: tuple[str, ...]
-    """A sentence for each thing that a checkpoint written by the engine would have, and the source has not."""
+    """What a checkpoint has that the engine writes, and the source does not have. Each entry is a phrase."""
     rank: Callable[[int], RankPart]
+    """Reads what one rank has. It reads it again at each call, so that the memory for all ranks is never needed at
+    once."""

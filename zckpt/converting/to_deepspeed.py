@@ -1,11 +1,11 @@
-"""A folder in DeepSpeed's own format, as ``engine.save_checkpoint`` of DeepSpeed 0.19.8 writes it, from a checkpoint.
+"""Writes a folder in DeepSpeed's own format from a checkpoint, as DeepSpeed 0.19.8's ``engine.save_checkpoint`` does.
 
     <destination>/latest                                          names the tag
     <destination>/<tag>/mp_rank_00_model_states.pt                stages 0 to 2: weights, buffers, counters, scheduler;
-                                                                  at stage 0 the optimizer's state too
-    <destination>/<tag>/zero_pp_rank_R_mp_rank_00_model_states.pt stage 3: the same of rank R, without weights
-    <destination>/<tag>/zero_pp_rank_R_mp_rank_00_optim_states.pt masters and moments of rank R; in bf16, "bf16_" is
-                                                                  before the name
+                                                                  at stage 0 also the optimizer's state
+    <destination>/<tag>/zero_pp_rank_R_mp_rank_00_model_states.pt stage 3: the same for rank R, without weights
+    <destination>/<tag>/zero_pp_rank_R_mp_rank_00_optim_states.pt master weights and moments of rank R; in bf16 the
+                                                                  name begins with "bf16_"
 
 Each file is planned as a tree (deepspeed_plan.py), whose tensors are read from the checkpoint while it is written.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from zckpt.transfer.budget import Budget
 
 BUFFER_BYTES_MAX = 64 * MIB
-"""What is read at once, at most: more makes nothing faster."""
+"""The largest number of bytes that are read at once. Larger reads are not faster."""
 
 
 def to_deepspeed(
@@ -58,14 +58,15 @@ def to_deepspeed(
 ) -> tuple[str, ...]:
     """Writes ``<destination>/<tag>``, which stock ``engine.load_checkpoint`` resumes from, and then ``latest``.
 
-    ``tag``: None stands for ``global_step<N>``. ``stage`` (0 to 3) and ``world_size``: of the engines that will load
-    it; None: those of the run. ``overwrite``: replace a folder in DeepSpeed's format that is there. Memory is bounded
-    by ``budget``; None: the checkpoint's own.
+    ``tag``: the name of the folder; None means ``global_step<N>``. ``stage`` (0 to 3) and ``world_size``: the ZeRO
+    stage and the number of ranks of the engines that will load the folder; None means those of the checkpoint.
+    ``overwrite``: replace a folder in DeepSpeed's format that is there. ``budget``: the memory that is used; None means
+    that of the checkpoint.
 
-    Returns what the folder does not have, a phrase for each. Raises UnsupportedError for a checkpoint
-    that is not of a training run with DeepSpeed; MismatchError for optimizer state that cannot be cut anew;
-    ValueError for a stage or world size that cannot be; CheckpointExistsError; NoSpaceError and
-    StorageError; FormatError for a damaged checkpoint. Then nothing is left in ``destination``.
+    Returns what the folder lacks, a phrase for each thing. Raises UnsupportedError for a checkpoint that is not of a
+    training run with DeepSpeed; MismatchError for optimizer state that cannot be cut for this stage and world size;
+    ValueError for a stage or world size that does not exist; CheckpointExistsError; NoSpaceError and StorageError; and
+    FormatError for a damaged checkpoint. After an error, nothing of the folder is left in ``destination``.
     """
     plan = FolderPlan(checkpoint, stage, world_size)
     tag = f"global_step{checkpoint.step}" if tag is None else tag
@@ -84,26 +85,33 @@ def to_deepspeed(
 
 
 def _check_place(target: str, overwrite: bool) -> None:
-    """Raises ValueError, CheckpointExistsError unless a folder may be made at ``target``."""
+    """Raises ValueError or CheckpointExistsError unless a folder may be made at ``target``."""
     run, tag = os.path.split(target)
     if tag in ("", ".", "..", "latest") or tag != tag.strip() or "\n" in tag:
         raise ValueError(f"tag must be the name of a directory, got {tag!r}")
     for directory in (run, target):
         if os.path.lexists(os.path.join(directory, names.MANIFEST)):
-            raise CheckpointExistsError("a checkpoint of zckpt is here", file=directory, hint="choose another place")
+            raise CheckpointExistsError(
+                "this is a checkpoint of zckpt", file=directory, hint="choose another destination or tag"
+            )
     named = ""
     with suppress(OSError, UnicodeDecodeError), open(os.path.join(run, names.LATEST)) as file:
         named = file.read().strip()
     if named and os.path.lexists(os.path.join(run, named, names.MANIFEST)):
         raise CheckpointExistsError(
-            "this is a run of zckpt, whose latest would be lost", file=run, hint="choose another destination"
+            "this is a run of zckpt, whose file `latest` would be replaced", file=run, hint="choose another destination"
         )
     if os.path.lexists(target):
         inside = os.listdir(target) if os.path.isdir(target) else [""]
         if inside and not deepspeed_files(inside):
-            raise CheckpointExistsError("there is something else here", file=target, hint="choose another tag")
+            raise CheckpointExistsError(
+                "something else than a checkpoint of DeepSpeed is here", file=target, hint="choose another tag"
+            )
         if not overwrite:
-            raise CheckpointExistsError("there is already a folder here", file=target, hint="pass overwrite")
+            raise CheckpointExistsError(
+                "a checkpoint of DeepSpeed is here already", file=target,
+                hint="choose another tag, or replace it with overwrite=True (--overwrite)",
+            )  # fmt: skip
 
 
 @contextmanager
@@ -113,7 +121,7 @@ def _new_directory(target: str, nbytes: int) -> Iterator[str]:
     and what was at ``target`` before is still there. Raises NoSpaceError and StorageError."""
     run, tag = os.path.split(target)
     store, made = open_store(run), _missing(run)
-    # A kill leaves this behind, under a name that nobody takes for that of a whole folder.
+    # A process that is killed leaves this directory behind. By its name nobody takes it for a whole folder.
     digits = secrets.token_hex(4)
     directory, aside = (names.temporary(target, digits), names.temporary(f"{target}.old", digits))
     latest = placed = None
@@ -121,7 +129,7 @@ def _new_directory(target: str, nbytes: int) -> Iterator[str]:
         store.make_directories(os.path.basename(directory))
         free = shutil.disk_usage(directory).free
         if nbytes > free:
-            raise NoSpaceError(f"the folder takes {nbytes} bytes, of which {free} are free", file=target)
+            raise NoSpaceError(f"the folder takes {nbytes} bytes, and only {free} are free", file=target)
         yield directory
         store.sync_names(os.path.basename(directory))
         latest = store.prepare(names.LATEST, tag.encode(), digits)
@@ -152,7 +160,7 @@ def _new_directory(target: str, nbytes: int) -> Iterator[str]:
 
 
 def _missing(path: str) -> list[str]:
-    """The directories on the way to ``path``, itself included, that do not exist, the innermost first."""
+    """Returns ``path`` and those directories above it that do not exist, the innermost first."""
     found = []
     while not os.path.lexists(path):
         found.append(path)
@@ -165,7 +173,7 @@ class _Writing:
 
     def __init__(self, checkpoint: Checkpoint, budget: Budget, advance: Callable[[int], None]) -> None:
         self._checkpoint, self._advance = checkpoint, advance
-        # What a read into this buffer stages has its part of the budget.
+        # A read into this buffer goes through staging buffers, which take their part of the budget.
         room = budget.nbytes - budget.threads * budget.batch_bytes(checkpoint.manifest.block_bytes)
         self._buffer = fresh_tensor([min(max(room, MIB), BUFFER_BYTES_MAX)], torch.uint8, "cpu")
 

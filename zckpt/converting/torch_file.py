@@ -1,8 +1,8 @@
-"""A file that ``torch.load`` reads, written without ever holding its tensors: a few MiB of them at a time.
+"""Writes a file that ``torch.load`` reads, with no more than a few MiB of its tensors in memory at a time.
 
-Such a file is a zip archive without compression: a pickle of the tree, and a record for each storage, to which the
-tensors of the pickle refer by number. The tree may hold anything that pickle can hold, and a ``View`` wherever it has a
-tensor.
+Such a file is a zip archive without compression. It has a pickle of the tree, and a record for each storage, to which
+the tensors of the pickle refer by number. The tree may hold anything that pickle can hold. It has a ``View`` wherever
+the file has a tensor.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 ALIGNMENT_BYTES = 64
-"""Every storage begins at a multiple of this, as in the files that torch writes, so that it can be mapped."""
+"""Every storage begins at a multiple of this many bytes, so that it can be mapped. torch does the same."""
 LOCAL_HEADER_BYTES = 30
-"""The fixed part of what stands before each record; its name and its extra fields follow."""
+"""The size of the fixed part of the header before each record. The record's name and its extra fields follow it."""
 SIZES_FIELD_BYTES = 20
-"""The extra field with the sizes of a large record, which ``zipfile`` puts before the others."""
+"""The size of the extra field with the sizes of a large record, which ``zipfile`` puts before the other fields."""
 PADDING_FIELD = b"FB"
-"""The extra field by which torch pads, too."""
+"""The id of the extra field that is used as padding. torch uses the same one."""
 
 
 class Source(NamedTuple):
-    """Elements ``[start, stop)`` of the tensor ``key`` of a checkpoint, which begin at element ``at`` of a storage.
-    ``rank``: who reads it, where ranks have values of their own."""
+    """The elements ``[start, stop)`` of the tensor ``key`` of a checkpoint, which begin at element ``at`` of a storage.
+    If the values of the tensor differ from rank to rank, those of ``rank`` are taken."""
 
     key: str
     start: int
@@ -44,7 +44,8 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """``numel`` elements, which are made up by ``sources``; zero where there is none. ``values`` takes their place."""
+    """A storage of ``numel`` elements. They are those of ``values`` if it is given. Otherwise they are those of
+    ``sources``, and zero where no source has an element."""
 
     dtype: torch.dtype
     numel: int
@@ -58,7 +59,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """A contiguous tensor: elements of a storage, from the first one on."""
+    """A contiguous tensor, whose elements are those of a storage from the first one on."""
 
     storage: Storage
     shape: tuple[int, ...]
@@ -75,7 +76,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements ``[start, stop)`` of a storage, from byte ``at`` of a buffer on."""
+    """The elements ``[start, stop)`` of a storage, which are in a buffer from byte ``at`` on."""
 
     storage: Storage
     start: int
@@ -96,7 +97,7 @@ class TorchFile:
 
     @classmethod
     def of(cls, tree: object) -> TorchFile:
-        """Raises what pickle raises for what it cannot hold."""
+        """Plans the file of a tree. Raises what pickle raises for a value that it cannot hold."""
         data = io.BytesIO()
         pickler = _Pickler(data)
         pickler.dump(tree)
@@ -104,7 +105,7 @@ class TorchFile:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file, nearly: without the headers of its records."""
+        """About the size of the file in bytes. The headers of its records are not counted."""
         return len(self.pickled) + sum(storage.nbytes + ALIGNMENT_BYTES for storage in self.storages)
 
     def write(self, file: IO[bytes], buffer: torch.Tensor, fill: Callable[[Sequence[Chunk]], None]) -> None:
@@ -126,7 +127,7 @@ class TorchFile:
                         record.close()
             archive.close()
         except BaseException:
-            archive.fp = None  # so that nothing tries to end a file that is of no use
+            archive.fp = None  # keeps `zipfile` from completing a file that is of no use
             raise
 
 
@@ -152,7 +153,7 @@ def _batches(storages: Sequence[Storage], room_bytes: int) -> Iterator[list[Chun
 
 
 def _record(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
-    """Begins a record, whose data begin at a multiple of ALIGNMENT_BYTES."""
+    """Begins a record. Its data begin at a multiple of ALIGNMENT_BYTES."""
     info = zipfile.ZipInfo(f"archive/{name}")
     assert archive.fp is not None
     begins = archive.fp.tell() + LOCAL_HEADER_BYTES + len(info.filename) + SIZES_FIELD_BYTES + 4
@@ -161,14 +162,14 @@ def _record(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
     return archive.open(info, "w", force_zip64=True)
 
 
-class _Pickler(pickle._Pickler):  # The one in Python: that in C has no place for objects of absent classes.
+class _Pickler(pickle._Pickler):  # the pickler written in Python: the one in C cannot write objects of absent classes
     dispatch: ClassVar[Any] = {**pickle._Pickler.dispatch}
     write: Any
     memoize: Any
     save: Any
 
     def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file, protocol=2)  # as torch.save
+        super().__init__(file, protocol=2)  # the protocol of torch.save
         self.storages: dict[Storage, int] = {}
 
     def persistent_id(self, obj: Any) -> Any:
@@ -202,6 +203,7 @@ class _Pickler(pickle._Pickler):  # The one in Python: that in C has no place fo
 
 
 def _storage_type(dtype: torch.dtype) -> str | None:
-    """The name of torch's class for storages of ``dtype``; None for the newer dtypes, which have none."""
+    """Returns the name of torch's class for storages of ``dtype``, or None for newer dtypes, which have no such
+    class."""
     name: str | None = torch.storage._dtype_to_storage_type_map().get(dtype)
     return name

@@ -1,8 +1,8 @@
-"""Which parameter is which in an optimizer at stage 0, of which DeepSpeed saves no names.
+"""Finds the names of the parameters in an optimizer of stage 0, for which DeepSpeed saves no names.
 
-An optimizer numbers its parameters, group by group. They are taken to be in the module's order, and their shapes have
-to say so. Where there are master weights, these decide: rounded to the dtype of the model, they are its weights.
-Where more than one answer is left, there is none.
+Such an optimizer numbers its parameters, group by group. They are taken to be in the order of the module, if their
+shapes agree with that. If there are master weights, these decide: rounded to the dtype of the model, they are equal to
+its weights. If more than one answer is possible, an error is raised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 COMPARED_NUMEL = 65536
-"""So many elements of a parameter tell it from others."""
+"""The number of elements of a parameter that are compared to tell it from others."""
 HINT = (
     "load the checkpoint into an engine after zckpt.attach(engine), which reads DeepSpeed's checkpoints too, and write "
     "it with zckpt.write"
@@ -28,8 +28,9 @@ HINT = (
 def named_by_shape(
     groups: Sequence[Sequence[tuple[int, ...] | None]], module: Mapping[str, torch.Tensor]
 ) -> list[list[str]]:
-    """The names of the parameters of each group, given their shapes; None: of one without any state, which is not
-    known. Raises UnsupportedError where more than one order is possible."""
+    """Returns the names of the parameters of each group. ``groups``: the shapes of these parameters; None stands for a
+    parameter without any state, whose shape is not known. Raises UnsupportedError where more than one order is
+    possible."""
     slots = [shape for group in groups for shape in group]
     shapes = {name: tuple(weight.shape) for name, weight in module.items()}
     if len(slots) == len(shapes) and all(a in (None, b) for a, b in zip(slots, shapes.values(), strict=True)):
@@ -52,8 +53,9 @@ def named_by_shape(
 
 
 def named_by_value(flats: Sequence[torch.Tensor], module: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """The names of the parameters whose masters lie one behind the other in each of ``flats``, of which each has those
-    of one group. Raises UnsupportedError where the weights do not tell."""
+    """Returns the names of the parameters of each group. ``flats``: for each group the flat tensor in which the master
+    weights of its parameters lie one behind the other. Raises UnsupportedError where more than one answer is possible,
+    or none."""
     left = {name: weight for name, weight in module.items() if weight.numel()}
     found: dict[int, list[str]] = {}
     while len(found) < len(flats):
@@ -64,23 +66,24 @@ def named_by_value(flats: Sequence[torch.Tensor], module: Mapping[str, torch.Ten
                 found[number] = names
                 left = {name: weight for name, weight in left.items() if name not in names}
         if len(found) == known:
-            raise _unknown("several of the module's weights, or none, are those of one place in the optimizer")
+            raise _unknown("for one place in the optimizer, several weights of the module fit, or none does")
     return [found[number] for number in range(len(flats))]
 
 
 def check_values(masters: Sequence[torch.Tensor], names: Sequence[str], module: Mapping[str, torch.Tensor]) -> None:
-    """Raises UnsupportedError unless each master, rounded, is the weight of this name."""
+    """Raises UnsupportedError unless each master weight, rounded, equals the weight of this name."""
     for master, name in zip(masters, names, strict=True):
         if not _same(master, 0, module[name]):
-            raise _unknown(f"the weight {name} is not that of its place in the optimizer")
+            raise _unknown(f"the weight {name} does not fit its place in the optimizer")
 
 
 def _only_order(flat: torch.Tensor, module: Mapping[str, torch.Tensor]) -> list[str] | None:
-    """The one choice of weights, in the order of ``module``, that fills ``flat``; None if there are more, or none."""
+    """Returns the only choice of weights, in the order of ``module``, that fills ``flat``. Returns None if there is
+    more than one such choice, or none."""
     names, weights = list(module), list(module.values())
     ways: dict[int, dict[int, tuple[int, int]]] = {0: {-1: (1, -1)}}
-    """For each element where a weight ends, the numbers of weights that can end there: in how many ways, and which
-    weight may be before it."""
+    """For each element at which a weight can end, the numbers of the weights that can end there. Each has the number of
+    ways in which it can, and a weight that may come before it."""
     ends = [0]
     while ends and ends[0] < flat.numel():
         offset = heapq.heappop(ends)
@@ -107,7 +110,7 @@ def _only_order(flat: torch.Tensor, module: Mapping[str, torch.Tensor]) -> list[
 def _same(flat: torch.Tensor, offset: int, weight: torch.Tensor) -> bool:
     if offset + weight.numel() > flat.numel():
         return False
-    for count in (16, COMPARED_NUMEL):  # most differ at once
+    for count in (16, COMPARED_NUMEL):  # most weights differ in their first elements
         count = min(weight.numel(), count)
         rounded = flat.detach().view(-1).narrow(0, offset, count).to(weight.dtype)
         if not torch.equal(_bits(rounded), _bits(weight.detach().view(-1)[:count])):
@@ -121,6 +124,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _unknown(why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"at stage 0, DeepSpeed saves the optimizer's state without names, and they cannot be told here: {why}",
+        f"at stage 0, DeepSpeed saves the optimizer's state without names, which cannot be found out here: {why}",
         hint=HINT,
     )

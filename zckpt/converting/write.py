@@ -1,4 +1,4 @@
-"""One process writes the checkpoint of all ranks, one rank after the other."""
+"""Writes a ``Source`` as a checkpoint. One process writes the files of all ranks, one rank after the other."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 def write_source(
     source: Source, store: Store, *, overwrite: bool, budget: Budget | None, progress: Progress | None
 ) -> None:
-    """Writes ``source`` as a checkpoint to ``store``; no file ``latest`` names it. What each rank has is read twice: to
-    plan all files before the first byte is written, and to write its own. Raises what a write raises, and StateError
-    where the ranks' optimizers differ in what is kept once."""
+    """Writes ``source`` as a checkpoint to ``store``. No file ``latest`` is written. What each rank has is read twice:
+    first to plan all files before anything is written, then to write the rank's files. Raises what a write raises, and
+    StateError if ranks differ in optimizer state of which zckpt keeps one value for all ranks."""
     lock = WriteLock(store)
     writer = {
         "zckpt": __version__,
@@ -79,7 +79,7 @@ def write_source(
 
 
 class _Part:
-    """The progress of one rank's write, as a part of the whole."""
+    """Passes the bytes of one rank on to a progress that has begun already."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
         self.advance = advance
@@ -92,10 +92,10 @@ class _Part:
 
 
 class _Planned:
-    """The files of each rank, planned anew whenever they are asked for."""
+    """The files of each rank. They are planned again whenever they are asked for."""
 
     packed = b""
-    """The tree that all ranks share, from when rank 0's files were planned first."""
+    """The packed tree that all ranks share. It is set when the files of rank 0 are planned for the first time."""
 
     def __init__(self, source: Source, save_id: str) -> None:
         self._source, self._save_id = source, save_id
@@ -110,8 +110,8 @@ class _Planned:
             self.packed, self._scalars = pack_tree(root, "", fragments, 0), scalars
         elif scalars != self._scalars:
             raise StateError(
-                f"the optimizer's settings or scalars of rank {rank} are not those of rank 0: zckpt keeps one value "
-                "for all ranks", key="optimizer",
+                f"the optimizer of rank {rank} has other settings or scalars than that of rank 0: zckpt keeps one "
+                "value for all ranks", key="optimizer",
             )  # fmt: skip
         if part.state:
             add_rank_tree(part.state, fragments, rank)

@@ -1,4 +1,4 @@
-"""Plans the folder of one adapter of a model: the tensors that ``PeftModel.save_pretrained`` writes, and their names."""
+"""Plans the folder of one adapter of a model: the tensors that ``PeftModel.save_pretrained`` writes, and their keys."""
 
 from __future__ import annotations
 

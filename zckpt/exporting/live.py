@@ -1,7 +1,8 @@
 """Writes the files of an export from the tensors of a live engine, of which each rank holds parts.
 
-Each file is written by one rank: ranks that write parts of one page lose bytes on network file systems. In each round,
-every writer gets the next slice of its file from all ranks, so that no rank has more than a few slices in memory.
+Each file is written by one rank, because on network file systems bytes are lost where several ranks write parts of one
+page. In each round, every writer gets the next slice of its file from all ranks, so that no rank has more than a few
+slices in memory.
 """
 
 from __future__ import annotations
@@ -40,20 +41,25 @@ if TYPE_CHECKING:
 SLICE_BYTES_MIN, SLICE_BYTES_MAX = 2 << 20, 16 << 20
 Sizes = TypeVar("Sizes", int, "Ints")
 _MESSAGE_ALIGNMENT_BYTES = 8
-"""Each message begins at a multiple of it, so that it holds elements of any dtype in line."""
+"""Each message begins at a multiple of this many bytes, so that elements of every dtype are aligned in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Who writes what, equal on every rank. ``slices`` are those of the files and, behind them, of ``rooms``: memory of
-    the rank that carries out a conversion, to which its sources come whole, one behind the other, as if this were one
-    more file that it writes. ``spans`` are as for ``plan_messages``."""
+    """Which rank writes what. It is equal on every rank.
+
+    A room is memory of the rank that carries out a conversion. The sources of the conversion are sent to it whole, one
+    behind the other, as if the room were one more file that the rank writes.
+    """
 
     slices: Slices
+    """The slices of the files and, after them, of the rooms."""
     rooms: Mapping[int, Conversion]
-    """By the number that the room has as a file."""
+    """The conversion of each room, by the number that the room has among the files."""
     spans: Sequence[Sequence[Span]]
+    """The elements of each source that are written, as ``plan_messages`` takes them."""
     item_bytes: Sequence[int]
+    """For each source the size of an element in bytes."""
 
 
 def deal(
@@ -63,18 +69,18 @@ def deal(
     ranks: int,
     budget_bytes: int,
 ) -> Deal:
-    """Deals the files out to ``ranks`` ranks, such that none has more than half of ``budget_bytes`` in memory, beside
-    what conversions need: what it sends to all writers in a round, and a slice as it comes and as it is written. A
-    conversion whose outputs are in the files of several writers is carried out by each of them."""
+    """Divides the files among ``ranks`` ranks so that no rank needs more than half of ``budget_bytes`` in memory, not
+    counting the rooms. A rank holds what it sends to all writers in a round, a slice that it receives, and a slice that
+    it writes. If the outputs of a conversion are in the files of several writers, each of them carries it out."""
     half = budget_bytes // 2
     writers = max(min(len(files), ranks, half // SLICE_BYTES_MIN - 2), 1)
-    # Far apart, so that they are on several machines where there are several
+    # The writers are far apart among the ranks, so that they are on different machines where there are several.
     writer = [number % writers * ranks // writers for number in range(len(files))]
     file_bytes = [file.nbytes for file in files]
     item_bytes = {name: TORCH_DTYPES[source.dtype].itemsize for name, source in sources.items()}
     numel = {name: torch.Size(source.shape).numel() for name, source in sources.items()}
     places: list[tuple[int, int, Run]] = []
-    """File, byte in it, and what is put there."""
+    """The number of a file, a byte in it, and the elements that are written from there on."""
     for number, file in enumerate(files):
         for at, tensor in file.tensors.items():
             for run in tensor.runs or ():
@@ -101,13 +107,13 @@ def deal(
 
 
 def _made(file: OutputFile, conversion: Conversion) -> list[tuple[int, str]]:
-    """The tensors of a file that a conversion makes: the byte at which each begins, and its name."""
+    """Returns the tensors of a file that a conversion makes: the byte at which each begins, and its name."""
     tensors = file.tensors.items()
     return [(at, one.name) for at, one in tensors if one.runs is None and one.name in conversion.outputs]
 
 
 def room_places(conversion: Conversion, sources: Mapping[str, Source]) -> list[tuple[str, int]]:
-    """The byte of a room at which each source begins."""
+    """Returns the names of the sources of a conversion, and the byte of the room at which each begins."""
     places, at = [], 0
     for name in conversion.sources:
         places.append((name, at))
@@ -124,8 +130,9 @@ def write_from_ranks(
     ranks: Ranks,
     progress: Progress | None,
 ) -> None:
-    """Writes ``files``, which are planned alike on every rank, to ``store``, a directory that all ranks see, durably
-    but for their names. Collective. Raises StorageError, and RankError where another rank has failed."""
+    """Writes ``files`` to ``store``, a directory that all ranks see. This is collective, and every rank has planned the
+    same files. Afterwards the content of the files is durable, but their names are not yet. Raises StorageError, and
+    RankError where another rank has failed."""
     least = min(ranks.share(lambda: source.budget.nbytes, "compare the budgets"))
 
     def prepare() -> _RankExport:
@@ -146,8 +153,8 @@ def write_from_ranks(
 
 
 class _RankExport:
-    """One rank's part: it packs what it sends in a round, receives its own slice, and writes that while it takes part
-    in the next round."""
+    """One rank's part in an export. It packs what it sends in a round, receives a slice of its own file, and writes
+    this slice while it takes part in the next round."""
 
     def __init__(
         self,
@@ -162,23 +169,23 @@ class _RankExport:
         self._dealt, self._messages, self._ranks = dealt, messages, ranks
         self._budget = source.budget
         self.advance: Callable[[int], None] = lambda nbytes: None
-        """What is told how many bytes this rank has written."""
+        """It is called with the number of bytes that this rank has written."""
         self._dtypes = {name: TORCH_DTYPES[one.dtype] for name, one in source.sources.items()}
         self._own = dealt.slices.own(ranks.rank)
         self.rounds = dealt.slices.rounds
         writer = dealt.slices.writer
         self.nbytes = sum(file.nbytes for number, file in enumerate(files) if writer[number] == ranks.rank)
-        """What this rank writes."""
+        """The number of bytes that this rank writes."""
         self._writers: dict[int, Writer] = {}
         self._room: torch.Tensor | None = None
         self._received_turn = -1
         self._writing: _Writing | None = None
 
     def begin(self) -> None:
-        """Creates this rank's files, and takes the memory that it needs."""
+        """Creates the files that this rank writes, and allocates the memory that it needs."""
         if not self._store.exists(""):
             raise RankError(
-                "rank 0 has made a directory that this rank does not see", file=str(self._store.location),
+                "rank 0 has made a directory that this rank cannot see", file=str(self._store.location),
                 rank=self._ranks.job_rank, hint="export to a file system that all ranks share",
             )  # fmt: skip
         for number, file in enumerate(self._files):
@@ -193,7 +200,7 @@ class _RankExport:
         self._stage = fresh_tensor((self._dealt.slices.slice_bytes + PAGE_BYTES,), torch.uint8, "cpu")
 
     def pack(self, turn: int) -> None:
-        """Has what came in the last round written, and packs what this rank sends in this one."""
+        """Begins to write what this rank received in the last round, and packs what it sends in this one."""
         self._put()
         now = self._messages.of_turn(turn)
         sent = now.take(np.flatnonzero(now.source == self._ranks.rank))
@@ -211,6 +218,7 @@ class _RankExport:
         self._received_bytes = self._per_rank(received.source, received.nbytes)
 
     def exchange(self) -> None:
+        """Sends what was packed, and receives what the other ranks have packed for this one."""
         sent, received = sum(self._sent_bytes), sum(self._received_bytes)
         self._ranks.exchange(self._sent[:sent], self._sent_bytes, self._received[:received], self._received_bytes)
 
@@ -219,8 +227,8 @@ class _RankExport:
         return found
 
     def _put(self) -> None:
-        """Puts the slice that has come where it belongs: to its place in a room, or to a stage from which a thread
-        writes it."""
+        """Puts the slice that this rank has received where it belongs: to its place in a room, or to a buffer from
+        which a thread writes it."""
         if not 0 <= self._received_turn < len(self._own):
             return
         self._wait()
@@ -245,7 +253,8 @@ class _RankExport:
         self._writing = _Writing(self._writers[file], stage.numpy(), first, _joined(filled), self.advance)
 
     def _unpack(self, slice_: torch.Tensor) -> list[tuple[int, int]]:
-        """Puts what has come to its place in the slice; returns the bytes [start, stop) that have been filled."""
+        """Puts what this rank has received in its place in the slice. Returns the ranges of bytes ``[start, stop)``
+        that are filled now."""
         filled, at = [], 0
         for position, nbytes in zip(self._incoming.position.tolist(), self._incoming.nbytes.tolist(), strict=True):
             slice_[position : position + nbytes] = self._received[at : at + nbytes]
@@ -272,12 +281,14 @@ class _RankExport:
             writing.wait()
 
     def finish(self) -> None:
+        """Writes what this rank received in the last round, and makes its files durable."""
         self._put()
         self._wait()
         for writer in self._writers.values():
             writer.sync()
 
     def close(self) -> None:
+        """Ends the thread that writes, and closes the files. It may be called at any time."""
         if self._writing is not None:
             stop([self._writing.worker])
         for writer in self._writers.values():
@@ -285,7 +296,7 @@ class _RankExport:
 
 
 class _Writing:
-    """Writes parts of a slice in a thread of its own."""
+    """Writes the given parts of a slice in a thread of its own."""
 
     def __init__(
         self, writer: Writer, data: Bytes, offset: int, parts: Sequence[tuple[int, int]], advance: Callable[[int], None]
@@ -304,13 +315,15 @@ class _Writing:
         self.worker.start()
 
     def wait(self) -> None:
+        """Waits until all parts are written. Raises the error of the thread if it has failed."""
         self.worker.wait()
         if self._error is not None:
             raise self._error
 
 
 def _elements(fragment: Fragment, start: int, numel: int) -> torch.Tensor:
-    """Elements of a fragment, from its element ``start`` on. Those of a swap file are read."""
+    """Returns ``numel`` elements of a fragment from its element ``start`` on. They are read if they are in a swap
+    file."""
     data = fragment.data
     assert data is not None, "the fragments of an inventory have data"
     if isinstance(data, torch.Tensor):
@@ -323,7 +336,7 @@ def _elements(fragment: Fragment, start: int, numel: int) -> torch.Tensor:
 
 
 def _joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes in fewer parts: those that lie one behind the other are one."""
+    """Returns the same ranges of bytes as fewer parts: adjacent ones become one."""
     found: list[tuple[int, int]] = []
     for part in sorted(parts):
         if found and found[-1][1] == part[0]:
@@ -333,5 +346,5 @@ def _joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _padded(nbytes: Sizes) -> Sizes:
-    """The bytes that a message takes, or several ones."""
+    """Returns the number of bytes that a message takes with its padding, or that each of several messages takes."""
     return -(-nbytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES

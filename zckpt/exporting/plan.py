@@ -1,6 +1,6 @@
-"""What an export writes, as frozen data: its files, and of which elements of the source each byte of them is made.
+"""Plans what an export writes, as frozen data: its files, and the elements of the source that each byte is made of.
 
-Nothing here reads or writes: whoever has the tensors, a checkpoint or a live engine, fills the ``windows`` of a file.
+Nothing here reads or writes. Whoever has the tensors, a checkpoint or a live engine, fills the ``windows`` of a file.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ if TYPE_CHECKING:
     import torch
 
 RUN_BYTES_MIN = 4096
-"""A tensor whose elements lie in shorter runs in the source is converted whole: to read such runs takes longer."""
+"""A tensor whose elements lie in runs of fewer bytes in the source is converted as a whole, because reading so short
+runs takes longer."""
 _ORDER = (
     "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64",
     "U64",
 )  # fmt: skip
-"""Safetensors files have the tensors of the last of these dtypes first."""
+"""The dtypes in the order in which the safetensors library sorts tensors. The tensors of the last dtype come first."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Source(NamedTuple):
-    """A tensor that the export is made of, with the dtype that it is converted to on the way."""
+    """A tensor that the export is made from."""
 
     dtype: str
-    """safetensors name: F32, BF16, ..."""
+    """Safetensors' name of the dtype that the tensor is converted to, such as ``"BF16"``."""
     shape: tuple[int, ...]
+    """The shape of the whole tensor."""
 
 
 class Run(NamedTuple):
-    """Elements ``[start, stop)`` of the tensor ``source``, in row-major order."""
+    """The elements ``[start, stop)`` of the tensor ``source``, in row-major order."""
 
     source: str
     start: int
@@ -46,61 +48,77 @@ class Run(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The memory in which transformers would have a tensor when it saves it: a number of its own, and its bytes."""
+    """The memory in which transformers would have a tensor when it saves it."""
 
     number: int
+    """A number that no other memory has. Tensors with the same number share memory."""
     nbytes: int
+    """The size of the memory in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor as it is exported: the elements of ``runs``, one after the other. None: a ``Conversion`` makes it."""
+    """A tensor as it is exported."""
 
     name: str
+    """The key of the tensor in its file."""
     dtype: str
+    """Safetensors' name of the dtype."""
     shape: tuple[int, ...]
+    """The shape of the tensor."""
     runs: tuple[Run, ...] | None
+    """The elements of sources that make up the tensor, in this order. None means that a ``Conversion`` makes it."""
 
     @property
     def nbytes(self) -> int:
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Tensors that have to be whole in memory to be converted: ``convert`` makes ``outputs`` of ``sources``, and may
-    return other tensors too. Both are dicts by name."""
+    """A conversion of tensors that have to be whole in memory."""
 
     sources: tuple[str, ...]
+    """The names of the tensors that are converted."""
     outputs: tuple[str, ...]
+    """The names of the tensors that the conversion makes."""
     convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+    """Returns the outputs by name, given the sources by name. It may return other tensors too."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file that consists of tensors and of bytes that are known already, such as its header. Both are listed by the
-    byte of the file at which they begin."""
+    """A file that consists of tensors and of bytes that are known already, such as its header."""
 
     name: str
+    """The name of the file."""
     nbytes: int
+    """The size of the file in bytes."""
     known: Mapping[int, bytes]
+    """The bytes that are known already, by the byte of the file at which they begin."""
     tensors: Mapping[int, OutputTensor]
+    """The tensors, by the byte of the file at which they begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """``files`` are made of tensors; ``small_files``, such as the index, are known by their content."""
+    """Everything that an export writes."""
 
     files: tuple[OutputFile, ...]
+    """The files that are made of tensors."""
     conversions: tuple[Conversion, ...] = ()
+    """The conversions that make those tensors of ``files`` that have no runs."""
     small_files: Mapping[str, bytes] = field(default_factory=dict)
+    """The content of all other files, such as the index, by their names."""
 
 
 # Which elements of the source a tensor has
 
 
 def runs_of_view(source: str, shape: Sequence[int], strides: Sequence[int], start: int) -> tuple[Run, ...]:
-    """The runs of a view of a contiguous tensor, from whose element ``start`` on the view steps by ``strides``."""
+    """Returns the runs of a view of a contiguous tensor. The view begins at the tensor's element ``start``, and has
+    ``shape`` and ``strides``."""
     if 0 in shape:
         return ()
     inner, dims = 1, len(shape)
@@ -118,7 +136,7 @@ def runs_of_view(source: str, shape: Sequence[int], strides: Sequence[int], star
 
 
 def count_runs(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """The most runs that ``runs_of_view`` finds."""
+    """Returns the largest number of runs that ``runs_of_view`` can find."""
     inner, dims = 1, len(shape)
     while dims and (shape[dims - 1] == 1 or strides[dims - 1] == inner):
         dims -= 1
@@ -130,8 +148,8 @@ def count_runs(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def size_in_bytes(given: int | str) -> int:
-    """Bytes, from a number or a text such as "5GB", "500 MB", "1.5GB" or "4096". Units are powers of 1000, as Hugging
-    Face has them. Raises ValueError."""
+    """Returns a size in bytes, given as a number or as a text such as "5GB", "500 MB", "1.5GB" or "4096". Units are
+    powers of 1000, as those of Hugging Face are. Raises ValueError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B|)\s*", str(given), re.IGNORECASE)
     nbytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
     if nbytes < 1:
@@ -142,9 +160,9 @@ def size_in_bytes(given: int | str) -> int:
 def split_into_files(
     tensors: Sequence[OutputTensor], bytes_max: int, memory: Mapping[str, Memory] | None = None
 ) -> list[list[OutputTensor]]:
-    """The tensors of each file, as Hugging Face splits them: each file has as many as fit in ``bytes_max``, in their
-    order. A tensor that is larger has a file of its own, before the one that is being filled. Tensors in one
-    ``memory`` stay together, and count as that."""
+    """Returns the tensors of each file, split as Hugging Face splits them. Each file has as many tensors as fit in
+    ``bytes_max``, in their order. A tensor that is larger gets a file of its own, which comes before the one that is
+    being filled. Tensors that share ``memory`` stay together, and their memory is counted once."""
     blocks: dict[Memory, list[OutputTensor]] = {}
     for number, tensor in enumerate(tensors):
         own = memory[tensor.name] if memory else Memory(number, tensor.nbytes)
@@ -165,7 +183,8 @@ def split_into_files(
 
 
 def safetensors_files(shards: Sequence[Sequence[OutputTensor]], stem: str = "model") -> tuple[OutputFile, ...]:
-    """``<stem>.safetensors``, or ``<stem>-00001-of-0000n.safetensors`` and so on, as Hugging Face names them."""
+    """Plans the files of all shards. They are named as Hugging Face names them: ``<stem>.safetensors`` if there is one,
+    and ``<stem>-00001-of-0000n.safetensors`` and so on if there are several."""
     if len(shards) == 1:
         return (safetensors_file(f"{stem}.safetensors", shards[0]),)
     return tuple(
@@ -175,7 +194,7 @@ def safetensors_files(shards: Sequence[Sequence[OutputTensor]], stem: str = "mod
 
 
 def safetensors_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
-    """A file with the bytes that the safetensors library writes."""
+    """Plans a file with the same bytes that the safetensors library writes."""
     ordered = sorted(tensors, key=lambda one: (-_ORDER.index(one.dtype), one.name))
     stops = list(itertools.accumulate((one.nbytes for one in ordered), initial=0))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -192,18 +211,24 @@ def safetensors_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
 
 
 class Slice(NamedTuple):
-    """Bytes of a file from byte ``offset`` of its window on: ``known``, or, if that is None, elements ``[start, stop)``
-    of ``source`` as ``dtype``."""
+    """Bytes of a window: either ``known`` ones, or elements of a source."""
 
     offset: int
+    """The byte of the window at which the slice begins."""
     known: bytes | None
+    """The bytes themselves. None means that they are elements of a source."""
     source: str = ""
+    """The name of the source."""
     start: int = 0
+    """The first element of the source."""
     stop: int = 0
+    """The element after the last one."""
     dtype: str = "U8"
+    """Safetensors' name of the dtype that the elements are written in."""
 
     @property
     def nbytes(self) -> int:
+        """The size of the slice in bytes."""
         if self.known is not None:
             return len(self.known)
         return (self.stop - self.start) * ITEM_BYTES[self.dtype]
@@ -211,7 +236,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """``nbytes`` of a file from byte ``start`` on, which ``slices`` fill without a gap."""
+    """A window of a file: ``nbytes`` bytes from byte ``start`` on, which ``slices`` fill without a gap."""
 
     start: int
     nbytes: int
@@ -221,10 +246,11 @@ class Window:
 def windows(
     file: OutputFile, bytes_max: int, cut: Callable[[str, int, int], int] = lambda source, start, stop: stop
 ) -> Iterator[Window]:
-    """Cuts all of a file but what conversions make into windows of at most ``bytes_max``, in the order of the file.
+    """Cuts a file into windows of at most ``bytes_max`` bytes, in the order of the file. Tensors that conversions make
+    are left out. Only a tensor that is larger than a window is cut.
 
-    ``cut(source, start, stop)``: where a slice of these elements, which fill a window, had better end; an element after
-    ``start``, at most ``stop``. No tensor but a larger one than a window is cut.
+    ``cut(source, start, stop)``: returns at which element a slice had better end. The elements ``[start, stop)`` fill
+    the window; the result has to be after ``start``, and at most ``stop``.
     """
     own: list[Slice] = []
     first = stop = 0
