@@ -36,7 +36,7 @@ itself and what stands above it in this table; an import for type checkers alone
     converting -                the steps of zckpt.convert: say what a folder is, read it, write it as a checkpoint
     comparing  -                the steps of zckpt.diff: pair the tensors, plan what is read, compare values and trees
     copying    -                the steps of zckpt.cp: plan what each rank's files are made of, write the files, commit
-    cleaning   -                the steps of zckpt.gc and zckpt.prune: what is removed, under which lock, and in which order
+    cleaning   -                the steps of zckpt.gc and zckpt.prune: find what to remove, and remove it under a lock
     api        -                the functions that users call, a file for each task
     __init__   torch late       the public names
     testing    -                a reference engine, and the suites that each store and each engine has to pass

@@ -1,1 +1,1 @@
-"""The steps of zckpt.gc and zckpt.prune: what is removed, under which lock, and in which order."""
+"""The steps of zckpt.gc and zckpt.prune: find what to remove, and remove it under a lock."""

@@ -19,7 +19,7 @@ EXAMPLES = """
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="the directory of a run")
     parser.add_argument(
-        "--keep-last", type=_at_least_1, metavar="N", required=True, help="keep the N checkpoints that were committed last"
+        "--keep-last", type=_at_least_1, metavar="N", required=True, help="keep the N most recent checkpoints"
     )
     parser.add_argument(
         "--keep-every", type=_at_least_1, metavar="STEPS", help="also keep those whose step is a multiple of STEPS"

@@ -33,7 +33,7 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="a checkpoint, or the directory of a run with a `latest` file")
-    parser.add_argument("where", nargs="?", default="", metavar="WHERE", help="show only what is at this path in the tree")
+    parser.add_argument("where", nargs="?", default="", metavar="WHERE", help="show only what is at this path")
     parser.add_argument("--rank", type=int, metavar="N", help="show the tree of this rank, not the one that all share")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
