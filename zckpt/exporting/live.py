@@ -185,7 +185,7 @@ class _RankExport:
         """Creates the files that this rank writes, and allocates the memory that it needs."""
         if not self._store.exists(""):
             raise RankError(
-                "rank 0 has made a directory that this rank cannot see", file=str(self._store.location),
+                "rank 0 has made a directory that this rank does not see", file=str(self._store.location),
                 rank=self._ranks.job_rank, hint="export to a file system that all ranks share",
             )  # fmt: skip
         for number, file in enumerate(self._files):
