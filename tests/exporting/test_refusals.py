@@ -56,9 +56,9 @@ def test_a_configuration_that_no_model_can_be_made_of(tmp_path: Path, model: Pat
     edit(model, quantization_config={"quant_method": "fp8"})
     refused(tmp_path, zckpt.UnsupportedError, "quantized", config=model)
     (model / "config.json").write_text("{")
-    refused(tmp_path, zckpt.MismatchError, "no JSON", config=model)
+    refused(tmp_path, zckpt.MismatchError, "not JSON", config=model)
     (model / "config.json").unlink()
-    refused(tmp_path, zckpt.StorageError, "config=.* is the folder of the model", config=model)
+    refused(tmp_path, zckpt.StorageError, "config=.* has to be the folder of the model", config=model)
 
 
 def test_without_transformers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_what_is_there_is_replaced_only_if_it_is_an_export_and_on_request(tmp_pa
     out.mkdir()
     zckpt.export(tmp_path / "ckpt", out)  # an empty directory holds nothing that could be lost
     before = content(out)
-    refused(tmp_path, zckpt.CheckpointExistsError, "something already")
+    refused(tmp_path, zckpt.CheckpointExistsError, "something is there already")
     refused(tmp_path, zckpt.CheckpointExistsError, "there is a directory, and the export is a file", format="pt")
     (out / "thesis.tex").write_text("the only copy")
     refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: thesis.tex", overwrite=True)
