@@ -79,6 +79,23 @@ def test_exit_statuses(tmp_path: Path) -> None:
     assert absent.stderr.startswith("zckpt: the path does not exist")
 
 
+@pytest.mark.parametrize(
+    "command", [["export", "a", "b", "--format", "pt", "--config", "c"], ["convert", "a", "b", "--stage", "3"]]
+)
+def test_arguments_that_contradict_each_other_are_an_error_and_no_answer(command: list[str], capsys) -> None:
+    assert main(command) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"zckpt {command[0]}: ")
+    assert "may be given only with" in shown.err
+
+
+def test_a_defect_of_a_command_is_no_answer(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("zckpt.diff", lambda *_, **__: {}["no such key"])
+    assert main(["diff", "a", "b"]) == 2
+    assert "KeyError: 'no such key'" in capsys.readouterr().err
+
+
 def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
     command = [sys.executable, "-m", "zckpt", "validate", str(SOUND)]
     reading, writing = os.pipe()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except KeyboardInterrupt:
         return 130
+    except ValueError as error:  # the library refuses arguments that contradict each other
+        print(f"zckpt {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # a defect of zckpt must not end with the status 1, which is an answer
+        traceback.print_exc()
+        return 2
     return status
 
 

@@ -42,11 +42,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.to == "zckpt" and (arguments.stage, arguments.world_size) != (None, None):
-        raise zckpt.UnsupportedError(
-            "--stage and --world-size may be given only with --to deepspeed",
-            hint="leave them out: a checkpoint of zckpt fits any stage and any number of ranks",
-        )
     converted = zckpt.convert(
         arguments.source, arguments.destination, to=arguments.to, tag=arguments.tag, stage=arguments.stage,
         world_size=arguments.world_size, overwrite=arguments.overwrite, progress=zckpt.ProgressBar(),
