@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from zckpt.api.open import open_checkpoint
 from zckpt.cleaning.work import Work, is_latest
 from zckpt.errors import CheckpointNotFoundError, FormatError, StorageError
 from zckpt.format import names
+from zckpt.listing.find import open_contents
 from zckpt.listing.runs import directories, nothing_at
 from zckpt.storage.schemes import open_store
 
@@ -74,12 +74,14 @@ def _committed(found: Sequence[Store]) -> tuple[list[_Committed], list[str]]:
     for store in found:
         path = str(store.location)
         try:
-            step, changed_at = open_checkpoint(store).step, store.changed_at(names.MANIFEST)
+            contents = open_contents(store)
+            contents.reader.close()
+            changed_at = store.changed_at(names.MANIFEST)
         except CheckpointNotFoundError:
             continue  # somebody has removed it just now
         except (FormatError, StorageError):
             unreadable.append(path)
             continue
         if changed_at is not None:
-            committed.append(_Committed(changed_at, step, path, store))
+            committed.append(_Committed(changed_at, contents.manifest.step, path, store))
     return sorted(committed, key=lambda one: one[:3]), unreadable

@@ -15,7 +15,7 @@ from zckpt.format.digest import BLOCK_BYTES
 from zckpt.listing.runs import refuse_place
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
-from zckpt.progress import reported
+from zckpt.progress import PartOfProgress, reported
 from zckpt.storage.lock import WriteLock
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.version import __version__
@@ -24,8 +24,6 @@ from zckpt.writing.options import WriteOptions
 from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from zckpt.converting.source import Source
     from zckpt.plan.layout import ShardPlan
     from zckpt.progress import Progress
@@ -57,7 +55,8 @@ def write_source(
         nbytes += sum(int(one.pieces.nbytes.sum()) for one in shards)
     about = catalog.About(source.step, BLOCK_BYTES, source.aliases, planned.packed, writer)
     with reported(progress, "convert", nbytes) as advance:
-        options = WriteOptions(overwrite=overwrite, latest=False, budget=budget, progress=_Part(advance)).checked()
+        own = PartOfProgress(advance)
+        options = WriteOptions(overwrite=overwrite, latest=False, budget=budget, progress=own).checked()
 
         def rank_write(rank: int) -> RankWrite:
             return RankWrite(
@@ -76,19 +75,6 @@ def write_source(
             first.remove()
             raise
         lock.release()
-
-
-class _Part:
-    """Passes the bytes of one rank on to a progress that has begun already."""
-
-    def __init__(self, advance: Callable[[int], None]) -> None:
-        self.advance = advance
-
-    def begin(self, action: str, nbytes: int) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
 
 class _Planned:

@@ -12,13 +12,13 @@ from zckpt.format.digest import digest
 from zckpt.format.rules import broken
 from zckpt.listing.runs import refuse_place
 from zckpt.plan import catalog
-from zckpt.progress import reported
+from zckpt.progress import PartOfProgress, reported
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.version import __version__
 from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from zckpt.listing.contents import Contents
     from zckpt.plan.layout import ShardPlan
@@ -93,7 +93,7 @@ class Copy:
         else:
             total = sum(map(selection.bytes_of, self._own))
         with reported(self.options.progress, "copy", total) as advance:
-            told = replace(self.options, progress=_Part(advance))
+            told = replace(self.options, progress=PartOfProgress(advance))
             return [(rank, self._write(rank, told)) for rank in self._own]
 
     def _write(self, rank: int, options: WriteOptions) -> bytes:
@@ -133,17 +133,6 @@ class Copy:
             store=self.target, latest_in=None, save_id=self.save_id, rank=rank, shards=shards, about=about,
             options=self.options, source=source,
         )  # fmt: skip
-
-
-class _Part:
-    """Passes the bytes of one rank on to a progress that has begun already."""
-
-    def __init__(self, advance: Callable[[int], None]) -> None:
-        self.advance = advance
-
-    def begin(self, action: str, nbytes: int) -> None: ...
-
-    def end(self) -> None: ...
 
 
 def _index(contents: Contents) -> bytes:

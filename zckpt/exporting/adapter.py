@@ -91,7 +91,7 @@ def plan_adapter(
         )
     found = _tensors(stored, adapter, there, config)
     tensors = [
-        OutputTensor(key, source.dtype, source.shape, (Run(stored[name], 0, _numel(source)),))
+        OutputTensor(key, source.dtype, source.shape, (Run(stored[name], 0, source.numel),))
         for key, name in found.items()
         for source in [sources[stored[name]]]
     ]
@@ -164,10 +164,3 @@ def _without_adapter(key: str, adapter: str) -> str:
         return key.removesuffix(f".{adapter}")
     path, _, last = key.rpartition(".")
     return f"{path.removesuffix(f'.{adapter}')}.{last}"
-
-
-def _numel(source: Source) -> int:
-    numel = 1
-    for size in source.shape:
-        numel *= size
-    return numel

@@ -70,7 +70,7 @@ def plan_hugging_face(
     tensors: list[OutputTensor] = []
     conversions: tuple[Conversion, ...] = ()
     memory: dict[str, Memory] = {}
-    parameters = sum(_numel(source) for name, source in sources.items() if name not in aliases)
+    parameters = sum(source.numel for name, source in sources.items() if name not in aliases)
     model = None
     if folder is not None:
         config = _read_config(folder)
@@ -80,7 +80,7 @@ def plan_hugging_face(
             small_files["config.json"] = _with_dtype(config, sources)
     if model is None:
         tensors = [
-            OutputTensor(name, source.dtype, source.shape, (Run(name, 0, _numel(source)),))
+            OutputTensor(name, source.dtype, source.shape, (Run(name, 0, source.numel),))
             for name, source in sorted(sources.items(), key=lambda item: _natural(item[0]))
         ]
     else:
@@ -94,10 +94,6 @@ def plan_hugging_face(
         nbytes = sum(one.nbytes for one in set(memory.values())) if memory else sum(one.nbytes for one in tensors)
         small_files[INDEX] = _index(dict(zip([file.name for file in files], shards, strict=True)), parameters, nbytes)
     return ExportPlan(files, conversions, small_files)
-
-
-def _numel(source: Source) -> int:
-    return torch.Size(source.shape).numel()
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -78,7 +78,7 @@ def deal(
     writer = [number % writers * ranks // writers for number in range(len(files))]
     file_bytes = [file.nbytes for file in files]
     item_bytes = {name: TORCH_DTYPES[source.dtype].itemsize for name, source in sources.items()}
-    numel = {name: torch.Size(source.shape).numel() for name, source in sources.items()}
+    numel = {name: source.numel for name, source in sources.items()}
     places: list[tuple[int, int, Run]] = []
     """The number of a file, a byte in it, and the elements that are written from there on."""
     for number, file in enumerate(files):
@@ -117,7 +117,7 @@ def room_places(conversion: Conversion, sources: Mapping[str, Source]) -> list[t
     places, at = [], 0
     for name in conversion.sources:
         places.append((name, at))
-        nbytes = torch.Size(sources[name].shape).numel() * TORCH_DTYPES[sources[name].dtype].itemsize
+        nbytes = sources[name].numel * TORCH_DTYPES[sources[name].dtype].itemsize
         at += -(-nbytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES
     return places
 

@@ -38,6 +38,11 @@ class Source(NamedTuple):
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
 
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
 
 class Run(NamedTuple):
     """The elements ``[start, stop)`` of the tensor ``source``, in row-major order."""
