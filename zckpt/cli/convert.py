@@ -27,15 +27,17 @@ EXAMPLES = """
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="the checkpoint, or the directory of a run")
     parser.add_argument("destination", help="the directory of the new checkpoint; with --to deepspeed, of its run")
-    parser.add_argument("--to", choices=["zckpt", "deepspeed"], default="zckpt", help="the format to write (zckpt)")
+    parser.add_argument(
+        "--to", choices=["zckpt", "deepspeed"], default="zckpt", help="the format to write; default: zckpt"
+    )
     parser.add_argument(
         "--tag", help="the checkpoint of the run SOURCE to convert; with --to deepspeed, the tag of the new checkpoint"
     )
     parser.add_argument(
-        "--stage", type=int, choices=range(4), help="with --to deepspeed: the ZeRO stage (that of the source)"
+        "--stage", type=int, choices=range(4), help="with --to deepspeed: the ZeRO stage; default: that of the source"
     )
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="with --to deepspeed: the number of ranks (that of the source)"
+        "--world-size", type=int, metavar="N", help="with --to deepspeed: how many ranks; default: as in the source"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at DESTINATION")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")

@@ -33,7 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rtol", type=_tolerance, default=0.0, metavar="R", help="values are equal if |a - b| <= A + R * max(|a|, |b|)"
     )
-    parser.add_argument("--atol", type=_tolerance, default=0.0, metavar="A", help="the A of --rtol; both are 0")
+    parser.add_argument(
+        "--atol", type=_tolerance, default=0.0, metavar="A", help="the A of that formula; default of both: 0"
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 

@@ -31,7 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="hf",
         help="hf: safetensors files and the configuration (default); pt: a dict of tensors for torch.load",
     )
-    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="convert floating point tensors to it")
+    parser.add_argument(
+        "--dtype", choices=["bf16", "fp16", "fp32"], help="convert floating point tensors to this dtype"
+    )
     parser.add_argument("--config", metavar="DIR", help="a folder with the model's config.json, and its tokenizer")
     parser.add_argument(
         "--max-shard-size",
