@@ -8,7 +8,7 @@
 # make fuzz      random input to every parser and to whole checkpoints, FUZZ_SECONDS (60) for each
 # make docs      the pages of README, docs/, spec/ and bench/results as a site, in build/site
 # make setup     what the tests need; every target sets up for itself what it needs
-# make bench-index  size and speed of the index at 1024 ranks, and of the commands that list what a checkpoint holds
+# make bench-index  size and speed of the index at 1024 ranks, and of the commands
 # make bench-coverage  what DeepSpeed's own checkpoints and zckpt do in the same situations; writes bench/results/
 #
 # Wants python3 (3.11 or newer, with headers), make and a C++ compiler; everything else goes into .venv and .cache.
@@ -88,6 +88,7 @@ bench-gpu: setup $(PLOTS)
 bench-index: $(SETUP)
 	@$(PY) bench/index_scale.py
 	@$(PY) bench/command_line.py
+	@$(PY) bench/commands_at_scale.py
 
 bench-coverage: setup
 	@$(PY) bench/coverage.py --output bench/results

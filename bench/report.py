@@ -26,6 +26,8 @@ ORDER = (
     "load_vs_peers",
     "masters_vs_zero_to_fp32",
     "export",
+    "live_export",
+    "copy_vs_plain",
     "one_tensor",
     "memory",
     "memory_limit",

@@ -217,11 +217,12 @@ def write_once(nbytes: int, ours: Path, theirs: Path | None = None) -> int:
     return written_by_rank(ours)
 
 
-def write_llama(directory: Path, nbytes: int) -> None:
-    """Leaves a checkpoint of a Llama with about ``nbytes`` of state, one of DeepSpeed's, and the configuration."""
+def make_llama(nbytes: int) -> Any:
+    """An engine over a Llama of transformers' with about ``nbytes`` of state."""
     import deepspeed
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(0)
     width = 2048 if nbytes >= GIB // 2 else 256
     config = LlamaConfig(
         hidden_size=width, intermediate_size=4 * width, num_attention_heads=16, vocab_size=1024, dtype="bfloat16",
@@ -230,12 +231,51 @@ def write_llama(directory: Path, nbytes: int) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     config_of_engine = {name: value for name, value in CONFIG.items() if name != "checkpoint"}
+    config_of_engine["zero_optimization"] = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config_of_engine)
+    return engine
+
+
+def write_llama(directory: Path, nbytes: int) -> None:
+    """Leaves a checkpoint of a Llama with about ``nbytes`` of state, one of DeepSpeed's, and the configuration."""
+    engine = make_llama(nbytes)
     zckpt.write(engine, directory / "zckpt", latest=False)
     engine.save_checkpoint(str(directory / "deepspeed"), tag="tag")
     if dist.get_rank() == 0:
-        config.save_pretrained(directory / "config")
+        engine.module.config.save_pretrained(directory / "config")
     dist.barrier()
+
+
+def live_export_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
+    """Rounds of an export of an engine and of what gathers its weights, and the memory that each takes on this rank."""
+    engine = make_llama(nbytes)
+    out = directory / "out"
+
+    def durable(save: Callable[[], object]) -> None:
+        save()
+        on_first(make_durable, out)
+
+    def save_pretrained() -> None:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            if dist.get_rank() == 0:
+                engine.module.save_pretrained(out, max_shard_size="5GB")
+
+    actions: dict[str, Callable[[], object]] = {
+        "zckpt.export": lambda: zckpt.export(engine, out),
+        "save_16bit_model": lambda: durable(lambda: engine.save_16bit_model(str(out))),
+        "GatheredParameters + save_pretrained": lambda: durable(save_pretrained),
+    }
+    contestants = [Contestant(label, action) for label, action in actions.items()]
+    rounds = together(contestants, runs, after=lambda: remove_on_first(directory))
+    peaks: dict[str, dict[str, float]] = {}
+    for label, action in actions.items():
+        with metered(peaks, label):
+            action()
+        remove_on_first(directory)
+    weights = sum(p.ds_numel * p.element_size() for p in engine.module.parameters())
+    return {"rounds": rounds, "peaks": peaks, "bytes": weights}
 
 
 def watched_save(directory: Path, nbytes: int, kind: str) -> dict[str, Any]:

@@ -65,18 +65,23 @@ assert not {f"zckpt.cli.{name}" for name in COMMANDS} & {*sys.modules}
     assert {*COMMANDS} <= {*shown.split()}
 
 
-def test_exit_statuses(tmp_path: Path) -> None:
-    assert zckpt("validate", str(SOUND)).returncode == 0
+def test_exit_statuses(tmp_path: Path, capsys) -> None:
+    """One process as a user starts it; the others are calls, since each process would import torch."""
     damaged = zckpt("validate", str(SOUND.parent / "D002-flip"))
     assert (damaged.returncode, damaged.stderr) == (1, "")
     assert "D002" in damaged.stdout
+    assert main(["validate", str(SOUND)]) == 0
+    capsys.readouterr()
     for wrong in (["validate"], ["no-such-command"], ["validate", str(SOUND), "--level", "none"]):
-        ended = zckpt(*wrong)
-        assert (ended.returncode, ended.stdout) == (2, "")
-        assert "usage: zckpt" in ended.stderr
-    absent = zckpt("validate", str(tmp_path / "absent"))
-    assert (absent.returncode, absent.stdout) == (2, "")
-    assert absent.stderr.startswith("zckpt: the path does not exist")
+        with pytest.raises(SystemExit) as ended:
+            main(wrong)
+        shown = capsys.readouterr()
+        assert (ended.value.code, shown.out) == (2, "")
+        assert "usage: zckpt" in shown.err
+    assert main(["validate", str(tmp_path / "absent")]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("zckpt: the path does not exist")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,7 @@ def test_a_defect_of_a_command_is_no_answer(monkeypatch, capsys) -> None:
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
-    command = [sys.executable, "-m", "zckpt", "validate", str(SOUND)]
+    command = [sys.executable, "-m", "zckpt", "info", str(SOUND)]
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -107,13 +112,14 @@ def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_shells_complete_commands_and_options() -> None:
+def test_shells_complete_commands_and_options(capsys) -> None:
     pytest.importorskip("shtab")
+    scripts = {}
     for shell in ("bash", "zsh", "tcsh"):
-        script = zckpt("completion", shell)
-        assert script.returncode == 0, script.stderr
-        assert all(name in script.stdout for name in COMMANDS)
-        assert "level" in script.stdout
-    script = zckpt("completion", "bash").stdout
+        assert main(["completion", shell]) == 0
+        script = scripts[shell] = capsys.readouterr().out
+        assert all(name in script for name in COMMANDS)
+        assert "level" in script
+    script = scripts["bash"]
     ask = f"{script}\nCOMP_WORDS=(zckpt val); COMP_CWORD=1; _shtab_zckpt; echo ${{COMPREPLY[@]}}"
     assert subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout == "validate\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
-from tests.support.faults import NO_SPACE, Fault, faulty
+from tests.support.faults import NO_SPACE, Fault, faulty, kill
 from tests.support.live_export import export_both
 from tests.support.memory import peak_growth
 from zckpt.exporting.engine_source import EngineSource
 from zckpt.exporting.live import write_from_ranks
 from zckpt.exporting.plan import Conversion, OutputTensor, Run, safetensors_file
+from zckpt.ranks import heartbeat
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage.schemes import open_store
 from zckpt.testing.engine import ReferenceEngine
@@ -82,6 +84,28 @@ def test_a_rank_that_fails_ends_the_export_on_all_and_leaves_the_earlier_one(
         expected = "NoSpaceError: cannot do" if rank == 2 else "RankError: rank 2 failed to"
         assert error.startswith(expected)
         assert left == ["model.safetensors", "out"]
+    assert (tmp_path / "out" / "model.safetensors").read_text() == "an earlier export"
+
+
+def die_or_see(directory: Path) -> tuple[int | None, list[str]]:
+    """Rank 1 dies while it writes."""
+    heartbeat.PERIOD_SECONDS = 0.2
+    engine = ReferenceEngine({f"weight{number}": (512, 513) for number in range(8)})
+    fault = Fault(kill, at=1, names=("write",), path="model-")
+    with faulty(fault if engine.rank == 1 else None), pytest.raises(zckpt.RankError) as caught:
+        zckpt.export(engine, directory / "out", max_shard_size="2MB", overwrite=True)
+    return caught.value.rank, sorted(path.name for path in directory.rglob("*"))
+
+
+def test_a_rank_that_is_killed_ends_the_export_on_all_and_leaves_the_earlier_one(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_text("an earlier export")
+    first, second, third = cluster.outcomes(die_or_see, 3, tmp_path, timeout=60, grace=30)
+    assert second.signal == signal.SIGKILL
+    assert first.value == (1, ["model.safetensors", "out"]), first
+    assert third.value[0] == 1
     assert (tmp_path / "out" / "model.safetensors").read_text() == "an earlier export"
 
 

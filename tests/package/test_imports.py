@@ -168,7 +168,7 @@ def test_nothing_above_the_stores_takes_a_path_apart() -> None:
 def test_every_module_imports_on_its_own_and_all_but_its_adapter_without_deepspeed() -> None:
     names = [name.removesuffix(".__init__") for name in MODULES if not name.endswith("__main__")]
     script = """
-import importlib, os, sys, zckpt
+import importlib, os, sys, torch, zckpt  # torch here, once for all
 assert "deepspeed" not in sys.modules
 for name in sys.argv[1:]:
     adapter = name.startswith("zckpt.engines.deepspeed")

@@ -45,15 +45,15 @@ def test_what_has_other_digests_is_found(bounds: list[int], block_items: int, da
     other = one.copy()
     other[list(changed)] = 1
 
-    def digests(values: np.ndarray, first: int, last: int) -> memoryview:
-        return memoryview(
-            b"".join(digest(values[at : min(at + block_items, last)]) for at in range(first, last, block_items))
-        )
+    blocks = [
+        (at, min(at + block_items, last)) for first, last in pairwise(bounds) for at in range(first, last, block_items)
+    ]
 
-    spans = list(pairwise(bounds))
-    both = [(digests(one, *span), digests(other, *span)) for span in spans]
-    found = differing(bounds[:-1], bounds[1:], both, block_items)
-    blocks = [(at, min(at + block_items, last)) for first, last in spans for at in range(first, last, block_items)]
+    def digests(values: np.ndarray) -> np.ndarray:
+        return np.stack([np.frombuffer(digest(values[first:last]), np.uint8) for first, last in blocks])
+
+    pieces = pieces_of(bounds)
+    found = differing(pieces.start, pieces.stop, digests(one), digests(other), block_items)
     expected = {at for start, stop in blocks if changed & set(range(start, stop)) for at in range(start, stop)}
     assert {at for start, stop in found for at in range(start, stop)} == expected
     assert all(stop < start for (_, stop), (start, _) in pairwise(found)), "neighbours are joined"

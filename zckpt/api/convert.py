@@ -13,6 +13,7 @@ from zckpt.converting.hugging_face import read_hugging_face
 from zckpt.converting.to_deepspeed import to_deepspeed
 from zckpt.converting.write import write_source
 from zckpt.errors import UnsupportedError
+from zckpt.ranks.collectives import Ranks
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 
@@ -57,8 +58,9 @@ def convert(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> Converted:
-    """Converts the checkpoint in the folder ``source`` to the format ``to``. A single process converts the files of all
-    ranks. It needs neither DeepSpeed nor torch.distributed.
+    """Converts the checkpoint in the folder ``source`` to the format ``to``. It does not need DeepSpeed, and a single
+    process is enough. Where torch.distributed is initialised, every rank calls it with the same arguments, and the
+    ranks share the files. If one rank fails or is lost, all of them raise an error.
 
     ``to="zckpt"``: ``source`` is a folder in DeepSpeed's own format (stage 0 to 3), a Universal Checkpoint, or a
     Hugging Face model. It may also be the directory of a run: then the checkpoint is the one that ``tag`` names, or,
@@ -79,7 +81,8 @@ def convert(
 
     Raises CheckpointNotFoundError; UnsupportedError for a folder of another format, which it names, and for state that
     the new format has no place for; MissingFileError and FormatError for a source that is damaged or malicious;
-    CheckpointExistsError, NoSpaceError and StorageError; and ValueError for arguments that contradict each other.
+    CheckpointExistsError, NoSpaceError, StorageError and RankError; and ValueError for arguments that contradict each
+    other.
     """
     if to not in ("zckpt", "deepspeed"):
         raise ValueError(f"to must be 'zckpt' or 'deepspeed', got {to!r}")
@@ -88,22 +91,29 @@ def convert(
             "stage and world_size may be given only with to='deepspeed': a checkpoint of zckpt fits any of them"
         )
     store = open_store(Location.of(destination).absolute())
-    found = formats.find_format(os.path.abspath(source), tag if to == "zckpt" else None)
-    if (found.format == formats.ZCKPT) != (to == "deepspeed"):
-        hint = (
-            "copy it with zckpt.cp, or convert it to DeepSpeed's format with to='deepspeed'"
-            if to == "zckpt"
-            else "convert it to a checkpoint of zckpt first"
-        )
-        raise UnsupportedError(f"{found.path} is {_A[found.format]}", hint=hint)
-    if to == "deepspeed":
-        checkpoint = open_path(found.path, budget=budget)
-        missing = to_deepspeed(
-            checkpoint, str(store.location), tag=tag, stage=stage, world_size=world_size, overwrite=overwrite,
-            budget=budget, progress=progress,
-        )  # fmt: skip
-        path = store.location.child(f"global_step{checkpoint.step}" if tag is None else tag)
-        return Converted(str(path), _A[formats.ZCKPT], missing)
-    read = {formats.DEEPSPEED: read_deepspeed, formats.HUGGINGFACE: read_hugging_face}[found.format](found.path)
-    write_source(read, store, overwrite=overwrite, budget=budget, progress=progress)
-    return Converted(str(store.location), read.found_format, read.missing)
+    ranks = Ranks(call="zckpt.convert")
+
+    def look() -> tuple[str, str]:
+        found = formats.find_format(os.path.abspath(source), tag if to == "zckpt" else None)
+        if (found.format == formats.ZCKPT) != (to == "deepspeed"):
+            hint = "copy it with zckpt.cp, or convert it to DeepSpeed's format with to='deepspeed'"
+            if to == "deepspeed":
+                hint = "convert it to a checkpoint of zckpt first"
+            raise UnsupportedError(f"{found.path} is {_A[found.format]}", hint=hint)
+        return found
+
+    with ranks.undivided():
+        ranks.agree([os.path.abspath(source), str(store.location), to, tag, stage, world_size, overwrite], "arguments")
+        kind, path = ranks.first(look, "look at the source")
+        if to == "deepspeed":
+            checkpoint = ranks.together(lambda: open_path(path, budget=budget), "open the checkpoint")
+            missing = to_deepspeed(
+                checkpoint, str(store.location), ranks, tag=tag, stage=stage, world_size=world_size,
+                overwrite=overwrite, budget=budget, progress=progress,
+            )  # fmt: skip
+            made = store.location.child(f"global_step{checkpoint.step}" if tag is None else tag)
+            return Converted(str(made), _A[formats.ZCKPT], missing)
+        read = {formats.DEEPSPEED: read_deepspeed, formats.HUGGINGFACE: read_hugging_face}[kind]
+        found = ranks.together(lambda: read(path), "read the source")
+        write_source(found, store, ranks, overwrite=overwrite, budget=budget, progress=progress)
+    return Converted(str(store.location), found.found_format, found.missing)

@@ -17,6 +17,7 @@ from zckpt.exporting.place import begin, find_place, put_in_place
 from zckpt.exporting.plan import size_in_bytes
 from zckpt.exporting.torch_file import plan_torch_file
 from zckpt.exporting.write import write_files
+from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.ranks.collectives import Ranks
 from zckpt.reading.checkpoint import Checkpoint
@@ -181,7 +182,8 @@ def _write(
     progress: Progress | None,
 ) -> None:
     """Writes the files of this rank."""
-    own = files[ranks.rank :: ranks.size]
+    owners = shared_out([file.nbytes for file in files], ranks.size)
+    own = [file for file, owner in zip(files, owners, strict=True) if owner == ranks.rank]
     with reported(progress, "export", tensors.nbytes(own, conversions)) as tensors.advance:
         write_files(store, own, conversions, tensors, tensors.budget)
 

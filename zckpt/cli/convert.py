@@ -4,6 +4,7 @@ SOURCE is a folder in DeepSpeed's own format of any ZeRO stage, a Universal Chec
 --to deepspeed it is a checkpoint of zckpt. If SOURCE is the directory of a run, the checkpoint that `latest` names is
 converted. The code in the pickles of old checkpoints is not run. What the new checkpoint lacks because the source does
 not have it, such as the states of random number generators, is printed.
+Under a launcher such as torchrun the ranks share the work, and rank 0 prints.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import zckpt
+from zckpt.cli.launched import launched
 
 if TYPE_CHECKING:
     import argparse
@@ -21,6 +23,7 @@ EXAMPLES = """
   zckpt convert old/global_step1000 checkpoints/global_step1000
   zckpt convert old checkpoints/global_step900 --tag global_step900 --json
   zckpt convert checkpoints/global_step2000 back --to deepspeed --world-size 16
+  torchrun --nproc-per-node 8 -m zckpt convert old/global_step1000 checkpoints/global_step1000
 """
 
 
@@ -44,9 +47,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    converted = zckpt.convert(
-        arguments.source, arguments.destination, to=arguments.to, tag=arguments.tag, stage=arguments.stage,
-        world_size=arguments.world_size, overwrite=arguments.overwrite, progress=zckpt.ProgressBar(),
-    )  # fmt: skip
-    print(json.dumps(asdict(converted)) if arguments.json else converted)
+    with launched() as rank:
+        converted = zckpt.convert(
+            arguments.source, arguments.destination, to=arguments.to, tag=arguments.tag, stage=arguments.stage,
+            world_size=arguments.world_size, overwrite=arguments.overwrite, progress=zckpt.ProgressBar(),
+        )  # fmt: skip
+        if rank == 0:
+            print(json.dumps(asdict(converted)) if arguments.json else converted)
     return 0

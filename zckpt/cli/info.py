@@ -79,8 +79,8 @@ def _print_run(found: RunSummary) -> None:
                 one.path,
                 "" if one.step is None else str(one.step),
                 "" if one.world_size is None else str(one.world_size),
-                "" if one.nbytes is None else output.size(one.nbytes),
-                "" if one.age_seconds is None else output.age(one.age_seconds),
+                output.size(one.nbytes),
+                output.age(one.age_seconds),
                 "; ".join(_remarks(one)),
             )
             for one in found.checkpoints

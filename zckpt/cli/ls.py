@@ -87,7 +87,7 @@ def _record(info: TensorInfo, holders: Holders, other_names: Sequence[str]) -> d
 
 def _print_rows(rows: Sequence[Row], names: dict[str, list[str]], *, long: bool) -> None:
     headings = ["size", "dtype", "shape", "ranks", *(["pieces", "tiers"] if long else []), "key"]
-    cells = [
+    cells = (
         [
             output.size(info.nbytes),
             info.torch_name,
@@ -97,12 +97,8 @@ def _print_rows(rows: Sequence[Row], names: dict[str, list[str]], *, long: bool)
             " = ".join([info.key, *(names.get(info.name, []) if long else [])]),
         ]
         for info, holders in rows
-    ]
-    # This does not use a table of rich's, because that takes a second for three thousand rows.
-    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
-    for row in [headings, *cells]:
-        first, *others = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(first.strip().rjust(widths[0]), *others[:-1], row[-1], sep="  ")
+    )
+    output.print_table(headings, cells, numbers=("size",))
     print(f"\n{_total(rows)}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +14,7 @@ from zckpt.comparing.report import TensorDifference
 from zckpt.comparing.values import Tally, compare
 from zckpt.errors import FormatError
 from zckpt.format.digest import DIGEST_BYTES, block_count
+from zckpt.format.index import ragged
 from zckpt.plan.compare import differing, slices
 from zckpt.plan.reshard import Span
 from zckpt.progress import Progress, reported
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
+    from numpy.typing import NDArray
 
     from zckpt.listing.contents import TensorInfo
     from zckpt.plan.reshard import StoredPieces
@@ -105,7 +107,7 @@ class Slice(NamedTuple):
         return (self.stop - self.start) * self.pair.a.item_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Comparison:
     """The comparison of two checkpoints, shared by ``size`` processes."""
 
@@ -119,6 +121,11 @@ class Comparison:
     """The number of this process, from 0 to ``size - 1``."""
     size: int
     """The number of processes that share the work."""
+    _digests_a: _Digests = field(init=False)
+    _digests_b: _Digests = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._digests_a, self._digests_b = _Digests(self.a), _Digests(self.b)
 
     def run(self, pairs: Sequence[Pair], progress: Progress | None) -> dict[str, Tally]:
         """Compares this process's share of the values of these tensors. Returns for the key of each tensor that differs
@@ -162,7 +169,7 @@ class Comparison:
         limit = slice_bytes(self.budget, max(self.a.manifest.block_bytes, self.b.manifest.block_bytes))
         batch: list[Slice] = []
         nbytes = 0
-        for one in (one for pair in pairs for one in self._slices(pair, limit)):
+        for one in self._slices(pairs, limit):
             if batch and nbytes + one.nbytes > limit:
                 yield batch
                 batch, nbytes = [], 0
@@ -171,28 +178,45 @@ class Comparison:
         if batch:
             yield batch
 
-    def _slices(self, pair: Pair, limit: int) -> Iterator[Slice]:
-        numel, item = math.prod(pair.a.shape), pair.a.item_bytes
-        block_items = self.a.manifest.block_bytes // item
-        for copy_a, copy_b in compared_copies(self.a, self.b, pair):
-            pieces_a = self.a.contents.stored([pair.a], [copy_a], None)
-            pieces_b = self.b.contents.stored([pair.b], [copy_b], None)
+    def _slices(self, pairs: Sequence[Pair], limit: int) -> Iterator[Slice]:
+        compared = [(pair, *copies) for pair in pairs for copies in compared_copies(self.a, self.b, pair)]
+        stored_a = self.a.contents.stored_each([pair.a for pair, *_ in compared], [copy for _, copy, _ in compared])
+        stored_b = self.b.contents.stored_each([pair.b for pair, *_ in compared], [copy for *_, copy in compared])
+        for (pair, copy_a, copy_b), pieces_a, pieces_b in zip(compared, stored_a, stored_b, strict=True):
+            numel, item = math.prod(pair.a.shape), pair.a.item_bytes
+            block_items = self.a.manifest.block_bytes // item
             ranges = [(0, numel)] if numel else []
             alike = np.array_equal(pieces_a.start, pieces_b.start) and np.array_equal(pieces_a.stop, pieces_b.stop)
             if alike and self.a.manifest.block_bytes == self.b.manifest.block_bytes:
-                digests = zip(self._digests(self.a, pieces_a, item), self._digests(self.b, pieces_b, item), strict=True)
-                ranges = differing(pieces_a.start.tolist(), pieces_a.stop.tolist(), list(digests), block_items)
+                digests = self._digests_a.of(pieces_a, item), self._digests_b.of(pieces_b, item)
+                ranges = differing(pieces_a.start, pieces_a.stop, *digests, block_items)
             for begin, end in ranges:
                 for start, stop in slices(begin, end, pieces_a, block_items, limit // item):
                     yield Slice(pair, copy_a, copy_b, start, stop)
 
-    @staticmethod
-    def _digests(checkpoint: Checkpoint, pieces: StoredPieces, item_bytes: int) -> Iterator[memoryview]:
-        """Yields the digests of each piece."""
+
+class _Digests:
+    """Holds the digest tables of a checkpoint, one behind the other. Each table is read when it is first needed."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
         manifest = checkpoint.manifest
-        columns = (pieces.file, pieces.block, (pieces.stop - pieces.start) * item_bytes)
-        for number, block, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-            first = manifest.files.first_block[number] + block
-            stop = first + block_count(nbytes, manifest.block_bytes)
-            table = checkpoint.contents.digest_table(manifest.files.rank[number])
-            yield table[first * DIGEST_BYTES : stop * DIGEST_BYTES]
+        self._contents, self._block_bytes = checkpoint.contents, manifest.block_bytes
+        self._rank = np.array(manifest.files.rank, np.int64)
+        self._first_block = np.array(manifest.files.first_block, np.int64)
+        self._start = np.full(manifest.world_size, -1)
+        """The row of ``_all`` with which the table of each rank begins."""
+        self._all = np.empty((0, DIGEST_BYTES), np.uint8)
+
+    def of(self, pieces: StoredPieces, item_bytes: int) -> NDArray[np.uint8]:
+        """Returns an array with a row for the digest of each block of the pieces, in their order."""
+        rank = self._rank[pieces.file]
+        new = np.unique(rank[self._start[rank] < 0]).tolist()
+        if new:
+            tables = [np.frombuffer(self._contents.digest_table(one), np.uint8) for one in new]
+            rows = [len(table) // DIGEST_BYTES for table in tables]
+            self._start[new] = len(self._all) + np.cumsum([0, *rows[:-1]])
+            self._all = np.concatenate([self._all, *(table.reshape(-1, DIGEST_BYTES) for table in tables)])
+        first = self._start[rank] + self._first_block[pieces.file] + pieces.block
+        piece, number = ragged(block_count((pieces.stop - pieces.start) * item_bytes, self._block_bytes))
+        found: NDArray[np.uint8] = self._all[first[piece] + number]
+        return found

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,7 @@ from zckpt.errors import CheckpointExistsError, NoSpaceError, from_os_error
 from zckpt.format import names
 from zckpt.listing.deepspeed_files import deepspeed_files
 from zckpt.plan.reshard import Span
+from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.reading.checkpoint import Want
 from zckpt.storage.files import sync_data
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from zckpt.converting.torch_file import Chunk, TorchFile
     from zckpt.progress import Progress
+    from zckpt.ranks.collectives import Ranks
     from zckpt.reading.checkpoint import Checkpoint
     from zckpt.transfer.budget import Budget
 
@@ -48,6 +50,7 @@ BUFFER_BYTES_MAX = 64 * MIB
 def to_deepspeed(
     checkpoint: Checkpoint,
     destination: str,
+    ranks: Ranks,
     *,
     tag: str | None = None,
     stage: int | None = None,
@@ -61,26 +64,39 @@ def to_deepspeed(
     ``tag``: the name of the folder; None means ``global_step<N>``. ``stage`` (0 to 3) and ``world_size``: the ZeRO
     stage and the number of ranks of the engines that will load the folder; None means those of the checkpoint.
     ``overwrite``: replace a folder in DeepSpeed's format that is there. ``budget``: the memory that is used; None means
-    that of the checkpoint.
+    that of the checkpoint. The processes ``ranks`` share the files. All of them
+    have to call this function.
 
     Returns what the folder lacks, a phrase for each thing. Raises UnsupportedError for a checkpoint that is not of a
     training run with DeepSpeed; MismatchError for optimizer state that cannot be cut for this stage and world size;
     ValueError for a stage or world size that does not exist; CheckpointExistsError; NoSpaceError and StorageError; and
     FormatError for a damaged checkpoint. After an error, nothing of the folder is left in ``destination``.
     """
-    plan = FolderPlan(checkpoint, stage, world_size)
     tag = f"global_step{checkpoint.step}" if tag is None else tag
     target = os.path.join(os.path.abspath(destination), tag)
-    _check_place(target, overwrite)
-    sizes = [(file.nbytes, sum(one.nbytes for one in file.storages)) for _, file in plan.files()]
-    missing = plan.missing()
-    with (
-        _new_directory(target, sum(file_bytes for file_bytes, _ in sizes)) as directory,
-        reported(progress, "convert", sum(nbytes for _, nbytes in sizes)) as advance,
-    ):
-        writing = _Writing(checkpoint, budget or checkpoint.budget, advance)
-        for name, file in plan.files():
-            writing.write(os.path.join(directory, name), file)
+    plan = ranks.together(lambda: FolderPlan(checkpoint, stage, world_size), "plan the folder")
+    ranks.first(lambda: _check_place(target, overwrite), "look at the destination")
+
+    def measure() -> tuple[list[int], list[int], tuple[str, ...]]:
+        files = [file for _, file in plan.files()]
+        tensors = [sum(one.nbytes for one in file.storages) for file in files]
+        return [file.nbytes for file in files], tensors, plan.missing()
+
+    file_bytes, tensor_bytes, missing = ranks.together(measure, "plan the folder")
+    own = [number for number, owner in enumerate(shared_out(file_bytes, ranks.size)) if owner == ranks.rank]
+
+    def write() -> None:
+        with reported(progress, "convert", sum(tensor_bytes[number] for number in own)) as advance:
+            writing = _Writing(checkpoint, budget or checkpoint.budget, advance)
+            for number, (name, file) in enumerate(plan.files()):
+                if number in own:
+                    writing.write(os.path.join(directory, name), file)
+
+    with ExitStack() as made:
+        new = _new_directory(target, sum(file_bytes))
+        directory = ranks.first(lambda: made.enter_context(new), "make a directory")
+        ranks.together(write, "convert")
+        ranks.first(made.close, "put the folder in place")
     return missing
 
 

@@ -1,10 +1,11 @@
-"""Writes a ``Source`` as a checkpoint. One process writes the files of all ranks, one rank after the other."""
+"""Writes a ``Source`` as a checkpoint. Each of several processes writes the files of some ranks of the checkpoint."""
 
 from __future__ import annotations
 
 import platform
 from dataclasses import replace
 from datetime import datetime, timezone
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,17 +28,19 @@ if TYPE_CHECKING:
     from zckpt.converting.source import Source
     from zckpt.plan.layout import ShardPlan
     from zckpt.progress import Progress
+    from zckpt.ranks.collectives import Ranks
     from zckpt.state.inventory import Fragment
     from zckpt.storage.contract import Store
     from zckpt.transfer.budget import Budget
 
 
 def write_source(
-    source: Source, store: Store, *, overwrite: bool, budget: Budget | None, progress: Progress | None
+    source: Source, store: Store, ranks: Ranks, *, overwrite: bool, budget: Budget | None, progress: Progress | None
 ) -> None:
-    """Writes ``source`` as a checkpoint to ``store``. No file ``latest`` is written. What each rank has is read twice:
-    first to plan all files before anything is written, then to write the rank's files. Raises what a write raises, and
-    StateError if ranks differ in optimizer state of which zckpt keeps one value for all ranks."""
+    """Writes ``source`` as a checkpoint to ``store``. No file ``latest`` is written. The processes ``ranks`` share the
+    ranks of the checkpoint, and all of them have to call this function. What each rank has is read twice: first to plan
+    all files before anything is written, then to write the rank's files. Raises what a write raises, and StateError if
+    ranks differ in optimizer state of which zckpt keeps one value for all ranks."""
     lock = WriteLock(store)
     writer = {
         "zckpt": __version__,
@@ -48,33 +51,50 @@ def write_source(
         "converted_from": source.found_format,
         "missing": "; ".join(source.missing),
     }
-    planned, receipts, nbytes = _Planned(source, lock.save_id), [], 0
-    for rank in range(source.world_size):
-        shards = planned.shards(rank)
-        receipts.append(catalog.receipt(rank, shards))
-        nbytes += sum(int(one.pieces.nbytes.sum()) for one in shards)
-    about = catalog.About(source.step, BLOCK_BYTES, source.aliases, planned.packed, writer)
-    with reported(progress, "convert", nbytes) as advance:
-        own = PartOfProgress(advance)
-        options = WriteOptions(overwrite=overwrite, latest=False, budget=budget, progress=own).checked()
+    planned = _Planned(source, ranks.first(lambda: lock.save_id, "plan the checkpoint"))
+    own = range(ranks.rank, source.world_size, ranks.size)
+    own_bytes = 0
+    options = WriteOptions(overwrite=overwrite, latest=False, budget=budget).checked()
+    begun: list[RankWrite] = []
+    """The write of rank 0, on process 0. It takes the lock and commits."""
 
-        def rank_write(rank: int) -> RankWrite:
-            return RankWrite(
-                store=store, latest_in=None, save_id=lock.save_id, rank=rank,
-                shards=planned.shards(rank) if rank else first_shards, about=about, options=options,
-            )  # fmt: skip
+    def plan() -> list[bytes]:
+        nonlocal own_bytes
+        receipts = []
+        for rank in sorted({0, *own}):  # with rank 0 all others are compared
+            shards = planned.shards(rank)
+            if rank in own:
+                receipts.append(catalog.pack(catalog.receipt(rank, shards)))
+                own_bytes += sum(int(one.pieces.nbytes.sum()) for one in shards)
+        return receipts
 
-        first_shards = planned.shards(0)
-        first = rank_write(0)
-        first.describe(receipts)
+    def rank_write(rank: int, options: WriteOptions) -> RankWrite:
+        about = catalog.About(source.step, BLOCK_BYTES, source.aliases, planned.packed, writer)
+        return RankWrite(
+            store=store, latest_in=None, save_id=planned.save_id, rank=rank, shards=planned.shards(rank), about=about,
+            options=options,
+        )  # fmt: skip
+
+    def begin() -> None:
+        first = rank_write(0, options)
+        first.describe(sorted(map(catalog.unpack, chain(*receipts)), key=lambda one: one.rank))
         refuse_place(store, store.parent, latest=False)
-        try:
-            first.begin(lock)
-            first.commit([(rank_write(rank) if rank else first).write_own(Snapshot()) for rank in range(len(receipts))])
-        except BaseException:
+        begun.append(first)
+        first.begin(lock)
+
+    def write() -> list[tuple[int, bytes]]:
+        with reported(progress, "convert", own_bytes) as advance:
+            told = replace(options, progress=PartOfProgress(advance))
+            return [(rank, rank_write(rank, told).write_own(Snapshot())) for rank in own]
+
+    try:
+        receipts = ranks.share(plan, "plan the checkpoint")
+        ranks.first(begin, "begin the checkpoint")
+        digests = ranks.share(write, "convert")
+        ranks.first(lambda: begun[0].commit([one for _, one in sorted(chain(*digests))]), "commit")
+    finally:
+        for first in begun:
             first.remove()
-            raise
-        lock.release()
 
 
 class _Planned:
@@ -84,7 +104,7 @@ class _Planned:
     """The packed tree that all ranks share. It is set when the files of rank 0 are planned for the first time."""
 
     def __init__(self, source: Source, save_id: str) -> None:
-        self._source, self._save_id = source, save_id
+        self._source, self.save_id = source, save_id
         self._scalars = b""
 
     def shards(self, rank: int) -> tuple[ShardPlan, ...]:
@@ -102,4 +122,4 @@ class _Planned:
         if part.state:
             add_rank_tree(part.state, fragments, rank)
         fragments = [replace(one, data=part.place(one.data)) for one in fragments]
-        return plan_shards(fragments, self._save_id, rank, source.world_size, block_bytes=BLOCK_BYTES)
+        return plan_shards(fragments, self.save_id, rank, source.world_size, block_bytes=BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""What one process does in a copy: each copies the files of some ranks; process 0 also takes the lock and commits."""
+"""What one process does in a copy: each copies some of the files; process 0 also takes the lock and commits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from zckpt.copying.files import RankFiles, Selection, whole_files
+from zckpt.copying.files import TABLE, RankFiles, Selection, shared_files, whole_files
 from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.format.rules import broken
@@ -18,7 +18,7 @@ from zckpt.version import __version__
 from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.listing.contents import Contents
     from zckpt.plan.layout import ShardPlan
@@ -57,18 +57,25 @@ class Copy:
     """How the files of the copy are written."""
     _first: RankWrite | None = field(default=None, init=False)
     """On process 0, from ``begin`` on, the write that takes the lock and commits. None on all other processes."""
+    _own: Mapping[int, Collection[int]] = field(init=False)
+    """The files that this process writes, as ``shared_files`` returns them."""
+    _own_bytes: int = field(init=False)
+    """The size in bytes of the tensors in these files."""
 
-    @property
-    def _own(self) -> range:
-        """The ranks of the checkpoint whose files this process copies."""
-        return range(self.number, self.contents.manifest.world_size, self.size)
+    def __post_init__(self) -> None:
+        manifest = self.contents.manifest
+        whole = dict(enumerate(manifest.data_bytes.tolist()))
+        file_bytes = whole if self.selection is None else self.selection.file_bytes
+        self._own = shared_files(manifest, file_bytes, self.number, self.size)
+        self._own_bytes = sum(file_bytes[file] for own in self._own.values() for file in own if file != TABLE)
 
     def receipts(self) -> list[bytes]:
-        """Returns what the files of this process's ranks will hold. The list is empty where the whole checkpoint is
-        copied, because its manifest says that already."""
+        """Returns what the files will hold of those ranks whose digest tables this process writes. The list is empty
+        where the whole checkpoint is copied, because its manifest says that already."""
         if self.selection is None:
             return []
-        return [catalog.pack(catalog.receipt(rank, self._files(rank).shards)) for rank in self._own]
+        shards = {rank: self.selection.shards(rank, self.save_id) for rank, own in self._own.items() if TABLE in own}
+        return [catalog.pack(catalog.receipt(*one)) for one in shards.items()]
 
     def begin(self, lock: WriteLock, receipts: Sequence[bytes]) -> None:
         """Refuses to replace what may not be replaced, takes the lock, and makes the directory of the new data. Raises
@@ -82,24 +89,17 @@ class Copy:
         first.begin(lock)
 
     def write(self) -> list[tuple[int, bytes]]:
-        """Writes the files of this process's ranks and makes them durable. Returns each rank with the digest of its
-        digest table."""
-        manifest, selection = self.contents.manifest, self.selection
-        if selection is None:
-            of_rank = dict.fromkeys(range(manifest.world_size), 0)
-            for rank, nbytes in zip(manifest.files.rank, manifest.data_bytes.tolist(), strict=True):
-                of_rank[rank] += nbytes
-            total = sum(of_rank[rank] for rank in self._own)
-        else:
-            total = sum(map(selection.bytes_of, self._own))
-        with reported(self.options.progress, "copy", total) as advance:
+        """Writes the files of this process and makes them durable. Returns each rank whose digest table it has written,
+        with the digest of that table."""
+        with reported(self.options.progress, "copy", self._own_bytes) as advance:
             told = replace(self.options, progress=PartOfProgress(advance))
-            return [(rank, self._write(rank, told)) for rank in self._own]
+            digests = {rank: self._write(rank, own, told) for rank, own in self._own.items()}
+        return [(rank, one) for rank, one in digests.items() if TABLE in self._own[rank]]
 
-    def _write(self, rank: int, options: WriteOptions) -> bytes:
-        files = self._files(rank)
+    def _write(self, rank: int, own: Collection[int], options: WriteOptions) -> bytes:
+        files = self._files(rank, own)
         one = self._rank_write(rank, files.shards, files.source)
-        one.options = options
+        one.options, one.with_table = options, TABLE in own
         return one.write_own(Snapshot())
 
     def commit(self, digests: Sequence[tuple[int, bytes]]) -> None:
@@ -117,10 +117,10 @@ class Copy:
         if self._first is not None:
             self._first.remove()
 
-    def _files(self, rank: int) -> RankFiles:
+    def _files(self, rank: int, own: Collection[int]) -> RankFiles:
         if self.selection is None:
-            return whole_files(self.contents, rank, verify=self.verify)
-        return self.selection.files(rank, self.save_id, verify=self.verify)
+            return whole_files(self.contents, rank, own, verify=self.verify)
+        return self.selection.files(rank, self.save_id, own, verify=self.verify)
 
     def _rank_write(self, rank: int, shards: Sequence[ShardPlan], source: Source | None) -> RankWrite:
         manifest = self.contents.manifest
@@ -137,10 +137,9 @@ class Copy:
 
 def _index(contents: Contents) -> bytes:
     """Reads the bytes of the index and checks them. Raises FormatError (F001, F002, I001, I002) and StorageError."""
+    contents.check_index_length()
     manifest, path = contents.manifest, names.index_path(contents.manifest.save_id)
-    raw = contents.reader.read(path, 0, manifest.index_bytes + 1)
-    if len(raw) != manifest.index_bytes:
-        raise broken("I001", f"the index does not have {manifest.index_bytes} bytes", file=path)
+    raw = contents.reader.read(path, 0, manifest.index_bytes)
     for chunk in manifest.chunks:
         start, stop = chunk.offset, chunk.offset + chunk.nbytes
         if digest(raw[start:stop]) != chunk.digest:

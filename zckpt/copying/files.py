@@ -1,8 +1,8 @@
-"""Plans what one rank's files in a copy are made of: ranges of the source's files, and the digests of these ranges."""
+"""Plans what the files of a copy are made of: ranges of the source's files, and the digests of these ranges."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,18 +13,23 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.index import check_claims
 from zckpt.format.manifest import TIERS
 from zckpt.plan.layout import FILLER, HEADER, ShardPlan, copied_shard, plan_shards
+from zckpt.plan.share import shared_out
 from zckpt.state.inventory import STATE, FileSpan, Fragment
 from zckpt.transfer.write import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from zckpt.format.index import Ints
+    from zckpt.format.manifest import Manifest
     from zckpt.listing.contents import Contents
+
+TABLE = -1
+"""Stands for the digest table of a rank among the numbers of its files."""
 
 
 class RankFiles(NamedTuple):
-    """The files of one rank in a copy, and what they are copied from."""
+    """Files of one rank in a copy, and what they are copied from."""
 
     shards: tuple[ShardPlan, ...]
     """The plan of each file that is written."""
@@ -32,12 +37,30 @@ class RankFiles(NamedTuple):
     """The files of the source, and the digest table that the written files are to have."""
 
 
-def whole_files(contents: Contents, rank: int, *, verify: bool) -> RankFiles:
-    """Plans to copy all files of a rank as they are. It reads their headers. Raises FormatError (F001 to F003, S001 to
-    S006, S008, D001, D002) and StorageError."""
+def shared_files(
+    manifest: Manifest, file_bytes: Mapping[int, int], process: int, processes: int
+) -> dict[int, frozenset[int]]:
+    """Returns what one of several processes copies. For each rank of the checkpoint of which it copies anything, these
+    are the numbers of files, and TABLE if it writes the rank's digest table. ``file_bytes``: how many bytes are copied
+    of each file. All processes copy about the same number of bytes. Each file is copied by one process, since ranks
+    that write parts of one page lose bytes on network file systems."""
+    tables = ((rank, TABLE, 1) for rank in range(manifest.world_size))
+    files = ((manifest.files.rank[number], number, nbytes) for number, nbytes in file_bytes.items())
+    everything = sorted([*tables, *files])
+    own: dict[int, list[int]] = {}
+    owners = shared_out([nbytes for *_, nbytes in everything], processes)
+    for (rank, number, _), owner in zip(everything, owners, strict=True):
+        if owner == process:
+            own.setdefault(rank, []).append(number)
+    return {rank: frozenset(numbers) for rank, numbers in own.items()}
+
+
+def whole_files(contents: Contents, rank: int, own: Collection[int], *, verify: bool) -> RankFiles:
+    """Plans to copy those files of a rank whose numbers are in ``own``, as they are. It reads their headers. Raises
+    FormatError (F001 to F003, S001 to S006, S008, D001, D002) and StorageError."""
     manifest = contents.manifest
     shards = []
-    numbers = range(bisect_left(manifest.files.rank, rank), bisect_right(manifest.files.rank, rank))
+    numbers = sorted({*own} - {TABLE})
     for number in numbers:
         header, raw = contents.header(number)
         file = manifest.files[number]
@@ -98,28 +121,42 @@ class Selection:
         check_claims(manifest, table[2], table[8])
         return cls(contents, *[*table, np.array(manifest.files.rank, np.int64)[table[2]]])
 
-    def bytes_of(self, rank: int) -> int:
-        """Returns the size in bytes of the pieces that this rank has."""
-        return int(self.nbytes[self._own(rank)].sum())
+    @property
+    def file_bytes(self) -> dict[int, int]:
+        """The size in bytes of the pieces in each file that holds any of them, by the number of the file."""
+        numbers, pieces = np.unique(self.file, return_inverse=True)
+        nbytes = np.zeros(len(numbers), np.int64)
+        np.add.at(nbytes, pieces, self.nbytes)
+        return dict(zip(numbers.tolist(), nbytes.tolist(), strict=True))
 
-    def files(self, rank: int, save_id: str, *, verify: bool) -> RankFiles:
-        """Plans the files of a rank that hold these pieces and no others. Raises FormatError (F001 to F003, D001,
-        D002)."""
-        contents, own = self.contents, self._own(rank)
-        manifest = contents.manifest
-        fragments = list(self._fragments(own))
-        shards = plan_shards(fragments, save_id, rank, manifest.world_size, block_bytes=manifest.block_bytes)
-        numbers = sorted(set(self.file[own].tolist()))
-        for number in numbers:
-            contents.check_length(number)
-        firsts = np.array(manifest.files.first_block, np.int64)[self.file[own]] + self.block[own]
+    def shards(self, rank: int, save_id: str) -> tuple[ShardPlan, ...]:
+        """Plans the files of a rank that hold these pieces and no others."""
+        return self._plan(list(self._fragments(self._of(rank))), rank, save_id)
+
+    def files(self, rank: int, save_id: str, own: Collection[int], *, verify: bool) -> RankFiles:
+        """Plans to copy those of ``shards`` that take the place of the source's files with the numbers ``own``. Raises
+        FormatError (F001 to F003, D001, D002)."""
+        contents, of_rank = self.contents, self._of(rank)
+        manifest, numbers = contents.manifest, self.file[of_rank]
+        fragments = list(self._fragments(of_rank))
+        shards = self._plan(fragments, rank, save_id)
+        firsts = np.array(manifest.files.first_block, np.int64)[numbers] + self.block[of_rank]
         first_block = {id(one): first for one, first in zip(fragments, firsts.tolist(), strict=True)}
         old = contents.digest_table(rank)
         table = b"".join(_digests(shard, old, first_block, manifest.block_bytes) for shard in shards)
-        return RankFiles(shards, _source(contents, numbers, table, verify))
+        number = {id(one): number for one, number in zip(fragments, numbers.tolist(), strict=True)}
+        copied = {number[id(shard.fragments[0])]: shard for shard in shards}
+        copied = {number: shard for number, shard in copied.items() if number in own}
+        for one in copied:
+            contents.check_length(one)
+        return RankFiles(tuple(copied.values()), _source(contents, copied, table, verify))
 
-    def _own(self, rank: int) -> slice:
+    def _of(self, rank: int) -> slice:
         return slice(*np.searchsorted(self.rank, [rank, rank + 1]).tolist())
+
+    def _plan(self, fragments: Sequence[Fragment], rank: int, save_id: str) -> tuple[ShardPlan, ...]:
+        manifest = self.contents.manifest
+        return plan_shards(fragments, save_id, rank, manifest.world_size, block_bytes=manifest.block_bytes)
 
     def _fragments(self, own: slice) -> Iterator[Fragment]:
         manifest = self.contents.manifest

@@ -300,10 +300,7 @@ def check_lengths(contents: Contents) -> None:
         nbytes = reader.size(path)
         if nbytes < count * DIGEST_BYTES:  # a lower bound: the exact number of digests is known from the index only
             raise broken("D001", f"the table is {nbytes} bytes long", file=path)
-    path = names.index_path(manifest.save_id)
-    nbytes = reader.size(path)
-    if nbytes != manifest.index_bytes:
-        raise broken("I001", f"the index is {nbytes} bytes long, expected {manifest.index_bytes}", file=path)
+    contents.check_index_length()
 
 
 def what_is_whole(checkpoint: Store) -> str:

@@ -6,7 +6,7 @@ import math
 import time
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import FormatError, StorageError, ZckptError
 from zckpt.format import names
@@ -51,43 +51,12 @@ class PartSummary:
     """Torch's names of the dtypes in the part. The dtype that takes the most bytes comes first."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSummary:
-    """What is known about one checkpoint without reading its tensors."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """What is known about a directory in which a checkpoint is, or in which somebody has begun to write one."""
 
     path: str
-    """The directory of the checkpoint."""
-    step: int
-    """The number of training steps that were done when the checkpoint was written."""
-    world_size: int
-    """The number of ranks that wrote the checkpoint."""
-    save_id: str
-    """The identifier of the save that wrote the checkpoint."""
-    writer: Mapping[str, str]
-    """What the manifest says about the writer: its framework, mode, versions and time."""
-    parts: tuple[PartSummary, ...]
-    """The parts of the checkpoint, such as master weights and optimizer states."""
-    files: int
-    """The number of files that hold tensors."""
-    nbytes: int
-    """The size of these files in bytes."""
-    age_seconds: float
-    """The number of seconds since the checkpoint was committed."""
-    problem: str | None
-    """The error about the first file that is missing or has another length than it should have. It is None if the
-    checkpoint is complete."""
-    locked_by: str | None
-    """The process that is writing to the checkpoint now, or None."""
-    leftovers: tuple[str, ...]
-    """The names of entries in the checkpoint's directory that dead writers have left."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunEntry:
-    """One checkpoint of a run, or a directory in which somebody has begun to write one."""
-
-    path: str
-    """The path of the directory, relative to the run."""
+    """The path of the directory."""
     step: int | None
     """The number of training steps that were done when the checkpoint was written. It is None where no manifest can be
     read, and then so are ``world_size``, ``nbytes`` and ``age_seconds``."""
@@ -97,14 +66,36 @@ class RunEntry:
     """The size in bytes of the files that hold tensors."""
     age_seconds: float | None
     """The number of seconds since the checkpoint was committed."""
+    problem: str | None
+    """The reason why the directory is not a complete checkpoint, or None if it is one."""
+    locked_by: str | None
+    """The process that is writing to the checkpoint now, or None."""
+    leftovers: tuple[str, ...]
+    """The names of entries in the checkpoint's directory that dead writers have left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSummary(Begun):
+    """What is known about one checkpoint without reading its tensors. Its ``problem`` is the error about the first file
+    that is missing or has another length than it should have."""
+
+    save_id: str
+    """The identifier of the save that wrote the checkpoint."""
+    writer: Mapping[str, str]
+    """What the manifest says about the writer: its framework, mode, versions and time."""
+    parts: tuple[PartSummary, ...]
+    """The parts of the checkpoint, such as master weights and optimizer states."""
+    files: int
+    """The number of files that hold tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEntry(Begun):
+    """One checkpoint of a run, or a directory in which somebody has begun to write one. The path is relative to the
+    run. The lengths of its files are not compared."""
+
     is_latest: bool
     """Whether the file ``latest`` names this checkpoint."""
-    problem: str | None
-    """The reason why the directory is not a checkpoint, or None if it is one."""
-    locked_by: str | None
-    """The process that is writing to the directory now, or None."""
-    leftovers: tuple[str, ...]
-    """The names of entries in the directory that dead writers have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +133,25 @@ def _checkpoint(store: Store) -> CheckpointSummary:
             check_lengths(contents)
         except FormatError as error:
             problem = str(error)
+    parts = tuple(_part(manifest, part) for part in manifest.parts if part.name != STATE)
     return CheckpointSummary(
-        path=str(store.location),
-        step=manifest.step,
-        world_size=manifest.world_size,
-        save_id=manifest.save_id,
-        writer=manifest.writer,
-        parts=tuple(_part(manifest, part) for part in manifest.parts if part.name != STATE),
-        files=len(manifest.files),
-        nbytes=sum(manifest.files.nbytes),
-        age_seconds=_age(store),
-        problem=problem,
-        locked_by=_locked_by(store),
-        leftovers=tuple(leftovers(store)),
-    )
+        **_begun(store, str(store.location), manifest, problem), save_id=manifest.save_id, writer=manifest.writer,
+        parts=parts, files=len(manifest.files),
+    )  # fmt: skip
+
+
+def _begun(store: Store, path: str, manifest: Manifest | None, problem: str | None) -> dict[str, Any]:
+    """The fields of ``Begun``."""
+    return {
+        "path": path,
+        "step": None if manifest is None else manifest.step,
+        "world_size": None if manifest is None else manifest.world_size,
+        "nbytes": None if manifest is None else sum(manifest.files.nbytes),
+        "age_seconds": None if manifest is None else max(time.time() - committed_at(store), 0.0),
+        "problem": problem,
+        "locked_by": _locked_by(store),
+        "leftovers": tuple(leftovers(store)),
+    }
 
 
 def _part(manifest: Manifest, part: Part) -> PartSummary:
@@ -180,28 +176,14 @@ def _run(run: Store) -> RunSummary:
 
 
 def _entry(store: Store, path: str, latest: str | None) -> RunEntry:
-    manifest, age, problem = None, None, None
+    manifest = problem = None
     try:
         contents = open_contents(store)
         contents.reader.close()
-        manifest, age = contents.manifest, _age(store)
+        manifest = contents.manifest
     except ZckptError as error:
         problem = error.message
-    return RunEntry(
-        path=path,
-        step=None if manifest is None else manifest.step,
-        world_size=None if manifest is None else manifest.world_size,
-        nbytes=None if manifest is None else sum(manifest.files.nbytes),
-        age_seconds=age,
-        is_latest=path == latest,
-        problem=problem,
-        locked_by=_locked_by(store),
-        leftovers=tuple(leftovers(store)),
-    )
-
-
-def _age(store: Store) -> float:
-    return max(time.time() - committed_at(store), 0.0)
+    return RunEntry(**_begun(store, path, manifest, problem), is_latest=path == latest)
 
 
 def _locked_by(store: Store) -> str | None:

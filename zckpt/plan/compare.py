@@ -7,34 +7,33 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.format.digest import DIGEST_BYTES, block_count
+from zckpt.format.digest import block_count
+from zckpt.format.index import ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
+    from numpy.typing import NDArray
+
+    from zckpt.format.index import Ints
     from zckpt.plan.reshard import StoredPieces
 
+    Digests = NDArray[np.uint8]
+    """Of shape [blocks, DIGEST_BYTES]."""
 
-def differing(
-    start: Sequence[int], stop: Sequence[int], digests: Sequence[tuple[memoryview, memoryview]], block_items: int
-) -> list[tuple[int, int]]:
+
+def differing(start: Ints, stop: Ints, one: Digests, other: Digests, block_items: int) -> list[tuple[int, int]]:
     """Returns the ranges ``[begin, end)`` of elements of one tensor, in ascending order, that have different digests in
     two checkpoints. Both have cut the tensor into the same pieces and blocks. ``start`` and ``stop``: the first element
-    of each piece and the one after its last, in ascending order. ``digests``: for each piece the digests of its blocks
-    in the one checkpoint and in the other. ``block_items``: the number of elements of a full block."""
-    found: list[tuple[int, int]] = []
-    for first, last, (one, other) in zip(start, stop, digests, strict=True):
-        if one == other:
-            continue
-        for number in range(block_count(last - first, block_items)):
-            own = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
-            if one[own] == other[own]:
-                continue
-            begin, end = first + number * block_items, min(first + (number + 1) * block_items, last)
-            if found and found[-1][1] == begin:
-                begin, _ = found.pop()
-            found.append((begin, end))
-    return found
+    of each piece and the one after its last, in ascending order. ``one`` and ``other``: the digests of the blocks of
+    all pieces in either checkpoint. ``block_items``: the number of elements of a full block."""
+    piece, number = ragged(block_count(stop - start, block_items))
+    differs = np.flatnonzero((one != other).any(axis=1))
+    begin = start[piece[differs]] + number[differs] * block_items
+    end = np.minimum(begin + block_items, stop[piece[differs]])
+    gaps = begin[1:] != end[:-1]  # where a block does not follow the one before it
+    first, last = begin[np.append(True, gaps)[: len(begin)]], end[np.append(gaps, True)[: len(end)]]
+    return list(zip(first.tolist(), last.tolist(), strict=True))
 
 
 def slices(begin: int, end: int, pieces: StoredPieces, block_items: int, limit: int) -> Iterator[tuple[int, int]]:

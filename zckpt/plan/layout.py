@@ -227,7 +227,7 @@ class WritePlan:
 
     @property
     def table_bytes(self) -> int:
-        return sum(file.blocks for file in self.files) * DIGEST_BYTES
+        return max((file.first_block + file.blocks for file in self.files), default=0) * DIGEST_BYTES
 
     @property
     def tensor_bytes(self) -> int:

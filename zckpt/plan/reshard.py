@@ -13,7 +13,7 @@ from zckpt.errors import MismatchError
 from zckpt.format.index import ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from zckpt.format.index import Ints
     from zckpt.format.shard import Header
@@ -39,6 +39,13 @@ class StoredPieces:
     stop: Ints
     offset: Ints
     block: Ints
+
+    def split(self, wants: int) -> Iterator[StoredPieces]:
+        """Yields the pieces of each want. ``wants``: the number of wants."""
+        bounds = np.searchsorted(self.want, np.arange(wants + 1)).tolist()
+        columns = [getattr(self, name) for name in self.__slots__]
+        for first, stop in itertools.pairwise(bounds):
+            yield StoredPieces(*(column[first:stop] for column in columns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,19 +83,18 @@ def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[S
     """Cuts the first copy of each tensor into stretches of at most ``STRETCH_BYTES`` bytes. A stretch ends where a
     piece or a block of a piece ends, so that no byte is read twice to be verified."""
     blocks_max = max(STRETCH_BYTES // checkpoint.manifest.block_bytes, 1)
-    for number, info in enumerate(infos):
+    stored = checkpoint.contents.stored_each(infos, [0] * len(infos))
+    for number, (info, pieces) in enumerate(zip(infos, stored, strict=True)):
         step = blocks_max * checkpoint.manifest.block_bytes // info.item_bytes
         start = stop = 0
-        for piece in checkpoint.contents.pieces(info):
-            if piece.copy:
-                break
-            if piece.stop - start > step:
+        for first, last in zip(pieces.start.tolist(), pieces.stop.tolist(), strict=True):
+            if last - start > step:
                 if start < stop:
                     yield Stretch(number, start, stop)
-                for start in range(piece.start, piece.stop - step, step):
+                for start in range(first, last - step, step):
                     yield Stretch(number, start, start + step)
-                start = piece.start + (piece.stop - piece.start - 1) // step * step
-            stop = piece.stop
+                start = first + (last - first - 1) // step * step
+            stop = last
         if start < stop:
             yield Stretch(number, start, stop)
 
@@ -107,18 +106,31 @@ def statistics(
     with the number of bytes that have been read. Raises FormatError and StorageError."""
     found = [Statistics() for _ in infos]
     checkpoint.contents.check_sizes(infos)
-    room = fresh_tensor((max((_nbytes(one, infos) for one in own), default=0),), torch.uint8, HOST)
-    for one in own:
-        info, nbytes = infos[one.number], _nbytes(one, infos)
-        values = room[:nbytes].view(info.dtype)
-        checkpoint.read([Want(info, [Span(one.start, one.stop, 0)], values)], advance=advance)
-        for first in range(0, len(values), _AT_ONCE):
-            found[one.number] = found[one.number].plus(_of(values[first : first + _AT_ONCE]))
+    for batch in _batches(own, infos):
+        wants = []
+        for one in batch:
+            values = fresh_tensor((one.stop - one.start,), infos[one.number].dtype, HOST)
+            wants.append(Want(infos[one.number], [Span(one.start, one.stop, 0)], values))
+        checkpoint.read(wants, advance=advance)
+        for one, want in zip(batch, wants, strict=True):
+            for first in range(0, len(want.target), _AT_ONCE):
+                found[one.number] = found[one.number].plus(_of(want.target[first : first + _AT_ONCE]))
     return found
 
 
-def _nbytes(one: Stretch, infos: Sequence[TensorInfo]) -> int:
-    return (one.stop - one.start) * infos[one.number].item_bytes
+def _batches(own: Sequence[Stretch], infos: Sequence[TensorInfo]) -> Iterator[list[Stretch]]:
+    """Yields the stretches that are in memory together. They have at most ``STRETCH_BYTES``, unless it is only one."""
+    batch: list[Stretch] = []
+    batch_bytes = 0
+    for one in own:
+        nbytes = (one.stop - one.start) * infos[one.number].item_bytes
+        if batch and batch_bytes + nbytes > STRETCH_BYTES:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(one)
+        batch_bytes += nbytes
+    if batch:
+        yield batch
 
 
 def _of(values: torch.Tensor) -> Statistics:

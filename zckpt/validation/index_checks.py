@@ -9,8 +9,6 @@ import numpy as np
 
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.index import check_claims
-from zckpt.format.names import index_path
-from zckpt.format.rules import broken
 from zckpt.plan.reshard import StoredPieces
 from zckpt.validation.report import failures
 
@@ -23,21 +21,13 @@ if TYPE_CHECKING:
 def check_index(contents: Contents) -> tuple[list[FormatError], StoredPieces | None]:
     """What is wrong with the index, and all pieces that it lists, in the order of their files; None if it cannot be
     used. ``want`` of a piece is the row of its tensor in the part of its file."""
-    errors = failures(partial(_check_length, contents))
+    errors = failures(contents.check_index_length)
     damaged = failures(*(partial(contents.chunk, number) for number in range(len(contents.manifest.chunks))))
     if damaged:
         return [*errors, *damaged], None
     pieces, nbytes = _all_pieces(contents)
     claims = failures(partial(check_claims, contents.manifest, pieces.file, nbytes))
     return [*errors, *claims], None if claims else pieces
-
-
-def _check_length(contents: Contents) -> None:
-    """Rule I001."""
-    path, expected = index_path(contents.manifest.save_id), contents.manifest.index_bytes
-    nbytes = contents.reader.size(path)
-    if nbytes != expected:
-        raise broken("I001", f"the index is {nbytes} bytes long, expected {expected}", file=path)
 
 
 def _all_pieces(contents: Contents) -> tuple[StoredPieces, Ints]:

@@ -56,6 +56,9 @@ class RankWrite:
     options: WriteOptions
     source: Source | None = None
     """The checkpoint that is copied. None means that the state of an engine is written."""
+    with_table: bool = True
+    """Whether ``write_own`` writes the digest table of the rank too. Where several processes copy files of one rank,
+    one of them does."""
     lock: WriteLock | None = field(default=None, init=False)
     """From ``begin`` to ``remove``; None on all ranks but rank 0."""
     _manifest: bytes = field(default=b"", init=False)
@@ -135,7 +138,8 @@ class RankWrite:
         )  # fmt: skip
         with reported(options.progress, "write", plan.tensor_bytes) as advance:
             table = run_writes(store, plan, budget, staging, buffers, snapshot, advance, self.source)
-        store.put(names.digests_path(self.save_id, self.rank), table)
+        if self.with_table:
+            store.put(names.digests_path(self.save_id, self.rank), table)
         store.sync_names(rank_dir)
         return digest(table)
 
