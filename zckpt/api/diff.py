@@ -124,7 +124,7 @@ class _Opened:
             yield from tree_differences(tree_a, tree_b, "")
         if a.world_size == b.world_size:
             for rank in range(number, a.world_size, size):
-                yield from tree_differences(a.rank_state(rank), b.rank_state(rank), f"rank {rank}")
+                yield from tree_differences(a.rank_state(rank) or {}, b.rank_state(rank) or {}, f"rank {rank}")
 
     def joined(self, shares: list[_Share]) -> Difference:
         tallies: dict[str, Tally] = {}

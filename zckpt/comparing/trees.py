@@ -10,12 +10,15 @@ import numpy as np
 import torch
 
 from zckpt.comparing.report import StateDifference
+from zckpt.errors import first_few
 from zckpt.transfer.memory import host_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NOTHING = object()
+LONG_BYTES = 16
+"""Of a longer value of bytes, only the number of bytes is shown."""
 
 
 def tree_differences(a: object, b: object, path: str) -> Iterator[StateDifference]:
@@ -47,4 +50,6 @@ def _text(leaf: object) -> str | None:
         return None
     if isinstance(leaf, (torch.Tensor, np.ndarray)):
         return f"{type(leaf).__name__} {str(leaf.dtype).removeprefix('torch.')} {[*leaf.shape]}"
-    return reprlib.repr(leaf)
+    if isinstance(leaf, Mapping) and leaf:
+        return f"a map of {first_few([str(key) for key in leaf], 5)}"
+    return f"{len(leaf):,} bytes" if isinstance(leaf, bytes) and len(leaf) > LONG_BYTES else reprlib.repr(leaf)
