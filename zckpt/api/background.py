@@ -22,10 +22,11 @@ _current: Background | None = None
 
 
 class Background:
-    """Something that a thread of its own does, on all ranks.
+    """Work that a thread of its own does, on all ranks.
 
-    Nothing has to be done with it: a failure is said on stderr at once, the next write, restore, offload or reload
-    waits for it and raises its error, a process that ends waits for it too and prints what nobody has seen.
+    Nothing has to be done with it. A failure is printed on stderr at once. The next write, restore, offload or reload
+    waits for it and raises its error. A process that ends waits for it too, and prints an error that has not been
+    raised yet.
     """
 
     def __init__(self, what: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
@@ -142,8 +143,9 @@ class Background:
 class PendingWrite(Background):
     """What ``zckpt.write(..., background=True)`` returns.
 
-    Nothing has to be done with it: a failure is said on stderr at once, the next write, restore, offload or reload
-    waits for it and raises its error, a process that ends waits for it too and prints what nobody has seen.
+    Nothing has to be done with it. A failure is printed on stderr at once. The next write, restore, offload or reload
+    waits for it and raises its error. A process that ends waits for it too, and prints an error that has not been
+    raised yet.
     """
 
     def __init__(self, path: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:

@@ -34,9 +34,10 @@ class Offloaded:
 
     def __init__(self, parts: tuple[str, ...] = (), nbytes: int = 0, pending: Background | None = None) -> None:
         self.parts = parts
-        """The parts of which it moves something on any rank."""
+        """The parts of which something is moved on at least one rank."""
         self.nbytes = nbytes
-        """The bytes that it frees on this rank. Some are of buffers whose values nobody needs, and are not written."""
+        """The number of bytes of memory that are freed on this rank. Some of them belong to buffers whose values nobody
+        needs, which are not written."""
         self._pending = pending
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A lost or damaged manifest, index or digest table, rebuilt from the data files themselves."""
+"""Rebuilds a lost or damaged manifest, index or digest table from the data files themselves."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from zckpt.storage.location import StrPath
 
 LOST = ("step", "aliases of tied weights", "the tree of state: counters, param groups, scheduler, client_state")
-"""What only the manifest has."""
+"""The things that are only in the manifest, and so cannot be rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What ``zckpt.repair`` did."""
+    """What ``zckpt.repair`` has done."""
 
     path: str
-    """The checkpoint that is whole now."""
+    """The directory of the checkpoint that is whole now."""
     rebuilt: tuple[str, ...]
-    """Files, relative to it. Empty if nothing was wrong with any of them."""
+    """The files that were rebuilt, relative to the checkpoint. It is empty if nothing had to be rebuilt."""
     kept: tuple[str, ...] = ()
-    """Where the damaged ones are now."""
+    """The paths that the damaged files have now."""
     lost: tuple[str, ...] = ()
-    """What could not be recovered."""
+    """Descriptions of what could not be recovered."""
     unverified: tuple[str, ...] = ()
-    """Data that could not be compared with a digest, or that differs from it."""
+    """Descriptions of the data that could not be compared with a digest, or that differ from their digest."""
 
     def __str__(self) -> str:
         lines = [f"rebuilt     {name}" for name in self.rebuilt]

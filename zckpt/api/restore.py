@@ -1,4 +1,4 @@
-"""From a checkpoint into a live engine: what fits, what stands in for what, all checked before anything is touched."""
+"""Restores a checkpoint into a live engine. Everything is checked before anything in the engine is changed."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 
 class Restored(dict[str, Any]):
-    """What ``restore`` returns: the ``client_state``, and which tensors of the whole engine it has set.
+    """What ``restore`` returns: the ``client_state`` as a dict, and which tensors of the engine were set.
 
-    ``restored``: the engine's tensors that hold the checkpoint's values now. ``kept``: those that the checkpoint was
-    asked for and did not have in the right shape, so that they are as before. ``unexpected``: the checkpoint's tensors
-    that were left out, because the engine has no place for them or one of another shape. Each is a mapping from a
-    part's name to names of tensors; all are equal on every rank. Moments that begin at zero are in none of them.
+    ``restored``: the engine's tensors that have the checkpoint's values now. ``kept``: the engine's tensors that were
+    to be restored, but are as before, because the checkpoint does not have them in the right shape. ``unexpected``: the
+    checkpoint's tensors that were not read, because the engine has no place for them, or one of another shape. Each is
+    a mapping from the name of a part to names of tensors, and is equal on every rank. Moments that begin at zero are in
+    none of them.
     """
 
     def __init__(

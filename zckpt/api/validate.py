@@ -1,4 +1,4 @@
-"""From a path to a Report: one process's, or that of all ranks of a job together."""
+"""Validates the checkpoint at a path, in one process or on all ranks of a job together."""
 
 from __future__ import annotations
 

@@ -46,26 +46,29 @@ class PlacementEntry:
     """What one rank holds of one part of the state in one place."""
 
     rank: int
+    """The rank that holds it."""
     part: str
-    """``master``, ``exp_avg``, ``param``, ``buffer``, ``gradient``, ..."""
+    """The part of the state, such as ``master``, ``exp_avg``, ``param``, ``buffer`` or ``gradient``."""
     dtype: str
-    """torch's name: ``float32``."""
+    """Torch's name of the dtype, such as ``float32``."""
     tier: str
-    """One of "device", "pinned", "pageable", "nvme" and "offloaded"."""
+    """The kind of place: "device", "pinned", "pageable", "nvme" or "offloaded"."""
     nbytes: int
-    """What the storages take, padding and all; of a swap file, what it takes on the disk."""
+    """The bytes that the storages take, with their padding. For a swap file, it is what the file takes on the disk."""
     path: str | None
-    """The swap file, or the directory that was given to ``zckpt.offload``. None for memory, and for what was offloaded
-    without being written, since nobody needs its values."""
+    """The swap file, or the directory that was given to ``zckpt.offload``. It is None for memory, and for what was
+    offloaded without being written because nobody needs its values."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What the operating system and the accelerator say on one rank. None where they do not tell."""
+    """What the operating system and the accelerator say about the memory of one rank. A figure is None where they do
+    not say it."""
 
     rank: int
+    """The rank."""
     resident_bytes: int | None
-    """Of the process: all that it has in memory, not only the state."""
+    """All memory that the process has, not only that of the state."""
     available_bytes: int | None
     """How much more the process could take on its machine."""
     allocated_bytes: int | None
@@ -81,8 +84,9 @@ class Placement:
     """What ``zckpt.where`` has found, on all ranks. ``str()`` of it is a table."""
 
     entries: tuple[PlacementEntry, ...]
-    """One for each rank, part, dtype, tier and path."""
+    """What each rank holds: one entry for each rank, part, dtype, tier and path."""
     ranks: tuple[RankMemory, ...]
+    """The memory of each rank."""
 
     def total(self, tier: str) -> int:
         """The bytes that all parts on all ranks have in one tier. Raises ValueError where there is no such tier."""

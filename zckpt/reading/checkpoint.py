@@ -54,9 +54,8 @@ def _leaf(ext: int, tensor: torch.Tensor) -> object:
 
 
 class Checkpoint(Mapping[str, TensorInfo]):
-    """A mapping from key (``<part>/<parameter name>``) to TensorInfo. Made by ``zckpt.open``; safe to share by threads.
-
-    Nothing but the manifest is read until it is asked for.
+    """An opened checkpoint, which ``zckpt.open`` returns: a mapping from each key (``<part>/<parameter name>``) to its
+    TensorInfo. Several threads may share it. Only the manifest is read before anything else is asked for.
     """
 
     def __init__(
@@ -78,7 +77,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
     # What it holds
 
     def __getitem__(self, key: str) -> TensorInfo:
-        """A tied weight is found under every name. Raises KeyNotFoundError, which names the nearest keys."""
+        """Returns the tensor with this key. A tied weight is found under each of its names. Raises KeyNotFoundError,
+        which names the nearest keys."""
         return self.contents[key]
 
     def __contains__(self, key: object) -> bool:
@@ -95,41 +95,45 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     @property
     def step(self) -> int:
+        """The number of training steps that were done when the checkpoint was written."""
         return self.manifest.step
 
     @property
     def world_size(self) -> int:
+        """The number of ranks that wrote the checkpoint."""
         return self.manifest.world_size
 
     @property
     def parts(self) -> tuple[str, ...]:
+        """The names of the parts that the checkpoint has, such as ``master`` and ``exp_avg``."""
         return tuple(part.name for part in self.manifest.parts if part.name != STATE)
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """From each further name of a tied weight to the one it is stored under."""
+        """For each other name of a tied weight, the name under which it is stored."""
         return self.manifest.aliases
 
     @property
     def nbytes(self) -> int:
-        """Of all files, as the manifest records them."""
+        """The size in bytes of all files that hold tensors, as the manifest records it."""
         return sum(self.manifest.files.nbytes)
 
     @property
     def io(self) -> IOCount:
-        """What reading this checkpoint has cost so far."""
+        """Counts the reads of this checkpoint so far, and their bytes."""
         return self.reader.count
 
     @cached_property
     def state(self) -> Any:
-        """The tree of non-tensor state that all ranks share; tensors inside it are on the CPU."""
+        """The tree of non-tensor state that all ranks share. Tensors in the tree are on the CPU."""
         with self._advised():
             return self._tree(self.manifest.state, names.MANIFEST)
 
     def rank_state(self, rank: int, *, lazy: bool = False) -> Any:
-        """The tree of state that ``rank`` alone had, such as its random number generators; None if there is none.
+        """Returns the tree of state that ``rank`` alone had, such as its random number generators, or None if there is
+        none.
 
-        ``lazy``: for each tensor and array, a function without arguments that reads it.
+        ``lazy``: the tree has, in the place of each tensor and array, a function without arguments that reads it.
         """
         with self._advised():
             found = self.contents.packed_state(rank)
@@ -282,8 +286,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
         verify: bool | None = None,
         progress: Progress | None = None,
     ) -> dict[str, torch.Tensor]:
-        """What ``model.load_state_dict`` takes: weights (from ``master``, else ``param``), buffers, and tied weights by
-        every name. ``dtype`` applies to floating point weights; buffers keep theirs. Raises as ``load`` does."""
+        """Returns what ``model.load_state_dict`` takes: weights (from the part ``master`` if there is one, otherwise
+        from ``param``) and buffers, with tied weights under each of their names. ``dtype`` applies to floating point
+        weights; buffers keep their dtype. Raises what ``load`` raises."""
         device, wanted = check_device(device), dtype_of(dtype)
         sources = self.weights()
         casts = {

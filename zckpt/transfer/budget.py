@@ -20,17 +20,17 @@ NBYTES, THREADS = 256 * MIB, 4
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """``threads`` workers, each with one staging buffer, or with two where copies to or from a device overlap with
-    reads and writes; together they hold at most ``nbytes`` bytes, on every rank.
-
-    ``direct``: go past the page cache where the file system allows it, so that a write does not fill it and a read
-    evicts nothing; pages that are cached already are read from there all the same. Raises ValueError for a bound that
-    no buffer fits in.
-    """
+    """The memory, the threads and the kind of I/O that a read or a write takes on every rank. Raises ValueError for
+    ``nbytes`` that are too few for ``threads``."""
 
     nbytes: int = NBYTES
+    """The largest number of bytes that all staging buffers of a rank take together."""
     threads: int = THREADS
+    """The number of threads. Each of them has one staging buffer, or two where copies to or from a device overlap with
+    reads and writes."""
     direct: bool = True
+    """Whether to go past the page cache where the file system allows it, so that a write does not fill it and a read
+    evicts nothing. Pages that are in the cache already are read from there in any case."""
 
     def __post_init__(self) -> None:
         if self.threads < 1:

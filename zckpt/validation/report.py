@@ -14,19 +14,25 @@ if TYPE_CHECKING:
 
 Level = Literal["structure", "digests", "deep"]
 LEVELS: tuple[Level, ...] = ("structure", "digests", "deep")
-"""Each checks all that the one before it does."""
+"""The levels of a validation. Each of them checks everything that the one before it checks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One rule that is broken. ``start`` and ``stop`` are bytes of ``file``; what is unknown is None."""
+    """One rule that is broken. An attribute is None if it is not known."""
 
     rule: str
+    """The number of the rule in the specification, such as ``"D003"``."""
     message: str
+    """What is wrong."""
     file: str | None = None
+    """The file that breaks the rule."""
     key: str | None = None
+    """The key of the tensor that is concerned."""
     start: int | None = None
+    """The first byte of the file that is concerned."""
     stop: int | None = None
+    """The byte after the last one that is concerned."""
 
     @classmethod
     def of(cls, error: FormatError) -> Finding:
@@ -49,13 +55,14 @@ WHAT = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Observation:
-    """Something odd about the values of one tensor. It breaks no rule."""
+    """Something unusual about the values of one tensor. It breaks no rule."""
 
     key: str
+    """The key of the tensor."""
     kind: str
-    """One of ``WHAT``."""
+    """What is unusual: "nan", "inf", "negative" or "unlike_master"."""
     count: int
-    """Elements; of kind "unlike_master" 1, for the tensor."""
+    """The number of elements that are concerned. It is 1 for the kind "unlike_master", which is about the tensor."""
 
     def __str__(self) -> str:
         return f"note  {self.key}: {self.count:,} {WHAT[self.kind]}"
@@ -63,20 +70,24 @@ class Observation:
 
 @dataclass(frozen=True)
 class Report:
-    """What ``zckpt.validate`` found. ``ok`` if no rule is broken, whatever the values are."""
+    """What ``zckpt.validate`` has found."""
 
     path: str
+    """The directory of the checkpoint."""
     level: Level
+    """The level of the validation."""
     findings: tuple[Finding, ...] = ()
-    """In the order of files and bytes."""
+    """The rules that are broken, in the order of files and bytes."""
     observations: tuple[Observation, ...] = ()
-    """At level "deep". In the order of keys."""
+    """Unusual values, in the order of keys. They are looked for only at the level "deep"."""
     files: int = 0
-    """Files checked."""
+    """The number of files that were checked."""
     bytes_read: int = 0
+    """The number of bytes that were read."""
 
     @property
     def ok(self) -> bool:
+        """Whether no rule is broken. Unusual values break no rule."""
         return not self.findings
 
     @property
