@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.support.deepspeed_folders import make_folder, model_state, zero_state
 from zckpt.converting.restricted_pickle import TorchFiles
 
 if TYPE_CHECKING:
@@ -28,36 +29,6 @@ class Runs:
 
     def __reduce__(self) -> Any:
         return self._call
-
-
-def model_state(ranks: int = 1, **more: Any) -> dict[str, Any]:
-    """As DeepSpeed saves it at stages 1 and 2."""
-    return {
-        "module": {"weight": torch.ones(4, 2, dtype=torch.bfloat16), "mean": torch.zeros(2)}, "buffer_names": ["mean"],
-        "param_shapes": [{"weight": torch.Size([4, 2])}], "shared_params": {}, "optimizer": None, "lr_scheduler": None,
-        "global_steps": 3, "global_samples": 12, "skipped_steps": 0, "dp_world_size": ranks, "mp_world_size": 1,
-        "ds_config": {}, "ds_version": "0.19.8", **more,
-    }  # fmt: skip
-
-
-def zero_state(rank: int = 0, ranks: int = 1, **more: Any) -> dict[str, Any]:
-    length = 8 // ranks
-    state = {"step": 3, "exp_avg": torch.full((length,), 1.0 + rank), "exp_avg_sq": torch.full((length,), 2.0)}
-    group = {"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}
-    inner = {
-        "base_optimizer_state": {"state": {0: state}, "param_groups": [group]}, "zero_stage": 2,
-        "partition_count": ranks, "single_partition_of_fp32_groups": [torch.arange(length) + 8.0 * rank],
-        "group_paddings": [0], "param_alignment_paddings": [[0]], "loss_scaler": None, "overflow": False, **more,
-    }  # fmt: skip
-    return {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": "0.19.8"}
-
-
-def make_folder(folder: Path, ranks: int = 1, **more: Any) -> Path:
-    folder.mkdir()
-    torch.save(model_state(ranks, **more), folder / "mp_rank_00_model_states.pt")
-    for rank in range(ranks):
-        torch.save(zero_state(rank, ranks), folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    return folder
 
 
 def refused(source: Path, error: type[Exception], match: str | None = None, **options: Any) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import zckpt
-from tests.support import converting
+from tests.support import converting, deepspeed_folders
+from tests.support.memory import peak_growth
 from tests.support.offload import CASES, CPU, NVME, ODD, WIDE
 from tests.support.runs import assert_same
 
@@ -106,6 +107,30 @@ def test_universal_checkpoints(cluster: Cluster, tmp_path: Path, mode: str) -> N
     for one, other in zip(through, resumed, strict=True):
         assert one["losses"] == other["losses"]
         same_state(one["after"], other["after"])
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.matrix)])
+def test_memory_is_the_budgets(tmp_path: Path, stage: int) -> None:
+    """However large the tensors are, as the operating system counts."""
+    budget = zckpt.Budget(nbytes=8 << 20)
+    for name, numel in (("small", 8), ("large", 16 << 20)):
+        weights = {"module": {"weight": torch.zeros(numel, dtype=torch.float16)}, "buffer_names": []}
+        inner, masters = deepspeed_folders.adam(length=numel), [torch.zeros(numel)]
+        folder = tmp_path / name
+        folder.mkdir()
+        if stage:
+            model = deepspeed_folders.model_state(**weights, param_shapes=[{"weight": torch.Size([numel])}])
+            zero = {"base_optimizer_state": inner, "single_partition_of_fp32_groups": masters}
+            torch.save(deepspeed_folders.zero_state(**zero), folder / deepspeed_folders.OPTIMIZER)
+        else:
+            flat = {"optimizer_state_dict": inner, "fp32_groups_flat": masters, "cur_scale": 1.0}
+            model = deepspeed_folders.model_state(**weights, optimizer=flat)
+        torch.save(model, folder / deepspeed_folders.MODEL)
+        del weights, inner, masters, model
+    zckpt.convert(tmp_path / "small", tmp_path / "warm", budget=budget)
+    grown = peak_growth(lambda: zckpt.convert(tmp_path / "large", tmp_path / "converted", budget=budget))
+    assert (tmp_path / "large" / deepspeed_folders.MODEL).stat().st_size > 2 * budget.nbytes
+    assert grown < budget.nbytes + (8 << 20)
 
 
 def without_buffers(state: tuple[Any, ...], setup: dict[str, Any], rank: int) -> tuple[Any, ...]:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import zipfile
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import deepspeed
 import pytest
 import torch
 
 import zckpt
+from tests.support.faults import NO_SPACE, Fault, faulty, kill
+from tests.support.forks import fork, result_of
 from tests.support.memory import peak_growth
-from tests.support.models import make_engine, train
+from tests.support.models import OPTIMIZERS, make_engine, make_model, train
 from tests.support.runs import AFTER, BEFORE, everything, settings
 from tests.support.states import write_state
-from zckpt.errors import CheckpointExistsError, FormatError, UnsupportedError
+from zckpt.errors import CheckpointExistsError, FormatError, NoSpaceError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
-    from pathlib import Path
 
     from tests.support.cluster import Cluster
 
@@ -40,6 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
     "3-fp32": {"stage": 3, "dtype": "fp32"},
     "3-cpu": {"stage": 3, **CPU, "offload_param": {"device": "cpu"}},
     "3-sub-groups": {"stage": 3, "sub_group_size": 1000},
+    "3-muon": {"stage": 3, "optimizer": "muon", "reduce_scatter": False},
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "odd": {"model": "odd", "groups": True, "scheduler": True},
@@ -120,7 +124,7 @@ def assert_goes_on_alike(through: list[dict[str, Any]], resumed: list[dict[str, 
     ),
 )
 def test_stock_deepspeed_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, mode: str, shape: str) -> None:
-    setup = {**MODES[mode], **SHAPES[shape], "optimizer": "torch_adamw"}
+    setup = {"optimizer": "torch_adamw", **MODES[mode], **SHAPES[shape]}
     path, folder = str(tmp_path / "run" / "global_step3"), str(tmp_path / "deepspeed")
     through = cluster.run(write_and_go_on, 2, path, setup)
     missing = zckpt.convert(path, folder, to="deepspeed").missing
@@ -153,6 +157,82 @@ def test_another_stage_and_world_size(
     assert_goes_on_alike(restored, resumed)
 
 
+LOSSY: dict[str, dict[str, Any]] = {
+    "1-adam": {"stage": 1, "optimizer": "adamw", "model": "gpt2", **CPU},
+    "2-adam": {"stage": 2, "optimizer": "adamw", "model": "gpt2", **CPU},
+    "3-adam": {"stage": 3, "optimizer": "adamw", "model": "gpt2", **CPU},
+    "1-muon": {"stage": 1, "optimizer": "muon", "model": "gpt2", "groups": True},
+    "2-muon": {"stage": 2, "optimizer": "muon", "model": "gpt2", "groups": True},
+    "2-muon-cpu": {"stage": 2, "optimizer": "muon", "model": "gpt2", "groups": True, **CPU},
+}
+"""Of these, DeepSpeed itself loses something: the products that its Adam in C++ keeps, and the dtype of the momentum of
+Muon."""
+
+
+@pytest.mark.parametrize("mode", marked([(mode,) for mode in LOSSY], [("2-adam",)]))
+def test_stock_deepspeed_goes_on_as_from_its_own_folder(cluster: Cluster, tmp_path: Path, mode: str) -> None:
+    setup = LOSSY[mode]
+    path, stock, folder = (str(tmp_path / name) for name in ("run/global_step3", "stock", "converted"))
+    cluster.run(write_and_go_on, 2, path, setup, stock)
+    missing = zckpt.convert(path, folder, to="deepspeed").missing
+    assert any("running products" in line for line in missing) or "adam" not in mode
+    resumed = [cluster.run(get_and_go_on, 2, source, setup, stock=True) for source in (stock, folder)]
+    assert_goes_on_alike(*resumed)
+
+
+def make_with_frozen(seed: int = 0) -> Any:
+    """At stage 0 in fp32, with an optimizer that was given the frozen parameters too."""
+    torch.manual_seed(seed)
+    model = make_model("mlp")
+    frozen, trained = list(model.layers[0].parameters()), list(model.layers[2].parameters())  # type: ignore[union-attr]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    groups = [{"params": [*frozen, trained[0]]}, {"params": [trained[1]], "lr": 2e-2}]
+    settings = {"train_micro_batch_size_per_gpu": 4, "optimizer": OPTIMIZERS["torch_adamw"]}
+    return deepspeed.initialize(model=model, model_parameters=groups, config=settings)[0]
+
+
+def with_frozen(written: str, stock: str, read: str | None = None) -> dict[str, Any]:
+    engine = make_with_frozen(1 if read else 0)
+    if read is None:
+        train(engine, BEFORE)
+        zckpt.write(engine, written)
+        engine.save_checkpoint(stock)
+    else:
+        assert engine.load_checkpoint(read)[0] is not None
+    return go_on(engine)
+
+
+def test_frozen_parameters_in_the_optimizer(cluster: Cluster, tmp_path: Path) -> None:
+    path, stock, folder = (str(tmp_path / name) for name in ("run/global_step3", "stock", "converted"))
+    through = cluster.run(with_frozen, 1, path, stock)
+    zckpt.convert(path, folder, to="deepspeed")
+    assert_goes_on_alike(through, cluster.run(with_frozen, 1, path, stock, folder))
+    back = zckpt.convert(stock, tmp_path / "back").path
+    assert zckpt.open(back).state["engine"]["deepspeed"] == zckpt.open(path).state["engine"]["deepspeed"]
+
+
+def write_own(path: str, stage: int) -> None:
+    engine = zckpt.attach(make_engine(stage=stage, optimizer="torch_adamw"))
+    train(engine, 1)
+    engine.save_checkpoint(path, client_state={"rank": engine.global_rank})
+
+
+def load_own(folder: str, stage: int) -> Any:
+    return make_engine(stage=stage, optimizer="torch_adamw").load_checkpoint(folder)[1]["rank"]
+
+
+@pytest.mark.parametrize(("stage", "told"), [(3, [0, 1]), pytest.param(2, [0, 0], marks=pytest.mark.matrix)])
+def test_the_client_state_of_each_rank(cluster: Cluster, tmp_path: Path, stage: int, told: list[int]) -> None:
+    cluster.run(write_own, 2, str(tmp_path / "run"), stage)
+    missing = zckpt.convert(tmp_path / "run", tmp_path / "out", to="deepspeed").missing
+    assert ("the client_state of ranks other than 0" in missing) == (stage < 3)
+    assert cluster.run(load_own, 2, str(tmp_path / "out"), stage) == told
+    if stage == 3:
+        missing = zckpt.convert(tmp_path / "run", tmp_path / "on one", to="deepspeed", world_size=1).missing
+        assert "the client_state of ranks other than 0" in missing
+
+
 def write_run(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """A checkpoint as a run of ZeRO-3 in bf16 leaves it, without an engine. Returns its tensors by key."""
     moments = ["exp_avg", "exp_avg_sq"]
@@ -171,8 +251,6 @@ def write_run(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch
 
 
 def load(path: Path) -> dict[str, object]:
-    with zipfile.ZipFile(path) as archive:
-        assert archive.testzip() is None  # every checksum is that of its record
     found: dict[str, object] = torch.load(path, weights_only=False)
     assert [str(one) for one in torch.load(path, weights_only=False, mmap=True)] == [str(one) for one in found]
     return found
@@ -230,6 +308,49 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     assert zckpt.convert(path, out, to="deepspeed", overwrite=True, stage=0).path == folder
     assert [file.name for file in (out / "global_step5").iterdir()] == ["mp_rank_00_model_states.pt"]
     assert sorted(file.name for file in out.iterdir()) == ["global_step5", "latest"]
+
+
+@pytest.mark.parametrize("name", ["make_directories", "create", "write", "sync", "prepare", "commit"])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, name: str) -> None:
+    path, out = tmp_path / "run" / "global_step5", tmp_path / "out"
+    write_run(path, {"a": (300, 50)})
+    fault = Fault(NO_SPACE, names=(name,), path="/out")
+    with faulty(fault), pytest.raises(NoSpaceError):
+        zckpt.convert(path, out, to="deepspeed")
+    assert not out.exists()
+    zckpt.convert(path, out, to="deepspeed")
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    with faulty(fault), pytest.raises(NoSpaceError):
+        zckpt.convert(path, out, to="deepspeed", stage=0, overwrite=True)
+    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.matrix)])
+def test_a_killed_conversion_is_in_nobody_s_way(tmp_path: Path, every: int) -> None:
+    """Killed before any of its operations on the store: then ``latest`` names a whole folder, or there is none."""
+    path, out = tmp_path / "run" / "global_step5", tmp_path / "out"
+    write_run(path, {"a": (30, 50), "b": (7,)})
+    with faulty() as operations:
+        whole = zckpt.convert(path, tmp_path / "once", to="deepspeed").path
+    expected = {file.name: file.read_bytes() for file in Path(whole).iterdir()}
+    count = len(operations.done)
+    assert count > 20
+    finished = 0
+    for at in sorted({*range(0, count, every), *range(count - 4, count)}):  # those around the end in any case
+
+        def convert(at: int = at) -> None:
+            with faulty(Fault(kill, at)):
+                zckpt.convert(path, out, to="deepspeed", budget=zckpt.Budget(threads=1))
+
+        result_of(fork(convert))
+        if (out / "latest").exists():
+            finished += 1
+            assert (out / "latest").read_text() == "global_step5"
+        zckpt.convert(path, out, to="deepspeed", overwrite=True)
+        assert {file.name: file.read_bytes() for file in (out / "global_step5").iterdir()} == expected
+        shutil.rmtree(out)
+    assert finished < 4
 
 
 def test_places_and_sources_that_are_refused(tmp_path: Path) -> None:

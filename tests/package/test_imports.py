@@ -54,7 +54,6 @@ OF_LOCAL_FILES = {
     "api/where.py",  # looks at swap files
     "exporting/hugging_face.py",  # reads the folder of a model
     "exporting/place.py",  # writes files of other programs
-    "exporting/torch_file.py",  # has torch write a file that is only looked at
     "converting/deepspeed_folder.py",  # reads files of other programs
     "converting/formats.py",  # looks at folders of other programs
     "converting/hugging_face.py",  # reads files of other programs

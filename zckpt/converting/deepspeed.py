@@ -11,16 +11,17 @@ import torch
 from zckpt.converting import held
 from zckpt.converting.deepspeed_folder import STOCK, DeepSpeedFolder, of_type
 from zckpt.converting.restricted_pickle import TorchFiles
-from zckpt.converting.source import RankPart, Source
+from zckpt.converting.source import RankPart, Source, values_of
 from zckpt.engines.deepspeed import optimizer, scaler
 from zckpt.engines.deepspeed.flats import cut_alone, moments
 from zckpt.engines.deepspeed.group import RankGroup
 from zckpt.engines.deepspeed.replicas import share
-from zckpt.engines.deepspeed.setup import Setup
+from zckpt.engines.deepspeed.setup import DTYPES, Setup
 from zckpt.engines.tensors import dtype_name
 from zckpt.errors import FormatError, UnsupportedError
 from zckpt.format import names
 from zckpt.format.digest import digest
+from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, Fragment
 from zckpt.transfer.memory import byte_tensor
 from zckpt.writing.collect import fingerprint
@@ -28,8 +29,6 @@ from zckpt.writing.collect import fingerprint
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""For the name of a dtype in DeepSpeed's configuration, torch's name of it."""
 _MICRO_STEPS = "the counter micro_steps: it is 0, as it is after engine.load_checkpoint"
 _RNG = "the random number generators of the ranks"
 _SCHEDULER = "the class of the scheduler: zckpt.restore does not check it"
@@ -53,17 +52,23 @@ class _Reader:
         self._files = TorchFiles()
         self._model = folder.model(self._files, 0)
         """The model states of rank 0, or, below stage 3, those of all ranks."""
-        self._world_size = of_type(self._model, "dp_world_size", int, folder.path)
-        if self._world_size < 1:
-            raise FormatError(f"the files say that the run had {self._world_size} ranks", file=folder.path)
-        self._refuse_unsupported()
+        self._file = folder.model_path(0)
+        with values_of(self._file):
+            self._world_size = of_type(self._model, "dp_world_size", int)
+            if not 1 <= self._world_size <= WORLD_SIZE_MAX:
+                raise FormatError(f"it says that the run had {self._world_size} ranks")
+            self._refuse_unsupported()
         folder.check_ranks(self._world_size)
         config = self._model.get("ds_config")
         self._config: Mapping[str, Any] = config if isinstance(config, dict) else {}
 
     def source(self) -> Source:
-        folder, model = self._folder, self._model
         first = self.rank(0)
+        with values_of(self._file):
+            return self._source(first)
+
+    def _source(self, first: RankPart) -> Source:
+        folder, model = self._folder, self._model
         state: dict[str, Any] = {"counters": self._counters(), "deepspeed": self._setup().tree()}
         client_state, missing = self._client_state(model), [_MICRO_STEPS, _RNG]
         kind = None
@@ -85,8 +90,8 @@ class _Reader:
             "optimizer": "none" if not first.optimizer else kind or "unknown",
         }  # fmt: skip
         return Source(
-            f"{what}, {mode}", self._world_size, state["counters"]["global_steps"], self._aliases, state, client_state,
-            description, tuple(missing), self.rank,
+            folder.path, f"{what}, {mode}", self._world_size, state["counters"]["global_steps"], self._aliases, state,
+            client_state, description, tuple(missing), self.rank,
         )  # fmt: skip
 
     def rank(self, rank: int) -> RankPart:
@@ -97,13 +102,15 @@ class _Reader:
             raise FormatError(f"the files of ranks {rank} and 0 are of different steps: {steps}", file=folder.path)
         group = RankGroup(None, rank, tuple(range(self._world_size)))
         zero = self._zero if rank == 0 or self._zero is None else folder.zero(files, rank)
-        found = list(self._held(files, zero, group))
-        tree, bound = self._optimizer(found, self._groups(zero))
-        fragments = list(self._of_flats(found))
-        fragments += self._frozen(model, group, {name for one in found for name in one.flat.names})
-        fragments += self._own_buffers(model, rank)
+        with values_of(folder.optimizer_path(rank)):
+            found = list(self._held(files, zero, group))
+            tree, bound = self._optimizer(found, self._groups(zero))
+            fragments = list(self._of_flats(found))
+        with values_of(folder.model_path(rank)):
+            fragments += self._frozen(model, group, {name for one in found for name in one.flat.names})
+            fragments += self._own_buffers(model, rank)
+            own = self._client_state(model)
         rank_state: dict[str, Any] = {"optimizer": bound} if bound else {}
-        own = self._client_state(model)
         if rank and folder.partitions_weights and fingerprint(own) != fingerprint(self._client_state(self._model)):
             rank_state[names.CLIENT_STATE] = own
         return RankPart(fragments, rank_state, tree, files.place)
@@ -119,14 +126,13 @@ class _Reader:
             step = inner["state"].get(0, {}).get("step") if isinstance(inner, dict) else None
             yield from held.universal(folder, files, groups, shapes, group, step)
         elif zero is not None:
-            file = f"{folder.path}: rank {rank}"
             if self._stage == 3:
-                yield from held.stage_3(zero, self._shapes, group, file, folder)
+                yield from held.stage_3(zero, self._shapes, group, folder)
             else:
-                yield from held.stages_1_and_2(zero, self._shapes, rank, file, offload=self._offloads("optimizer"))
+                yield from held.stages_1_and_2(zero, self._shapes, rank, offload=self._offloads("optimizer"))
         elif model.get("optimizer") is not None:
             weights = {name: self._module[name] for name in self._parameters}
-            yield from held.stage_0(of_type(model, "optimizer", dict, folder.path), weights, group, folder.path)
+            yield from held.stage_0(of_type(model, "optimizer", dict), weights, group)
 
     def _optimizer(
         self, found: list[held.Held], groups: list[dict[str, Any]] | None
@@ -187,29 +193,28 @@ class _Reader:
                     yield Fragment(BUFFER, name, tuple(buffer.shape), dtype, 0, data.numel(), copy=rank, data=data)
 
     def _counters(self) -> dict[str, int]:
-        model, path = self._model, self._folder.path
-        counted = {key: of_type(model, key, int, path) for key in ("global_steps", "global_samples", "skipped_steps")}
-        return {**counted, "micro_steps": 0}
+        keys = ("global_steps", "global_samples", "skipped_steps")
+        return {**{key: of_type(self._model, key, int) for key in keys}, "micro_steps": 0}
 
     def _setup(self) -> Setup:
         """Returns what ``setup_of`` returns for a live engine, taken from the configuration that was saved."""
-        config, model, path = self._config, self._model, self._folder.path
+        config, model = self._config, self._model
         zero = config.get("zero_optimization")
         zero = zero if isinstance(zero, dict) else {}
         dtypes = {name: str(self._module[name].dtype).removeprefix("torch.") for name in self._parameters}
-        dtype = next((one for one in dtypes.values() if one in _DTYPES.values()), "float32")
+        dtype = next((one for one in dtypes.values() if one in DTYPES.values()), "float32")
         accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
         saved, weights = model.get("optimizer"), {name: self._module[name] for name in self._parameters}
         whole = isinstance(saved, dict) and "optimizer_state_dict" not in saved
         return Setup(
-            stage=self._stage, dtype=dtype, grad_accum_dtype=_DTYPES.get(str(accumulated), dtype),
+            stage=self._stage, dtype=dtype, grad_accum_dtype=DTYPES.get(str(accumulated), dtype),
             gradient_clipping=float(config.get("gradient_clipping", 1.0)),  # DeepSpeed's own default
             sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
             round_robin_gradients=bool(zero.get("round_robin_gradients", False)),
             parameter_alignment=bool(zero.get("parameter_alignment", False)),
             cpu_offload=self._offloads("optimizer") and zero["offload_optimizer"]["device"] == "cpu",
             other_dtypes={name: one for name, one in dtypes.items() if one != dtype},
-            groups=held.groups_without_masters(saved, weights, path) if saved and whole else None,
+            groups=held.groups_without_masters(saved, weights) if saved and whole else None,
         )  # fmt: skip
 
     def _scheduler(self) -> dict[str, Any] | None:
@@ -224,7 +229,7 @@ class _Reader:
         if not any(weight.dtype == torch.float16 for weight in weights):
             return None
         if self._zero is None and not self._folder.universal:
-            saved = of_type(self._model, "optimizer", dict, self._folder.path)
+            saved = of_type(self._model, "optimizer", dict)
             known = {
                 key: value for key, value in saved.items() if isinstance(value, scaler.PLAIN) and key != "clip_grad"
             }
@@ -267,7 +272,7 @@ class _Reader:
 
     @cached_property
     def _shapes(self) -> held.Shapes:
-        found = of_type(self._model, "param_shapes", list, self._folder.path)
+        found = of_type(self._model, "param_shapes", list)
         return [{_plain_name(name): tuple(shape) for name, shape in one.items()} for one in found]
 
     @cached_property
@@ -295,7 +300,7 @@ class _Reader:
     def _universal(self) -> Mapping[str, Any]:
         found = self._folder.universal_file(self._files, "optimizer_state.pt")
         if not isinstance(found, dict):
-            raise FormatError("its file zero/optimizer_state.pt is missing", file=self._folder.path)
+            raise FormatError("its file zero/optimizer_state.pt is missing, or is none", file=self._folder.path)
         return found
 
     @cached_property
@@ -317,7 +322,7 @@ class _Reader:
         else:
             saved = self._model.get("optimizer")
             saved = None if saved is None else saved.get("optimizer_state_dict", saved)
-        return None if saved is None else list(of_type(saved, "param_groups", list, self._folder.path))
+        return None if saved is None else list(of_type(saved, "param_groups", list))
 
     def _optimizer_class(self, groups: list[dict[str, Any]]) -> tuple[str | None, str | None]:
         """Returns the class of the optimizer and that of the optimizer inside Muon, which DeepSpeed chooses by its
@@ -346,7 +351,7 @@ class _Reader:
         return isinstance(settings, dict) and settings.get("device") in ("cpu", "nvme")
 
     def _refuse_unsupported(self) -> None:
-        model, path = self._model, self._folder.path
+        model = self._model
         found = [
             f"model parallelism ({model.get('mp_world_size')} ranks)" if model.get("mp_world_size", 1) != 1 else "",
             "pipeline parallelism" if not isinstance(model["module"], dict) else "",
@@ -356,7 +361,7 @@ class _Reader:
         ]
         if any(found):
             raise UnsupportedError(
-                f"{path} was written by a run with {', '.join(filter(None, found))}, which zckpt does not support"
+                f"it was written by a run with {', '.join(filter(None, found))}, which zckpt does not support"
             )
 
 

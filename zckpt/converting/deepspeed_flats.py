@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zckpt.engines.deepspeed.flats import Flat, Slot
+from zckpt.engines.deepspeed.flats import Flat, consecutive, cut_each, cut_together, momentum_of_muon, partition_numel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,9 +73,9 @@ def flats(
     whether stage 0 has one flat tensor for each group."""
     if setup.stage == 3:
         return [
-            _sub_group(number, names, shapes, ranks, rank)
+            Flat(number, cut_each(own, rank, ranks), torch.empty(_numel(own, ranks), device="meta"))
             for number, group in enumerate(groups)
-            for names in _sub_groups(group, shapes, setup, ranks)
+            for own in _sub_groups([(name, shapes[name]) for name in group], setup.sub_group_size, ranks)
         ]
     if setup.stage in (1, 2):
         return [
@@ -85,65 +85,40 @@ def flats(
     found = []
     for number, group in enumerate(groups):
         for names in [group] if flattened else [[name] for name in group]:
-            slots, at = [], 0
-            for name in names:
-                numel = math.prod(shapes[name])
-                slots.append(Slot(name, shapes[name], 0, numel, at))
-                at += numel
-            if names:
-                shape = (at,) if flattened else shapes[names[0]]
-                found.append(Flat(number, tuple(slots), torch.empty(shape, device="meta"), whole=len(names) == 1))
+            own = [shapes[name] for name in names]
+            slots = cut_together(zip(names, own, consecutive(own), strict=True), 0, sum(map(math.prod, own)))
+            if slots:
+                shape = (sum(map(math.prod, own)),) if flattened else own[0]
+                found.append(Flat(number, slots, torch.empty(shape, device="meta"), whole=len(names) == 1))
     return found
 
 
-def partition(name: str, shape: Shape, ranks: int, rank: int, at: int = 0) -> tuple[Slot, int]:
-    """Stage 3: returns the elements of a parameter that a rank has, which begin at element ``at`` of its flat tensor,
-    and the number of elements of the rank's partition, padding included."""
-    numel = math.prod(shape)
-    length = -(-numel // ranks)
-    start = min(rank * length, numel)
-    return Slot(name, shape, start, min(start + length, numel), at), length
+def _numel(named: Sequence[tuple[str, Shape]], ranks: int) -> int:
+    """The elements that each rank has of parameters that are cut on their own."""
+    return sum(partition_numel(shape, ranks) for _, shape in named)
 
 
-def _sub_groups(names: Sequence[str], shapes: Mapping[str, Shape], setup: Setup, ranks: int) -> list[list[str]]:
-    """Returns the sub-groups of a param group, as DeepSpeed's ``_create_fp16_sub_groups`` makes them."""
-    lengths = {name: -(-math.prod(shapes[name]) // ranks) for name in names}
-    if setup.sub_group_size >= sum(lengths.values()):
-        return [list(names)] if names else []
-    found: list[list[str]] = [[]]
-    length = 0
-    for name in names:
-        if length >= setup.sub_group_size:
+def _sub_groups(named: Sequence[tuple[str, Shape]], numel_max: int, ranks: int) -> list[Sequence[tuple[str, Shape]]]:
+    """Returns the sub-groups of a param group, as DeepSpeed's ``_create_fp16_sub_groups`` makes them. A sub-group is
+    full once a rank has ``numel_max`` elements of it or more."""
+    if not named or numel_max >= _numel(named, ranks):
+        return [named] if named else []
+    found: list[list[tuple[str, Shape]]] = [[]]
+    numel = 0
+    for one in named:
+        if numel >= numel_max:
             found.append([])
-            length = 0
-        found[-1].append(name)
-        length += lengths[name]
-    return found
-
-
-def _sub_group(number: int, names: Sequence[str], shapes: Mapping[str, Shape], ranks: int, rank: int) -> Flat:
-    slots, at = [], 0
-    for name in names:
-        slot, length = partition(name, shapes[name], ranks, rank, at)
-        slots.append(slot)
-        at += length
-    return Flat(number, tuple(slots), torch.empty(at, device="meta"))
+            numel = 0
+        found[-1].append(one)
+        numel += partition_numel(one[1], ranks)
+    return [*found]
 
 
 def _partition(
     number: int, names: Sequence[str], shapes: Mapping[str, Shape], setup: Setup, ranks: int, rank: int, by_muon: bool
 ) -> Flat:
-    offsets, _, numel = offsets_of([shapes[name] for name in names], setup)
+    own = [shapes[name] for name in names]
+    offsets, _, numel = offsets_of(own, setup)
     length = -(-numel // (START_ALIGNMENT * ranks)) * START_ALIGNMENT
-    begin, end = rank * length, (rank + 1) * length
-    slots, whole, wider_at = [], [], 0
-    for name, offset in zip(names, offsets, strict=True):
-        own = math.prod(shapes[name])
-        start = min(max(begin - offset, 0), own)
-        stop = max(min(end - offset, own), start)
-        slots.append(Slot(name, shapes[name], start, stop, offset + start - begin if start < stop else 0))
-        if by_muon and start < stop:
-            whole.append(Slot(name, shapes[name], 0, own, wider_at))
-            wider_at += own
-    wider = {"momentum_buffer": tuple(whole)} if whole else {}
-    return Flat(number, tuple(slots), torch.empty(length, device="meta"), wider=wider)
+    slots = cut_together(zip(names, own, offsets, strict=True), rank, length)
+    return Flat(number, slots, torch.empty(length, device="meta"), wider=momentum_of_muon(slots) if by_muon else {})

@@ -78,9 +78,19 @@ class DeepSpeedFolder:
                     "of two checkpoints", file=self.path,
                 )  # fmt: skip
 
+    def model_path(self, rank: int) -> str:
+        """The file of model states that says something to ``rank``."""
+        return self._models[rank if self.partitions_weights else None]
+
+    def optimizer_path(self, rank: int) -> str:
+        """The file that has the optimizer states of ``rank``, or their folder."""
+        if self.universal:
+            return os.path.join(self.path, "zero")
+        return self._optimizers[rank] if self._optimizers else self.model_path(rank)
+
     def model(self, files: TorchFiles, rank: int) -> dict[str, Any]:
         """Returns the model states of ``rank``; below stage 3 they are the same for all ranks."""
-        path = self._models[rank if self.partitions_weights else None]
+        path = self.model_path(rank)
         state = files.load(path)
         if not isinstance(state, dict) or "module" not in state or type(state.get("global_steps")) is not int:
             raise FormatError("this is not a file of model states of DeepSpeed", file=path)
@@ -108,10 +118,10 @@ class DeepSpeedFolder:
         return files.load(path) if os.path.exists(path) else None
 
 
-def of_type(tree: Any, key: str, kind: type | tuple[type, ...], file: str) -> Any:
+def of_type(tree: Any, key: str, kind: type) -> Any:
     """Returns the value of ``key``. Raises FormatError unless it is a ``kind``."""
     if not isinstance(tree, Mapping) or not isinstance(tree.get(key), kind):
-        raise FormatError(f"{key} is missing, or is not what DeepSpeed puts there", file=file)
+        raise FormatError(f"{key} is missing, or is not what DeepSpeed puts there")
     return tree[key]
 
 

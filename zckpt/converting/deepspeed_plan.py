@@ -1,7 +1,7 @@
 """Plans the files of a folder in DeepSpeed's own format from a checkpoint, for any stage and world size, as trees.
 
 The functions of deepspeed_flats.py say where DeepSpeed keeps each parameter. The scalars of each flat tensor are looked
-up as in a restore. The trees have a ``View`` (torch_file.py) where DeepSpeed's trees have a tensor.
+up as in a restore. The trees have a ``View`` (exporting/torch_file.py) where DeepSpeed's trees have a tensor.
 """
 
 from __future__ import annotations
@@ -15,28 +15,34 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.converting.deepspeed_flats import flats, natural_order, offsets_of, partition, round_robin
+from zckpt.converting.deepspeed_flats import flats, natural_order, offsets_of, round_robin
 from zckpt.converting.deepspeed_folder import STOCK
-from zckpt.converting.torch_file import Instance, Source, Storage, TorchFile, View
-from zckpt.engines.deepspeed import optimizer
+from zckpt.engines.deepspeed import optimizer, scaler
+from zckpt.engines.deepspeed.flats import cut_alone, partition_numel
 from zckpt.engines.deepspeed.restoring import counters_of, subtree
-from zckpt.engines.deepspeed.setup import Setup
+from zckpt.engines.deepspeed.setup import DTYPES, Setup
 from zckpt.errors import MismatchError, UnsupportedError, first_few
+from zckpt.exporting.plan import Run
+from zckpt.exporting.torch_file import Instance, Storage, View, torch_file
 from zckpt.format import names
-from zckpt.state.inventory import BUFFER, MASTER, PARAM
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from zckpt.engines.deepspeed.flats import Flat
+    from zckpt.exporting.plan import OutputFile
     from zckpt.listing.contents import TensorInfo
     from zckpt.reading.checkpoint import Checkpoint
 
 DEEPSPEED_VERSION = "0.19.8"
 """The version of DeepSpeed whose layout is written. The files name it as the version that wrote them."""
 SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-HYSTERESIS = 2
-"""DeepSpeed's default for ``fp16.hysteresis``."""
+DYNAMIC_SCALER = {
+    "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1,
+    "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False, "raise_error_at_min_scale": True,
+}  # fmt: skip
+"""The attributes of ZeRO's dynamic loss scaler, with DeepSpeed's defaults. Without ZeRO, a scaler has some of them."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,12 @@ class FolderPlan:
     """The ZeRO stage of the engines that will load the folder. None means that of the checkpoint's engine."""
     world_size: int | None
     """The number of ranks that will load the folder. None means the number that wrote the checkpoint."""
+
+    def __post_init__(self) -> None:
+        if self.stage not in (None, 0, 1, 2, 3):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}")
+        if self.world_size is not None and self.world_size < 1:
+            raise ValueError(f"world_size must be 1 or more, got {self.world_size!r}")
 
     @cached_property
     def source(self) -> Setup:
@@ -66,29 +78,36 @@ class FolderPlan:
     @cached_property
     def setup(self) -> Setup:
         """The settings of the engines that will load the folder."""
-        stage = self.source.stage if self.stage is None else self.stage
-        if stage not in range(4):
-            raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
-        return replace(self.source, stage=stage)
+        return self.source if self.stage is None else replace(self.source, stage=self.stage)
 
     @cached_property
     def ranks(self) -> int:
         """The number of ranks that will load the folder."""
-        ranks = self.checkpoint.world_size if self.world_size is None else self.world_size
-        if ranks < 1:
-            raise ValueError(f"world_size must be 1 or more, got {ranks!r}")
-        return ranks
+        return self.world_size or self.checkpoint.world_size
 
-    def files(self) -> Iterator[tuple[str, TorchFile]]:
-        """Yields the name and the plan of each file. A file is planned when it is asked for."""
+    def files(self) -> Iterator[OutputFile]:
+        """Yields the plan of each file, which is made of the tensors ``infos``. A file is planned when it is asked
+        for."""
         setup = self.setup
         for rank in range(self.ranks if setup.stage == 3 else 1):
             prefix = f"zero_pp_rank_{rank}_" if setup.stage == 3 else ""
-            yield f"{prefix}mp_rank_00_model_states.pt", TorchFile.of(self._model_states(rank))
+            yield torch_file(f"{prefix}mp_rank_00_model_states.pt", self._model_states(rank))
         prefix = "bf16_" if setup.dtype == "bfloat16" else ""
         for rank in range(self.ranks if setup.stage else 0):
-            file = TorchFile.of(self._optim_states(rank))
-            yield f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", file
+            yield torch_file(f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", self._optim_states(rank))
+
+    @cached_property
+    def infos(self) -> dict[str, TensorInfo]:
+        """All tensors by key, and the copies of buffers that ranks have of their own, by a name that is no key."""
+        return {**self.checkpoint, **{name: self.checkpoint[_key_of(name)] for name in self.copies}}
+
+    @cached_property
+    def copies(self) -> dict[str, int]:
+        """The number of each of these copies."""
+        if not self._same_ranks:
+            return {}
+        infos = [info for info in self.checkpoint.values() if info.part == BUFFER]
+        return {_copy(info.key, piece.rank): piece.copy for info in infos for piece in info.pieces if piece.copy}
 
     def missing(self) -> tuple[str, ...]:
         """Returns what the folder lacks, a phrase for each thing."""
@@ -101,6 +120,11 @@ class FolderPlan:
                 "the running products that DeepSpeed's Adam for the CPU keeps in C++: DeepSpeed computes them again, "
                 "so its updates on the CPU may differ in the last bit from those of a run that never stopped"
             )
+        if any(TIERS[file.tier] == "nvme" for file in checkpoint.manifest.files):
+            found.append(
+                "the offload to NVMe: DeepSpeed loads no such engine right; load the folder with the optimizer on the "
+                "device or in CPU memory"
+            )
         local = [key for key, info in checkpoint.items() if info.part == BUFFER and len(_copies(info)) > 1]
         if local and (setup.stage < 3 or not self._same_ranks):
             found.append(f"the values that ranks other than 0 have of {first_few(local, 3)}")
@@ -109,10 +133,8 @@ class FolderPlan:
         reserved = sorted(STOCK.intersection(map(str, self._client_state(0))))
         if reserved:
             found.append(f"the entries {', '.join(reserved)} of client_state: DeepSpeed uses these keys itself")
-        if self._hysteresis_is_assumed:
-            found.append(
-                f"the hysteresis of the loss scaler, which only ZeRO has: it gets DeepSpeed's default, {HYSTERESIS}"
-            )
+        if self._assumed_of_scaler:
+            found.append(f"{', '.join(self._assumed_of_scaler)} of the loss scaler: they get DeepSpeed's defaults")
         return tuple(found)
 
     # Trees
@@ -137,9 +159,24 @@ class FolderPlan:
             "dp_world_size": self.ranks,
             "mp_world_size": 1,
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-            "ds_config": {},
+            "ds_config": self._config(),
             "ds_version": DEEPSPEED_VERSION,
             **{key: value for key, value in self._client_state(rank).items() if key not in STOCK},
+        }
+
+    def _config(self) -> dict[str, Any]:
+        """The settings on which the files depend, for who reads them. DeepSpeed has its own."""
+        setup = self.setup
+        return {
+            "zero_optimization": {
+                "stage": setup.stage,
+                "sub_group_size": setup.sub_group_size,
+                "round_robin_gradients": setup.round_robin_gradients,
+                "parameter_alignment": setup.parameter_alignment,
+                **({"offload_optimizer": {"device": "cpu"}} if setup.cpu_offload else {}),
+            },
+            "gradient_clipping": setup.gradient_clipping,
+            "data_types": {"grad_accum_dtype": next(k for k, v in DTYPES.items() if v == setup.grad_accum_dtype)},
         }
 
     def _optim_states(self, rank: int) -> dict[str, Any]:
@@ -171,7 +208,7 @@ class FolderPlan:
                 "ds_version": DEEPSPEED_VERSION,
                 "param_slice_mappings": [self._slices(flat) for flat in flats],
             }
-        return {"optimizer_state_dict": state, "ds_config": {}, "ds_version": DEEPSPEED_VERSION}
+        return {"optimizer_state_dict": state, "ds_config": self._config(), "ds_version": DEEPSPEED_VERSION}
 
     def _stage_0(self) -> dict[str, Any]:
         """Returns the state of the optimizer and that of its wrapper, if there is one."""
@@ -241,7 +278,8 @@ class FolderPlan:
         found = {name: self._weight(part, name) for name, part in weights.items()}
         for name in self._named(BUFFER):
             info = self.checkpoint[f"{BUFFER}/{name}"]
-            found[name] = _whole(info.key, info.dtype, info.shape, rank if self._same_ranks else None)
+            own = _copy(info.key, rank)
+            found[name] = _whole(own if own in self.copies else info.key, info.dtype, info.shape)
         yield from found.items()
         for alias, name in self.checkpoint.aliases.items():
             if name in found:
@@ -263,8 +301,8 @@ class FolderPlan:
             if self.setup.stage == 2:
                 yield name, _whole(info.key, info.dtype, info.shape)
                 continue
-            slot, length = partition(name, info.shape, self.ranks, rank)
-            yield name, View(Storage(info.dtype, length, (Source(info.key, slot.start, slot.stop, 0),)), (length,))
+            slot, numel = cut_alone(name, info.shape, rank, self.ranks), partition_numel(info.shape, self.ranks)
+            yield name, View(Storage(info.dtype, numel, {0: Run(info.key, slot.start, slot.stop)}), (numel,))
 
     def _param_shapes(self) -> list[OrderedDict[str, torch.Size]]:
         """Returns for each flat tensor the shapes of its parameters, in the order in which they lie in it."""
@@ -282,16 +320,15 @@ class FolderPlan:
         """Returns the master weights of a flat tensor, or one of its moments. Raises MismatchError if the checkpoint
         does not have all of it."""
         shape = tuple(flat.master.shape) if part == MASTER else flat.moment_shape(part)
-        sources, dtypes = [], set()
+        runs, dtypes = {}, set()
         for slot in flat.wider.get(part, flat.slots):
             key = f"{part}/{slot.name}"
             if key not in self.checkpoint:
                 raise MismatchError("the checkpoint does not have all of the optimizer's state", key=key)
             dtypes.add(self.checkpoint[key].dtype)
             if slot.start < slot.stop:
-                sources.append(Source(key, slot.start, slot.stop, slot.offset))
-        dtype = next(iter(dtypes), torch.float32)
-        return Storage(dtype, math.prod(shape), tuple(sources))
+                runs[slot.offset] = Run(key, slot.start, slot.stop)
+        return Storage(next(iter(dtypes), torch.float32), math.prod(shape), runs)
 
     # The loss scaler
 
@@ -306,37 +343,30 @@ class FolderPlan:
         }
 
     def _stage_0_scaler(self) -> dict[str, Any]:
-        values = self._scaler_values
+        values, saved = self._scaler_values, self._engine.get("scaler")
         found = {"dynamic_loss_scale": values["dynamic"], "cur_scale": values["cur_scale"]}
-        found["cur_iter"] = values.get("cur_iter", 0)
+        found["cur_iter"] = 0 if saved is None else scaler.values_in_zero(saved).get("cur_iter", 0)
         if values["dynamic"]:
             found |= {key: values[key] for key in ("last_overflow_iter", "scale_factor", "scale_window")}
         return found
 
     @cached_property
     def _scaler_values(self) -> dict[str, Any]:
-        """The attributes of ZeRO's loss scaler. Without ZeRO, DeepSpeed calls some of them otherwise."""
+        """The attributes of ZeRO's loss scaler."""
         saved = self._engine.get("scaler")
-        if saved is None:  # Nothing is scaled in bf16 and fp32.
-            return {"cur_scale": 1.0, "dynamic": False}
-        values = dict(subtree(saved, "values"))
-        if "dynamic" not in values:
-            values = {
-                **{key: values.get(key) for key in ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor")},
-                "scale_window": values.get("scale_window"),
-                "min_scale": values.get("min_loss_scale"),
-                "dynamic": bool(values.get("dynamic_loss_scale")),
-                "delayed_shift": HYSTERESIS,
-                "cur_hysteresis": HYSTERESIS,
-                "consecutive_hysteresis": False,
-                "raise_error_at_min_scale": True,
-            }
-        return {**values, "dtype": torch.float16} if values["dynamic"] else values
+        values = {} if saved is None else scaler.values_in_zero(saved)  # Nothing is scaled in bf16 and fp32.
+        found = {"cur_scale": values.get("cur_scale", 1.0), "dynamic": bool(values.get("dynamic"))}
+        if found["dynamic"]:
+            found |= {name: values.get(name, default) for name, default in DYNAMIC_SCALER.items()}
+            found["dtype"] = torch.float16
+        return found
 
     @property
-    def _hysteresis_is_assumed(self) -> bool:
-        saved = self._engine.get("scaler")
-        return saved is not None and "dynamic" not in saved["values"] and self.setup.stage > 0
+    def _assumed_of_scaler(self) -> list[str]:
+        """The attributes of ZeRO's loss scaler that the checkpoint does not have."""
+        if not self.setup.stage or not self._scaler_values["dynamic"]:
+            return []
+        return sorted(DYNAMIC_SCALER.keys() - scaler.values_in_zero(self._engine["scaler"]).keys())
 
     # What the checkpoint has
 
@@ -417,9 +447,18 @@ class FolderPlan:
         return flats(self._groups, self._shapes, self.setup, self.ranks, rank, muon=muon, flattened=flattened)
 
 
-def _whole(key: str, dtype: torch.dtype, shape: tuple[int, ...], rank: int | None = None) -> View:
+def _whole(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
     numel = math.prod(shape)
-    return View(Storage(dtype, numel, (Source(key, 0, numel, 0, rank),)), shape)
+    return View(Storage(dtype, numel, {0: Run(name, 0, numel)}), shape)
+
+
+def _copy(key: str, rank: int) -> str:
+    """The name of a rank's own copy of a tensor. No key has a line break."""
+    return f"{key}\n{rank}"
+
+
+def _key_of(name: str) -> str:
+    return name.partition("\n")[0]
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Size]]:

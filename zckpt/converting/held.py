@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,16 @@ import torch
 
 from zckpt.converting import unnamed
 from zckpt.converting.deepspeed_folder import of_type
-from zckpt.engines.deepspeed.flats import Flat, Slot, cut_alone, cut_together, moments
+from zckpt.engines.deepspeed.flats import (
+    Flat,
+    Slot,
+    consecutive,
+    cut_each,
+    cut_together,
+    moments,
+    momentum_of_muon,
+    partition_numel,
+)
 from zckpt.engines.deepspeed.replicas import share
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError
 from zckpt.state.inventory import MASTER, FileSpan
@@ -54,78 +63,67 @@ class Held:
         return found.dtype
 
 
-def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, file: str, *, offload: bool) -> Iterator[Held]:
+def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, *, offload: bool) -> Iterator[Held]:
     """Yields the flat tensors of one rank of stage 1 or 2. Each param group has one, which holds this rank's partition
     of all its parameters."""
     if isinstance(zero.get("base_optimizer_state"), list):
-        raise UnsupportedError(
-            f"{file} was saved with zero_optimization.elastic_checkpoint, which saves no param groups"
-        )
-    saved, groups = _saved(zero, "base_optimizer_state", file)
-    masters = of_type(zero, "single_partition_of_fp32_groups", list, file)
-    paddings = of_type(zero, "group_paddings", list, file)
+        raise UnsupportedError("it was saved with zero_optimization.elastic_checkpoint, which saves no param groups")
+    saved, groups = _saved(zero, "base_optimizer_state")
+    masters = of_type(zero, "single_partition_of_fp32_groups", list)
+    paddings = of_type(zero, "group_paddings", list)
     between = zero.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
     padded = "zero_stage" not in zero  # BF16_Optimizer saves the padding too
     used = [(number, group) for number, group in enumerate(groups) if group["params"]]
     if not len(used) == len(masters) == len(shapes) == len(paddings) == len(between):
-        raise FormatError("its param groups, weights and shapes are not those of one optimizer", file=file)
+        raise FormatError("its param groups, weights and shapes are not those of one optimizer")
     for (number, group), master, own, padding, gaps in zip(used, masters, shapes, paddings, between, strict=True):
         length = master.numel() + (0 if padded else padding)
         sizes = [math.prod(shape) + gap for shape, gap in zip(own.values(), gaps, strict=True)]
         offsets = accumulate(sizes, initial=0)
         slots = cut_together(zip(own, own.values(), offsets, strict=False), rank, length)
         if any(slot.offset + slot.stop - slot.start > master.numel() for slot in slots):
-            raise FormatError(f"the weights of param group {number} are too short for its parameters", file=file)
-        whole = [replace(slot, start=0, stop=math.prod(slot.shape)) for slot in slots if slot.start < slot.stop]
-        starts = accumulate((slot.stop for slot in whole), initial=0)
-        wider = tuple(replace(slot, offset=start) for slot, start in zip(whole, starts, strict=False))
+            raise FormatError(f"the weights of param group {number} are too short for its parameters")
         by_muon = group.get("use_muon") and not offload
-        flat = Flat(
-            number, slots, _key((length,), master), wider={"momentum_buffer": wider} if by_muon and wider else {}
-        )
+        flat = Flat(number, slots, _key((length,), master), wider=momentum_of_muon(slots) if by_muon else {})
         yield Held(flat, saved.get(group["params"][0], {}), master)
 
 
-def stage_3(
-    zero: Mapping[str, Any], shapes: Shapes, group: RankGroup, file: str, folder: DeepSpeedFolder
-) -> Iterator[Held]:
+def stage_3(zero: Mapping[str, Any], shapes: Shapes, group: RankGroup, folder: DeepSpeedFolder) -> Iterator[Held]:
     """Yields the flat tensors of one rank of stage 3. Each sub-group has one, which holds this rank's partitions of its
     parameters."""
-    saved, groups = _saved(zero, "optimizer_state_dict", file)
-    masters = of_type(zero, "fp32_flat_groups", list, file)
+    saved, groups = _saved(zero, "optimizer_state_dict")
+    masters = of_type(zero, "fp32_flat_groups", list)
     used = [(number, index) for number, one in enumerate(groups) for index in one["params"]]
     if not len(used) == len(masters) == len(shapes):
-        raise FormatError("its param groups, weights and shapes are not those of one optimizer", file=file)
+        raise FormatError("its param groups, weights and shapes are not those of one optimizer")
     for index, ((number, at), own, master) in enumerate(zip(used, shapes, masters, strict=True)):
-        slots, state = _sub_group(own, group), saved.get(at, {})
-        numel = sum(-(-math.prod(shape) // group.size) for shape in own.values())
+        slots, state = cut_each(own.items(), group.rank, group.size), saved.get(at, {})
+        numel = sum(partition_numel(shape, group.size) for shape in own.values())
         if numel and not master.numel():
             files = _swapped(index, master, state, numel, folder, group.rank)
             yield Held(Flat(number, slots, _key((0,), master), files), state, master)
         elif master.numel() == numel:
             yield Held(Flat(number, slots, _key(master.shape, master)), state, master)
         else:
-            raise FormatError(f"the weights of sub-group {index} have the wrong length", file=file)
+            raise FormatError(f"the weights of sub-group {index} have the wrong length")
 
 
-def stage_0(
-    saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], group: RankGroup, file: str
-) -> Iterator[Held]:
+def stage_0(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], group: RankGroup) -> Iterator[Held]:
     """Yields the flat tensors of stage 0. With flat master weights each param group has one. In fp32, and where each
     parameter has its own master weight, each parameter has one. ``module``: the weights by their names."""
     whole = {name: weight for name, weight in module.items() if weight.numel()}
-    states, groups = _saved(saved, "optimizer_state_dict" if "optimizer_state_dict" in saved else None, file)
+    states, groups = _saved(saved, "optimizer_state_dict" if "optimizer_state_dict" in saved else None)
     if "fp32_groups_flat" in saved:
-        masters = of_type(saved, "fp32_groups_flat", list, file)
+        masters = of_type(saved, "fp32_groups_flat", list)
         used = [(number, one["params"][0]) for number, one in enumerate(groups) if one["params"]]
         for (number, index), master, names in zip(used, masters, unnamed.named_by_value(masters, whole), strict=True):
-            offsets = accumulate((whole[name].numel() for name in names), initial=0)
-            slots = [_shared(name, whole[name], group, at) for name, at in zip(names, offsets, strict=False)]
+            offsets = consecutive(whole[name].shape for name in names)
+            slots = [_shared(name, whole[name], group, at) for name, at in zip(names, offsets, strict=True)]
             flat = Flat(number, tuple(slots), _key(master.shape, master), whole=len(names) == 1)
             yield Held(flat, states.get(index, {}), master)
         return
     indices = [(number, index) for number, one in enumerate(groups) for index in one["params"]]
-    in_groups = of_type(saved, "fp32_groups", list, file) if "fp32_groups" in saved else None
+    in_groups = of_type(saved, "fp32_groups", list) if "fp32_groups" in saved else None
     known: list[list[tuple[int, ...] | None]]
     if in_groups is not None:
         known = [[tuple(master.shape) for master in one] for one in in_groups]
@@ -143,9 +141,9 @@ def stage_0(
             )
 
 
-def groups_without_masters(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], file: str) -> list[list[str]]:
+def groups_without_masters(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Returns the names of all parameters of each param group, at stage 0 in fp32."""
-    return unnamed.named_by_shape(_shapes_of(*_saved(saved, None, file)), module)
+    return unnamed.named_by_shape(_shapes_of(*_saved(saved, None)), module)
 
 
 def universal(folder: DeepSpeedFolder, files: TorchFiles, groups: Sequence[Mapping[str, Any]], shapes: Shapes,
@@ -180,21 +178,13 @@ def _whole(value: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return value.view(shape)
 
 
-def _saved(tree: Mapping[str, Any], key: str | None, file: str) -> tuple[Mapping[Any, Any], list[dict[str, Any]]]:
+def _saved(tree: Mapping[str, Any], key: str | None) -> tuple[Mapping[Any, Any], list[dict[str, Any]]]:
     """Returns the state and the param groups of the ``state_dict`` of a torch optimizer."""
-    found = tree if key is None else of_type(tree, key, dict, file)
-    groups = of_type(found, "param_groups", list, file)
+    found = tree if key is None else of_type(tree, key, dict)
+    groups = of_type(found, "param_groups", list)
     for group in groups:
-        of_type(group, "params", list, file)
-    return of_type(found, "state", dict, file), groups
-
-
-def _sub_group(shapes: Mapping[str, tuple[int, ...]], group: RankGroup) -> tuple[Slot, ...]:
-    slots, offset = [], 0
-    for name, shape in shapes.items():
-        slots.append(cut_alone(name, shape, group.rank, group.size, offset))
-        offset += -(-math.prod(shape) // group.size)
-    return tuple(slots)
+        of_type(group, "params", list)
+    return of_type(found, "state", dict), groups
 
 
 def _shared(name: str, whole: torch.Tensor, group: RankGroup, offset: int) -> Slot:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.converting.restricted_pickle import TorchFiles
-from zckpt.converting.source import RankPart, Source
+from zckpt.converting.source import RankPart, Source, values_of
 from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few, from_os_error
 from zckpt.format.dtypes import ITEM_BYTES
@@ -56,7 +56,7 @@ def read_hugging_face(path: str) -> Source:
     description = {"framework": f"transformers {_transformers().__version__}", "mode": "weights alone"}
     parts = sorted({one.part for one in found.values()}, reverse=True)
     missing = (f"everything but weights and buffers: begin a run with zckpt.restore(engine, path, parts={parts})",)
-    return Source("Hugging Face model", 1, 0, aliases, {}, {}, description, missing, rank)
+    return Source(path, "Hugging Face model", 1, 0, aliases, {}, {}, description, missing, rank)
 
 
 def _empty_model(path: str) -> Any:
@@ -64,18 +64,26 @@ def _empty_model(path: str) -> Any:
     try:
         with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
             architectures = json.load(file).get("architectures") or [None]
+        kind: Any = getattr(transformers, str(architectures[0]), None)
     except OSError as error:
         raise from_os_error(error, "read", path) from error
-    except (ValueError, AttributeError) as error:
-        raise FormatError("the configuration is not JSON", file=os.path.join(path, "config.json")) from error
-    kind = getattr(transformers, str(architectures[0]), None)
-    if kind is None:
+    except (ValueError, AttributeError, LookupError, TypeError) as error:
+        raise FormatError("the configuration is not that of a model", file=os.path.join(path, "config.json")) from error
+    if not isinstance(kind, type) or not issubclass(kind, torch.nn.Module):
         raise UnsupportedError(
             f"{path} holds a model {architectures[0]!r}, which transformers {transformers.__version__} does not have",
             hint="load the model yourself, make an engine of it, and write that with zckpt.write",
         )
-    with torch.device("meta"):
-        return kind(transformers.AutoConfig.from_pretrained(path, trust_remote_code=False))
+    try:
+        with torch.device("meta"):
+            return kind(transformers.AutoConfig.from_pretrained(path, trust_remote_code=False))
+    except ImportError as error:
+        raise UnsupportedError(f"transformers cannot make this model: {error}", file=path) from error
+    except Exception as error:  # whatever a configuration can make a model do
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise FormatError(
+            f"transformers makes no model of it: {why}", file=os.path.join(path, "config.json")
+        ) from error
 
 
 def _transformers() -> Any:
@@ -94,9 +102,10 @@ def _stored(path: str, files: TorchFiles) -> Iterator[tuple[str, tuple[int, ...]
         for name in _files(path, f"{stem}{suffix}"):
             file = os.path.join(path, name)
             if suffix == ".bin":
-                for key, tensor in files.load(file).items():
-                    dtype = dtype_name(tensor.dtype, key)
-                    yield key, tuple(tensor.shape), dtype, tensor.detach().contiguous().view(-1)
+                with values_of(file):
+                    for key, tensor in files.load(file).items():
+                        dtype = dtype_name(tensor.dtype, key)
+                        yield key, tuple(tensor.shape), dtype, tensor.detach().contiguous().view(-1)
             else:
                 yield from _safetensors(file)
         if os.path.exists(os.path.join(path, f"{stem}{suffix}")) or _index(path, f"{stem}{suffix}"):

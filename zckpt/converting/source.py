@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zckpt.errors import FormatError, ZckptError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
 
@@ -32,6 +35,7 @@ class RankPart(NamedTuple):
 class Source:
     """One training state that was found in a folder."""
 
+    path: str
     found_format: str
     """What the folder is, in words."""
     world_size: int
@@ -51,3 +55,17 @@ class Source:
     rank: Callable[[int], RankPart]
     """Reads what one rank has. It reads it again at each call, so that the memory for all ranks is never needed at
     once."""
+
+
+@contextmanager
+def values_of(file: str) -> Iterator[None]:
+    """A context in which the values of a file are used. Where they are none that could be, it raises FormatError. All
+    errors name the file."""
+    try:
+        yield
+    except ZckptError as error:
+        error.file = error.file or file
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise FormatError(f"it has values that cannot be: {type(error).__name__}: {why}", file=file) from error

@@ -18,33 +18,24 @@ import shutil
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
-import torch
-
 from zckpt.converting.deepspeed_plan import FolderPlan
+from zckpt.converting.source import values_of
 from zckpt.errors import CheckpointExistsError, NoSpaceError, from_os_error
+from zckpt.exporting.checkpoint_source import CheckpointFiller
+from zckpt.exporting.write import write_files
 from zckpt.format import names
 from zckpt.listing.deepspeed_files import deepspeed_files
-from zckpt.plan.reshard import Span
 from zckpt.plan.share import shared_out
 from zckpt.progress import reported
-from zckpt.reading.checkpoint import Want
-from zckpt.storage.files import sync_data
 from zckpt.storage.schemes import open_store
-from zckpt.system import linux
-from zckpt.transfer.budget import MIB
-from zckpt.transfer.memory import fresh_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
-    from zckpt.converting.torch_file import Chunk, TorchFile
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
     from zckpt.reading.checkpoint import Checkpoint
     from zckpt.transfer.budget import Budget
-
-BUFFER_BYTES_MAX = 64 * MIB
-"""The largest number of bytes that are read at once. Larger reads are not faster."""
 
 
 def to_deepspeed(
@@ -77,20 +68,20 @@ def to_deepspeed(
     plan = ranks.together(lambda: FolderPlan(checkpoint, stage, world_size), "plan the folder")
     ranks.first(lambda: _check_place(target, overwrite), "look at the destination")
 
-    def measure() -> tuple[list[int], list[int], tuple[str, ...]]:
-        files = [file for _, file in plan.files()]
-        tensors = [sum(one.nbytes for one in file.storages) for file in files]
-        return [file.nbytes for file in files], tensors, plan.missing()
+    def measure() -> tuple[CheckpointFiller, list[tuple[int, int]], tuple[str, ...]]:
+        with values_of(checkpoint.path):
+            filler = CheckpointFiller(checkpoint, plan.infos, {}, budget or checkpoint.budget, plan.copies)
+            return filler, [(file.nbytes, filler.nbytes([file])) for file in plan.files()], plan.missing()
 
-    file_bytes, tensor_bytes, missing = ranks.together(measure, "plan the folder")
+    filler, sizes, missing = ranks.together(measure, "plan the folder")
+    file_bytes = [nbytes for nbytes, _ in sizes]
     own = [number for number, owner in enumerate(shared_out(file_bytes, ranks.size)) if owner == ranks.rank]
 
     def write() -> None:
-        with reported(progress, "convert", sum(tensor_bytes[number] for number in own)) as advance:
-            writing = _Writing(checkpoint, budget or checkpoint.budget, advance)
-            for number, (name, file) in enumerate(plan.files()):
+        with reported(progress, "convert", sum(sizes[number][1] for number in own)) as filler.advance:
+            for number, file in enumerate(plan.files()):
                 if number in own:
-                    writing.write(os.path.join(directory, name), file)
+                    write_files(open_store(directory), [file], (), filler, filler.budget)
 
     with ExitStack() as made:
         new = _new_directory(target, sum(file_bytes))
@@ -182,43 +173,3 @@ def _missing(path: str) -> list[str]:
         found.append(path)
         path = os.path.dirname(path)
     return found
-
-
-class _Writing:
-    """Writes the files of a folder. Their elements are read from the checkpoint into one buffer, a part at a time."""
-
-    def __init__(self, checkpoint: Checkpoint, budget: Budget, advance: Callable[[int], None]) -> None:
-        self._checkpoint, self._advance = checkpoint, advance
-        # A read into this buffer goes through staging buffers, which take their part of the budget.
-        room = budget.nbytes - budget.threads * budget.batch_bytes(checkpoint.manifest.block_bytes)
-        self._buffer = fresh_tensor([min(max(room, MIB), BUFFER_BYTES_MAX)], torch.uint8, "cpu")
-
-    def write(self, path: str, file: TorchFile) -> None:
-        try:
-            with open(path, "xb") as out:
-                file.write(out, self._buffer, self._fill)
-                out.flush()
-                sync_data(out.fileno())
-                linux.uncache(out.fileno())
-        except OSError as error:
-            raise from_os_error(error, "write", path) from error
-
-    def _fill(self, chunks: Sequence[Chunk]) -> None:
-        wants: dict[int | None, list[Want]] = {}
-        for chunk in chunks:
-            room = self._buffer[chunk.at : chunk.at + chunk.nbytes].view(chunk.storage.dtype)
-            if chunk.storage.values is not None:
-                room.copy_(chunk.storage.values.view(-1)[chunk.start : chunk.stop])
-                continue
-            if sum(source.stop - source.start for source in chunk.storage.sources) < chunk.storage.numel:
-                room.zero_()
-            for source in chunk.storage.sources:
-                first = max(source.at, chunk.start)
-                last = min(source.at + source.stop - source.start, chunk.stop)
-                if first < last:
-                    span = Span(source.start + first - source.at, source.start + last - source.at, 0)
-                    target = room[first - chunk.start : last - chunk.start]
-                    wants.setdefault(source.rank, []).append(Want(self._checkpoint[source.key], [span], target))
-        for rank, own in wants.items():
-            self._checkpoint.read(own, rank=rank)
-        self._advance(sum(chunk.nbytes for chunk in chunks))

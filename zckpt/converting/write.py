@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zckpt.errors import StateError
+from zckpt.converting.source import values_of
+from zckpt.errors import FormatError, StateError
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES
 from zckpt.listing.runs import refuse_place
@@ -61,11 +62,12 @@ def write_source(
     def plan() -> list[bytes]:
         nonlocal own_bytes
         receipts = []
-        for rank in sorted({0, *own}):  # with rank 0 all others are compared
-            shards = planned.shards(rank)
-            if rank in own:
-                receipts.append(catalog.pack(catalog.receipt(rank, shards)))
-                own_bytes += sum(int(one.pieces.nbytes.sum()) for one in shards)
+        with values_of(source.path):
+            for rank in sorted({0, *own}):  # with rank 0 all others are compared
+                shards = planned.shards(rank)
+                if rank in own:
+                    receipts.append(catalog.pack(catalog.receipt(rank, shards)))
+                    own_bytes += sum(int(one.pieces.nbytes.sum()) for one in shards)
         return receipts
 
     def rank_write(rank: int, options: WriteOptions) -> RankWrite:
@@ -77,7 +79,12 @@ def write_source(
 
     def begin() -> None:
         first = rank_write(0, options)
-        first.describe(sorted(map(catalog.unpack, chain(*receipts)), key=lambda one: one.rank))
+        with values_of(source.path):
+            try:
+                first.describe(sorted(map(catalog.unpack, chain(*receipts)), key=lambda one: one.rank))
+            except FormatError as error:
+                error.file = source.path  # The file that it names is never written.
+                raise
         refuse_place(store, store.parent, latest=False)
         begun.append(first)
         first.begin(lock)

@@ -1,4 +1,4 @@
-"""A checkpoint as the source of an export."""
+"""A checkpoint as the source of an export, or of other files that are made of its tensors."""
 
 from __future__ import annotations
 
@@ -28,28 +28,23 @@ READ_BYTES_MIN = 2 << 20
 """The smallest budget, in bytes, of one thread that reads."""
 
 
-class CheckpointSource:
-    """The weights and buffers of a checkpoint. This is a ``Filler``: each thread that calls it reads on its own."""
+class CheckpointFiller:
+    """Tensors of a checkpoint, of which files are made. This is a ``Filler``: each thread that calls it reads on its
+    own."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None, budget: Budget) -> None:
-        """``dtype``: the dtype that floating point tensors, buffers too, are converted to, as ``model.to(dtype)``
-        converts them. None means that they stay as they are stored. Reading takes half of ``budget``. Raises
-        KeyNotFoundError if there are no weights, CastError, and FormatError (F001 to F003) for files that are cut
-        short or missing."""
-        self.infos: Mapping[str, TensorInfo] = checkpoint.weights()
-        if not self.infos:
-            raise KeyNotFoundError(
-                f"the checkpoint has no weights: its parts are {', '.join(checkpoint.parts) or 'none'}",
-                hint="export a checkpoint that was written with the part master or param",
-            )
-        self.aliases = {alias: name for alias, name in checkpoint.aliases.items() if name in self.infos}
-        self.adapters = _adapters(checkpoint)
-        self.sources: dict[str, Source] = {}
-        for name, info in self.infos.items():
-            wanted = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
-            check_cast(info.dtype, wanted, info.key)
-            self.sources[name] = Source(DTYPE_NAMES[wanted], info.shape)
-        checkpoint.contents.check_sizes(self.infos.values())
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        infos: Mapping[str, TensorInfo],
+        sources: Mapping[str, Source],
+        budget: Budget,
+        copies: Mapping[str, int] | None = None,
+    ) -> None:
+        """``infos`` and ``sources``: each tensor by its name, as it is stored and as it is wanted. ``copies``: for some
+        of the tensors, the number of the copy that is read. Reading takes half of ``budget``. Raises FormatError (F001
+        to F003) for files that are cut short or missing."""
+        checkpoint.contents.check_sizes(infos.values())
+        self.infos, self.sources, self._copies = infos, sources, copies or {}
         threads = max(min(budget.threads, budget.nbytes // (2 * READ_BYTES_MIN)), 1)
         self.budget = replace(budget, threads=threads)
         """What ``write_files`` may use. It has no more threads than there is memory for, to read and to write in."""
@@ -60,25 +55,21 @@ class CheckpointSource:
         self.advance: Callable[[int], None] = lambda nbytes: None
         """It is called with the number of bytes that have been read."""
 
-    @contextmanager
-    def own_config(self) -> Iterator[str | None]:
-        """Yields None, because a checkpoint does not hold the configuration of its model."""
-        yield None
-
-    def nbytes(self, files: Iterable[OutputFile], conversions: Iterable[Conversion]) -> int:
+    def nbytes(self, files: Iterable[OutputFile], conversions: Iterable[Conversion] = ()) -> int:
         """Returns how many bytes are read to write ``files``."""
         tensors = [tensor for file in files for tensor in file.tensors.values()]
         made = {tensor.name for tensor in tensors if tensor.runs is None}
         runs = [run for tensor in tensors for run in tensor.runs or ()]
         whole = {name for one in conversions if made.intersection(one.outputs) for name in one.sources}
-        return sum((run.stop - run.start) * self.infos[run.source].dtype.itemsize for run in runs) + sum(
+        return sum((run.stop - run.start) * self.infos[run.source].item_bytes for run in runs) + sum(
             self.infos[name].nbytes for name in whole
         )
 
     def fill(self, targets: Sequence[tuple[str, int, torch.Tensor]]) -> None:
         """Does what ``Filler.fill`` says. Raises FormatError and StorageError."""
         wants = [
-            Want(self.infos[name], [Span(start, start + target.numel(), 0)], target) for name, start, target in targets
+            Want(self.infos[name], [Span(start, start + target.numel(), 0)], target, self._copies.get(name))
+            for name, start, target in targets
         ]
         if wants:
             self._checkpoint.read(wants, advance=self.advance)
@@ -90,9 +81,37 @@ class CheckpointSource:
             self._starts[source] = sorted({piece.start for piece in info.pieces})
         starts = self._starts[source]
         begin = starts[bisect_right(starts, stop) - 1]
-        block = self._checkpoint.manifest.block_bytes // info.dtype.itemsize
+        block = self._checkpoint.manifest.block_bytes // info.item_bytes
         end = begin + (stop - begin) // block * block
         return end if end > start else stop
+
+
+class CheckpointSource(CheckpointFiller):
+    """The weights and buffers of a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None, budget: Budget) -> None:
+        """``dtype``: the dtype that floating point tensors, buffers too, are converted to, as ``model.to(dtype)``
+        converts them. None means that they stay as they are stored. Raises KeyNotFoundError if there are no weights,
+        CastError, and what ``CheckpointFiller`` raises."""
+        infos = checkpoint.weights()
+        if not infos:
+            raise KeyNotFoundError(
+                f"the checkpoint has no weights: its parts are {', '.join(checkpoint.parts) or 'none'}",
+                hint="export a checkpoint that was written with the part master or param",
+            )
+        self.aliases = {alias: name for alias, name in checkpoint.aliases.items() if name in infos}
+        self.adapters = _adapters(checkpoint)
+        sources: dict[str, Source] = {}
+        for name, info in infos.items():
+            wanted = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+            check_cast(info.dtype, wanted, info.key)
+            sources[name] = Source(DTYPE_NAMES[wanted], info.shape)
+        super().__init__(checkpoint, infos, sources, budget)
+
+    @contextmanager
+    def own_config(self) -> Iterator[str | None]:
+        """Yields None, because a checkpoint does not hold the configuration of its model."""
+        yield None
 
 
 def _adapters(checkpoint: Checkpoint) -> dict[str, str]:

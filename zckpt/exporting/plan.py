@@ -273,8 +273,12 @@ def windows(
             yield from take()
             first = stop = begin
         if isinstance(content, bytes):
-            own.append(Slice(begin - first, content))
-            stop = begin + whole
+            for start in range(0, whole, bytes_max):
+                if start:
+                    yield from take()
+                    first = stop
+                own.append(Slice(stop - first, content[start : start + bytes_max]))
+                stop = begin + min(start + bytes_max, whole)
             continue
         item = ITEM_BYTES[content.dtype]
         for source, start, run_stop in content.runs or ():

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zckpt.engines.deepspeed.zero12 import Group, Zero12, consecutive
+from zckpt.engines.deepspeed.flats import consecutive
+from zckpt.engines.deepspeed.zero12 import Group, Zero12
 from zckpt.state.inventory import GRADIENT
 
 if TYPE_CHECKING:

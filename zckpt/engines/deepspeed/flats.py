@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,10 +51,38 @@ def cut_together(named: Iterable[tuple[str, Sequence[int], int]], rank: int, len
 def cut_alone(name: str, shape: Sequence[int], rank: int, ranks: int, offset: int = 0) -> Slot:
     """Returns what rank ``rank`` holds of a parameter that is cut on its own into ``ranks`` partitions of equal length,
     the last of which are padded. ``offset``: the element of the rank's flat at which its partition begins."""
-    numel = math.prod(shape)
-    length = -(-numel // ranks)
+    numel, length = math.prod(shape), partition_numel(shape, ranks)
     start = min(rank * length, numel)
     return Slot(name, tuple(shape), start, min(start + length, numel), offset)
+
+
+def partition_numel(shape: Sequence[int], ranks: int) -> int:
+    """The elements of each partition of a parameter that is cut on its own, padding included."""
+    return -(-math.prod(shape) // ranks)
+
+
+def cut_each(named: Iterable[tuple[str, Sequence[int]]], rank: int, ranks: int) -> tuple[Slot, ...]:
+    """What rank ``rank`` holds of parameters that are each cut on their own: its partitions lie one behind the other.
+    ``named``: their names and shapes."""
+    slots, offset = [], 0
+    for name, shape in named:
+        slots.append(cut_alone(name, shape, rank, ranks, offset))
+        offset += partition_numel(shape, ranks)
+    return tuple(slots)
+
+
+def consecutive(shapes: Iterable[Sequence[int]]) -> list[int]:
+    """Where tensors of these shapes begin when they lie one behind the other."""
+    return list(accumulate(map(math.prod, shapes), initial=0))[:-1]
+
+
+def momentum_of_muon(slots: Iterable[Slot]) -> dict[str, tuple[Slot, ...]]:
+    """``Flat.wider`` of a flat that Muon updates: its momentum has the whole of each parameter of which the flat holds
+    any elements, one behind the other."""
+    held = [slot for slot in slots if slot.start < slot.stop]
+    offsets = consecutive(slot.shape for slot in held)
+    whole = [replace(s, start=0, stop=math.prod(s.shape), offset=at) for s, at in zip(held, offsets, strict=True)]
+    return {"momentum_buffer": tuple(whole)} if whole else {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,9 @@
     {"class": "DynamicLossScaler", "values": {"cur_scale": 65536.0, "cur_iter": 12, ...},
      "wrapper": {"overflow": False, "custom_loss_scaler": False, "external_loss_scale": None}}
 
-A scaler of another class (static instead of dynamic) is a decision of the engine's configuration and stays as it is.
+ZeRO and the wrappers without ZeRO have classes of their own for it. What means the same in both is translated. Whether
+the scale is dynamic is a decision of the engine's configuration: neither is a static one restored from a dynamic one,
+nor the other way round.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from zckpt.errors import FormatError
 WRAPPER = ("overflow", "custom_loss_scaler", "external_loss_scale")
 """What the wrappers keep beside the scaler, if they have it."""
 PLAIN = (bool, int, float, type(None))
+_IN_ZERO = {"dynamic_loss_scale": "dynamic", "min_loss_scale": "min_scale"}
+"""For attributes of the scaler without ZeRO: the name of the same one in ZeRO's scaler, if that is another name."""
 
 
 def capture(wrapper: Any) -> dict[str, Any] | None:
@@ -30,18 +34,23 @@ def capture(wrapper: Any) -> dict[str, Any] | None:
 
 
 def restore(saved: object, wrapper: Any) -> None:
-    """Sets the scaler as it was. ``saved`` None, or of another class of scaler: leaves it alone."""
+    """Sets the scaler as it was. If ``saved`` is None, or one of them is dynamic and the other static, nothing is
+    changed. Hysteresis, which only ZeRO has, begins anew if it was not saved."""
     scaler = _scaler(wrapper)
     if saved is None or scaler is None:
         return
-    tree = _mapping(saved)
-    if tree.get("class") != _kind(scaler):
+    values, here = values_in_zero(saved), {_IN_ZERO.get(name, name): name for name in vars(scaler)}
+    if bool(values.get("dynamic")) != bool(vars(scaler)[here["dynamic"]]):
         return
-    for target, values in ((scaler, _mapping(tree.get("values"))), (wrapper, _mapping(tree.get("wrapper")))):
-        for name, value in values.items():
-            # Only what is a plain value here too: a name alone must not reach into anything else.
-            if name in vars(target) and isinstance(vars(target)[name], PLAIN) and isinstance(value, PLAIN):
-                setattr(target, name, value)
+    if "delayed_shift" in here:
+        values.setdefault("cur_hysteresis", scaler.delayed_shift)
+    _set(scaler, {here[name]: value for name, value in values.items() if name in here})
+    _set(wrapper, _mapping(_mapping(saved).get("wrapper")))
+
+
+def values_in_zero(saved: object) -> dict[str, Any]:
+    """The saved attributes of the scaler, by the names that they have in ZeRO's scaler."""
+    return {_IN_ZERO.get(name, name): value for name, value in _mapping(_mapping(saved).get("values")).items()}
 
 
 def check(saved: object) -> None:
@@ -49,6 +58,13 @@ def check(saved: object) -> None:
     if saved is not None:
         _mapping(_mapping(saved).get("values"))
         _mapping(_mapping(saved).get("wrapper"))
+
+
+def _set(target: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        # Only what is a plain value here too: a name alone must not reach into anything else.
+        if name in vars(target) and isinstance(vars(target)[name], PLAIN) and isinstance(value, PLAIN):
+            setattr(target, name, value)
 
 
 def _scaler(wrapper: Any) -> Any:

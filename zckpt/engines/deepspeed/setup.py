@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     import torch
 
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""torch's names of the dtypes of DeepSpeed's configuration."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -80,6 +83,7 @@ class Setup:
         except (AttributeError, TypeError) as error:
             raise FormatError(f"state: deepspeed is not the settings of an engine: {error}") from error
         sound = all(type(number) is int and number >= 0 for number in whole) and setup.stage <= 3
+        sound = sound and {setup.dtype, setup.grad_accum_dtype} <= set(DTYPES.values())
         named = all(isinstance(name, str) for name in (*dtypes, *(name for group in groups for name in group)))
         if not sound or not named or not isinstance(setup.gradient_clipping, (int, float)):
             raise FormatError("state: deepspeed is not the settings of an engine")

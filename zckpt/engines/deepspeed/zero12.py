@@ -10,19 +10,18 @@ they are set anew after a restore, but never read.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import torch
-
 from zckpt.engines.deepspeed import replicas
-from zckpt.engines.deepspeed.flats import Flat, cut_together, foreign
+from zckpt.engines.deepspeed.flats import Flat, consecutive, cut_together, foreign, momentum_of_muon
 from zckpt.engines.deepspeed.group import ranks_of
 from zckpt.engines.tensors import holdings
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    import torch
 
     from zckpt.engines.deepspeed.group import RankGroup
     from zckpt.state.inventory import Holding
@@ -143,13 +142,8 @@ class Zero12(replicas.Replicated):
             placed = zip(called, group.shapes, group.offsets, strict=True)
             slots = cut_together(placed, rank, group.master.numel())
             by_name = {slot.name: slot for slot in slots}
-            momentum = [by_name[names[id(parameter)]] for parameter in group.muon]
-            sizes = [torch.Size(slot.shape) for slot in momentum]
-            wider = tuple(
-                replace(slot, start=0, stop=size.numel(), offset=offset)
-                for slot, size, offset in zip(momentum, sizes, consecutive(sizes), strict=True)
-            )
-            flats.append(Flat(index, slots, group.master, wider={"momentum_buffer": wider} if wider else {}))
+            momentum = (by_name[names[id(parameter)]] for parameter in group.muon)
+            flats.append(Flat(index, slots, group.master, wider=momentum_of_muon(momentum)))
         return tuple(flats)
 
     @classmethod
@@ -169,12 +163,3 @@ class Zero12(replicas.Replicated):
 def uses_muon(optimizer: Any) -> bool:
     """Whether Muon moves any of the optimizer's param groups."""
     return any(group.get("use_muon") for group in optimizer.param_groups)
-
-
-def consecutive(shapes: Sequence[torch.Size]) -> list[int]:
-    """Where tensors of these shapes begin when they lie one behind the other."""
-    offsets, offset = [], 0
-    for shape in shapes:
-        offsets.append(offset)
-        offset += shape.numel()
-    return offsets

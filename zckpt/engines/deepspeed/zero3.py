@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zckpt.engines.deepspeed.flats import Flat, Slot, cut_alone, foreign, part_of
+from zckpt.engines.deepspeed.flats import Flat, Slot, cut_alone, cut_each, foreign, part_of
 from zckpt.engines.deepspeed.group import ranks_of
 from zckpt.engines.deepspeed.kind import Kind
 from zckpt.engines.deepspeed.nvme import OptimizerFiles, ParameterFiles
@@ -52,7 +52,7 @@ class Partitioned(Kind):
 
     def weight(self, name: str) -> tuple[Slot, torch.Tensor | FileSpan]:
         parameter = self._parameters[name]
-        slot = self._slot(name, 0)
+        slot = self._slot(name)
         data: torch.Tensor | FileSpan | None = ParameterFiles.of(parameter)
         if data is None:
             data = self._in_memory(name)
@@ -78,7 +78,7 @@ class Partitioned(Kind):
 
     @contextmanager
     def weight_in_memory(self, name: str) -> Iterator[torch.Tensor]:
-        slot = self._slot(name, 0)
+        slot = self._slot(name)
         with ParameterFiles.rewrite(self._parameters[name]) as data:
             yield data.narrow(0, 0, slot.stop - slot.start)
 
@@ -93,9 +93,8 @@ class Partitioned(Kind):
         partition: torch.Tensor = self._parameters[name].ds_tensor
         return partition.detach()
 
-    def _slot(self, name: str, offset: int) -> Slot:
-        parameter = self._parameters[name]
-        return cut_alone(name, parameter.ds_shape, self._group.rank, self._group.size, offset)
+    def _slot(self, name: str) -> Slot:
+        return cut_alone(name, self._parameters[name].ds_shape, self._group.rank, self._group.size)
 
 
 class Zero3(Partitioned):
@@ -232,10 +231,7 @@ class Zero3(Partitioned):
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         flats = []
         for index, master in enumerate(wrapper.fp32_partitioned_groups_flat):
-            slots, offset = [], 0
-            for parameter in wrapper.fp16_groups[index]:
-                slots.append(self._slot(names[id(parameter)], offset))
-                offset += parameter.partition_numel()
-            group = wrapper.sub_group_to_group_id[index]
-            flats.append(Flat(group, tuple(slots), master, self._files.of(index)))
+            shapes = ((names[id(parameter)], parameter.ds_shape) for parameter in wrapper.fp16_groups[index])
+            slots = cut_each(shapes, self._group.rank, self._group.size)
+            flats.append(Flat(wrapper.sub_group_to_group_id[index], slots, master, self._files.of(index)))
         return tuple(flats)

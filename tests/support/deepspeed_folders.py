@@ -1,0 +1,106 @@
+"""Small folders in DeepSpeed's own format, made without an engine, to be damaged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL = "mp_rank_00_model_states.pt"
+OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+CONFIG = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {}},
+    "zero_optimization": {
+        "stage": 2, "sub_group_size": 1000, "round_robin_gradients": False, "parameter_alignment": False,
+        "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"},
+    },
+    "gradient_clipping": 1.0,
+    "data_types": {"grad_accum_dtype": "bf16"},
+}  # fmt: skip
+
+
+def model_state(ranks: int = 1, **more: Any) -> dict[str, Any]:
+    """As DeepSpeed saves it at stages 1 and 2."""
+    return {
+        "module": {"weight": torch.ones(4, 2, dtype=torch.bfloat16), "mean": torch.zeros(2)}, "buffer_names": ["mean"],
+        "param_shapes": [{"weight": torch.Size([4, 2])}], "shared_params": {}, "optimizer": None, "lr_scheduler": None,
+        "global_steps": 3, "global_samples": 12, "skipped_steps": 0, "dp_world_size": ranks, "mp_world_size": 1,
+        "ds_config": {}, "ds_version": "0.19.8", **more,
+    }  # fmt: skip
+
+
+def adam(rank: int = 0, length: int = 8, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """The ``state_dict`` of an optimizer with one parameter."""
+    shape = shape or (length,)
+    state = {"step": 3, "exp_avg": torch.full(shape, 1.0 + rank), "exp_avg_sq": torch.full(shape, 2.0)}
+    return {"state": {0: state}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}]}
+
+
+def zero_state(rank: int = 0, ranks: int = 1, **more: Any) -> dict[str, Any]:
+    length = 8 // ranks
+    inner = {
+        "base_optimizer_state": adam(rank, length), "zero_stage": 2,
+        "partition_count": ranks, "single_partition_of_fp32_groups": [torch.arange(length) + 8.0 * rank],
+        "group_paddings": [0], "param_alignment_paddings": [[0]], "loss_scaler": None, "overflow": False, **more,
+    }  # fmt: skip
+    return {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": "0.19.8"}
+
+
+def make_folder(folder: Path, ranks: int = 1, **more: Any) -> Path:
+    folder.mkdir()
+    torch.save(model_state(ranks, **more), folder / MODEL)
+    for rank in range(ranks):
+        torch.save(zero_state(rank, ranks), folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return folder
+
+
+def scaler() -> Any:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    return DynamicLossScaler(
+        init_scale=512.0, scale_window=3, min_scale=1, delayed_shift=2, consecutive_hysteresis=False
+    )
+
+
+def kinds() -> dict[str, dict[str, Any]]:
+    """What is in each file of a folder of one rank, for each kind of folder."""
+    half = {"module": {"weight": torch.ones(4, 2, dtype=torch.float16), "mean": torch.zeros(2)}}
+    schedule = {"last_batch_iteration": 3, "base_lrs": [0.1]}
+    common = {"ds_config": CONFIG, "lr_scheduler": schedule, "note": {"epoch": 1}}
+    flat = {
+        "dynamic_loss_scale": True, "cur_scale": 512.0, "cur_iter": 3, "last_overflow_iter": -1, "scale_factor": 2.0,
+        "scale_window": 3, "optimizer_state_dict": adam(), "fp32_groups_flat": [torch.ones(8)], "clip_grad": 1.0,
+    }  # fmt: skip
+    frozen = {
+        "module": {"weight": torch.empty(0, dtype=torch.float16), "mean": torch.zeros(2)},
+        "frozen_param_shapes": {"frozen": torch.Size([3])}, "frozen_param_fragments": {"frozen": torch.ones(3)},
+        "shared_params": {"tied": "weight"},
+    }  # fmt: skip
+    partitioned = {
+        "zero_stage": 3, "partition_count": 1, "optimizer_state_dict": adam(), "fp32_flat_groups": [torch.ones(8)],
+        "loss_scaler": scaler(), "dynamic_loss_scale": True, "overflow": False,
+    }  # fmt: skip
+    whole = {"param": torch.ones(4, 2), "cat_dim": 0}
+    return {
+        "0-fp16": {MODEL: model_state(**half, **common, optimizer=flat)},
+        "0-fp32": {
+            MODEL: model_state(**common, module={"weight": torch.ones(4, 2)}, optimizer=adam(shape=(4, 2)))
+        },
+        "2": {MODEL: model_state(**common), f"bf16_{OPTIMIZER}": zero_state()},
+        "3-fp16": {
+            f"zero_pp_rank_0_{MODEL}": model_state(**{**common, **frozen}),
+            OPTIMIZER: {"optimizer_state_dict": partitioned},
+        },
+        "universal": {
+            MODEL: model_state(**common),
+            "zero/optimizer_state.pt": {
+                "zero_stage": 2, "param_groups": adam()["param_groups"], "loss_scaler": None, "overflow": False,
+                "optimizer_state_dict": {"state": {0: {"step": 3}}},
+            },
+            "zero/weight/fp32.pt": whole, "zero/weight/exp_avg.pt": whole, "zero/weight/exp_avg_sq.pt": whole,
+        },
+    }  # fmt: skip
