@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zckpt.transfer.budget import Budget
 
 
-_A = {
+_DESCRIPTIONS = {
     formats.ZCKPT: "a checkpoint of zckpt", formats.DEEPSPEED: "a checkpoint of DeepSpeed",
     formats.HUGGINGFACE: "a Hugging Face model",
 }  # fmt: skip
@@ -99,7 +99,7 @@ def convert(
             hint = "copy it with zckpt.cp, or convert it to DeepSpeed's format with to='deepspeed'"
             if to == "deepspeed":
                 hint = "convert it to a checkpoint of zckpt first"
-            raise UnsupportedError(f"{found.path} is {_A[found.format]}", hint=hint)
+            raise UnsupportedError(f"{found.path} is {_DESCRIPTIONS[found.format]}", hint=hint)
         return found
 
     with ranks.undivided():
@@ -112,7 +112,7 @@ def convert(
                 overwrite=overwrite, budget=budget, progress=progress,
             )  # fmt: skip
             made = store.location.child(f"global_step{checkpoint.step}" if tag is None else tag)
-            return Converted(str(made), _A[formats.ZCKPT], missing)
+            return Converted(str(made), _DESCRIPTIONS[formats.ZCKPT], missing)
         read = {formats.DEEPSPEED: read_deepspeed, formats.HUGGINGFACE: read_hugging_face}[kind]
         found = ranks.together(lambda: read(path), "read the source")
         write_source(found, store, ranks, overwrite=overwrite, budget=budget, progress=progress)
