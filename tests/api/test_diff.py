@@ -157,6 +157,16 @@ def test_keys_and_further_names_of_tied_weights(tmp_path: Path) -> None:
         zckpt.diff(tmp_path / "a", tmp_path / "b", "master/y")
 
 
+def test_what_one_ties_and_the_other_does_not_is_compared_under_both_names(tmp_path: Path) -> None:
+    embedding = torch.randn(4, 4)
+    write_state(tmp_path / "tied", 1, {"embed": embedding}, parts=("param",), aliases={"head": "embed"})
+    write_state(tmp_path / "untied", 1, {"embed": embedding, "head": embedding + 1}, parts=("param",))
+    for a, b in (("tied", "untied"), ("untied", "tied")):
+        found = zckpt.diff(tmp_path / a, tmp_path / b, "param/*")
+        assert [(one.key, one.changed) for one in found.tensors] == [("param/head", 16)]
+        assert found.compared == 2
+
+
 def test_each_rank_s_own_buffers_and_trees(tmp_path: Path) -> None:
     same, mine = torch.ones(6), torch.zeros(6)
     for name, of_ranks in (("a", [same, same, mine]), ("b", [same, mine, mine]), ("c", [same, same, mine])):

@@ -13,6 +13,7 @@ import zckpt
 from tests.support.faults import NO_SPACE, Fault, faulty, kill
 from tests.support.live_export import export_both
 from tests.support.memory import peak_growth
+from tests.support.states import write_state
 from zckpt.exporting.engine_source import EngineSource
 from zckpt.exporting.live import write_from_ranks
 from zckpt.exporting.plan import Conversion, OutputTensor, Run, safetensors_file
@@ -107,6 +108,61 @@ def test_a_rank_that_is_killed_ends_the_export_on_all_and_leaves_the_earlier_one
     assert first.value == (1, ["model.safetensors", "out"]), first
     assert third.value[0] == 1
     assert (tmp_path / "out" / "model.safetensors").read_text() == "an earlier export"
+
+
+class Fails:
+    """A progress that fails on one rank."""
+
+    def __init__(self, call: str, rank: int) -> None:
+        self.call, self.rank = call, rank
+
+    def _told(self, call: str) -> None:
+        if call == self.call and torch.distributed.get_rank() == self.rank:
+            raise ValueError("a broken bar")
+
+    def begin(self, action: str, nbytes: int) -> None:
+        self._told("begin")
+
+    def advance(self, nbytes: int) -> None:
+        self._told("advance")
+
+    def end(self) -> None:
+        self._told("end")
+
+
+def export_with_a_progress_that_fails(directory: Path, call: str) -> str:
+    with pytest.raises((ValueError, zckpt.RankError)) as caught:
+        zckpt.export(ReferenceEngine(), directory / "out", max_shard_size=8000, progress=Fails(call, 0))
+    Ranks().share(lambda: None, "go on")  # all are still there
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("call", ["begin", "advance", "end"])
+def test_a_progress_that_fails_on_one_rank_ends_the_export_on_all(cluster: Cluster, tmp_path: Path, call: str) -> None:
+    first, second = cluster.run(export_with_a_progress_that_fails, 2, tmp_path, call, timeout=30)
+    assert first == "ValueError: a broken bar"
+    assert second.startswith("RankError: rank 0 failed to")
+    assert not (tmp_path / "out").exists()
+
+
+def export_of_different_checkpoints(directory: Path) -> str:
+    ranks = Ranks()
+    with pytest.raises(zckpt.RankError, match="different checkpoints") as caught:
+        zckpt.export(zckpt.open(directory / f"step{ranks.rank}"), directory / "out")
+    zckpt.export(directory / f"step{ranks.rank}", directory / "out", max_shard_size=8000)  # rank 0 finds it for all
+    return str(caught.value)
+
+
+def test_ranks_never_mix_two_checkpoints(cluster: Cluster, tmp_path: Path) -> None:
+    for step in range(2):
+        write_state(tmp_path / f"step{step}", parts=["master"], seed=step)
+    cluster.run(export_of_different_checkpoints, 2, tmp_path)
+    expected = zckpt.open(tmp_path / "step0").state_dict()
+    found = {
+        name: tensor for path in (tmp_path / "out").glob("*.safetensors") for name, tensor in load_file(path).items()
+    }
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def convert(directory: Path) -> bool:

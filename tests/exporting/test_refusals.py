@@ -131,6 +131,26 @@ def test_what_is_there_is_replaced_only_if_it_is_an_export_and_on_request(tmp_pa
     assert zckpt.validate(tmp_path / "ckpt").ok
 
 
+def test_what_came_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    write_state(tmp_path / "ckpt", parts=["master"])
+    out = tmp_path / "out"
+
+    class Meanwhile:
+        def begin(self, action: str, nbytes: int) -> None:
+            out.write_text("the only copy")
+
+        def advance(self, nbytes: int) -> None: ...
+
+        def end(self) -> None: ...
+
+    for form in ("hf", "pt"):
+        out.unlink(missing_ok=True)
+        with pytest.raises(zckpt.CheckpointExistsError):
+            zckpt.export(tmp_path / "ckpt", out, format=form, progress=Meanwhile())  # type: ignore[arg-type]
+        assert out.read_text() == "the only copy"
+        assert sorted(os.listdir(tmp_path)) == ["ckpt", "latest", "out"]
+
+
 def test_a_torch_file_has_tied_weights_under_every_name_in_one_memory(tmp_path: Path) -> None:
     written = write_state(tmp_path / "ckpt", parts=["master"], aliases={"head": "big"})
     zckpt.export(tmp_path / "ckpt", tmp_path / "model.pt", format="pt")

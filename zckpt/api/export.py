@@ -4,7 +4,7 @@ model, or to a single file of torch's."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from zckpt.api.open import open as open_path
 from zckpt.engines import group_of, is_engine
@@ -17,6 +17,7 @@ from zckpt.exporting.place import begin, find_place, put_in_place
 from zckpt.exporting.plan import size_in_bytes
 from zckpt.exporting.torch_file import plan_torch_file
 from zckpt.exporting.write import write_files
+from zckpt.listing.find import find
 from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.ranks.collectives import Ranks
@@ -124,9 +125,12 @@ def export(
     with ranks.undivided():
         path = ranks.first(lambda: find_place(out, patterns, overwrite), "find the place")
 
-        def open_source() -> CheckpointSource:
-            checkpoint = source if isinstance(source, Checkpoint) else open_path(source, budget=budget)
+        def open_source(found: Checkpoint | str) -> CheckpointSource:
+            checkpoint = found if isinstance(found, Checkpoint) else open_path(found, budget=budget)
             return CheckpointSource(checkpoint, wanted, budget or checkpoint.budget)
+
+        def find_source() -> str:
+            return str(find(cast("StrPath", source)).location.absolute())
 
         def prepare() -> ExportPlan:
             if adapter is not None:
@@ -140,9 +144,12 @@ def export(
 
         tensors: CheckpointSource | EngineSource
         if is_engine(source):
-            tensors = EngineSource(source, wanted, budget, ranks)
+            tensors, save_id = EngineSource(source, wanted, budget, ranks), ""
         else:
-            tensors = ranks.together(open_source, "open the checkpoint")
+            found = source if isinstance(source, Checkpoint) else ranks.first(find_source, "find the checkpoint")
+            tensors = ranks.together(lambda: open_source(found), "open the checkpoint")
+            save_id = tensors.save_id
+        ranks.agree([save_id, str(wanted)], "checkpoints, or dtypes")
         plan = ranks.together(prepare, "plan the export")
         ranks.agree([path, *([file.name, file.nbytes] for file in plan.files)], "exports")
         prepared = ranks.first(lambda: begin(path, directory=directory), "make a directory")
@@ -155,7 +162,7 @@ def export(
                 write_from_ranks(store, files, plan.conversions, tensors, ranks, progress)
             else:
                 ranks.together(lambda: _write(store, files, plan.conversions, tensors, ranks, progress), "write")
-            ranks.first(lambda: _put_in_place(store, prepared, path), "put the export in place")
+            ranks.first(lambda: _put_in_place(store, prepared, path, patterns, overwrite), "put the export in place")
         except BaseException:
             if ranks.rank == 0:
                 open_store(prepared).remove("")
@@ -193,6 +200,7 @@ def _put_small(store: Store, plan: ExportPlan) -> None:
         store.put(name, data)
 
 
-def _put_in_place(store: Store, prepared: str, path: str) -> None:
+def _put_in_place(store: Store, prepared: str, path: str, patterns: Sequence[str] | None, overwrite: bool) -> None:
     store.sync_names("")
+    find_place(path, patterns, overwrite)  # Somebody may have put something there meanwhile.
     put_in_place(prepared, path)

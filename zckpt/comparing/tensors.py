@@ -52,7 +52,7 @@ def budget_of_a_read(budget: Budget) -> Budget:
 
 
 class Pair(NamedTuple):
-    """A tensor that both checkpoints have, under the key that it has in a."""
+    """A tensor of each checkpoint, which are compared, and a key that both checkpoints have for them."""
 
     key: str
     a: TensorInfo
@@ -73,11 +73,12 @@ def paired(
     a: Mapping[str, TensorInfo], b: Mapping[str, TensorInfo], keys_of_a: Iterable[str], keys_of_b: Iterable[str]
 ) -> tuple[list[Pair], list[str], list[str]]:
     """Returns the tensors with these keys that both checkpoints have, the keys that only a has, and the keys that only
-    b has. A tied weight is paired once, even if the checkpoints store it under different ones of its names."""
-    pairs: dict[str, Pair] = {}
+    b has. A tied weight is paired once, even if the checkpoints store it under different ones of its names. Where only
+    one checkpoint ties two weights, its tensor is paired with each of the two tensors of the other checkpoint."""
+    pairs: dict[tuple[str, str], Pair] = {}
     for key in (*keys_of_a, *keys_of_b):
         if key in a and key in b:
-            pairs.setdefault(a[key].key, Pair(a[key].key, a[key], b[key]))
+            pairs.setdefault((a[key].key, b[key].key), Pair(key, a[key], b[key]))
     return list(pairs.values()), [key for key in keys_of_a if key not in b], [key for key in keys_of_b if key not in a]
 
 

@@ -93,6 +93,7 @@ class CheckpointSource(CheckpointFiller):
         """``dtype``: the dtype that floating point tensors, buffers too, are converted to, as ``model.to(dtype)``
         converts them. None means that they stay as they are stored. Raises KeyNotFoundError if there are no weights,
         CastError, and what ``CheckpointFiller`` raises."""
+        self.save_id = checkpoint.manifest.save_id
         infos = checkpoint.weights()
         if not infos:
             raise KeyNotFoundError(

@@ -7,6 +7,7 @@ slices in memory.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -141,13 +142,23 @@ def write_from_ranks(
         return _RankExport(store, files, source, dealt, messages, ranks)
 
     export = ranks.together(prepare, "plan the export")
+    told = ExitStack()  # The progress may fail on one rank alone. So it is called in actions of ``together``.
+
+    def begin() -> None:
+        export.advance = told.enter_context(reported(progress, "export", export.nbytes))
+        export.begin()
+
+    def finish() -> None:
+        export.finish()
+        told.close()
+
     try:
-        with reported(progress, "export", export.nbytes) as export.advance:
-            ranks.together(export.begin, "create the files")
+        with told:
+            ranks.together(begin, "create the files")
             for turn in range(export.rounds):
                 ranks.together(lambda turn=turn: export.pack(turn), "export")  # type: ignore[misc]
                 export.exchange()
-            ranks.together(export.finish, "export")
+            ranks.together(finish, "export")
     finally:
         export.close()
 

@@ -182,7 +182,7 @@ def split_into_files(
         if current_bytes + nbytes > bytes_max:
             files.append(current)
             current, current_bytes = [], 0
-        current = current + block
+        current += block
         current_bytes += nbytes
     return [*files, current] if current or not files else files
 
