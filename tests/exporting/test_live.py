@@ -89,12 +89,13 @@ def test_a_rank_that_fails_ends_the_export_on_all_and_leaves_the_earlier_one(
 
 
 def die_or_see(directory: Path) -> tuple[int | None, list[str]]:
-    """Rank 1 dies while it writes."""
+    """Rank 1 dies while it writes the second of three slices of its file."""
     heartbeat.PERIOD_SECONDS = 0.2
-    engine = ReferenceEngine({f"weight{number}": (512, 513) for number in range(8)})
+    shapes = {f"weight{number}": (1024, 513) for number in range(24)}
+    engine, budget = ReferenceEngine(shapes, frozen=shapes), zckpt.Budget(32 << 20, threads=1)
     fault = Fault(kill, at=1, names=("write",), path="model-")
     with faulty(fault if engine.rank == 1 else None), pytest.raises(zckpt.RankError) as caught:
-        zckpt.export(engine, directory / "out", max_shard_size="2MB", overwrite=True)
+        zckpt.export(engine, directory / "out", max_shard_size="9MB", overwrite=True, budget=budget)
     return caught.value.rank, sorted(path.name for path in directory.rglob("*"))
 
 
