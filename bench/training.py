@@ -246,10 +246,11 @@ def write_llama(directory: Path, nbytes: int) -> None:
     dist.barrier()
 
 
-def live_export_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
-    """Rounds of an export of an engine and of what gathers its weights, and the memory that each takes on this rank."""
-    engine = make_llama(nbytes)
-    out = directory / "out"
+LIVE_EXPORTS = ("zckpt.export", "save_16bit_model", "GatheredParameters + save_pretrained")
+
+
+def live_exports(engine: Any, out: Path) -> dict[str, Callable[[], object]]:
+    """An export of an engine, and what gathers its weights; by ``LIVE_EXPORTS``."""
 
     def durable(save: Callable[[], object]) -> None:
         save()
@@ -262,20 +263,31 @@ def live_export_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any
             if dist.get_rank() == 0:
                 engine.module.save_pretrained(out, max_shard_size="5GB")
 
-    actions: dict[str, Callable[[], object]] = {
-        "zckpt.export": lambda: zckpt.export(engine, out),
-        "save_16bit_model": lambda: durable(lambda: engine.save_16bit_model(str(out))),
-        "GatheredParameters + save_pretrained": lambda: durable(save_pretrained),
-    }
-    contestants = [Contestant(label, action) for label, action in actions.items()]
+    actions = (
+        lambda: zckpt.export(engine, out),
+        lambda: durable(lambda: engine.save_16bit_model(str(out))),
+        lambda: durable(save_pretrained),
+    )
+    return dict(zip(LIVE_EXPORTS, actions, strict=True))
+
+
+def live_export_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
+    engine = make_llama(nbytes)
+    contestants = [Contestant(*one) for one in live_exports(engine, directory / "out").items()]
     rounds = together(contestants, runs, after=lambda: remove_on_first(directory))
-    peaks: dict[str, dict[str, float]] = {}
-    for label, action in actions.items():
-        with metered(peaks, label):
-            action()
-        remove_on_first(directory)
     weights = sum(p.ds_numel * p.element_size() for p in engine.module.parameters())
-    return {"rounds": rounds, "peaks": peaks, "bytes": weights}
+    return {"rounds": rounds, "bytes": weights}
+
+
+def live_export_peak(directory: Path, nbytes: int, label: str) -> float:
+    """The MiB by which the first export of a process lets the memory of this rank grow at most."""
+    action = live_exports(make_llama(nbytes), directory / "out")[label]
+    dist.barrier()
+    found: dict[str, dict[str, float]] = {}
+    with metered(found, label):
+        action()
+    remove_on_first(directory)
+    return found[label]["peak_mib"]
 
 
 def watched_save(directory: Path, nbytes: int, kind: str) -> dict[str, Any]:
