@@ -39,6 +39,11 @@ SLICES_IN_MEMORY = 5
 what is computed from both."""
 
 
+BATCH_SLICES_MAX = 32
+"""The most slices that a thread reads at once. To plan the reads of many small tensors, each of which is cut into as
+many pieces as there are ranks, takes more memory than their values."""
+
+
 def slice_bytes(budget: Budget, block_bytes: int) -> int:
     """Returns the size of a slice in bytes: ``SLICES_IN_MEMORY`` of them fit into the memory of a thread, unless a
     slice would be smaller than a block."""
@@ -171,7 +176,7 @@ class Comparison:
         batch: list[Slice] = []
         nbytes = 0
         for one in self._slices(pairs, limit):
-            if batch and nbytes + one.nbytes > limit:
+            if batch and (nbytes + one.nbytes > limit or len(batch) == BATCH_SLICES_MAX):
                 yield batch
                 batch, nbytes = [], 0
             batch.append(one)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 STRETCH_BYTES = 32 << 20
 """The most bytes of a tensor that are in memory at a time, beside the buffers of the budget."""
+BATCH_STRETCHES_MAX = 64
+"""The most stretches that are read at once. To plan the reads of many small tensors, each of which is cut into as many
+pieces as there are ranks, takes more memory than their values."""
 _AT_ONCE = 1 << 18
 """The number of elements that are converted at a time, which is so small that they stay in the processor's cache."""
 
@@ -119,12 +122,13 @@ def statistics(
 
 
 def _batches(own: Sequence[Stretch], infos: Sequence[TensorInfo]) -> Iterator[list[Stretch]]:
-    """Yields the stretches that are in memory together. They have at most ``STRETCH_BYTES``, unless it is only one."""
+    """Yields the stretches that are in memory together. They are at most ``BATCH_STRETCHES_MAX``, and have at most
+    ``STRETCH_BYTES`` bytes."""
     batch: list[Stretch] = []
     batch_bytes = 0
     for one in own:
         nbytes = (one.stop - one.start) * infos[one.number].item_bytes
-        if batch and batch_bytes + nbytes > STRETCH_BYTES:
+        if batch and (batch_bytes + nbytes > STRETCH_BYTES or len(batch) == BATCH_STRETCHES_MAX):
             yield batch
             batch, batch_bytes = [], 0
         batch.append(one)
