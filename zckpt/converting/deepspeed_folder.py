@@ -79,11 +79,11 @@ class DeepSpeedFolder:
                 )  # fmt: skip
 
     def model_path(self, rank: int) -> str:
-        """The file of model states that says something to ``rank``."""
+        """Returns the path of the file with the model states of ``rank``."""
         return self._models[rank if self.partitions_weights else None]
 
     def optimizer_path(self, rank: int) -> str:
-        """The file that has the optimizer states of ``rank``, or their folder."""
+        """Returns the path of the file with the optimizer states of ``rank``, or of the folder that has them."""
         if self.universal:
             return os.path.join(self.path, "zero")
         return self._optimizers[rank] if self._optimizers else self.model_path(rank)

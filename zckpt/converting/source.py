@@ -59,8 +59,9 @@ class Source:
 
 @contextmanager
 def values_of(file: str) -> Iterator[None]:
-    """A context in which the values of a file are used. Where they are none that could be, it raises FormatError. All
-    errors name the file."""
+    """A context in which the values of ``file`` are used. If a value leads to an error of Python, because it is of a
+    kind that it cannot be, the context raises FormatError. An error of zckpt that names no file yet is made to name
+    this one."""
     try:
         yield
     except ZckptError as error:
