@@ -2,6 +2,7 @@
 # make test      lint, types and the tests of every commit
 # make test-all  the same, with every combination of stage, offload, dtype and optimizer
 # make test-crash  writes killed at every operation and at 300 random times, 50,000 losses of power (half an hour)
+# make test-browser  the page of `zckpt report` in a headless Chromium, which it installs on Debian
 # make test-versions  some of the tests with every DeepSpeed version that zckpt is meant for
 # make bench     every comparison with the limit of the machine and with others; results in bench/results
 # make bench-gpu  loading to a GPU, with the loaders that are made for it, and writing from it
@@ -27,6 +28,7 @@ DEMO_OPS := .cache/demo-ops.stamp
 OLDER := 0.16.9 0.17.6 0.18.9
 SMOKE := -m "matrix or not matrix" @tests/smoke.txt
 PLOTS := .venv/.bench-stamp
+BROWSER := .venv/.browser-stamp
 FUZZER := .venv/.fuzz-stamp
 DOCS := .venv/.docs-stamp
 FUZZ_TARGETS := header index manifest tree checkpoint repair latest
@@ -45,7 +47,7 @@ export MAX_JOBS ?= 2
 # Most tests use one processor at a time.
 PYTEST := $(PY) -m pytest --numprocesses $(MAX_JOBS) --dist worksteal
 
-.PHONY: setup lint test test-all test-crash test-versions $(OLDER:%=test-%) demo bench bench-gpu bench-index bench-coverage fuzz docs clean
+.PHONY: setup lint test test-all test-crash test-browser test-versions $(OLDER:%=test-%) demo bench bench-gpu bench-index bench-coverage fuzz docs clean
 
 setup: $(SETUP) $(OPS) $(SIM)
 
@@ -58,6 +60,10 @@ test-all: setup $(DOCS) lint
 test-crash: setup
 	@ZCKPT_TEST_EVERY=1 ZCKPT_TEST_KILLS=150 ZCKPT_TEST_VARIANTS=12000 $(PYTEST) -m "matrix or not matrix" \
 	    tests/faults/test_crashes.py tests/faults/test_power_loss.py tests/ranks/test_lost_ranks.py tests/faults/test_store_faults.py
+
+test-browser: setup $(BROWSER)
+	@$(install_browser)
+	@$(PY) -m pytest -m "matrix or not matrix" tests/reporting
 
 test-versions: setup $(OLDER:%=test-%)
 	@$(PY) -m pytest $(SMOKE)
@@ -170,6 +176,10 @@ $(DOCS): $(SETUP)
 	@$(PIP) install --no-build-isolation --editable '.[docs]'
 	@touch $@
 
+$(BROWSER): $(SETUP)
+	@$(PIP) install --no-build-isolation --editable '.[browser,report]'
+	@touch $@
+
 $(PLOTS): $(SETUP)
 	@$(PIP) install --no-build-isolation --editable '.[bench]'
 	@touch $@
@@ -177,17 +187,26 @@ $(PLOTS): $(SETUP)
 # Each serves some tests alone, so its absence stops nothing. To mount an XFS takes root.
 has_libaio := echo '\#include <libaio.h>' | $${CXX:-c++} -E -x c++ - >/dev/null 2>&1
 has_xfs := { [ "$$(id -u)" != 0 ] || command -v mkfs.xfs >/dev/null; }
+define install_missing
+if [ -n "$$missing" ]; then \
+    sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
+    echo "setup: Debian's$$missing, for $$what"; \
+    { $$sudo apt-get update; for package in $$missing; do \
+        DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -y --no-install-recommends $$package; \
+    done; } </dev/null >.cache/packages.log 2>&1 || true; \
+fi
+endef
+define install_browser
+missing=; \
+command -v chromium >/dev/null || missing="$$missing chromium"; \
+command -v chromedriver >/dev/null || missing="$$missing chromium-driver"; \
+what="tests of the page of zckpt report"; $(install_missing)
+endef
 define install_packages
 missing=; \
 $(has_libaio) || missing="$$missing libaio-dev"; \
 $(has_xfs) || missing="$$missing xfsprogs"; \
-if [ -n "$$missing" ]; then \
-    sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
-    echo "setup: Debian's$$missing, for tests of NVMe offload and of files that share pages"; \
-    { $$sudo apt-get update; for package in $$missing; do \
-        DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -y --no-install-recommends $$package; \
-    done; } </dev/null >.cache/packages.log 2>&1 || true; \
-fi; \
+what="tests of NVMe offload and of files that share pages"; $(install_missing); \
 $(has_libaio) || echo "setup: no libaio (install libaio-dev): what needs NVMe offload will be skipped"; \
 $(has_xfs) || echo "setup: no mkfs.xfs (install xfsprogs): the tests of files that share pages will be skipped"
 endef

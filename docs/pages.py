@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-GATHERED = ("README.md", "docs/**/*.md", "docs/*.svg", "spec/*.md", "bench/results/*.md", "bench/results/*.svg")
+GATHERED = (
+    "README.md", "docs/**/*.md", "docs/*.svg", "docs/pictures/*", "spec/*.md", "bench/results/*.md",
+    "bench/results/*.svg",
+)  # fmt: skip
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)]*)?\)")
 
 

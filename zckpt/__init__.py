@@ -5,6 +5,7 @@
     zckpt.open(path).load(keys, device="cuda")     any part, any process, only the bytes asked for
     zckpt.export(path, out, config=folder)         a model's folder as Hugging Face has it, or one file of torch's
     zckpt.validate(path)                           against the specification
+    zckpt.report(paths, "report.html")             a page about one checkpoint, or about several of a run
     zckpt.where(engine)                            every rank: which part of the state is in which memory and file
     zckpt.offload(engine, directory)               every rank: live states to a local disk; zckpt.reload: and back
 
@@ -37,6 +38,7 @@ itself and what stands above it in this table; an import for type checkers alone
     comparing  -                the steps of zckpt.diff: pair the tensors, plan what is read, compare values and trees
     copying    -                the steps of zckpt.cp: plan what each rank's files are made of, write the files, commit
     cleaning   -                the steps of zckpt.gc and zckpt.prune: find what to remove, and remove it under a lock
+    reporting  -                the steps of zckpt.report: look at values, gather what a page shows, write the page
     api        -                the functions that users call, a file for each task
     __init__   torch late       the public names
     testing    -                a reference engine, and the suites that each store and each engine has to pass
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
     from zckpt.api.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
     from zckpt.api.prune import prune
     from zckpt.api.repair import RepairReport, repair
+    from zckpt.api.report import report
     from zckpt.api.restore import Restored, restore
     from zckpt.api.validate import validate
     from zckpt.api.where import Placement, PlacementEntry, RankMemory, where
@@ -175,6 +178,7 @@ __all__ = [
     "prune",
     "reload",
     "repair",
+    "report",
     "restore",
     "validate",
     "wait",
@@ -194,6 +198,7 @@ _LATE = {
     "api.open": ["open"],
     "api.prune": ["prune"],
     "api.repair": ["RepairReport", "repair"],
+    "api.report": ["report"],
     "api.restore": ["Restored", "restore"],
     "api.validate": ["validate"],
     "api.where": ["Placement", "PlacementEntry", "RankMemory", "where"],

@@ -18,7 +18,7 @@ class Progress(Protocol):
 
     def begin(self, action: str, nbytes: int) -> None:
         """An operation begins, in which ``nbytes`` bytes of tensors are moved. ``action`` is "write", "restore",
-        "load", "validate", "copy", "compare", "export", "convert" or "show"."""
+        "load", "validate", "copy", "compare", "export", "convert", "show" or "report"."""
 
     def advance(self, nbytes: int) -> None:
         """``nbytes`` more bytes have been moved."""

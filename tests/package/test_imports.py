@@ -43,8 +43,8 @@ PUBLIC_NAMES = """
     SizeError StateDifference StateError StorageError TagError TensorDifference TensorInfo UnfinishedWriteError
     UnsupportedError VersionError ZckptError __version__ attach attach_all convert
     convert_zero_checkpoint_to_fp32_state_dict cp detach diff export gc get_fp32_state_dict_from_zero_checkpoint
-    load_state_dict_from_zero_checkpoint offload offloaded open prune reload repair restore validate wait where
-    write
+    load_state_dict_from_zero_checkpoint offload offloaded open prune reload repair report restore validate wait
+    where write
 """
 
 # The modules above storage that mean local files, none of which belongs to a checkpoint. To all others, a path is a

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import astuple, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from zckpt.api.open import open_checkpoint
 from zckpt.comparing.report import Difference, StateDifference, TensorDifference
 from zckpt.comparing.tensors import Comparison, budget_of_a_read, compared_copies, paired
-from zckpt.comparing.trees import tree_differences
+from zckpt.comparing.trees import settings, tree_differences
 from zckpt.comparing.values import Tally
 from zckpt.errors import KeyNotFoundError
 from zckpt.listing.find import advised, find
@@ -120,8 +119,7 @@ class _Opened:
     def _state(self, number: int, size: int) -> Iterator[StateDifference]:
         a, b = self.checkpoints
         if number == 0:
-            tree_a, tree_b = ({"step": one.step, "aliases": one.aliases, **_root(one.state)} for one in (a, b))
-            yield from tree_differences(tree_a, tree_b, "")
+            yield from tree_differences(settings(a), settings(b), "")
         if a.world_size == b.world_size:
             for rank in range(number, a.world_size, size):
                 yield from tree_differences(a.rank_state(rank) or {}, b.rank_state(rank) or {}, f"rank {rank}")
@@ -150,11 +148,6 @@ class _Opened:
             pair.difference, compared=compared, changed=tally.changed, nonfinite=tally.nonfinite,
             max_abs=tally.max_abs, max_rel=tally.max_rel,
         )  # fmt: skip
-
-
-def _root(state: object) -> Mapping[str, object]:
-    """Returns the entries at the root of a tree of non-tensor state. The tree of every engine has a mapping there."""
-    return state if isinstance(state, Mapping) else {"state": state}
 
 
 def _selected(a: Checkpoint, b: Checkpoint, keys: Keys) -> tuple[list[str], list[str]]:

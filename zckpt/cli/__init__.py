@@ -32,6 +32,7 @@ COMMANDS = {
     "show": "show where a tensor is stored, and statistics of its values",
     "state": "show the non-tensor state of a checkpoint",
     "diff": "compare two checkpoints",
+    "report": "write a page about a checkpoint, or about several of a run",
     "cp": "copy a checkpoint, or some of its tensors",
     "validate": "check a checkpoint against the specification",
     "repair": "rebuild a lost or damaged manifest, index or digest table from the data files",

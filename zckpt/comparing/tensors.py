@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -113,7 +113,7 @@ class Slice(NamedTuple):
         return (self.stop - self.start) * self.pair.a.item_bytes
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
     """The comparison of two checkpoints, shared by ``size`` processes."""
 
@@ -127,11 +127,6 @@ class Comparison:
     """The number of this process, from 0 to ``size - 1``."""
     size: int
     """The number of processes that share the work."""
-    _digests_a: _Digests = field(init=False)
-    _digests_b: _Digests = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._digests_a, self._digests_b = _Digests(self.a), _Digests(self.b)
 
     def run(self, pairs: Sequence[Pair], progress: Progress | None) -> dict[str, Tally]:
         """Compares this process's share of the values of these tensors. Returns for the key of each tensor that differs
@@ -186,19 +181,29 @@ class Comparison:
 
     def _slices(self, pairs: Sequence[Pair], limit: int) -> Iterator[Slice]:
         compared = [(pair, *copies) for pair in pairs for copies in compared_copies(self.a, self.b, pair)]
-        stored_a = self.a.contents.stored_each([pair.a for pair, *_ in compared], [copy for _, copy, _ in compared])
-        stored_b = self.b.contents.stored_each([pair.b for pair, *_ in compared], [copy for *_, copy in compared])
-        for (pair, copy_a, copy_b), pieces_a, pieces_b in zip(compared, stored_a, stored_b, strict=True):
-            numel, item = math.prod(pair.a.shape), pair.a.item_bytes
-            block_items = self.a.manifest.block_bytes // item
-            ranges = [(0, numel)] if numel else []
-            alike = np.array_equal(pieces_a.start, pieces_b.start) and np.array_equal(pieces_a.stop, pieces_b.stop)
-            if alike and self.a.manifest.block_bytes == self.b.manifest.block_bytes:
-                digests = self._digests_a.of(pieces_a, item), self._digests_b.of(pieces_b, item)
-                ranges = differing(pieces_a.start, pieces_a.stop, *digests, block_items)
+        for (pair, copy_a, copy_b), (pieces, ranges) in zip(compared, unequal(self.a, self.b, compared), strict=True):
+            item = pair.a.item_bytes
             for begin, end in ranges:
-                for start, stop in slices(begin, end, pieces_a, block_items, limit // item):
+                for start, stop in slices(begin, end, pieces, self.a.manifest.block_bytes // item, limit // item):
                     yield Slice(pair, copy_a, copy_b, start, stop)
+
+
+def unequal(
+    a: Checkpoint, b: Checkpoint, compared: Sequence[tuple[Pair, int, int]]
+) -> Iterator[tuple[StoredPieces, list[tuple[int, int]]]]:
+    """Yields for each pair of copies ``(pair, copy_a, copy_b)`` its pieces in a, and the ranges ``[begin, end)`` of
+    elements, in ascending order, that may differ. The digests of all other elements are equal. No values are read."""
+    stored_a = a.contents.stored_each([pair.a for pair, *_ in compared], [copy for _, copy, _ in compared])
+    stored_b = b.contents.stored_each([pair.b for pair, *_ in compared], [copy for *_, copy in compared])
+    digests_a, digests_b = _Digests(a), _Digests(b)
+    for (pair, *_), pieces_a, pieces_b in zip(compared, stored_a, stored_b, strict=True):
+        numel, item = math.prod(pair.a.shape), pair.a.item_bytes
+        ranges = [(0, numel)] if numel else []
+        alike = np.array_equal(pieces_a.start, pieces_b.start) and np.array_equal(pieces_a.stop, pieces_b.stop)
+        if alike and a.manifest.block_bytes == b.manifest.block_bytes:
+            digests = digests_a.of(pieces_a, item), digests_b.of(pieces_b, item)
+            ranges = differing(pieces_a.start, pieces_a.stop, *digests, a.manifest.block_bytes // item)
+        yield pieces_a, ranges
 
 
 class _Digests:

@@ -16,9 +16,19 @@ from zckpt.transfer.memory import host_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from zckpt.reading.checkpoint import Checkpoint
+
 _NOTHING = object()
 LONG_BYTES = 16
 """Of a longer value of bytes, only the number of bytes is shown."""
+
+
+def settings(checkpoint: Checkpoint) -> dict[str, object]:
+    """Returns the non-tensor state that all ranks share: the step, the names of tied weights, and the entries at the
+    root of the tree of state, where the tree of every engine has a mapping. Raises FormatError and StorageError."""
+    state = checkpoint.state
+    shared = state if isinstance(state, Mapping) else {"state": state}
+    return {"step": checkpoint.step, "aliases": checkpoint.aliases, **shared}
 
 
 def tree_differences(a: object, b: object, path: str) -> Iterator[StateDifference]:

@@ -23,7 +23,7 @@ STRETCH_BYTES = 32 << 20
 BATCH_STRETCHES_MAX = 64
 """The most stretches that are read at once. To plan the reads of many small tensors, each of which is cut into as many
 pieces as there are ranks, takes more memory than their values."""
-_AT_ONCE = 1 << 18
+AT_ONCE = 1 << 18
 """The number of elements that are converted at a time, which is so small that they stay in the processor's cache."""
 
 
@@ -116,8 +116,9 @@ def statistics(
             wants.append(Want(infos[one.number], [Span(one.start, one.stop, 0)], values))
         checkpoint.read(wants, advance=advance)
         for one, want in zip(batch, wants, strict=True):
-            for first in range(0, len(want.target), _AT_ONCE):
-                found[one.number] = found[one.number].plus(_of(want.target[first : first + _AT_ONCE]))
+            for first in range(0, len(want.target), AT_ONCE):
+                part = want.target[first : first + AT_ONCE]
+                found[one.number] = found[one.number].plus(statistics_of(elements(part)))
     return found
 
 
@@ -137,10 +138,14 @@ def _batches(own: Sequence[Stretch], infos: Sequence[TensorInfo]) -> Iterator[li
         yield batch
 
 
-def _of(values: torch.Tensor) -> Statistics:
-    if values.is_complex():
-        values = torch.view_as_real(values).flatten()
-    values = values.double()
+def elements(values: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of a 1-D tensor in double precision. A complex number becomes two elements, its real and its
+    imaginary part."""
+    return (torch.view_as_real(values).flatten() if values.is_complex() else values).double()
+
+
+def statistics_of(values: torch.Tensor) -> Statistics:
+    """Returns the statistics of what ``elements`` has returned."""
     numel, nan, inf = len(values), 0, 0
     if not math.isfinite(float(values.sum())):  # the sum of finite numbers may overflow, so this is only a first look
         nan, inf = int(values.isnan().sum()), int(values.isinf().sum())

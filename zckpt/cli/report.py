@@ -1,0 +1,57 @@
+"""Write a page about a checkpoint, or about several of a run: one HTML file, which needs no network.
+
+It has a treemap of the bytes, the bytes of each rank, a table of all tensors with statistics and histograms, and what
+`zckpt validate` finds; of several checkpoints also the norms and update sizes of each layer over the training steps,
+and what has changed from one to the next. The exit status is 0, also where something is damaged: the page says what.
+Under a launcher such as torchrun the ranks share the work, and rank 0 prints the path of the page.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import zckpt
+from zckpt.cli.launched import launched
+
+if TYPE_CHECKING:
+    import argparse
+
+EXAMPLES = """
+  zckpt report checkpoints
+  zckpt report checkpoints/global_step* -o run.html
+  zckpt report checkpoints --no-statistics --overwrite
+  torchrun --nproc-per-node 8 -m zckpt report checkpoints/global_step100 --level deep
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a checkpoint, or the directory of a run with a `latest` file; several for a page about a run",
+    )
+    parser.add_argument("-o", "--out", metavar="FILE", default="report.html", help="the page; default: report.html")
+    parser.add_argument("--no-statistics", action="store_true", help="read no tensors: what there is, and where")
+    parser.add_argument(
+        "--level",
+        choices=["structure", "digests", "deep"],
+        default="structure",
+        help="what is checked, as in `zckpt validate`; structure: all but tensor data (default)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with launched() as rank:
+        path = zckpt.report(
+            arguments.paths,
+            arguments.out,
+            statistics=not arguments.no_statistics,
+            level=arguments.level,
+            overwrite=arguments.overwrite,
+            progress=zckpt.ProgressBar(),
+        )
+        if rank == 0:
+            print(path)
+    return 0
