@@ -1,4 +1,4 @@
-"""From checkpoints to a page that shows them."""
+"""Writes a page that shows checkpoints."""
 
 from __future__ import annotations
 
@@ -44,28 +44,30 @@ def report(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> str:
-    """Writes a page about one checkpoint, or about several of a run: a single HTML file, which needs no network.
+    """Writes a page about one checkpoint, or about several of a run. It is a single HTML file that needs no network.
+    Returns its path.
 
-    It shows what the checkpoints are, a treemap of the bytes by part and module, the bytes of each rank, a table of all
-    tensors, and what ``zckpt.validate`` has found; of several checkpoints also the norms of each layer, the sizes of
-    their updates over the training steps, and what has changed between neighbours.
+    The page shows what the checkpoints are, a treemap of their bytes by part and module, the bytes of each rank, a
+    table of all tensors, and the findings of ``zckpt.validate``. If there are several checkpoints, it also shows the
+    norms and the updates of each layer over the training steps, and what has changed from each checkpoint to the next.
 
-    ``paths``: one checkpoint or several, in any order; the directory of a run is the one that its ``latest`` names. The
-    treemap, the ranks and the table are about the one of the highest step. ``statistics``: the values of all tensors
-    are read, verified, for minimum, maximum, mean, norm and a histogram of each; False: no tensor is read, and the page
-    has no norms and updates either. ``level``: what ``zckpt.validate`` checks; "digests" and "deep" read all bytes once
-    more. ``overwrite``: replaces a file. ``budget``: memory, threads and kind of I/O; None:
-    ``Budget.from_environment()``. 64 MiB and a fraction of the budget are in memory, however many checkpoints there
-    are. ``progress``: such as ``zckpt.ProgressBar()``.
+    ``paths``: one or several checkpoints, in any order. The directory of a run stands for the checkpoint that its file
+    ``latest`` names. The treemap, the ranks and the table are those of the checkpoint with the highest step.
+    ``statistics``: whether the values of all tensors are read and verified, for the minimum, maximum, mean, norm and
+    histogram of each. Without them no tensor is read, and the page has no norms and updates. ``level``: what
+    ``zckpt.validate`` checks. "digests" and "deep" read all bytes once more. ``overwrite``: replaces the file.
+    ``budget``: the memory, the threads and the kind of I/O, or None for ``Budget.from_environment()``. 64 MiB more are
+    in use, however many checkpoints there are. ``progress``: is told how much has been read, such as
+    ``zckpt.ProgressBar()``.
 
-    Where a tensor has the same digests as in the checkpoint before, it is not read again. A tensor that is damaged or
-    missing is among the findings, and has no statistics.
+    A tensor that has the same digests as in the checkpoint before is not read again. A tensor that is damaged or
+    missing has no statistics, and is among the findings.
 
-    Where torch.distributed is initialised, every rank calls it; they share the work, and rank 0 writes the page.
-    Returns the path of the page, which appears once it is whole.
+    If torch.distributed is initialised, every rank has to call it with the same arguments. The ranks share the work,
+    and rank 0 writes the page. The file appears once it is whole.
 
-    Raises what ``zckpt.open`` raises; CheckpointExistsError if a file is there already; ValueError for no path and for
-    an unknown level; UnsupportedError without plotly and itables, whose scripts the page has in it; StorageError,
+    Raises what ``zckpt.open`` raises. Raises CheckpointExistsError if the file exists already, ValueError if there is
+    no path or ``level`` is unknown, UnsupportedError if plotly, itables or jinja2 is not installed, StorageError and
     RankError.
     """
     if level not in LEVELS:
@@ -89,7 +91,7 @@ def report(
 
 
 def _find(given: Sequence[StrPath]) -> list[str]:
-    """The directories of the checkpoints, each once, the one of the lowest step first."""
+    """Returns the directories of the checkpoints, each once. The checkpoint with the lowest step is the first."""
     stores = {str(store.location.absolute()): store for store in map(find, given)}
 
     def step(store: Store) -> tuple[int, str]:
@@ -108,7 +110,7 @@ def _open(place: str, budget: Budget | None) -> Checkpoint:
 def _look(
     checkpoints: Sequence[Checkpoint], ranks: Ranks, progress: Progress | None
 ) -> tuple[list[Found], list[list[Finding]]]:
-    """The values of each checkpoint's tensors, and what is wrong with some of them. All ranks share the work."""
+    """Returns the values of each checkpoint's tensors, and findings about damaged ones. All ranks share the work."""
 
     def own() -> list[Any]:
         found, errors = look(checkpoints, ranks.rank, ranks.size, progress)
@@ -124,6 +126,7 @@ def _look(
 
 
 def _with(report: Report, more: Sequence[Finding]) -> Report:
+    """Returns the report with more findings in it."""
     return replace(report, findings=in_order([*report.findings, *more]))
 
 
@@ -135,6 +138,7 @@ def _write(
     found: Sequence[Found] | None,
     libraries: Libraries,
 ) -> None:
+    """Gathers the rest of what the page shows, and writes the page to ``place``, which has it once it is whole."""
     trees: list[object] = []
     full = list(reports)
     for number, checkpoint in enumerate(checkpoints):

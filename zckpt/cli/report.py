@@ -1,9 +1,9 @@
-"""Write a page about a checkpoint, or about several of a run: one HTML file, which needs no network.
+"""Write a page about a checkpoint, or about several of a run: one HTML file that needs no network.
 
-It has a treemap of the bytes, the bytes of each rank, a table of all tensors with statistics and histograms, and what
-`zckpt validate` finds; of several checkpoints also the norms and update sizes of each layer over the training steps,
-and what has changed from one to the next. The exit status is 0, also where something is damaged: the page says what.
-Under a launcher such as torchrun the ranks share the work, and rank 0 prints the path of the page.
+The page has a treemap of the bytes, the bytes of each rank, a table of all tensors with statistics and histograms, and
+the findings of `zckpt validate`. If several checkpoints are given, it also has the norms and the updates of each layer
+over the training steps, and what has changed from each checkpoint to the next. The exit status is 0 even if something
+is damaged: the page says so. Under a launcher such as torchrun the ranks share the work, and rank 0 prints the path.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="a checkpoint, or the directory of a run with a `latest` file; several for a page about a run",
+        help="a checkpoint, or the directory of a run with a `latest` file; give several for a page about a run",
     )
-    parser.add_argument("-o", "--out", metavar="FILE", default="report.html", help="the page; default: report.html")
-    parser.add_argument("--no-statistics", action="store_true", help="read no tensors: what there is, and where")
+    parser.add_argument("-o", "--out", metavar="FILE", default="report.html", help="the file; default: report.html")
+    parser.add_argument("--no-statistics", action="store_true", help="read no tensors: the page has no statistics then")
     parser.add_argument(
         "--level",
         choices=["structure", "digests", "deep"],
         default="structure",
-        help="what is checked, as in `zckpt validate`; structure: all but tensor data (default)",
+        help="what is checked, as in `zckpt validate`; default: structure, which reads no tensor data",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a file")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
 
 
 def run(arguments: argparse.Namespace) -> int:

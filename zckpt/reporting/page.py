@@ -1,8 +1,8 @@
-"""The page of zckpt.report as text: one HTML file with its data, its scripts and its styles in it.
+"""Makes the page of zckpt.report: one HTML file that contains its data, its scripts and its styles.
 
-Names of tensors, paths and messages come from checkpoints, which may be made to do harm. The template escapes all of
-them; the data that scripts read are compressed, so that nothing in them can end a script; and the policy in the head of
-the page allows no scripts but its own, and no network.
+Names of tensors, paths and messages come from checkpoints, and a checkpoint may have been made to do harm. So the
+template escapes all of them. The data for the scripts are compressed and in base64, so that nothing in them can end a
+script. The policy in the head of the page allows no scripts but the page's own, and no network.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """The scripts of others that the page has in it."""
+    """The scripts of other projects that the page contains."""
 
     plotly: bytes
-    """The charts."""
+    """It draws the charts."""
     datatables: bytes
-    """The table of tensors: a module whose default export is DataTables."""
+    """It makes the table of tensors. It is a module whose default export is DataTables."""
     versions: str
 
 
 def find_libraries() -> Libraries:
-    """Raises UnsupportedError where one is not installed."""
+    """Returns the scripts from the installed packages. Raises UnsupportedError if a package is not installed."""
     try:
-        import jinja2  # noqa: F401  which makes the page
+        import jinja2  # noqa: F401  ``render`` needs it
 
         plotly, itables = distribution("plotly"), distribution("itables")
         return Libraries(
@@ -49,12 +49,12 @@ def find_libraries() -> Libraries:
         )
     except (ImportError, PackageNotFoundError) as error:
         raise UnsupportedError(
-            f"a report has the scripts of plotly and itables in it: {error}", hint="pip install 'zckpt[report]'"
+            f"a report needs plotly, itables and jinja2: {error}", hint="pip install 'zckpt[report]'"
         ) from error
 
 
 def render(data: PageData, libraries: Libraries) -> bytes:
-    """The file."""
+    """Returns the bytes of the page."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -75,9 +75,9 @@ def render(data: PageData, libraries: Libraries) -> bytes:
             "datatables": _packed(libraries.datatables),
         },
     )
-    return text.encode(errors="replace")  # a path may have bytes that are no UTF-8
+    return text.encode(errors="replace")  # A path may have bytes that are not UTF-8.
 
 
 def _packed(raw: bytes) -> str:
-    """As text that stands in HTML as it is, a third of the size."""
+    """Returns the bytes as a text that needs no escapes in HTML. That of a script has less than half of its size."""
     return base64.b64encode(gzip.compress(raw, mtime=0)).decode()

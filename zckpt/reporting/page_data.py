@@ -1,4 +1,4 @@
-"""What the page of zckpt.report shows, as frozen data, and the functions that gather it. No tensor is read here."""
+"""Gathers what the page of zckpt.report shows, as frozen data. The functions here read no tensors."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from zckpt.validation.report import Report
 
 _LAYER = re.compile(r".*?\.\d+(?=\.)|\d+(?=\.)")
-"""The beginning of a name up to its first component that is a number."""
+"""Matches the beginning of a name up to its first component that is a number."""
 _SIGNIFICANT = 6
-"""Digits of a number that is no count."""
+"""The number of digits that the page keeps of a number that is not a count."""
 _DEPTH_MAX = 64
-"""Modules around one another in the treemap. Of a name with more components, the last ones are one."""
+"""The largest depth of the treemap. If a name has more components, the last ones count as one."""
 _Tree = dict[str, "_Tree | int"]
-"""Parts and modules, whose names end with a dot, and the bytes of tensors."""
+"""A node of the treemap while it is made: modules, whose names end with a dot, and the bytes of tensors by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of the last checkpoint."""
+    """A tensor of the last checkpoint, as the page shows it."""
 
     info: TensorInfo
     other_names: tuple[str, ...]
-    """The further names of a tied weight."""
+    """The other names of a tied weight."""
     holders: Holders | None
     """None if the index is damaged."""
     values: Values | None
-    """None if they were not looked at."""
+    """None if the values were not looked at, or if the tensor is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,66 +52,68 @@ class Node:
     parent: int
     """Its number in the treemap, which is smaller than that of its children; -1 for the root."""
     nbytes: int
-    """Of one copy of each tensor."""
+    """The size of one copy of each tensor in it."""
     tensors: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Norms over all tensors of a part that belong to one layer. They have the shape
-    ``[parts][layers][checkpoints]``; None where the layer has no such tensor, or one that was not looked at."""
+    """The norms of layers. A norm is that of all tensors of one part and one layer together. It is None if there is no
+    such tensor, or if one of them is damaged."""
 
     names: tuple[str, ...]
     parts: tuple[str, ...]
     norms: tuple[tuple[tuple[float | None, ...], ...], ...]
-    """The square roots of the sums of squares."""
+    """The square roots of the sums of squares. The shape is ``[parts][layers][checkpoints]``."""
     updates: tuple[tuple[tuple[float | None, ...], ...], ...]
-    """Those of the differences to the checkpoint before."""
+    """The norms of the differences to the checkpoint before. The shape is that of ``norms``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How the values of the tensors that two neighbours have in the same shape and dtype differ."""
+    """Counts what differs in the values of those tensors that have the same shape and dtype in two neighbours."""
 
     equal: int
-    """Tensors."""
+    """The number of tensors whose values are all equal."""
     changed: int
-    """Tensors."""
+    """The number of all other tensors."""
     elements: int
-    """Of all these tensors."""
+    """The number of elements of all these tensors."""
     changed_elements: int
+    """The number of elements that differ, or whose difference is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What differs between two neighbours."""
+    """Lists what differs between two checkpoints that are next to each other on the page."""
 
     compared: Compared | None
     """None if values were not looked at."""
     added: tuple[str, ...]
-    """Keys."""
+    """The keys that only the later checkpoint has."""
     removed: tuple[str, ...]
+    """The keys that only the earlier checkpoint has."""
     reshaped: tuple[str, ...]
-    """Keys whose shape or dtype is another one."""
+    """The keys of tensors whose shape or dtype has changed."""
     settings: tuple[StateDifference, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PageData:
-    """All that the page shows."""
+    """Everything that the page shows."""
 
     summaries: tuple[CheckpointSummary, ...]
-    """Of the checkpoints, the one of the lowest step first."""
+    """One for each checkpoint. The checkpoint with the lowest step is the first."""
     reports: tuple[Report, ...]
-    """What ``zckpt.validate`` has found, and what was found to be damaged while values were looked at."""
+    """One for each checkpoint: what ``zckpt.validate`` has found, and what was damaged when the page was made."""
     tensors: tuple[Tensor, ...]
     treemap: tuple[Node, ...]
     rank_bytes: dict[str, tuple[int, ...]]
-    """By part, the bytes of the files of each rank of the last checkpoint. The headers of the files count too."""
+    """The bytes of the files of each rank of the last checkpoint, by part. The headers of the files count too."""
     layers: Layers | None
-    """None for a single checkpoint, and if values were not looked at."""
+    """None if there is a single checkpoint, or if the values were not looked at."""
     changes: tuple[Change, ...]
-    """Between each checkpoint and the next one."""
+    """One for each checkpoint but the first: what differs from the checkpoint before."""
     with_values: bool
 
 
@@ -122,8 +124,9 @@ def gather(
     trees: Sequence[object],
     found: Sequence[Found] | None,
 ) -> PageData:
-    """Puts together what is known of checkpoints, the one of the lowest step first. ``trees``: what each of them holds
-    beside tensors; None where that is damaged. ``found``: what ``values.look`` has found; None if it has not looked."""
+    """Returns the data of a page about these checkpoints, of which the one with the lowest step is the first.
+    ``trees``: the non-tensor state of each checkpoint, or None if it is damaged. ``found``: what ``values.look`` has
+    found in each checkpoint, or None if the values were not looked at."""
     last = checkpoints[-1]
     tensors = _tensors(last, {} if found is None else found[-1])
     several = len(checkpoints) > 1
@@ -143,14 +146,14 @@ def gather(
 
 
 def layer_of(name: str) -> str:
-    """The layer that a tensor belongs to: its name up to the first component that is a number, as in
-    ``model.layers.3``; where there is none, the name of its module."""
+    """Returns the layer that a tensor belongs to. It is the beginning of the tensor's name up to the first component
+    that is a number, such as ``model.layers.3``. If no component is a number, it is the name of the module."""
     found = _LAYER.match(name)
     return found[0] if found else name.rpartition(".")[0] or name
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Each name once, in the order in which people count: ``layers.2`` before ``layers.10``."""
+    """Returns each name once, with numbers in ascending order: ``layers.2`` comes before ``layers.10``."""
 
     def key(name: str) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
@@ -159,7 +162,8 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def treemap(sizes: Iterable[tuple[str, int]]) -> tuple[Node, ...]:
-    """A tree of parts, modules and tensors, by keys and bytes. A module whose only child is a module is one with it."""
+    """Returns the tree of parts, modules and tensors for these keys and their sizes in bytes. A module whose only child
+    is a module is joined with it."""
     root: _Tree = {}
     for key, nbytes in sizes:
         part, _, name = key.partition("/")
@@ -173,7 +177,7 @@ def treemap(sizes: Iterable[tuple[str, int]]) -> tuple[Node, ...]:
     nodes: list[Node] = []
 
     def add(label: str, parent: int, below: _Tree) -> Node:
-        """Adds a part or a module, and all below it."""
+        """Adds a part or a module, and everything in it. Returns its node."""
         while parent > 0 and len(below) == 1:
             ((child, only),) = below.items()
             if isinstance(only, int):
@@ -196,7 +200,7 @@ def treemap(sizes: Iterable[tuple[str, int]]) -> tuple[Node, ...]:
 
 
 def layers(parts: Sequence[str], found: Sequence[Found]) -> Layers:
-    """The norms of each layer in each checkpoint, from what was found of the tensors."""
+    """Returns the norms of all layers in each checkpoint. ``found``: the values of each checkpoint's tensors."""
     names = tuple(in_order(layer_of(key.partition("/")[2]) for one in found for key in one))
     sums: dict[tuple[str, str, int], list[float]] = {}
     for number, one in enumerate(found):
@@ -222,7 +226,7 @@ def _tensors(checkpoint: Checkpoint, found: Found) -> tuple[Tensor, ...]:
     holders: Sequence[Holders | None]
     try:
         holders = checkpoint.contents.holders(infos)
-    except FormatError:  # The index is damaged, which is among the findings.
+    except FormatError:  # The index is damaged. The report of zckpt.validate has this error too.
         holders = [None] * len(infos)
     names: dict[str, list[str]] = {}
     for alias, name in checkpoint.aliases.items():
@@ -261,7 +265,7 @@ def _compared(found: Found) -> Compared:
 
 
 def to_json(data: PageData) -> dict[str, Any]:
-    """What the scripts of the page read. Numbers that JSON does not have are None."""
+    """Returns what the scripts of the page read. NaN and infinities become None, because JSON does not have them."""
     return {
         "steps": [one.step for one in data.summaries],
         "withValues": data.with_values,
@@ -285,7 +289,7 @@ def to_json(data: PageData) -> dict[str, Any]:
 
 
 def _row(tensor: Tensor) -> list[Any]:
-    """In the order of ``FIELDS`` in ``page.js``."""
+    """Returns the fields of a tensor in the order of ``FIELDS`` in ``page.js``."""
     info, held, values = tensor.info, tensor.holders, tensor.values
     where = None if held is None else (held.ranks, held.first_rank, held.last_rank, held.pieces, ", ".join(held.tiers))
     row = [info.part, info.name, info.torch_name, info.shape, info.nbytes, tensor.other_names, where]

@@ -1,7 +1,7 @@
-"""What the values of tensors are like in each checkpoint of a run, and by how much they differ from the one before.
+"""Looks at the values of tensors in each checkpoint of a run, and at how they differ from the checkpoint before.
 
-All checkpoints are read side by side: of each stretch of a tensor first the oldest one, then the next. So no byte is
-read twice, and what is in memory does not grow with the number of checkpoints.
+All checkpoints are read side by side: each stretch of a tensor is read from the oldest checkpoint, then from the next
+one. So no byte is read twice, and the memory in use does not grow with the number of checkpoints.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ T = TypeVar("T")
 
 _ALIGNMENT_BYTES = 64
 EXPONENT_BIAS = 1024
-"""What a bin of a histogram has above the exponent of its numbers, so that no bin is 0."""
+"""What is added to the exponent of a number to get its bin in a histogram, so that all bins are above 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What the values of one tensor in one checkpoint are like."""
+    """Describes the values of one tensor in one checkpoint."""
 
     statistics: Statistics = field(default_factory=Statistics)
     histogram: Mapping[int, int] = field(default_factory=dict)
-    """How many finite elements each bin has. Bin ``k`` is of the numbers from ``2 ** (k - EXPONENT_BIAS)`` to twice as
-    much, bin ``-k`` of their negatives. The zeros are in no bin; ``statistics`` counts them."""
+    """The number of finite elements in each bin. Bin ``k`` has the numbers from ``2 ** (k - EXPONENT_BIAS)`` up to
+    twice as much, and bin ``-k`` has their negatives. Zeros are in no bin, because ``statistics`` counts them."""
     update: Statistics | None = None
-    """Of the differences to the checkpoint before, element by element; None where that has no such tensor."""
+    """The statistics of the differences to the checkpoint before, element by element. It is None if that checkpoint has
+    no such tensor, or if the tensor is damaged there."""
 
     def plus(self, other: Values) -> Values:
-        """Of the elements of both."""
+        """Returns the values of the elements of both."""
         return Values(
             self.statistics.plus(other.statistics),
             Counter(self.histogram) + Counter(other.histogram),
@@ -55,29 +56,30 @@ class Values:
 
     @property
     def row(self) -> list[Any]:
-        """Its fields as plain values, which ranks can tell each other."""
+        """The fields as plain values, which ranks can send to each other."""
         update = None if self.update is None else list(astuple(self.update))
         return [list(astuple(self.statistics)), list(self.histogram.items()), update]
 
     @classmethod
     def of_row(cls, row: Sequence[Any]) -> Values:
+        """Returns the Values whose ``row`` this is."""
         numbers, histogram, update = row
         return cls(Statistics(*numbers), dict(histogram), None if update is None else Statistics(*update))
 
 
 Found = dict[str, Values | None]
-"""The values of a checkpoint's tensors by key. None: the tensor is damaged or missing, and so was not looked at."""
+"""The values of a checkpoint's tensors by key. A tensor that is damaged or missing has None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """A tensor that has one shape and dtype in several checkpoints, one after the other."""
+    """A tensor that has the same shape and dtype in several checkpoints, one after the other."""
 
     first: int
-    """The number of the first of these checkpoints."""
+    """The number of the first of these checkpoints, counted from 0."""
     infos: tuple[TensorInfo, ...]
     equal: frozenset[int]
-    """The numbers of the checkpoints in which, as its digests say, it is equal to the one before."""
+    """The numbers of the checkpoints in which its digests are those of the checkpoint before."""
 
     @property
     def key(self) -> str:
@@ -90,7 +92,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Portion:
-    """Elements ``[start, stop)`` of a chain, and the byte of the buffers at which they begin."""
+    """The elements ``[start, stop)`` of a chain, which begin at byte ``offset`` of the buffers."""
 
     chain: Chain
     start: int
@@ -112,11 +114,12 @@ class _Portion:
 def look(
     checkpoints: Sequence[Checkpoint], number: int = 0, size: int = 1, progress: Progress | None = None
 ) -> tuple[list[Found], list[list[FormatError]]]:
-    """What the values of all tensors of these checkpoints, the oldest one first, are like, and for each checkpoint the
-    errors of tensors that are damaged or missing. Where a tensor has several copies, the first one is looked at. It is
-    not read where its digests are those of the checkpoint before.
+    """Looks at the values of all tensors of these checkpoints, the oldest checkpoint first. Returns for each checkpoint
+    the values of its tensors, and the errors of tensors that are damaged or missing.
 
-    Done is share ``number`` of the ``size`` shares of the work; ``joined`` puts them together. Raises StorageError.
+    If a tensor has several copies, the first one is looked at. A tensor whose digests are those of the checkpoint
+    before is not read again. This process does share ``number`` of ``size`` shares of the work, and ``joined`` puts the
+    shares together. Raises StorageError.
     """
     errors: list[list[FormatError]] = [[] for _ in checkpoints]
     sound = [_sound(checkpoint, note.append) for checkpoint, note in zip(checkpoints, errors, strict=True)]
@@ -149,7 +152,7 @@ def look(
 
 
 def joined(shares: Sequence[Found]) -> Found:
-    """What several processes have found of one checkpoint."""
+    """Returns what several processes together have found of one checkpoint."""
     total = dict(shares[0])
     for share in shares[1:]:
         for key, new in share.items():
@@ -159,12 +162,12 @@ def joined(shares: Sequence[Found]) -> Found:
 
 
 def _each(action: Callable[[list[T]], object], things: list[T], note: Callable[[FormatError], object]) -> list[T]:
-    """Does it with all things at once, or, where that fails, with one at a time. Returns those with which it could be
-    done; ``note`` is told the errors of the others."""
+    """Calls ``action`` with all things at once, or, if that fails, with one thing at a time. Returns the things with
+    which it succeeds. ``note`` is called with the errors of the others."""
     try:
         action(things)
         return things
-    except FormatError:  # The loop below finds out with which of them.
+    except FormatError:  # The loop below finds the things that raise it.
         pass
     done = []
     for one in things:
@@ -177,33 +180,43 @@ def _each(action: Callable[[list[T]], object], things: list[T], note: Callable[[
 
 
 def _sound(checkpoint: Checkpoint, note: Callable[[FormatError], object]) -> dict[str, TensorInfo]:
-    """The tensors whose files are there and as long as they have to be."""
+    """Returns the tensors whose files are there and have their recorded lengths. ``note`` is called with the errors of
+    the others."""
     return {info.key: info for info in _each(checkpoint.contents.check_sizes, list(checkpoint.values()), note)}
 
 
 def _chains(checkpoints: Sequence[Checkpoint], sound: Sequence[Mapping[str, TensorInfo]]) -> list[Chain]:
+    """Returns all chains of the tensors that are ``sound`` in each checkpoint."""
+    equal: list[set[str]] = [set(), *(_equal(checkpoints, sound, n) for n in range(1, len(checkpoints)))]
     found = []
     for key in dict.fromkeys(key for infos in sound for key in infos):
         of_all = [(n, infos.get(key)) for n, infos in enumerate(sound)]
-        for kind, group in groupby(of_all, lambda one: one[1] and (one[1].dtype_name, one[1].shape)):
+        for kind, group in groupby(of_all, lambda one: one[1] and _kind(one[1])):
             if kind is not None:
                 numbers, infos = zip(*group, strict=True)
-                equal = {n for n in numbers[1:] if _are_equal(checkpoints, n, sound[n - 1][key], sound[n][key])}
-                found.append(Chain(numbers[0], infos, frozenset(equal)))
+                found.append(Chain(numbers[0], infos, frozenset(n for n in numbers[1:] if key in equal[n])))
     return found
 
 
-def _are_equal(checkpoints: Sequence[Checkpoint], n: int, before: TensorInfo, info: TensorInfo) -> bool:
+def _kind(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
+    return info.dtype_name, info.shape
+
+
+def _equal(checkpoints: Sequence[Checkpoint], sound: Sequence[Mapping[str, TensorInfo]], n: int) -> set[str]:
+    """Returns the keys of the tensors of checkpoint ``n`` whose digests are those of the checkpoint before."""
+    before, infos = sound[n - 1], sound[n]
+    both = [key for key in infos if key in before and _kind(infos[key]) == _kind(before[key])]
+    compared = [(Pair(key, before[key], infos[key]), 0, 0) for key in both]
     try:
-        _, ranges = unequal(checkpoints[n - 1], checkpoints[n], Pair(info.key, before, info))
-    except FormatError:  # A digest table is damaged, which is noted where the tensor is read.
-        return False
-    return not ranges
+        ranges = [found for _, found in unequal(checkpoints[n - 1], checkpoints[n], compared)]
+    except FormatError:  # A digest table is damaged. The error is noted when a tensor is read that needs the table.
+        return set()
+    return {key for key, found in zip(both, ranges, strict=True) if not found}
 
 
 def _batches(checkpoints: Sequence[Checkpoint], chains: Sequence[Chain]) -> Iterator[list[_Portion]]:
-    """All portions of all chains. Those of a batch take at most ``STRETCH_BYTES`` of a buffer, or are a single one.
-    They are cut where the last checkpoint of the chain has its blocks."""
+    """Yields all portions of all chains. The portions of a batch take at most ``STRETCH_BYTES`` of a buffer, unless it
+    is a single one. They are cut where blocks of the last checkpoint of the chain end."""
     batch: list[_Portion] = []
     stop = 0
     for n, checkpoint in enumerate(checkpoints):
@@ -227,18 +240,20 @@ def _read(
     note: Callable[[FormatError], object],
     advance: Callable[[int], None],
 ) -> list[_Portion]:
-    """Reads these portions of checkpoint ``n``, verified, into ``room``. Returns those that are whole."""
+    """Reads these portions of checkpoint ``n`` into ``room`` and verifies them. Returns those that are not damaged."""
     found = _each(lambda some: checkpoint.read([one.want(n, room) for one in some], verify=True), portions, note)
     advance(sum(one.nbytes for one in portions))
     return found
 
 
 def _unchanged(values: Values) -> Values:
+    """Returns the values of the same elements in the next checkpoint, where they are equal."""
     numel = values.statistics.numel
     return replace(values, update=Statistics(numel, zeros=numel, min=0.0, max=0.0))
 
 
 def _values(values: torch.Tensor, before: torch.Tensor | None) -> Values:
+    """Returns the Values of these elements, which were ``before`` in the checkpoint before."""
     statistics, update = Statistics(), None if before is None else Statistics()
     histogram: Counter[int] = Counter()
     for first in range(0, len(values), AT_ONCE):
@@ -251,7 +266,7 @@ def _values(values: torch.Tensor, before: torch.Tensor | None) -> Values:
 
 
 def _histogram(wide: torch.Tensor) -> dict[int, int]:
-    """Of numbers in double precision, whose first 12 bits are the sign and the exponent."""
+    """Returns the histogram of numbers in double precision. Their first 12 bits are the sign and the exponent."""
     counts = torch.bincount((wide[wide != 0].view(torch.int64) >> 52) & 0xFFF, minlength=4096)
     found = {}
     for code in counts.nonzero().flatten().tolist():
