@@ -18,7 +18,15 @@ from zckpt.errors import FormatError
 from zckpt.plan.reshard import Span
 from zckpt.progress import Progress, reported
 from zckpt.reading.checkpoint import HOST, Want
-from zckpt.reading.statistics import AT_ONCE, STRETCH_BYTES, Statistics, elements, statistics_of, stretches
+from zckpt.reading.statistics import (
+    AT_ONCE,
+    BATCH_STRETCHES_MAX,
+    STRETCH_BYTES,
+    Statistics,
+    elements,
+    statistics_of,
+    stretches,
+)
 from zckpt.transfer.memory import fresh_tensor
 
 if TYPE_CHECKING:
@@ -215,15 +223,16 @@ def _equal(checkpoints: Sequence[Checkpoint], sound: Sequence[Mapping[str, Tenso
 
 
 def _batches(checkpoints: Sequence[Checkpoint], chains: Sequence[Chain]) -> Iterator[list[_Portion]]:
-    """Yields all portions of all chains. The portions of a batch take at most ``STRETCH_BYTES`` of a buffer, unless it
-    is a single one. They are cut where blocks of the last checkpoint of the chain end."""
+    """Yields all portions of all chains. A batch has at most ``BATCH_STRETCHES_MAX`` portions, and they take at most
+    ``STRETCH_BYTES`` of a buffer, unless it is a single one. They are cut where blocks of the last checkpoint of the
+    chain end."""
     batch: list[_Portion] = []
     stop = 0
     for n, checkpoint in enumerate(checkpoints):
         ending = [chain for chain in chains if chain.numbers[-1] == n]
         for stretch in stretches(checkpoint, [chain.infos[-1] for chain in ending]):
             portion = _Portion(ending[stretch.number], stretch.start, stretch.stop, stop)
-            if batch and stop + portion.nbytes > STRETCH_BYTES:
+            if batch and (len(batch) == BATCH_STRETCHES_MAX or stop + portion.nbytes > STRETCH_BYTES):
                 yield batch
                 batch, portion = [], replace(portion, offset=0)
             batch.append(portion)
