@@ -71,7 +71,7 @@ class Pair(NamedTuple):
     @property
     def is_comparable(self) -> bool:
         """Whether both have the same dtype and shape, so that their values can be compared."""
-        return (self.a.dtype, self.a.shape) == (self.b.dtype, self.b.shape)
+        return (self.a.dtype_name, self.a.shape) == (self.b.dtype_name, self.b.shape)
 
 
 def paired(
@@ -80,11 +80,14 @@ def paired(
     """Returns the tensors with these keys that both checkpoints have, the keys that only a has, and the keys that only
     b has. A tied weight is paired once, even if the checkpoints store it under different ones of its names. Where only
     one checkpoint ties two weights, its tensor is paired with each of the two tensors of the other checkpoint."""
+    keys = dict.fromkeys((*keys_of_a, *keys_of_b))
+    in_a, in_b = ({key: one[key] for key in keys if key in one} for one in (a, b))
     pairs: dict[tuple[str, str], Pair] = {}
-    for key in (*keys_of_a, *keys_of_b):
-        if key in a and key in b:
-            pairs.setdefault((a[key].key, b[key].key), Pair(key, a[key], b[key]))
-    return list(pairs.values()), [key for key in keys_of_a if key not in b], [key for key in keys_of_b if key not in a]
+    for key, info in in_a.items():
+        if key in in_b:
+            pairs.setdefault((info.key, in_b[key].key), Pair(key, info, in_b[key]))
+    only_in_a, only_in_b = [key for key in keys_of_a if key not in in_b], [key for key in keys_of_b if key not in in_a]
+    return list(pairs.values()), only_in_a, only_in_b
 
 
 def compared_copies(a: Checkpoint, b: Checkpoint, pair: Pair) -> list[tuple[int, int]]:
