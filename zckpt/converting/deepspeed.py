@@ -99,7 +99,10 @@ class _Reader:
         model = self._model if rank == 0 or not folder.partitions_weights else folder.model(files, rank)
         if model["global_steps"] != self._model["global_steps"]:
             steps = f"{model['global_steps']} and {self._model['global_steps']}"
-            raise FormatError(f"the files of ranks {rank} and 0 are of different steps: {steps}", file=folder.path)
+            raise FormatError(
+                f"the files of ranks {rank} and 0 are of different steps: {steps}", file=folder.path,
+                hint="put the files of one step into a folder of their own",
+            )  # fmt: skip
         group = RankGroup(None, rank, tuple(range(self._world_size)))
         zero = self._zero if rank == 0 or self._zero is None else folder.zero(files, rank)
         with values_of(folder.optimizer_path(rank)):
@@ -300,7 +303,10 @@ class _Reader:
     def _universal(self) -> Mapping[str, Any]:
         found = self._folder.universal_file(self._files, "optimizer_state.pt")
         if not isinstance(found, dict):
-            raise FormatError("its file zero/optimizer_state.pt is missing, or is none", file=self._folder.path)
+            raise FormatError(
+                "its file zero/optimizer_state.pt is missing, or is not one of DeepSpeed's", file=self._folder.path,
+                hint="run DeepSpeed's ds_to_universal.py again, or convert the checkpoint that it was made from",
+            )  # fmt: skip
         return found
 
     @cached_property

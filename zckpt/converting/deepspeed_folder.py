@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from zckpt.converting.source import AS_WRITTEN
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few, from_os_error
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt", re.ASCII)
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt", re.ASCII)
+ONE_FOLDER = "move the files of each into a folder of its own: files of the same step belong together"
 STOCK = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
@@ -75,7 +77,7 @@ class DeepSpeedFolder:
             if len(files) > world_size:
                 raise FormatError(
                     f"the folder has {len(files)} files {kind} and the run had {world_size} ranks: it holds the files "
-                    "of two checkpoints", file=self.path,
+                    "of two checkpoints", file=self.path, hint=ONE_FOLDER,
                 )  # fmt: skip
 
     def model_path(self, rank: int) -> str:
@@ -93,7 +95,7 @@ class DeepSpeedFolder:
         path = self.model_path(rank)
         state = files.load(path)
         if not isinstance(state, dict) or "module" not in state or type(state.get("global_steps")) is not int:
-            raise FormatError("this is not a file of model states of DeepSpeed", file=path)
+            raise FormatError("this is not a file of model states of DeepSpeed", file=path, hint=AS_WRITTEN)
         return state
 
     def zero(self, files: TorchFiles, rank: int) -> dict[str, Any]:
@@ -102,18 +104,25 @@ class DeepSpeedFolder:
         state = files.load(path)
         inner = state.get("optimizer_state_dict") if isinstance(state, dict) else None
         if not isinstance(inner, dict):
-            raise FormatError("this is not a file of optimizer states of DeepSpeed", file=path)
+            raise FormatError("this is not a file of optimizer states of DeepSpeed", file=path, hint=AS_WRITTEN)
         return inner
 
     def swap_file(self, rank: int, name: str) -> str:
         """Returns the path of the file that ``rank`` had offloaded to NVMe under this name."""
         path = os.path.join(self.path, "offloaded_tensors", f"rank{rank:02d}", f"{name}.tensor.swp")
         if not os.path.isfile(path):
-            raise MissingFileError("a file that was offloaded to NVMe is missing", file=path)
+            raise MissingFileError(
+                "a file that was offloaded to NVMe is missing", file=path,
+                hint="copy the folder offloaded_tensors of the checkpoint too, of every machine",
+            )  # fmt: skip
         return path
 
     def universal_file(self, files: TorchFiles, *names: str) -> Any:
-        """Returns what a file in the folder ``zero`` holds, or None if there is no such file."""
+        """Returns what a file in the folder ``zero`` holds, or None if there is no such file. ``names``: those of
+        folders and of the file, which another file may have told."""
+        for name in names:
+            if os.path.basename(name) != name or name in ("", os.curdir, os.pardir) or "\0" in name:
+                raise FormatError(f"a parameter of the name {name!r} has no file", file=self.path, hint=AS_WRITTEN)
         path = os.path.join(self.path, "zero", *names)
         return files.load(path) if os.path.exists(path) else None
 
@@ -135,8 +144,9 @@ def _by_rank(path: str, pattern: re.Pattern[str], names: Iterable[str]) -> dict[
         found[None if rank is None else int(rank)] = os.path.join(path, match.string)
     if None in found and len(found) > 1:
         raise FormatError(
-            f"the folder holds the files of two checkpoints: {first_few(list(found.values()), 2)}", file=path
-        )
+            f"the folder holds the files of two checkpoints: {first_few(list(found.values()), 2)}", file=path,
+            hint=ONE_FOLDER,
+        )  # fmt: skip
     return found
 
 

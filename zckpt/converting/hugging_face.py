@@ -8,16 +8,18 @@ folder.
 from __future__ import annotations
 
 import json
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zckpt.converting.restricted_pickle import TorchFiles
-from zckpt.converting.source import RankPart, Source, values_of
+from zckpt.converting.source import AS_WRITTEN, COPY_AGAIN, RankPart, Source, check_regular, values_of
 from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers
-from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few, from_os_error
+from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few
 from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.format.limits import NDIM_MAX
 from zckpt.state.inventory import BUFFER, PARAM, FileSpan, Fragment
 
 if TYPE_CHECKING:
@@ -30,6 +32,11 @@ HEADER_BYTES_MAX = 100_000_000
 def read_hugging_face(path: str) -> Source:
     """Reads the folder at ``path``. Raises UnsupportedError where transformers is not installed, or would rename or
     reshape the weights; MissingFileError, FormatError and StorageError."""
+    with values_of(path):
+        return _read(path)
+
+
+def _read(path: str) -> Source:
     model = _empty_model(path)
     (parameters, tied), (buffers, shared) = named_parameters(model), persistent_buffers(model)
     aliases = {**tied, **shared}
@@ -61,15 +68,10 @@ def read_hugging_face(path: str) -> Source:
 
 def _empty_model(path: str) -> Any:
     transformers = _transformers()
-    try:
-        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
-            architectures = json.load(file).get("architectures") or [None]
-        kind: Any = getattr(transformers, str(architectures[0]), None)
-    except OSError as error:
-        raise from_os_error(error, "read", path) from error
-    except (ValueError, AttributeError, LookupError, TypeError) as error:
-        raise FormatError("the configuration is not that of a model", file=os.path.join(path, "config.json")) from error
-    if not isinstance(kind, type) or not issubclass(kind, torch.nn.Module):
+    config = _json(os.path.join(path, "config.json"))
+    architectures = config.get("architectures") or [None]
+    kind = getattr(transformers, str(architectures[0]), None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise UnsupportedError(
             f"{path} holds a model {architectures[0]!r}, which transformers {transformers.__version__} does not have",
             hint="load the model yourself, make an engine of it, and write that with zckpt.write",
@@ -115,16 +117,12 @@ def _stored(path: str, files: TorchFiles) -> Iterator[tuple[str, tuple[int, ...]
 def _files(path: str, single: str) -> list[str]:
     index = _index(path, single)
     if index:
-        try:
-            with open(index, encoding="utf-8") as file:
-                names = sorted(set(json.load(file)["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise FormatError("the index is not JSON with a weight_map", file=index) from error
-        except OSError as error:
-            raise from_os_error(error, "read", index) from error
-        if any(not isinstance(name, str) or os.path.basename(name) != name for name in names):
-            raise FormatError("the index names files elsewhere", file=index)
-        return names
+        names = _json(index).get("weight_map")
+        if not isinstance(names, dict):
+            raise FormatError("the index has no weight_map", file=index, hint=COPY_AGAIN)
+        if any(not isinstance(name, str) or os.path.basename(name) != name for name in names.values()):
+            raise FormatError("the index names files elsewhere", file=index, hint=AS_WRITTEN)
+        return sorted(set(names.values()))
     return [single] if os.path.exists(os.path.join(path, single)) else []
 
 
@@ -133,33 +131,39 @@ def _index(path: str, single: str) -> str | None:
     return index if os.path.exists(index) else None
 
 
+def _json(path: str) -> dict[str, Any]:
+    """Raises FormatError for what is not a JSON object, and StorageError."""
+    with values_of(path):
+        check_regular(path)
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    if not isinstance(found, dict):
+        raise FormatError("the file is not a JSON object", file=path, hint=COPY_AGAIN)
+    return found
+
+
 def _safetensors(path: str) -> Iterator[tuple[str, tuple[int, ...], str, FileSpan]]:
-    try:
+    if not os.path.exists(path):
+        raise MissingFileError("a file that the index names is missing", file=path, hint=COPY_AGAIN)
+    with values_of(path):
+        check_regular(path)
         size = os.path.getsize(path)
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(HEADER_BYTES_MAX, size - 8):
-                raise FormatError("the file is cut off, or not in the format of safetensors", file=path)
+                raise FormatError(
+                    "the file is cut off, or not in the format of safetensors", file=path, hint=COPY_AGAIN
+                )
             header = json.loads(file.read(length))
-    except FileNotFoundError as error:
-        raise MissingFileError("a file that the index names is missing", file=path) from error
-    except OSError as error:
-        raise from_os_error(error, "read", path) from error
-    except ValueError as error:
-        if isinstance(error, FormatError):
-            raise
-        raise FormatError("the header is not JSON", file=path) from error
     for name, entry in header.items() if isinstance(header, dict) else ():
         if name == "__metadata__":
             continue
         try:
             (start, stop), shape, item = entry["data_offsets"], tuple(entry["shape"]), ITEM_BYTES[entry["dtype"]]
-            numel = 1
-            for one in shape:
-                numel *= int(one) if type(one) is int and one >= 0 else -1
-            whole = 0 <= start <= stop and stop - start == numel * item
+            natural = all(type(one) is int and one >= 0 for one in (start, stop, *shape))
+            whole = natural and len(shape) <= NDIM_MAX and stop - start == math.prod(shape) * item
         except (KeyError, TypeError, ValueError) as error:
-            raise FormatError("an entry of the header cannot be read", file=path, key=name) from error
+            raise FormatError("an entry of the header cannot be read", file=path, key=name, hint=COPY_AGAIN) from error
         if not whole or 8 + length + stop > size:
-            raise FormatError("the file is cut off, or its header is wrong", file=path, key=name)
+            raise FormatError("the file is cut off, or its header is wrong", file=path, key=name, hint=COPY_AGAIN)
         yield name, shape, entry["dtype"], FileSpan(path, 8 + length + start, stop - start)

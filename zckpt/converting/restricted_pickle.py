@@ -17,6 +17,7 @@ import struct
 import zipfile
 from bisect import bisect_right
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Sized
 from contextlib import closing
 from datetime import date, datetime, time
 from pathlib import PurePosixPath, PureWindowsPath
@@ -25,7 +26,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 import torch
 
-from zckpt.errors import FormatError, MissingFileError, UnsupportedError, from_os_error
+from zckpt.converting.source import AS_WRITTEN, COPY_AGAIN, check_regular
+from zckpt.errors import FormatError, MissingFileError, UnsupportedError, ZckptError, from_os_error
+from zckpt.format.limits import NDIM_MAX, TREE_DEPTH_MAX
 from zckpt.state.inventory import FileSpan
 
 if TYPE_CHECKING:
@@ -34,6 +37,14 @@ if TYPE_CHECKING:
 PICKLE_BYTES_MAX = 256 << 20
 """The largest pickle that is read, in bytes. A pickle has no tensors in it: that of a model with 100,000 parameters
 takes some 20 MB."""
+COPIED_BYTES_MAX = 256 << 20
+"""A tensor that does not lie in one range of the file, such as an expanded one, is copied as a whole when it is used.
+All such tensors together may have this many bytes more than the file."""
+GROWTH_MAX = 8
+"""The largest number of values that a pickle may describe for each of its bytes. A pickle in which no list is in two
+places describes less than one. A list that contains itself has no end."""
+_ENCRYPTED = 1
+"""The flag of a record of a zip archive."""
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _ZIP, _OLD = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 """The first bytes of a file that torch 1.6 or newer has written, and of one that an older torch has written."""
@@ -48,8 +59,8 @@ _INERT = frozenset({
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
 })  # fmt: skip
 _PLAIN: dict[str, type] = {
-    **{f"builtins.{one.__name__}": one for one in (int, float, complex, list, tuple, dict, set, frozenset)},
-    **{f"__builtin__.{one.__name__}": one for one in (int, float, complex, list, tuple, dict, set, frozenset)},
+    **{f"builtins.{one.__name__}": one for one in (int, float, complex, list, dict, set, frozenset)},
+    **{f"__builtin__.{one.__name__}": one for one in (int, float, complex, list, dict, set, frozenset)},
     **{f"collections.{one.__name__}": one for one in (OrderedDict, Counter, defaultdict)},
     **{f"datetime.{one.__name__}": one for one in (date, datetime, time)},
     **{
@@ -96,21 +107,26 @@ class TorchFiles:
             archive = _open(path)
             with closing(archive):
                 names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-                if "data.pkl" not in names or not 0 <= names["data.pkl"].file_size <= PICKLE_BYTES_MAX:
+                raw = _small(archive, names.get("data.pkl"), PICKLE_BYTES_MAX)
+                if raw is None:
                     raise FormatError(
-                        "this is not a file of torch.save: it has no pickle that could be read", file=path
-                    )
-                if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
+                        "this is not a file of torch.save: it has no pickle that could be read", file=path,
+                        hint=AS_WRITTEN,
+                    )  # fmt: skip
+                order = _small(archive, names["byteorder"], len(b"little")) if "byteorder" in names else b"little"
+                if order == b"big":
                     raise UnsupportedError(f"{path} was written on a machine with another byte order")
-                return _Unpickler(archive.read(names["data.pkl"]), self._map(path), names, path).load()
+                if order != b"little":
+                    raise FormatError("its record of the byte order cannot be read", file=path, hint=COPY_AGAIN)
+                return _Unpickler(raw, self._map(path), names, path).load()
+        except ZckptError:
+            raise
         except FileNotFoundError as error:
-            raise MissingFileError("a file of the checkpoint is missing", file=path) from error
+            raise MissingFileError("a file of the checkpoint is missing", file=path, hint=COPY_AGAIN) from error
         except OSError as error:
             raise from_os_error(error, "read", path) from error
-        except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
-            if isinstance(error, UnsupportedError):
-                raise
-            raise FormatError(f"this is not a whole file of torch.save: {error}", file=path) from error
+        except Exception as error:  # whatever a damaged archive can make of zipfile
+            raise FormatError(f"this is not a whole file of torch.save: {error}", file=path, hint=COPY_AGAIN) from error
 
     def place(self, data: torch.Tensor | FileSpan | None) -> torch.Tensor | FileSpan | None:
         """Returns the range of a file in which the bytes of a contiguous tensor lie, or ``data`` itself if they do not
@@ -136,6 +152,7 @@ class TorchFiles:
 
 
 def _open(path: str) -> zipfile.ZipFile:
+    check_regular(path)
     with open(path, "rb") as file:
         first = file.read(len(_OLD))
     if first == _OLD:
@@ -144,11 +161,23 @@ def _open(path: str) -> zipfile.ZipFile:
             hint="load it with torch.load and save it with torch.save again",
         )
     if first[: len(_ZIP)] != _ZIP:
-        raise FormatError("this is not a file of torch.save", file=path)
+        raise FormatError("this is not a file of torch.save", file=path, hint=AS_WRITTEN)
     try:
         return zipfile.ZipFile(path)
     except zipfile.BadZipFile as error:
-        raise FormatError("the file was cut off: its end is missing", file=path) from error
+        raise FormatError("the file was cut off: its end is missing", file=path, hint=COPY_AGAIN) from error
+
+
+def _small(archive: zipfile.ZipFile, info: zipfile.ZipInfo | None, bytes_max: int) -> bytes | None:
+    """Returns a record of at most ``bytes_max``, as torch writes it, which is neither compressed nor encrypted; None if
+    it is not such a record."""
+    if info is None or not _is_plain(info) or not 0 <= info.file_size == info.compress_size <= bytes_max:
+        return None
+    return archive.read(info)
+
+
+def _is_plain(info: zipfile.ZipInfo) -> bool:
+    return info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _ENCRYPTED
 
 
 class _Call:
@@ -181,16 +210,32 @@ class _Unpickler(pickle._Unpickler):
     pickle claims to have."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    del dispatch[pickle.NEWOBJ_EX[0]], dispatch[pickle.OBJ[0]], dispatch[pickle.INST[0]]
+    """Without further ways to make objects, which torch has no use for."""
 
     def __init__(self, raw: bytes, mapped: torch.UntypedStorage, names: dict[str, zipfile.ZipInfo], path: str) -> None:
         super().__init__(io.BytesIO(raw), encoding="utf-8")
         self._mapped, self._names, self._path = mapped, names, path
+        self._values_max = GROWTH_MAX * len(raw)
+        self._copied_values = 0
+        """The number of values that calls of the pickle were given to copy."""
+        self._nested: dict[int, tuple[tuple[Any, ...], int, int]] = {}
+        """The tuples that have tuples in them, by id, each with the number of values in it and its depth."""
         self._made: dict[str, Any] = {}
         self._storages: dict[tuple[str, torch.dtype], _Storage] = {}
 
     def load(self) -> Any:
         try:
-            return self._resolved(super().load(), {})
+            found = super().load()
+            if _sum(found, _values, self._values_max + 1, {}) > self._values_max:
+                raise self._too_many()
+            if _sum(found, _copied_bytes, 0, {}) > self._mapped.nbytes() + COPIED_BYTES_MAX:
+                raise FormatError(
+                    "its tensors, some of which have more elements than are stored, would take far more memory than "
+                    "the file has bytes", file=self._path,
+                    hint="in the training script, register the clone() of buffers that are expanded, and save again",
+                )  # fmt: skip
+            return self._resolved(found, {})
         except (FormatError, UnsupportedError):
             raise
         except OSError:
@@ -241,16 +286,17 @@ class _Unpickler(pickle._Unpickler):
     def _record(self, name: str, dtype: torch.dtype, numel: int) -> _Storage:
         info = self._names.get(name)
         if info is None:
-            raise FormatError(f"its record {name} is missing", file=self._path)
+            raise FormatError(f"its record {name} is missing", file=self._path, hint=COPY_AGAIN)
         at = info.header_offset
         header = _LOCAL_HEADER.unpack(bytes(self._mapped[at : at + _LOCAL_HEADER.size].tolist()))
         start = at + _LOCAL_HEADER.size + header[-2] + header[-1]
         nbytes = numel * dtype.itemsize
-        whole = info.compress_type == zipfile.ZIP_STORED and 0 <= nbytes <= info.file_size
+        whole = _is_plain(info) and 0 <= nbytes <= info.file_size
         if header[0] != _ZIP or not whole or start + nbytes > self._mapped.nbytes() or start % dtype.itemsize:
             raise FormatError(
-                f"its record {name} is damaged or cut off", file=self._path, start=start, stop=start + nbytes
-            )
+                f"its record {name} is damaged or cut off", file=self._path, start=start, stop=start + nbytes,
+                hint=COPY_AGAIN,
+            )  # fmt: skip
         return _Storage(self._mapped[start : start + nbytes], dtype, numel)
 
     def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> torch.Tensor:
@@ -259,8 +305,8 @@ class _Unpickler(pickle._Unpickler):
         sizes, strides = tuple(size), tuple(stride)
         numbers = (offset, *sizes, *strides)
         last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if 0 not in sizes else -1
-        if any(type(one) is not int or one < 0 for one in numbers) or last >= storage.numel:
-            raise FormatError("a tensor goes beyond the end of its storage", file=self._path)
+        if any(type(one) is not int or one < 0 for one in numbers) or last >= storage.numel or len(sizes) > NDIM_MAX:
+            raise FormatError("a tensor goes beyond the end of its storage", file=self._path, hint=COPY_AGAIN)
         if last < 0:
             return torch.empty(sizes, dtype=storage.dtype)
         return torch.empty(0, dtype=storage.dtype).set_(storage.data, offset, sizes, strides)
@@ -284,14 +330,66 @@ class _Unpickler(pickle._Unpickler):
 
     dispatch[pickle.BUILD[0]] = _build
 
-    def _resolved(self, value: Any, known: dict[int, Any]) -> Any:
+    def _append_tuple(self, made: tuple[Any, ...]) -> None:
+        """Puts a new tuple on the stack. A tuple that becomes a key of a dict is hashed with all that is in it, which
+        takes without end where the same tuple is in too many places: so it is refused before."""
+        below = [self._nested.get(id(one), (one, len(one), 1)) for one in made if type(one) is tuple]
+        if below:
+            values, depth = len(made) + sum(one[1] for one in below), 1 + max(one[2] for one in below)
+            if values > self._values_max or depth > TREE_DEPTH_MAX:
+                raise self._too_many()
+            self._nested[id(made)] = made, values, depth
+        self.append(made)  # type: ignore[attr-defined]
+
+    def _tuple_of(self, count: int) -> None:
+        stack: list[Any] = self.stack  # type: ignore[attr-defined]
+        made = tuple(stack[-count:])
+        del stack[-count:]
+        self._append_tuple(made)
+
+    dispatch[pickle.TUPLE[0]] = lambda self: self._append_tuple(tuple(self.pop_mark()))
+    dispatch[pickle.TUPLE1[0]] = lambda self: self._tuple_of(1)
+    dispatch[pickle.TUPLE2[0]] = lambda self: self._tuple_of(2)
+    dispatch[pickle.TUPLE3[0]] = lambda self: self._tuple_of(3)
+
+    def _copies(self, args: Any) -> Any:
+        """Returns the arguments of a call, after it has counted the values that the call may copy. A pickle may give
+        the same list or text to many calls."""
+        self._copied_values += sum(len(one) for one in args if isinstance(one, Sized))
+        if self._copied_values > self._values_max:
+            raise self._too_many()
+        return args
+
+    def _reduce(self) -> None:
+        stack: list[Any] = self.stack  # type: ignore[attr-defined]
+        args = self._copies(stack.pop())
+        stack[-1] = stack[-1](*args)
+
+    def _new(self) -> None:
+        stack: list[Any] = self.stack  # type: ignore[attr-defined]
+        args = self._copies(stack.pop())
+        kind = stack.pop()
+        stack.append(kind.__new__(kind, *args))
+
+    dispatch[pickle.REDUCE[0]] = _reduce
+    dispatch[pickle.NEWOBJ[0]] = _new
+
+    def _too_many(self) -> FormatError:
+        return FormatError(
+            "its pickle has the same list or tuple in so many places, or in itself, that it would describe more than "
+            f"{self._values_max} values", file=self._path, hint="save it again without this list in its client_state",
+        )  # fmt: skip
+
+    def _resolved(self, value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
         """Returns ``value`` with NumPy's arrays in the place of the objects that stand for them. Containers are changed
-        in place where that is possible."""
+        in place where that is possible. ``known``: containers by id, each with what it has become."""
         if isinstance(value, _Array):
             return value.value
-        if id(value) in known or not isinstance(value, (dict, list, tuple, Inert)):
+        if not isinstance(value, (dict, list, tuple, Inert)):
             return value
-        known[id(value)] = value
+        if id(value) in known:
+            return known[id(value)][1]
+        known[id(value)] = value, value  # with the value itself, or its id could become that of another one
         if isinstance(value, dict):
             for key, item in value.items():
                 value[key] = self._resolved(item, known)
@@ -299,10 +397,33 @@ class _Unpickler(pickle._Unpickler):
             value[:] = [self._resolved(item, known) for item in value]
         elif isinstance(value, tuple) and any(isinstance(item, (_Array, dict, list, tuple, Inert)) for item in value):
             items = [self._resolved(item, known) for item in value]
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else tuple(items)
+            if any(a is not b for a, b in zip(items, value, strict=True)):
+                known[id(value)] = value, tuple(items)
         elif isinstance(value, Inert):
             self._resolved(vars(value), known)
-        return value
+        return known[id(value)][1]
+
+
+def _sum(value: Any, of: Callable[[Any], int], again: int, known: dict[int, int]) -> int:
+    """Returns the sum of ``of`` over all values of a tree. A container in two places counts twice. ``again``: what a
+    container counts inside of itself. ``known``: the sums of containers by id."""
+    if isinstance(value, _Array) or not isinstance(value, (dict, list, tuple, set, frozenset, Inert)):
+        return of(value)
+    if id(value) not in known:
+        known[id(value)] = again
+        inner = vars(value) if isinstance(value, Inert) else value
+        items = (*inner, *inner.values()) if isinstance(inner, dict) else inner
+        known[id(value)] = of(value) + sum(_sum(one, of, again, known) for one in items)
+    return known[id(value)]
+
+
+def _values(value: Any) -> int:
+    return int(value.value.nbytes) + 1 if isinstance(value, _Array) and value.value is not None else 1
+
+
+def _copied_bytes(value: Any) -> int:
+    copied = isinstance(value, torch.Tensor) and not value.is_contiguous()
+    return value.numel() * value.element_size() if copied else 0
 
 
 class _Dtype:

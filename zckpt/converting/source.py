@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zckpt.errors import FormatError, ZckptError
+from zckpt.errors import FormatError, ZckptError, from_os_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
     import torch
 
     from zckpt.state.inventory import FileSpan, Fragment
+
+
+COPY_AGAIN = "copy the checkpoint to this folder again, or take another one"
+AS_WRITTEN = "give the checkpoint as the training run has written it, with all its files and no others"
 
 
 class RankPart(NamedTuple):
@@ -60,13 +66,26 @@ class Source:
 @contextmanager
 def values_of(file: str) -> Iterator[None]:
     """A context in which the values of ``file`` are used. If a value leads to an error of Python, because it is of a
-    kind that it cannot be, the context raises FormatError. An error of zckpt that names no file yet is made to name
-    this one."""
+    kind that it cannot be, the context raises FormatError; for an error of the system, StorageError. An error of zckpt
+    that names no file yet is made to name this one, and a FormatError without a hint to say what to do."""
     try:
         yield
     except ZckptError as error:
         error.file = error.file or file
+        if isinstance(error, FormatError):
+            error.hint = error.hint or AS_WRITTEN
         raise
+    except OSError as error:
+        raise from_os_error(error, "read", file) from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         why = str(error).strip().partition("\n")[0]
-        raise FormatError(f"it has values that cannot be: {type(error).__name__}: {why}", file=file) from error
+        raise FormatError(
+            f"it has values that cannot be: {type(error).__name__}: {why}", file=file, hint=AS_WRITTEN
+        ) from error
+
+
+def check_regular(path: str) -> None:
+    """Raises FormatError for what is not a regular file, because to open a pipe would wait for somebody who writes.
+    Raises OSError."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise FormatError("this is not a regular file", file=path, hint=AS_WRITTEN)

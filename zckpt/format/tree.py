@@ -59,22 +59,29 @@ def pack(value: object, path: str, put: Callable[[str, object], tuple[int, str] 
 class _Encoder:
     def __init__(self, put: Callable[[str, object], tuple[int, str] | Plain | None]) -> None:
         self.put = put
-        self.nbytes = self.containers = 0
+        self.nbytes = self.encoded_bytes = self.containers = 0
 
     def packed(self, value: object, path: str) -> bytes:
         raw: bytes = msgpack.packb(value, strict_types=True)
         self.nbytes += len(raw)
-        if self.nbytes > TREE_BYTES_MAX or self.containers > CONTAINERS_MAX:
+        self.check(self.nbytes, path)
+        return raw
+
+    def check(self, nbytes: int, path: str) -> None:
+        if nbytes > TREE_BYTES_MAX or self.containers > CONTAINERS_MAX:
             raise StateError(
-                f"{path or 'the tree'} is too large: {self.nbytes} bytes, {self.containers} lists and maps",
+                f"{path or 'the tree'} is too large: a tree has at most {TREE_BYTES_MAX} bytes and {CONTAINERS_MAX} "
+                "lists and maps",
                 key=path, rule="T004", hint="keep what is large in tensors or arrays",
             )  # fmt: skip
-        return raw
 
     def encode(self, value: object, path: str, depth: int) -> object:
         if depth > TREE_DEPTH_MAX:
             raise StateError(f"{path} is nested more than {TREE_DEPTH_MAX} levels deep", key=path, rule="T002")
         kind = type(value)
+        # A list that is in many places takes no more memory than one: what is encoded of it could take all there is.
+        self.encoded_bytes += len(value) if isinstance(value, (str, bytes)) else 1
+        self.check(self.encoded_bytes, path)
         if value is None or kind in (bool, float, bytes):
             return value
         if kind is str:
