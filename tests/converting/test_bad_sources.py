@@ -8,35 +8,14 @@ import pickle
 import shutil
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import zckpt
-from tests.support.deepspeed_folders import make_folder, model_state, zero_state
+from tests.support.deepspeed_folders import Runs, make_folder, model_state, refused, zero_state
 from zckpt.converting.restricted_pickle import TorchFiles
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-class Runs:
-    """What ``torch.load`` would call."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self._call = function, args
-
-    def __reduce__(self) -> Any:
-        return self._call
-
-
-def refused(source: Path, error: type[Exception], match: str | None = None, **options: Any) -> None:
-    destination = source.parent / "converted"
-    with pytest.raises(error, match=match) as found:
-        zckpt.convert(source, destination, **options)
-    assert isinstance(found.value, zckpt.ZckptError)
-    assert not destination.exists()
 
 
 def test_a_sound_one(tmp_path: Path) -> None:
@@ -171,12 +150,26 @@ def test_another_format_is_named(tmp_path: Path, files: list[str], match: str) -
     refused(source, zckpt.UnsupportedError, match)
 
 
+def test_several_models_in_a_folder(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / "source" / name).mkdir(parents=True)
+        for file in ("config.json", "model.safetensors"):
+            (tmp_path / "source" / name / file).touch()
+    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "name one of the checkpoints in .*: first, second")
+
+
 def test_no_checkpoint(tmp_path: Path) -> None:
-    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "no such folder")
+    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "(?s)no such folder.*give the folder of a checkpoint")
     (tmp_path / "source" / "inner").mkdir(parents=True)
     refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "no checkpoint of a known format")
     make_folder(tmp_path / "source" / "good")
-    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "name one of the checkpoints in it: good")
+    hint = f"name one of the checkpoints in {tmp_path / 'source'}: good"
+    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, hint)
+    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, hint, tag="bad")
+    refused(tmp_path / "source" / "bad", zckpt.CheckpointNotFoundError, hint)
+    (tmp_path / "source" / "latest").write_text("bad")
+    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, hint)
+    (tmp_path / "source" / "latest").unlink()
     assert zckpt.convert(tmp_path / "source", tmp_path / "new", tag="good").path == str(tmp_path / "new")
     with pytest.raises(zckpt.UnsupportedError, match="is a checkpoint of zckpt"):
         zckpt.convert(tmp_path / "new", tmp_path / "newer")

@@ -247,3 +247,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> zckpt.Checkpoint:
     path: Path = tmp_path_factory.mktemp("run") / "c"
     write_state(path, 1, {"w": (2,)}, parts=("master",))
     return zckpt.open(path)
+
+
+def test_a_list_in_many_places_is_counted_while_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are 2 ** 60 lists, or bytes, which nobody could encode before they are counted."""
+    monkeypatch.setattr(tree, "CONTAINERS_MAX", 10_000)
+    monkeypatch.setattr(tree, "TREE_BYTES_MAX", 10_000)
+    lists: list[object] = []
+    texts = ["x" * 1000]
+    for _ in range(60):
+        lists, texts = [lists, lists], [*texts, *texts][:1000]
+    for value in (lists, [texts] * 1000):
+        with pytest.raises(StateError, match="too large") as caught:
+            pack(value)
+        assert caught.value.rule == "T004"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
+import zckpt
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -104,3 +108,21 @@ def kinds() -> dict[str, dict[str, Any]]:
             "zero/weight/fp32.pt": whole, "zero/weight/exp_avg.pt": whole, "zero/weight/exp_avg_sq.pt": whole,
         },
     }  # fmt: skip
+
+
+class Runs:
+    """An object that is pickled as a call, which ``torch.load`` would carry out."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._call = function, args
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def refused(source: Path, error: type[Exception], match: str | None = None, **options: Any) -> None:
+    destination = source.parent / "converted"
+    with pytest.raises(error, match=match) as found:
+        zckpt.convert(source, destination, **options)
+    assert isinstance(found.value, zckpt.ZckptError)
+    assert not destination.exists()

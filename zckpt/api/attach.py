@@ -15,7 +15,7 @@ from zckpt.engines import adapt, group_of
 from zckpt.errors import FormatError, TagError, UnsupportedError, warn
 from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
-from zckpt.listing.deepspeed_files import deepspeed_files
+from zckpt.listing.other_formats import deepspeed_files
 from zckpt.ranks.collectives import Ranks
 from zckpt.restoring.plan import Caller, Request, engine_state
 from zckpt.storage.location import Location

@@ -94,7 +94,8 @@ class DeepSpeedFolder:
         """Returns the model states of ``rank``; below stage 3 they are the same for all ranks."""
         path = self.model_path(rank)
         state = files.load(path)
-        if not isinstance(state, dict) or "module" not in state or type(state.get("global_steps")) is not int:
+        steps = state.get("global_steps") if isinstance(state, dict) else None
+        if not isinstance(state, dict) or "module" not in state or type(steps) is not int or not 0 <= steps < 1 << 62:
             raise FormatError("this is not a file of model states of DeepSpeed", file=path, hint=AS_WRITTEN)
         return state
 

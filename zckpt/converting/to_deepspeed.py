@@ -24,7 +24,7 @@ from zckpt.errors import CheckpointExistsError, NoSpaceError, from_os_error
 from zckpt.exporting.checkpoint_source import CheckpointFiller
 from zckpt.exporting.write import write_files
 from zckpt.format import names
-from zckpt.listing.deepspeed_files import deepspeed_files
+from zckpt.listing.other_formats import deepspeed_files
 from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.storage.schemes import open_store

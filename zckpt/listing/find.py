@@ -14,9 +14,8 @@ from zckpt.errors import (
 )
 from zckpt.format import names
 from zckpt.listing.contents import Contents
-from zckpt.listing.deepspeed_files import deepspeed_files
+from zckpt.listing.other_formats import other_format
 from zckpt.listing.runs import (
-    DEEPSPEED_HINT,
     NOTHING_CHANGED,
     has_manifest,
     not_a_checkpoint,
@@ -53,11 +52,11 @@ def find(path: StrPath) -> Store:
         except FormatError as error:
             error.hint = what_is_here(store)
             raise
-        if deepspeed_files(found.entries() or ()):
-            what, hint = "in DeepSpeed's own format", DEEPSPEED_HINT
+        other = other_format(found.entries() or ())
+        if other is not None:
+            message, hint = f"`latest` names {other.what}", other.hint
         else:
-            what, hint = "that is not there", what_is_here(store)
-        message = f"`latest` names a checkpoint {what}"
+            message, hint = "`latest` names a checkpoint that is not there", what_is_here(store)
         raise CheckpointNotFoundError(message, file=str(found.location), rule="L001", hint=hint)
     if any(names.is_data_dir(entry) for entry in entries):
         raise UnfinishedWriteError(

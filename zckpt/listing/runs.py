@@ -23,7 +23,7 @@ from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.listing.contents import Contents
-from zckpt.listing.deepspeed_files import deepspeed_files
+from zckpt.listing.other_formats import deepspeed_files, other_format
 from zckpt.storage.lock import DEAD_SECONDS
 from zckpt.storage.schemes import open_store
 
@@ -49,10 +49,6 @@ _TRAINER = re.compile(r"checkpoint-[0-9]+", re.ASCII)
 checkpoint."""
 
 NOTHING_CHANGED = "nothing was changed"
-DEEPSPEED_HINT = (
-    "zckpt.attach(engine) makes engine.load_checkpoint load it; to convert it, `zckpt convert SOURCE DESTINATION` or "
-    "zckpt.convert"
-)
 
 
 def read_manifest(checkpoint: Store, reader: Reader) -> Manifest:
@@ -75,12 +71,12 @@ def decode_manifest(checkpoint: Store, raw: bytes) -> Manifest:
         raise
 
 
-def read_latest(run: Store) -> str:
+def read_latest(run: Store, file: str = names.LATEST) -> str:
     """Returns the path, relative to the run, that the run's ``latest`` holds. Raises FormatError (L001, F001, F002) and
     StorageError."""
     with closing(run.reader()) as reader:
-        raw = reader.read(names.LATEST, 0, LATEST_BYTES_MAX + 1)
-    file = str(run.location.child(names.LATEST))
+        raw = reader.read(file, 0, LATEST_BYTES_MAX + 1)
+    file = str(run.location.child(file))
     name = names.decode_latest(raw, file)
     # On Windows such a name would be another path, or would name another drive.
     if sys.platform == "win32" and not {"\\", ":"}.isdisjoint(name):
@@ -315,7 +311,9 @@ def nothing_at(store: Store) -> CheckpointNotFoundError:
     """Returns the error for a path at which there is no directory. It names the checkpoints of the run that the path
     would be in."""
     what = "the path is a file" if store.exists("") else "the path does not exist"
-    run = run_of(store)
+    run = store.parent
+    if is_of_trainer(run.location.name):
+        run = run.parent
     found = _newest_first(run)
     hint = f"the checkpoints in {run.location} are, newest first: {_listed(found, run)}" if found else ""
     if str(store.location).startswith("~"):
@@ -328,11 +326,10 @@ def nothing_at(store: Store) -> CheckpointNotFoundError:
 def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> CheckpointNotFoundError:
     """Returns the error, with ``message``, for a directory with these entries, in which nobody has begun a checkpoint.
     It says what is there instead."""
-    if deepspeed_files(entries):
-        message, hint = "this is a checkpoint in DeepSpeed's own format", DEEPSPEED_HINT
-    else:
-        hint = what_is_here(store)
-    return CheckpointNotFoundError(message, file=str(store.location), hint=hint)
+    other = other_format(entries)
+    if other is not None:
+        return CheckpointNotFoundError(f"this is {other.what}", file=str(store.location), hint=other.hint)
+    return CheckpointNotFoundError(message, file=str(store.location), hint=what_is_here(store))
 
 
 def what_is_here(run: Store) -> str:
@@ -347,9 +344,10 @@ def what_is_here(run: Store) -> str:
     ]
     if committed or others:
         return "; ".join(what + _listed(which, run) for what, which in told if which)
-    foreign = [one for one, entries in found if deepspeed_files(entries)]
+    foreign = [(one, other) for one, entries in found if (other := other_format(entries))]
     if foreign:
-        return f"the checkpoints here are in DeepSpeed's own format: {_listed(foreign, run)}; {DEEPSPEED_HINT}"
+        kind = foreign[0][1]
+        return f"{kind.what} is in {_listed([one for one, other in foreign if other is kind], run)}; {kind.hint}"
     return "no checkpoint is here; give the directory of a checkpoint or run"
 
 

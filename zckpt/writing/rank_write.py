@@ -10,7 +10,7 @@ from zckpt.errors import CheckpointExistsError, RankError, StorageError, first_f
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import digest
-from zckpt.listing.deepspeed_files import deepspeed_files
+from zckpt.listing.other_formats import deepspeed_files
 from zckpt.listing.runs import latest_name, leftovers, run_leftovers
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_writes

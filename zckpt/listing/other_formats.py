@@ -1,0 +1,70 @@
+"""Checkpoints and models in the formats of others, recognised by the names of their files."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+
+class OtherFormat(NamedTuple):
+    """A format that is not zckpt's own."""
+
+    what: str
+    """What a folder in this format is, with an article."""
+    hint: str
+    """How its state gets into a checkpoint of zckpt."""
+
+
+_THROUGH_AN_ENGINE = "make an engine of the model, and write that with zckpt.write"
+DEEPSPEED = OtherFormat(
+    "a checkpoint in DeepSpeed's own format",
+    "zckpt.attach(engine) makes engine.load_checkpoint load it; to convert it, `zckpt convert SOURCE DESTINATION` or "
+    "zckpt.convert",
+)
+HUGGING_FACE = OtherFormat(
+    "a Hugging Face model",
+    "to begin a run with its weights, `zckpt convert SOURCE DESTINATION` or zckpt.convert makes a checkpoint of them",
+)
+_PEFT = OtherFormat(
+    "an adapter of PEFT", f"load it with PeftModel.from_pretrained and is_trainable=True, {_THROUGH_AN_ENGINE}"
+)
+_DCP = OtherFormat(
+    "a DCP checkpoint of torch.distributed.checkpoint",
+    f"load the weights with torch.distributed.checkpoint.load, {_THROUGH_AN_ENGINE}",
+)
+_ORBAX = OtherFormat(
+    "a checkpoint of Orbax", "save its weights as a Hugging Face model, which `zckpt convert SOURCE DESTINATION` reads"
+)
+_MEGATRON = OtherFormat(
+    "a checkpoint of Megatron-LM",
+    "export its weights as a Hugging Face model, which `zckpt convert SOURCE DESTINATION` reads",
+)
+_WEIGHTS = re.compile(
+    r"(model|pytorch_model)((-\d+-of-\d+)?\.(safetensors|bin)|\.(safetensors|bin)\.index\.json)", re.ASCII
+)
+
+
+def other_format(entries: Collection[str]) -> OtherFormat | None:
+    """Returns the format of the folder with these entries; None if it is none of these formats."""
+    kinds = {
+        DEEPSPEED: bool(deepspeed_files(entries)),
+        HUGGING_FACE: "config.json" in entries and any(map(_WEIGHTS.fullmatch, entries)),
+        _PEFT: "adapter_config.json" in entries,
+        _DCP: ".metadata" in entries,
+        _ORBAX: "_CHECKPOINT_METADATA" in entries or "manifest.ocdbt" in entries,
+        _MEGATRON: "latest_checkpointed_iteration.txt" in entries,
+    }
+    return next((kind for kind, here in kinds.items() if here), None)
+
+
+def deepspeed_files(names: Iterable[str]) -> list[str]:
+    """Those of ``names``, the entries of one directory, that belong to a checkpoint in DeepSpeed's own format, sorted.
+
+    DeepSpeed 0.16 to 0.19 gives every file of a checkpoint a name that ends in ``_states.pt`` (``MODEL_FILE_SUFFIX``
+    and ``OPTIM_FILE_SUFFIX`` in ``deepspeed/checkpoint/constants.py``), and copies NVMe swap files to the directory
+    ``offloaded_tensors``.
+    """
+    return sorted(name for name in names if name.endswith("_states.pt") or name == "offloaded_tensors")
