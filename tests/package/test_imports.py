@@ -57,7 +57,8 @@ OF_LOCAL_FILES = {
     "converting/deepspeed_folder.py",  # reads files of other programs
     "converting/formats.py",  # looks at folders of other programs
     "converting/hugging_face.py",  # reads files of other programs
-    "converting/restricted_pickle.py",  # reads files of other programs
+    "converting/restricted_pickle.py",
+    "converting/source.py",  # reads files of other programs
     "api/zero_to_fp32.py",  # writes files of other programs
     "converting/to_deepspeed.py",  # writes files of other programs
     "cli/run.py",  # runs a script
