@@ -95,9 +95,10 @@ if TYPE_CHECKING:
     from zckpt.api.offload import Offloaded, offload, offloaded, reload
     from zckpt.api.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
     from zckpt.api.prune import prune
+    from zckpt.api.register import register
     from zckpt.api.repair import RepairReport, repair
     from zckpt.api.report import report
-    from zckpt.api.restore import Restored, restore
+    from zckpt.api.restore import RankStates, Restored, restore
     from zckpt.api.validate import validate
     from zckpt.api.where import Placement, PlacementEntry, RankMemory, where
     from zckpt.api.write import write
@@ -144,6 +145,7 @@ __all__ = [
     "ProgressBar",
     "RankError",
     "RankMemory",
+    "RankStates",
     "Removed",
     "RepairError",
     "RepairReport",
@@ -176,6 +178,7 @@ __all__ = [
     "offloaded",
     "open",
     "prune",
+    "register",
     "reload",
     "repair",
     "report",
@@ -197,9 +200,10 @@ _LATE = {
     "api.offload": ["Offloaded", "offload", "offloaded", "reload"],
     "api.open": ["open"],
     "api.prune": ["prune"],
+    "api.register": ["register"],
     "api.repair": ["RepairReport", "repair"],
     "api.report": ["report"],
-    "api.restore": ["Restored", "restore"],
+    "api.restore": ["RankStates", "Restored", "restore"],
     "api.validate": ["validate"],
     "api.where": ["Placement", "PlacementEntry", "RankMemory", "where"],
     "api.write": ["write"],

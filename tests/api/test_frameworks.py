@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,13 @@ from deepspeed.utils import zero_to_fp32
 from safetensors.torch import load_file
 
 import zckpt
+from tests.support.launches import SCRIPTS, launch
 from tests.support.models import Mlp, Odd, make_engine, train
 from tests.support.runs import assert_same, held
 from zckpt.cli import main
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster
-
-SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
 
 
 def save_and_load_in_attached_engines(directory: str) -> None:
@@ -153,14 +151,6 @@ def test_what_cannot_be_run_is_a_message(
     assert not hasattr(deepspeed.initialize, "__wrapped__")
 
 
-def launch(script: str, *arguments: object) -> None:
-    """Two ranks of a script, under ``zckpt run``."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "zckpt", "run", str(SCRIPTS / script), *map(str, arguments)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=environment, check=True)
-
-
 def assert_equal_checkpoints(one: Path, other: Path) -> None:
     expected, found = zckpt.open(one), zckpt.open(other)
     assert found.world_size == 2
@@ -176,16 +166,16 @@ def assert_equal_checkpoints(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_trainer_resumes_bit_for_bit(tmp_path: Path, stage: int) -> None:
     through, resumed = tmp_path / "through", tmp_path / "resumed"
-    launch("trainer.py", through, stage, 5)
-    launch("trainer.py", resumed, stage, 5, through / "checkpoint-3")
+    assert launch("trainer.py", through, stage, 5)
+    assert launch("trainer.py", resumed, stage, 5, through / "checkpoint-3")
     assert json.loads((resumed / "losses.json").read_text()) == json.loads((through / "losses.json").read_text())
     assert_equal_checkpoints(through / "checkpoint-5", resumed / "checkpoint-5")
 
 
 @pytest.mark.matrix
 def test_accelerate_saves_and_loads_bit_for_bit(tmp_path: Path) -> None:
-    launch("accelerated.py", tmp_path, "save")
-    launch("accelerated.py", tmp_path, "load")
+    assert launch("accelerated.py", tmp_path, "save")
+    assert launch("accelerated.py", tmp_path, "load")
     assert zckpt.open(tmp_path / "state").step == 3
     for rank in range(2):
         losses = json.loads((tmp_path / f"save-{rank}.json").read_text())

@@ -12,7 +12,8 @@ from zckpt.api.open import open as open_path
 from zckpt.api.restore import restore_engine
 from zckpt.api.write import write_engine
 from zckpt.engines import adapt, group_of
-from zckpt.errors import FormatError, TagError, UnsupportedError, warn
+from zckpt.engines.registered import registered
+from zckpt.errors import FormatError, MismatchError, TagError, UnsupportedError, warn
 from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.listing.other_formats import deepspeed_files
@@ -46,7 +47,8 @@ def attach(engine: Any, *, background: bool = False, replace_deepspeed: bool = F
     ``load_checkpoint`` also works in an engine that has trained or saved, at another world size, stage and offload; the
     path it returns is the checkpoint's directory; a failure raises on every rank; a tag that ``latest`` cannot name,
     such as ``../best``, is a ValueError; and ``custom_load_fn`` is refused for a zckpt checkpoint. A folder in
-    DeepSpeed's own format is loaded by DeepSpeed. Random number generators are left alone. Rank 0 decides for all ranks
+    DeepSpeed's own format is loaded by DeepSpeed. Random number generators are left alone. Objects that are registered
+    with the engine (``zckpt.register``) are saved and loaded with it. Rank 0 decides for all ranks
     what ``latest`` says and in whose format a folder is. Where DeepSpeed's configuration has
     ``checkpoint.load_universal``, a zckpt checkpoint that ``latest`` names is loaded as it is; ``latest_universal`` is
     read only where there is none.
@@ -198,6 +200,7 @@ def _load_checkpoint(
         ranks.together(lambda: warn(said) if ranks.rank == 0 else None, "find the checkpoint")
         return None, None
     if theirs:
+        ranks.together(lambda: _refuse_registered(engine, chosen), "find the checkpoint")
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         return stock(load_dir, chosen, *options, custom_load_fn)  # type: ignore[no-any-return]
     path = str(run.location.child(chosen))
@@ -228,7 +231,18 @@ def _load_checkpoint(
 
     parts, trees = ranks.together(what, "open the checkpoint")
     request = Request(parts=parts, state=trees, strict=load_module_strict, own_client_state=True, caller=_LOAD)
-    return path, dict(restore_engine(engine, path, request))
+    restored, _ = restore_engine(engine, path, request)
+    return path, dict(restored)
+
+
+def _refuse_registered(engine: Any, tag: str) -> None:
+    objects = registered(engine).objects
+    if objects:
+        raise MismatchError(
+            f"{tag} is in DeepSpeed's own format, which has no state of {', '.join(objects)}, registered with the "
+            "engine; nothing was changed",
+            hint="to begin anew with such an object, register it after load_checkpoint",
+        )
 
 
 def _find(run: Store, tag: object, universal: bool) -> tuple[str | None, bool]:

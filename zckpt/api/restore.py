@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
@@ -11,6 +12,7 @@ from zckpt.api.background import wait
 from zckpt.api.offload import bring_back_to_restore
 from zckpt.api.open import open_checkpoint
 from zckpt.engines import adapt, group_of
+from zckpt.engines.registered import registered
 from zckpt.errors import FormatError, MismatchError, RankError, StorageError, warn
 from zckpt.listing.find import advised, find
 from zckpt.listing.runs import whole_neighbours
@@ -26,10 +28,21 @@ from zckpt.storage.schemes import open_store
 from zckpt.transfer.devices import check_device, synchronize
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping
+
+    from typing_extensions import Unpack
 
     from zckpt.reading.checkpoint import Checkpoint
     from zckpt.transfer.budget import Budget
+
+    class _Options(TypedDict, total=False):
+        parts: Collection[str] | None
+        strict: bool
+        state: Collection[str] | None
+        rng: bool
+        verify: bool | None
+        budget: Budget | None
+        progress: Progress | None
 
 
 class Restored(dict[str, Any]):
@@ -55,6 +68,44 @@ class Restored(dict[str, Any]):
         self.unexpected = unexpected
 
 
+class RankStates(Sequence["dict[str, Any] | None"]):
+    """What each rank of the writer had of its own: its ``rank_state``, and what was registered with its engine, by
+    name; None for a rank that had neither.
+
+    A sequence as long as the writer had ranks. Each element is read when it is asked for, on any rank, and anew each
+    time. ``own``: that of this rank, read already; None if the writer had another number of ranks. Indexing raises
+    IndexError, FormatError and StorageError.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
+        self._checkpoint = checkpoint
+        self.own = own
+
+    def __len__(self) -> int:
+        return self._checkpoint.world_size
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any] | None]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any] | None] | None:
+        if isinstance(index, slice):
+            return [self[rank] for rank in range(len(self))[index]]
+        return self._checkpoint.client_rank_state(index + len(self) if index < 0 else index)
+
+
+@overload
+def restore(
+    engine: object, path: StrPath, *, with_rank_state: Literal[False] = False, **options: Unpack[_Options]
+) -> Restored: ...
+@overload
+def restore(
+    engine: object, path: StrPath, *, with_rank_state: Literal[True], **options: Unpack[_Options]
+) -> tuple[Restored, RankStates]: ...
+@overload
+def restore(
+    engine: object, path: StrPath, *, with_rank_state: bool, **options: Unpack[_Options]
+) -> Restored | tuple[Restored, RankStates]: ...
 def restore(
     engine: object,
     path: StrPath,
@@ -63,13 +114,14 @@ def restore(
     strict: bool = True,
     state: Collection[str] | None = None,
     rng: bool = False,
+    with_rank_state: bool = False,
     verify: bool | None = None,
     budget: Budget | None = None,
     progress: Progress | None = None,
-) -> Restored:
+) -> Restored | tuple[Restored, RankStates]:
     """Reads a checkpoint straight into the memory of a live engine, of any world size, stage and offload. Every rank
     that the engine is spread over calls it. Returns the ``client_state``, as a dict that also says which tensors were
-    restored.
+    restored; ``with_rank_state``: returns that and what each rank of the writer had of its own, as ``RankStates``.
 
     ``parts``: only these, such as ``["master"]`` for a warm start; None: all that the engine has. Weights in the dtype
     that the model computes with are derived from restored masters. ``state``: which trees of non-tensor state
@@ -88,6 +140,7 @@ def restore(
     kept moments are counted with that step from then on. If not, the settings stay as they are, and so does the step
     where all of these weights are kept; where one is restored, the step begins at 0.
 
+    Objects that are registered with the engine (``zckpt.register``) get their states last, unless ``parts`` is given.
     Gradients of the engine that no optimizer step has used yet are dropped: they belong to the weights that it had.
     What ``zckpt.offload`` has moved to disk is brought back first; what was lost there has to be restored.
 
@@ -99,12 +152,13 @@ def restore(
     """
     request = Request(
         parts=several(parts), strict=strict, state=several(state), rng=rng, verify=verify, budget=budget,
-        progress=progress,
+        progress=progress, with_rank_state=with_rank_state,
     )  # fmt: skip
-    return restore_engine(engine, path, request)
+    restored, ranks = restore_engine(engine, path, request)
+    return (restored, ranks) if with_rank_state else restored
 
 
-def restore_engine(engine: object, path: StrPath, request: Request) -> Restored:
+def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Restored, RankStates]:
     """``restore``, for integrations."""
     wait()
     ranks = Ranks(group_of(engine), call=request.caller.call)
@@ -144,8 +198,21 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> Restored:
         out = away(engine)
         if out is not None:
             out.settled((), {})  # nothing is lost any more
+        ranks.together(lambda: _load_registered(engine, plan, request, ranks), "load what is registered")
     found = plan.match
-    return Restored(plan.client_state, by_part(found.sources), by_part(found.kept), by_part(found.unexpected))
+    restored = Restored(plan.client_state, by_part(found.sources), by_part(found.kept), by_part(found.unexpected))
+    return restored, RankStates(plan.checkpoint, plan.rank_state)
+
+
+def _load_registered(engine: object, plan: RestorePlan, request: Request, ranks: Ranks) -> None:
+    """The state of each object that is registered; those of names that are not are kept until the next step."""
+    if not request.resumes:
+        return
+    own, states = registered(engine), plan.rank_state or {}
+    own.load(states)
+    taken = request.with_rank_state or not plan.adapter.trains
+    unclaimed = {} if taken else {name: state for name, state in states.items() if name not in own.objects}
+    own.keep(unclaimed, plan.adapter, warns=ranks.rank == 0)
 
 
 def _raise_first(errors: Sequence[BaseException]) -> None:
@@ -163,7 +230,9 @@ def _plan(engine: object, path: StrPath, request: Request, ranks: Ranks) -> Rest
         )
     found = find(path)
     with advised(found):
-        plan = plan_restore(adapter, open_checkpoint(found, request.budget), request, ranks.rank, ranks.size)
+        checkpoint = open_checkpoint(found, request.budget)
+        names = registered(engine).objects if request.resumes else ()
+        plan = plan_restore(adapter, checkpoint, request, ranks.rank, ranks.size, names)
     for warning in plan.warnings if ranks.rank == 0 else ():
         warn(warning)
     return plan

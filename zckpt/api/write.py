@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         parts: Collection[str] | None
         exclude: Collection[str]
         client_state: Mapping[str, Any] | None
+        rank_state: Mapping[str, Any] | None
         overwrite: bool
         latest: bool
         budget: Budget | None
@@ -57,6 +58,7 @@ def write(
     parts: Collection[str] | None = None,
     exclude: Collection[str] = (),
     client_state: Mapping[str, Any] | None = None,
+    rank_state: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     latest: bool = True,
     budget: Budget | None = None,
@@ -74,7 +76,10 @@ def write(
     of its names. ``client_state``: the caller's own plain values, tensors on any device and arrays, taken from rank
     0; a warning says so where another rank gives other ones. Some values come back as plain ones: a numpy scalar as
     Python's number or string, ``torch.Size`` as a tuple, a path as a string, a date or time as a string in ISO 8601, a
-    set as a sorted list, a ``defaultdict`` as a dict. ``overwrite``: replace the checkpoint at ``path``, which stays
+    set as a sorted list, a ``defaultdict`` as a dict. ``rank_state``: what this rank alone has, such as the position of
+    its data loader, of the same kinds of values; each rank's own is kept, and rank numbers are those of the engine's
+    ranks. What ``zckpt.register`` has registered with the engine is kept beside it, without being passed here.
+    ``overwrite``: replace the checkpoint at ``path``, which stays
     whole until the new one is committed; after that, files of a checkpoint in DeepSpeed's own format go too.
     ``latest``: have the file ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O;
     None: ``Budget.from_environment()``. ``progress``: such as ``zckpt.ProgressBar()``. ``pending_gradients``: what is
@@ -104,9 +109,9 @@ def write(
     the write has happened.
     """
     options = WriteOptions(
-        parts=parts, exclude=exclude, client_state=client_state, overwrite=overwrite, latest=latest, budget=budget,
-        progress=progress, pending_gradients=pending_gradients, background=background, snapshot=snapshot,
-        snapshot_bytes=snapshot_bytes, replace_foreign=overwrite,
+        parts=parts, exclude=exclude, client_state=client_state, rank_state=rank_state, overwrite=overwrite,
+        latest=latest, budget=budget, progress=progress, pending_gradients=pending_gradients, background=background,
+        snapshot=snapshot, snapshot_bytes=snapshot_bytes, replace_foreign=overwrite,
     )  # fmt: skip
     return write_engine(engine, path, options)
 

@@ -130,6 +130,9 @@ class FolderPlan:
             found.append(f"the values that ranks other than 0 have of {first_few(local, 3)}")
         if names.CLIENT_STATE in first and (setup.stage < 3 or not self._same_ranks):
             found.append("the client_state of ranks other than 0")
+        trees = (checkpoint.rank_state(rank, lazy=True) for rank in range(checkpoint.world_size))
+        if any(isinstance(tree, dict) and names.CLIENT_RANK_STATE in tree for tree in trees):
+            found.append("what each rank has of its own: rank_state, and registered objects (client_rank_state)")
         reserved = sorted(STOCK.intersection(map(str, self._client_state(0))))
         if reserved:
             found.append(f"the entries {', '.join(reserved)} of client_state: DeepSpeed uses these keys itself")

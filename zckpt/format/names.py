@@ -13,6 +13,7 @@ LOCK = "write.lock"
 FILLER_PREFIX = "@"
 METADATA = "__metadata__"
 CLIENT_STATE = "client_state"
+CLIENT_RANK_STATE = "client_rank_state"
 """The key of the caller's own values in the tree of state and in the tree of a rank."""
 ADAPTERS = "adapters"
 """The key of the adapters' configurations in the tree of state of a PEFT model. Its value is a map from the name of

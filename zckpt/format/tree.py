@@ -35,7 +35,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _PLAIN_TYPES = (bool, int, float, str, bytes, list, tuple, dict)
 _KEPT = (
     f"keep None, plain values ({', '.join(one.__name__ for one in _PLAIN_TYPES)}), tensors and arrays; in client_state "
-    "also numpy scalars, paths, dates, times and sets"
+    "and rank_state also numpy scalars, paths, dates, times and sets"
 )
 
 

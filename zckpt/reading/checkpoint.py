@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from zckpt.errors import MismatchError
+from zckpt.errors import FormatError, MismatchError
 from zckpt.format import names, tree
 from zckpt.listing.contents import TensorInfo
 from zckpt.plan.coalesce import plan_reads
@@ -51,6 +51,15 @@ def _all_of(numel: int) -> tuple[Span]:
 
 def _leaf(ext: int, tensor: torch.Tensor) -> object:
     return tensor if ext == tree.TENSOR else tensor.numpy()
+
+
+def _tensors_in(value: object) -> Iterator[TensorInfo]:
+    """Those that a tree refers to."""
+    if isinstance(value, TensorInfo):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
 
 
 class Checkpoint(Mapping[str, TensorInfo]):
@@ -129,26 +138,49 @@ class Checkpoint(Mapping[str, TensorInfo]):
         with self._advised():
             return self._tree(self.manifest.state, names.MANIFEST)
 
-    def rank_state(self, rank: int, *, lazy: bool = False) -> Any:
+    def rank_state(self, rank: int, *, lazy: bool = False, key: str | None = None) -> Any:
         """Returns the tree of state that ``rank`` alone had, such as its random number generators, or None if there is
         none.
 
         ``lazy``: the tree has, in the place of each tensor and array, a function without arguments that reads it.
+        ``key``: returns only what the tree has under this key, or None, and reads no tensors of anything else.
         """
         with self._advised():
             found = self.contents.packed_state(rank)
             if found is None:
                 return None
-            return tree.unpack(found[0], self._lazy_leaf, found[1]) if lazy else self._tree(*found)
+            return tree.unpack(found[0], self._lazy_leaf, found[1]) if lazy else self._tree(*found, key)
 
-    def _tree(self, packed: bytes, file: str) -> Any:
-        """With all tensors that it refers to, which are read at once: so they cannot take more than their files."""
-        infos: dict[str, TensorInfo] = {}
-        found = tree.unpack(packed, lambda ext, name: infos.setdefault(name, self.contents.state_info(name)), file)
-        if not infos:
-            return found
-        tensors = self._load(infos)
-        return tree.unpack(packed, lambda ext, name: _leaf(ext, tensors[name]), file)
+    def client_rank_state(self, rank: int) -> dict[str, Any] | None:
+        """What ``rank`` has given to ``zckpt.write`` as its ``rank_state``, and the states of the objects that it had
+        registered (``zckpt.register``), by name, with tensors on the CPU; None if there was neither.
+
+        ``rank`` is one of the ranks that wrote the checkpoint, from 0 on: any of them, whoever reads. Raises IndexError
+        for another one, FormatError and StorageError.
+        """
+        if rank not in range(self.world_size):
+            raise IndexError(f"there is no rank {rank}: ranks 0 to {self.world_size - 1} have written {self.path}")
+        return self.map_of_rank(rank, names.CLIENT_RANK_STATE)
+
+    def map_of_rank(self, rank: int, key: str) -> dict[str, Any] | None:
+        """The map that the tree of one rank has under this key; None if it has none. Raises FormatError, also for what
+        is no map."""
+        found = self.rank_state(rank, key=key)
+        if not isinstance(found, dict | None):
+            raise FormatError(f"state: the {key} of rank {rank} is not a map", file=self.path)
+        return found
+
+    def _tree(self, packed: bytes, file: str, key: str | None = None) -> Any:
+        """With all tensors that it refers to, which are read at once: so they cannot take more than their files.
+        ``key``: only what it has under this key; None: all of it."""
+
+        def unpack(get: Callable[[int, str], object]) -> Any:
+            found = tree.unpack(packed, get, file)
+            return found if key is None else found.get(key) if isinstance(found, dict) else None
+
+        infos = {info.name: info for info in _tensors_in(unpack(lambda ext, name: self.contents.state_info(name)))}
+        tensors = self._load(infos) if infos else {}
+        return unpack(lambda ext, name: _leaf(ext, tensors[name]) if name in tensors else None)
 
     def _lazy_leaf(self, ext: int, name: str) -> Callable[[], object]:
         info = self.contents.state_info(name)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.contract import Selection
-from zckpt.errors import FormatError
 from zckpt.format.names import CLIENT_STATE
 from zckpt.plan.select import part_of
 from zckpt.restoring.matching import Match, match
@@ -45,11 +44,17 @@ class Request:
     verify: bool | None = None
     budget: Budget | None = None
     progress: Progress | None = None
+    with_rank_state: bool = False
     own_client_state: bool = False
     """Where the ranks of the writer each had a ``client_state`` of their own, a rank gets its own again; with another
     number of ranks all get rank 0's, and a warning says so."""
     caller: Caller = Caller()  # noqa: RUF009  it cannot change
     """The function that the user has called."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether training goes on from where it was; else chosen parts are restored, as for a warm start."""
+        return self.parts is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +66,21 @@ class RestorePlan:
     match: Match
     restoring: Restoring
     client_state: dict[str, Any]
+    rank_state: dict[str, Any] | None
+    """The ``client_rank_state`` of this rank, where it is read: None if the rank has none, and if the writer had
+    another number of ranks."""
     problems: Sequence[str]
     hint: str | None
     """What to do about the problems."""
     warnings: Sequence[str]
 
 
-def plan_restore(adapter: EngineAdapter, checkpoint: Checkpoint, request: Request, rank: int, size: int) -> RestorePlan:
-    """Reads what the checkpoint says of its tensors, and the trees of state. ``rank`` of ``size`` ranks plans. Raises
-    ValueError for a part or tree that does not exist, and what reading raises."""
+def plan_restore(
+    adapter: EngineAdapter, checkpoint: Checkpoint, request: Request, rank: int, size: int, registered: Collection[str]
+) -> RestorePlan:
+    """Reads what the checkpoint says of its tensors, and the trees of state. ``rank`` of ``size`` ranks plans.
+    ``registered``: the names of the objects that are to be restored with the engine. Raises ValueError for a part or
+    tree that does not exist, and what reading raises."""
     names = {
         part: {info.name: info.dtype for info in checkpoint.values() if info.part == part} for part in checkpoint.parts
     }
@@ -107,14 +118,28 @@ def plan_restore(adapter: EngineAdapter, checkpoint: Checkpoint, request: Reques
     if request.rng and not same_size:
         problems.append(f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {size}")
 
-    client_state: dict[str, Any] = {} if saved is None else checkpoint.state[CLIENT_STATE]
+    own_state: dict[str, Any] | None = None
     warnings: list[str] = []
+    if request.with_rank_state or request.resumes:
+        if same_size:
+            own_state = checkpoint.client_rank_state(rank)
+            lost = [name for name in registered if name not in (own_state or {})]
+            if lost:
+                said = f"the checkpoint has no state of {', '.join(lost)}, registered with the engine"
+                anew = "to begin anew with such an object, register it after the restore"
+                (problems if request.strict else warnings).append(f"{said}: {anew}")
+        elif rank == 0:
+            lost = sorted({*registered, *(checkpoint.client_rank_state(0) or {})})
+            if lost and (registered or not request.with_rank_state):
+                warnings.append(_not_dealt_out(checkpoint, size, lost))
+
+    client_state: dict[str, Any] = {} if saved is None else checkpoint.state[CLIENT_STATE]
     if not problems:
         checkpoint.contents.check_sizes(
             found.sources[f.key] for f in found.filled if f.start < f.stop and f.key in found.sources
         )
         if request.own_client_state:
-            own = _own_client_state(checkpoint, rank if same_size else 0)
+            own = checkpoint.map_of_rank(rank if same_size else 0, CLIENT_STATE)
             if own is not None and same_size:
                 client_state = own
             elif own is not None:
@@ -126,7 +151,7 @@ def plan_restore(adapter: EngineAdapter, checkpoint: Checkpoint, request: Reques
             warnings += _fits_in_part(checkpoint, found, trees)
     weights = [part for part in names if part in (MASTER, PARAM, BUFFER)]
     hint = _hint(found, weights, misfits, roles, against, saved, request.caller)
-    return RestorePlan(adapter, checkpoint, found, restoring, client_state, problems, hint, warnings)
+    return RestorePlan(adapter, checkpoint, found, restoring, client_state, own_state, problems, hint, warnings)
 
 
 def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
@@ -136,15 +161,13 @@ def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     return engine if isinstance(engine, dict) and isinstance(client_state, dict) else None
 
 
-def _own_client_state(checkpoint: Checkpoint, rank: int) -> dict[str, Any] | None:
-    """The ``client_state`` that this rank alone had when the checkpoint was written, if each rank had its own."""
-    tree = checkpoint.rank_state(rank)
-    if not isinstance(tree, dict) or CLIENT_STATE not in tree:
-        return None
-    if not isinstance(tree[CLIENT_STATE], dict):
-        raise FormatError("state: the client_state of a rank is not a mapping", file=checkpoint.path)
-    own: dict[str, Any] = tree[CLIENT_STATE]
-    return own
+def _not_dealt_out(checkpoint: Checkpoint, size: int, lost: Sequence[str]) -> str:
+    """The warning of states of single ranks that no rank gets, as there is another number of ranks."""
+    return (
+        f"each of the {checkpoint.world_size} ranks that wrote {checkpoint.path} had a state of its own of "
+        f"{', '.join(lost)}; these are {size} ranks, and none of them gets one: a data loader begins anew. "
+        "zckpt.open(path).client_rank_state(rank) returns that of each rank, to be divided anew"
+    )
 
 
 def _fits_in_part(checkpoint: Checkpoint, found: Match, trees: Collection[str]) -> list[str]:

@@ -101,9 +101,9 @@ def fingerprint(client_state: Mapping[str, Any]) -> bytes:
 
 
 def _packed(value: object, path: str, keep: Callable[[torch.Tensor], str]) -> bytes:
-    """The packed tree. ``keep`` stores a tensor and returns its name. In the caller's client_state, some values are
+    """The packed tree. ``keep`` stores a tensor and returns its name. In what the caller has given, some values are
     kept as ``plain`` ones; what an engine keeps has to come back as it is."""
-    client_state = f"{path}.{names.CLIENT_STATE}" if path else names.CLIENT_STATE
+    given = tuple(f"{path}.{key}" if path else key for key in (names.CLIENT_STATE, names.CLIENT_RANK_STATE))
 
     def put(where: str, leaf: object) -> tuple[int, str] | tree.Plain | None:
         # By exact type: a subclass, such as a masked array, holds more than its elements
@@ -119,7 +119,7 @@ def _packed(value: object, path: str, keep: Callable[[torch.Tensor], str]) -> by
                 _check_has_values(leaf, where)
                 synchronize(check_devices([leaf]))
                 return tree.TENSOR, keep(leaf.detach().resolve_conj().resolve_neg().contiguous())
-        value = plain(leaf) if where.startswith(client_state) else None
+        value = plain(leaf) if where.startswith(given) else None
         return None if value is None else tree.Plain(value)
 
     return tree.pack(value, path, put)

@@ -24,6 +24,7 @@ class WriteOptions:
     parts: Collection[str] | None = None
     exclude: Collection[str] = ()
     client_state: Mapping[str, Any] | None = None
+    rank_state: Mapping[str, Any] | None = None
     overwrite: bool = False
     latest: bool = True
     budget: Budget | None = None
@@ -52,10 +53,12 @@ class WriteOptions:
             raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {self.snapshot_bytes!r}")
         if not isinstance(self.budget, Budget | None):
             raise TypeError(f"budget must be a zckpt.Budget, got {self.budget!r}")
-        client_state: object = self.client_state
-        if not isinstance(client_state, Mapping | None):
-            kind = type(client_state).__name__
-            raise TypeError(f"client_state must be a dict, of the caller's own values by name, got {kind}")
+        given: tuple[tuple[str, object], ...] = ("client_state", self.client_state), ("rank_state", self.rank_state)
+        for name, value in given:
+            if not isinstance(value, Mapping | None):
+                raise TypeError(
+                    f"{name} must be a dict, of the caller's own values by name, got {type(value).__name__}"
+                )
         if self.pending_gradients not in ("refuse", "drop"):
             raise ValueError(f"pending_gradients must be 'refuse' or 'drop', got {self.pending_gradients!r}")
         budget = self.budget or Budget.from_environment()

@@ -12,6 +12,7 @@ import torch
 
 from zckpt.engines import adapt
 from zckpt.engines.peft import adapter_configs
+from zckpt.engines.registered import with_registered
 from zckpt.errors import StateError, warn
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, digest
@@ -86,6 +87,7 @@ class Preparation:
         self.target = str(self._store.location)
         if options.latest:
             latest_name(self._store.location, self._run.location)
+        self._client_rank_state = with_registered(self._engine, options.rank_state)
         own = self._own = collect(adapter, options)
         packed, first = b"", self._rank == 0
         if first:
@@ -127,7 +129,12 @@ class Preparation:
             if options.each_client_state:  # a rank that has passed none has an empty one of its own
                 rank_state = {**rank_state, names.CLIENT_STATE: dict(options.client_state or {})}
             elif rank == 0:
-                warn("the ranks have different client_state: that of rank 0 is written, and all others are not")
+                warn(
+                    "the ranks have different client_state: that of rank 0 is written, and all others are not; "
+                    "rank_state is for what each rank has of its own"
+                )
+        if self._client_rank_state is not None:
+            rank_state = {**rank_state, names.CLIENT_RANK_STATE: self._client_rank_state}
         add_rank_tree(rank_state, own.fragments, rank)
         first = facts[0].buffers  # a replicated buffer is stored once
         fragments = [f for f in own.fragments if f.copy == 0 or own.buffers[f.key] != first.get(f.key)]
