@@ -173,6 +173,19 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, engines_are_adapters: No
     assert (len(ranks), checkpoint.io.bytes_read) == (1, before)
 
 
+def test_a_generator_takes_its_state_again(tmp_path: Path, engines_are_adapters: None) -> None:
+    """Torch reads it from where the storage of the tensor begins."""
+    generator = torch.Generator().manual_seed(7)
+    state = {"before": torch.ones(3), "generator": generator.get_state()}
+    zckpt.write(Engine(), tmp_path / "c", rank_state=state, client_state=state)
+    expected = torch.randn(5, generator=generator)
+    checkpoint = zckpt.open(tmp_path / "c")
+    for found in (checkpoint.client_rank_state(0), checkpoint.state["client_state"]):
+        assert found["generator"].storage_offset() == 0
+        generator.set_state(found["generator"])
+        assert torch.equal(torch.randn(5, generator=generator), expected)
+
+
 def test_copies_and_repairs_keep_it(tmp_path: Path, engines_are_adapters: None) -> None:
     zckpt.write(Engine(), tmp_path / "c", rank_state=state_of(0))
     zckpt.cp(tmp_path / "c", tmp_path / "whole")

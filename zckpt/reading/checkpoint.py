@@ -179,7 +179,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
             return found if key is None else found.get(key) if isinstance(found, dict) else None
 
         infos = {info.name: info for info in _tensors_in(unpack(lambda ext, name: self.contents.state_info(name)))}
-        tensors = self._load(infos) if infos else {}
+        self.contents.check_sizes(infos.values())
+        # torch.set_rng_state reads from where the storage of its tensor begins, so each tensor begins there too.
+        tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
+        if infos:
+            self._load(infos, given=tensors)
         return unpack(lambda ext, name: _leaf(ext, tensors[name]) if name in tensors else None)
 
     def _lazy_leaf(self, ext: int, name: str) -> Callable[[], object]:
