@@ -286,3 +286,8 @@ def test_ten_thousand_tensors(driver: WebDriver, tmp_path: Path) -> None:
     driver.find_element("css selector", "#tensors .dt-search input").send_keys("layers.123 module_7.")
     wait(driver, "document.querySelectorAll('#tensor-table tbody tr').length === 1")
     assert keys(driver) == ["master/model.layers.123.module_7.weight"]
+    for name in ("master", "model.layers", "123"):
+        assert 0 < len(driver.find_elements("css selector", "#treemap g.slice")) <= 310
+        buttons = driver.find_elements("css selector", "#modules button")
+        run(driver, "arguments[0].click()", next(one for one in buttons if one.text == name))
+    assert "module_7.weight" in texts(driver, "#modules tbody td:first-child")

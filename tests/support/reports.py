@@ -164,8 +164,9 @@ def main() -> None:
     shared = [tempfile.mkdtemp()]
     dist.broadcast_object_list(shared)
     os.chdir(shared[0])
-    paths = write_run("checkpoints", layers=12, steps=(10, 20, 30, 40, 50, 60))
-    page = zckpt.report(paths)
+    steps = (10, 20, 30, 40, 50, 60)
+    write_run("checkpoints", layers=12, steps=steps)
+    page = zckpt.report([f"checkpoints/global_step{step}" for step in steps])
     if dist.get_rank() == 0:
         take_all(page)
         shutil.rmtree(shared[0])

@@ -162,8 +162,8 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def treemap(sizes: Iterable[tuple[str, int]]) -> tuple[Node, ...]:
-    """Returns the tree of parts, modules and tensors for these keys and their sizes in bytes. A module whose only child
-    is a module is joined with it."""
+    """Returns the tree of parts, modules and tensors for these keys and their sizes in bytes. A module with only one
+    child is joined with it."""
     root: _Tree = {}
     for key, nbytes in sizes:
         part, _, name = key.partition("/")
@@ -180,9 +180,11 @@ def treemap(sizes: Iterable[tuple[str, int]]) -> tuple[Node, ...]:
         """Adds a part or a module, and everything in it. Returns its node."""
         while parent > 0 and len(below) == 1:
             ((child, only),) = below.items()
+            label = f"{label}.{child.removesuffix('.')}"
             if isinstance(only, int):
-                break
-            label, below = f"{label}.{child.removesuffix('.')}", only
+                nodes.append(Node(label, parent, only, 1))
+                return nodes[-1]
+            below = only
         number = len(nodes)
         nodes.append(Node(label, parent, 0, 0))
         inside = []

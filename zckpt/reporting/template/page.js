@@ -3,6 +3,7 @@
 // Names come from checkpoints: into the page they go as text, by textContent or by escaped().
 
 const FIELDS = ["part", "name", "dtype", "shape", "nbytes", "otherNames", "where", "min", "max", "mean", "norm", "nan", "inf", "zeros", "histogram", "update"];
+const BOXES_MAX = 300; // More cannot be told apart, and Plotly takes seconds to draw thousands.
 const EXPONENT_BIAS = 1024; // as in reporting/values.py
 const byId = (id) => document.getElementById(id);
 
@@ -115,24 +116,43 @@ class Treemap {
     parents.forEach((parent, i) => (this.part[i] = parent < 0 ? -1 : parent === 0 ? this.children[0].indexOf(i) : this.part[parent]));
   }
 
+  /* The nodes that are drawn: those around the one that is shown, itself, what is directly in it, and what is in that,
+     as deep as there are few enough boxes. */
+  drawn() {
+    const found = this.way();
+    let level = this.children[this.at];
+    for (let levels = 1; level.length && (levels === 1 || found.length + level.length <= BOXES_MAX); levels++) {
+      found.push(...level);
+      level = level.flatMap((one) => this.children[one]);
+    }
+    return found;
+  }
+
+  /* From the root to the node that is shown. */
+  way() {
+    const found = [];
+    for (let one = this.at; one >= 0; one = this.parents[one]) found.unshift(one);
+    return found;
+  }
+
   draw() {
     const colors = palette();
+    const drawn = this.drawn();
     plot(
       "treemap",
       [
         {
           type: "treemap",
-          ids: this.labels.map((_, i) => String(i)),
-          labels: this.labels.map(asLabel),
-          parents: this.parents.map((parent) => (parent < 0 ? "" : String(parent))),
-          values: this.nbytes,
+          ids: drawn.map(String),
+          labels: drawn.map((i) => asLabel(this.labels[i])),
+          parents: drawn.map((i) => (this.parents[i] < 0 ? "" : String(this.parents[i]))),
+          values: drawn.map((i) => this.nbytes[i]),
           branchvalues: "total",
-          maxdepth: 5,
           level: String(this.at),
-          customdata: this.nbytes.map(size),
+          customdata: drawn.map((i) => size(this.nbytes[i])),
           texttemplate: "%{label}<br>%{customdata}",
           hovertemplate: "%{label}<br>%{customdata}, %{percentRoot} of all<extra></extra>",
-          marker: { colors: this.part.map((part) => (part < 0 ? color("raised") : colors[part % colors.length])), line: { color: color("ground"), width: 1 }, pad: { t: 22, l: 3, r: 3, b: 3 } },
+          marker: { colors: drawn.map((i) => (i ? colors[this.part[i] % colors.length] : color("raised"))), line: { color: color("ground"), width: 1 }, pad: { t: 22, l: 3, r: 3, b: 3 } },
           textfont: { color: isDark() ? "#ffffff" : "#1b2027" },
           pathbar: { visible: true, textfont: { color: color("text") } },
           tiling: { pad: 1 },
@@ -144,7 +164,11 @@ class Treemap {
 
   begin() {
     draw("treemap", () => this.draw());
-    byId("treemap").on("plotly_treemapclick", ({ nextLevel }) => nextLevel !== undefined && this.list(Number(nextLevel)));
+    byId("treemap").on("plotly_treemapclick", ({ nextLevel, points }) => {
+      const node = Number(nextLevel ?? points[0].id);
+      if (this.children[node].length) this.show(node);
+      return false; // Plotly itself would show no more than what was drawn already.
+    });
   }
 
   show(node) {
@@ -155,9 +179,7 @@ class Treemap {
   /* Shows in the table what is in a node. */
   list(node) {
     this.at = node;
-    const way = [];
-    for (let one = node; one >= 0; one = this.parents[one]) way.unshift(one);
-    const steps = way.map((one) => {
+    const steps = this.way().map((one) => {
       const button = element("button", { type: "button", ...(one === node && { "aria-current": "true" }) }, this.labels[one]);
       button.onclick = () => this.show(one);
       return button;
@@ -383,6 +405,7 @@ async function main() {
   treemap.begin();
   showRanks(data.rankBytes);
   if (data.layers) showLayers(data.layers, data.steps);
+  performance.mark("ready");
   document.documentElement.dataset.ready = "true";
 }
 
