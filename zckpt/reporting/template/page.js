@@ -190,7 +190,7 @@ class Treemap {
       const name = this.children[one].length ? element("button", { type: "button" }, this.labels[one]) : element("code", {}, this.labels[one]);
       if (this.children[one].length) name.onclick = () => { this.show(one); byId("way").querySelector("[aria-current]").focus(); };
       const cells = [size(this.nbytes[one]), share(this.nbytes[one], this.nbytes[0]), count(this.tensors[one])];
-      return element("tr", {}, element("td", {}, name), ...cells.map((cell) => element("td", { class: "number" }, cell)));
+      return element("tr", {}, element("td", {}, name), ...cells.map((cell, i) => element("td", { class: i === 2 ? "number wide" : "number" }, cell)));
     });
     byId("modules").tBodies[0].replaceChildren(...rows);
     byId("said").textContent = `${this.labels[node]}: ${size(this.nbytes[node])}, ${count(this.tensors[node])} tensors`;
