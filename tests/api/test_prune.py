@@ -17,11 +17,14 @@ from tests.support.forks import in_processes, stopped_at
 from tests.support.litter import SHAPES, kept, litter, tree, write_steps
 from tests.support.slow_writes import slow_write
 from tests.support.states import write_state, write_through
+from zckpt.cleaning.work import Work
 from zckpt.cli import main
 from zckpt.errors import CheckpointNotFoundError, FormatError, MissingFileError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from zckpt.storage.contract import Store
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 4, 9])
@@ -34,9 +37,9 @@ def test_the_newest_stay(tmp_path: Path, keep: int) -> None:
     for name in kept(tmp_path):
         assert zckpt.validate(tmp_path / name).ok
     assert zckpt.open(tmp_path).step == 3
-    for wrong in (0, -1):
-        with pytest.raises(ValueError, match="keep_last must be 1 or more"):
-            zckpt.prune(tmp_path, keep_last=wrong)
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="keep_last must be a whole number of 1 or more"):
+            zckpt.prune(tmp_path, keep_last=wrong)  # type: ignore[arg-type]
 
 
 def test_what_latest_names_stays(tmp_path: Path) -> None:
@@ -207,6 +210,36 @@ def test_what_cannot_be_read_stays_and_does_not_count(tmp_path: Path) -> None:
     assert tree(tmp_path / "s4") == before
 
 
+@pytest.mark.parametrize("damage", ["gone", "cut off"])
+def test_what_is_incomplete_stays_and_does_not_count(tmp_path: Path, damage: str) -> None:
+    write_steps(tmp_path, 1, 2, 3, 4)
+    for file in tmp_path.glob("s[34]/data-*/rank-00001/*"):
+        if damage == "gone":
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:-1])
+    (tmp_path / "latest").unlink()
+    found = zckpt.prune(tmp_path, keep_last=1)
+    assert found.unreadable == (str(tmp_path / "s3"), str(tmp_path / "s4"))
+    assert found.kept == (str(tmp_path / "s2"),)
+    assert kept(tmp_path) == ["s2", "s3", "s4"]
+
+
+def test_what_was_committed_after_the_run_was_listed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_steps(tmp_path, 1, 2)
+    clean = Work.clean
+
+    def after_an_overwrite(self: Work, store: Store, *arguments: Any) -> None:
+        write_state(tmp_path / "s1", 2, SHAPES, step=3, overwrite=True, latest=False)
+        clean(self, store, *arguments)
+
+    monkeypatch.setattr(Work, "clean", after_an_overwrite)
+    found = zckpt.prune(tmp_path, keep_last=1)
+    assert found.in_use == (str(tmp_path / "s1"),)
+    assert found.removed == ()
+    assert zckpt.validate(tmp_path / "s1").ok
+
+
 def test_leftovers_stay_but_for_those_of_what_goes(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 2)
     stay = litter(tmp_path / "s2") | litter(tmp_path / "unfinished")
@@ -226,7 +259,7 @@ def test_one_checkpoint_is_no_run(tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value.hint)
     with pytest.raises(CheckpointNotFoundError):
         zckpt.prune(tmp_path / "nothing", keep_last=1)
-    with pytest.raises(ValueError, match="keep_every must be 1 or more"):
+    with pytest.raises(ValueError, match="keep_every must be a whole number"):
         zckpt.prune(tmp_path, keep_last=1, keep_every=0)
     assert zckpt.validate(tmp_path).ok
 

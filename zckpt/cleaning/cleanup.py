@@ -38,7 +38,8 @@ class Cleanup:
     kept: tuple[str, ...] = ()
     """The paths of the checkpoints that ``zckpt.prune`` has kept, in the order in which they were committed."""
     unreadable: tuple[str, ...] = ()
-    """The paths of checkpoints that ``zckpt.prune`` has left alone because their manifests cannot be read."""
+    """The paths of checkpoints that ``zckpt.prune`` has left alone because they are not whole: their manifests
+    cannot be read, or some of their files are missing or have another length than they should."""
 
     @property
     def nbytes(self) -> int:

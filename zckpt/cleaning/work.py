@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from zckpt.cleaning.cleanup import Cleanup, Removed
-from zckpt.errors import LockedError, StorageError
+from zckpt.errors import FormatError, LockedError, StorageError
 from zckpt.format import names
-from zckpt.listing.runs import is_of_trainer, leftovers, read_latest
+from zckpt.listing.runs import is_of_trainer, leftovers, read_latest, read_manifest
 from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock
 from zckpt.writing.leftovers import prepared_manifests, recoverable
 
@@ -44,9 +45,10 @@ class Work:
         recoverable, dry_run = tuple(self.recoverable), self.dry_run
         return Cleanup(removed, in_use, dry_run, recoverable, checkpoints, tuple(kept), tuple(unreadable))
 
-    def clean(self, store: Store, unwanted_in: Store | None = None) -> None:
+    def clean(self, store: Store, unwanted_in: Store | None = None, save_id: str = "") -> None:
         """Removes the leftovers of one checkpoint. With ``unwanted_in``, the run that the checkpoint belongs to, it
-        removes the checkpoint itself too."""
+        removes the checkpoint itself too. Another checkpoint than that of ``save_id``, which somebody has committed
+        there meanwhile, stays, and counts as in use."""
         path = str(store.location)
         found, holder = leftovers(store), read_lock(store)
         if unwanted_in is None and not found and (holder is None or not is_lock(holder)):
@@ -60,18 +62,18 @@ class Work:
             if complete == found:
                 return
         if self.dry_run:
-            self._clean(store, unwanted_in)
+            self._clean(store, unwanted_in, save_id)
             return
         lock = WriteLock(store)
         try:
             with lock:
-                self._clean(store, unwanted_in)
+                self._clean(store, unwanted_in, save_id)
         except LockedError:
             self.in_use.append(path)
         else:
             store.remove_if_empty("")
 
-    def _clean(self, store: Store, unwanted_in: Store | None) -> None:
+    def _clean(self, store: Store, unwanted_in: Store | None, save_id: str) -> None:
         prepared = prepared_manifests(store)
         self.remove(store, prepared, "leftover")
         complete = recoverable(store)
@@ -79,7 +81,11 @@ class Work:
             self.remove(store, complete, "discarded")
         left = [name for name in leftovers(store) if name not in {*complete, *prepared}]
         self.remove(store, left, "leftover")
-        if unwanted_in is not None and not is_latest(unwanted_in, store):
+        if unwanted_in is None or is_latest(unwanted_in, store):
+            return
+        if _save_id(store) != save_id:
+            self.in_use.append(str(store.location))
+        else:
             above = store.parent
             if is_of_trainer(above.location.name) and is_latest(above, store):  # the directory is this checkpoint's run
                 self.remove(above, [names.LATEST], "retention")
@@ -100,3 +106,12 @@ class Work:
                 elif store.exists(name):
                     continue  # it could not be removed, and a later clean-up will find it again
             self.removed.append(Removed(file, nbytes, reason))
+
+
+def _save_id(store: Store) -> str | None:
+    """Returns the save id of the checkpoint in this directory, or None if its manifest is missing or damaged."""
+    try:
+        with closing(store.reader()) as reader:
+            return read_manifest(store, reader).save_id
+    except FormatError:
+        return None

@@ -1,7 +1,7 @@
 """Remove older checkpoints of a run.
 
-The checkpoint that `latest` names is never removed, nor is one that somebody is writing, nor one whose manifest cannot
-be read.
+The checkpoint that `latest` names is never removed, nor is one that somebody is writing, nor one that is not
+whole.
 """
 
 from __future__ import annotations
