@@ -355,3 +355,17 @@ for words in ("info", "info --json", "ls --long", "ls --tree", "ls --json", "sta
     assert "torch" not in sys.modules, words
 """
     subprocess.run([sys.executable, "-c", code, str(written.path)], check=True, stdout=subprocess.DEVNULL)
+
+
+# texts of others
+
+
+def test_what_a_terminal_would_obey_is_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = "line\nbreak \x1b[31m \x9b \u202e"
+    state = {odd: odd, "inner": {odd: {odd: [1]}}}
+    path = write_state(tmp_path / odd / "c", 1, {"a": (2,)}, client_state=state).path
+    for arguments in (["state", path], ["state", path, "client_state.x"], ["info", path], ["info", tmp_path / odd]):
+        main([*map(str, arguments)])
+        shown = "".join(capsys.readouterr())
+        assert "line\\nbreak \\x1b[31m \\x9b \\u202e" in shown
+        assert all(line.isprintable() for line in shown.split("\n"))

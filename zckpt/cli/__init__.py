@@ -22,6 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import zckpt
+from zckpt.cli import output
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = _command(arguments.command).run(arguments)
         sys.stdout.flush()
     except zckpt.ZckptError as error:
-        print(f"zckpt: {error}", file=sys.stderr)
+        output.print_text(f"zckpt: {error}", sys.stderr)
         return 2
     except BrokenPipeError:  # the program that read the output, such as `head`, has ended
         with open(os.devnull, "w") as nowhere:
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except ValueError as error:  # the library refuses arguments that contradict each other
-        print(f"zckpt {arguments.command}: {error}", file=sys.stderr)
+        output.print_text(f"zckpt {arguments.command}: {error}", sys.stderr)
         return 2
     except Exception:  # a defect of zckpt must not end with the status 1, which is an answer
         traceback.print_exc()

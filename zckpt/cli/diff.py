@@ -8,14 +8,12 @@ share the work, and rank 0 prints the result.
 
 from __future__ import annotations
 
+import argparse
 import math
-from typing import TYPE_CHECKING
 
 import zckpt
+from zckpt.cli import output
 from zckpt.cli.launched import launched
-
-if TYPE_CHECKING:
-    import argparse
 
 EXAMPLES = """
   zckpt diff checkpoints/global_step100 checkpoints/global_step200
@@ -50,12 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
             progress=zckpt.ProgressBar(),
         )
         if rank == 0:
-            print(found.to_json() if arguments.json else found)
+            output.print_text(found.to_json() if arguments.json else found)
     return 0 if found.equal else 1
 
 
 def _tolerance(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not (value >= 0 and math.isfinite(value)):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"must be a number of 0 or more, got {text!r}")
     return value

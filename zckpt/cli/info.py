@@ -52,7 +52,7 @@ def _print_checkpoint(found: CheckpointSummary) -> None:
             *found.writer.items(),
             ("age", output.age(found.age_seconds)),
             ("files", f"{found.files} with tensors, {output.size(found.nbytes)}"),
-            ("complete", "yes" if found.problem is None else f"no: {found.problem}"),
+            ("complete", "yes" if found.problem is None else f"no: {_in_one_line(found.problem)}"),
             ("locked", "no" if found.locked_by is None else f"by {found.locked_by}"),
             *(("leftover", name) for name in found.leftovers),
             ("save id", found.save_id),
@@ -91,13 +91,17 @@ def _print_run(found: RunSummary) -> None:
     if left:
         print("\nleft by writers that have died or are still writing; `zckpt gc` removes what is not in use:")
         for name in left:
-            print(f"  {name}")
+            print(f"  {output.printable(name)}")
+
+
+def _in_one_line(problem: str) -> str:
+    return "; ".join(line.strip() for line in problem.splitlines())
 
 
 def _remarks(one: RunEntry) -> list[str]:
     found = ["latest"] if one.is_latest else []
     if one.problem is not None:
-        found.append(f"not a checkpoint: {one.problem}")
+        found.append(f"not a checkpoint: {_in_one_line(one.problem)}")
     if one.locked_by is not None:
         found.append(f"locked by {one.locked_by}")
     return found

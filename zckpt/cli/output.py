@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -43,18 +43,32 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, allow_nan=False))
 
 
+def printable(text: str) -> str:
+    """Returns a text with all that a terminal would not show as it is, such as line breaks, escape sequences and bytes
+    that are no text, in the notation of Python. Checkpoints come from others, who choose the names that are in them."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def print_text(text: object, file: TextIO | None = None) -> None:
+    """Prints a text of several lines."""
+    for line in str(text).splitlines():
+        print(printable(line), file=file)
+
+
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:
     """Prints a line for each name and value, with the values below each other."""
     found = list(fields)
-    width = max(len(name) for name, _ in found)
+    width = max(len(printable(name)) for name, _ in found)
     for name, value in found:
-        print(f"{name:{width}}  {value}")
+        print(f"{printable(name):{width}}  {printable(str(value))}")
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str] = ()) -> None:
     """Prints a table. ``numbers``: the headings of the columns that are aligned to the right. It does not use a table
     of rich's, because that takes a second for three thousand rows."""
-    table = [headings, *rows]
+    table = [headings, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         cells = (
@@ -67,7 +81,12 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers:
 def print_tree(tree: Tree) -> None:
     """Prints lines without wrapping them: a terminal wraps long lines by itself, and other programs want whole ones."""
     from rich.console import Console
+    from rich.text import Text
 
+    nodes = [tree]
+    for node in nodes:
+        node.label = Text(printable(str(node.label)))
+        nodes += node.children
     console = Console(width=100_000, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:
         console.print(tree)
