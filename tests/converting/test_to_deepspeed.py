@@ -353,6 +353,24 @@ def test_a_killed_conversion_is_in_nobody_s_way(tmp_path: Path, every: int) -> N
     assert finished < 4
 
 
+def test_what_came_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    path, out = tmp_path / "run" / "global_step5", tmp_path / "out"
+    write_run(path, {"a": (3,)})
+
+    class Meanwhile:
+        def begin(self, action: str, nbytes: int) -> None:
+            (out / "global_step5").mkdir()
+            (out / "global_step5" / "thesis.txt").write_text("unsaved")
+
+        def advance(self, nbytes: int) -> None: ...
+
+        def end(self) -> None: ...
+
+    with pytest.raises(CheckpointExistsError, match="something else"):
+        zckpt.convert(path, out, to="deepspeed", progress=Meanwhile())
+    assert [str(one.relative_to(out)) for one in sorted(out.rglob("*"))] == ["global_step5", "global_step5/thesis.txt"]
+
+
 def test_places_and_sources_that_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run" / "global_step5"
     write_run(path, {"a": (3,)})
@@ -362,7 +380,9 @@ def test_places_and_sources_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "else" / "here" / "thesis.txt").write_text("unsaved")
     with pytest.raises(CheckpointExistsError, match="something else"):
         zckpt.convert(path, tmp_path / "else", to="deepspeed", tag="here", overwrite=True)
-    for tag in ("..", "a/..", "", "latest"):
+    with pytest.raises(CheckpointExistsError, match="is a checkpoint"):
+        zckpt.convert(path, path / "inside", to="deepspeed")
+    for tag in ("..", "a/..", "", "latest", "a/b", "/tmp/a", "a\0b"):
         with pytest.raises(ValueError, match="tag"):
             zckpt.convert(path, tmp_path / "out", to="deepspeed", tag=tag)
     for wrong in ({"stage": 4}, {"world_size": 0}):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -144,6 +146,47 @@ def test_a_progress_that_fails_on_one_rank_ends_the_export_on_all(cluster: Clust
     assert first == "ValueError: a broken bar"
     assert second.startswith("RankError: rank 0 failed to")
     assert not (tmp_path / "out").exists()
+
+
+def export_with_an_argument_of_one_rank(directory: Path, arguments: dict[str, Any]) -> str:
+    own = arguments if torch.distributed.get_rank() == 1 else {}
+    with pytest.raises((ValueError, zckpt.RankError)) as caught:
+        zckpt.export(directory / "ckpt", directory / "out", **own)
+    Ranks().share(lambda: None, "go on")  # all are still there
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"max_shard_size": "x"}, "ValueError"), ({"dtype": "float7"}, "ValueError"), ({"dtype": "bf16"}, "RankError")],
+)
+def test_an_argument_of_one_rank_is_an_error_on_all(
+    cluster: Cluster, tmp_path: Path, arguments: dict[str, Any], error: str
+) -> None:
+    write_state(tmp_path / "ckpt", parts=["master"])
+    found = cluster.run(export_with_an_argument_of_one_rank, 2, tmp_path, arguments, timeout=30)
+    assert found == ["RankError", error]
+
+
+def die_before_the_directory_is_made(directory: Path) -> list[str]:
+    heartbeat.PERIOD_SECONDS = 0.2
+    ranks, first = Ranks(), Ranks.first
+
+    def or_die(self: Ranks, action: Any, doing: str) -> Any:
+        if doing == "make a directory" and ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return first(self, action, doing)
+
+    with mock.patch.object(Ranks, "first", or_die), pytest.raises(zckpt.RankError, match="has died"):
+        zckpt.export(directory / "ckpt", directory / "out")
+    return sorted(os.listdir(directory))
+
+
+def test_a_rank_that_dies_before_the_first_byte_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    write_state(tmp_path / "ckpt", parts=["master"])
+    first, second = cluster.outcomes(die_before_the_directory_is_made, 2, tmp_path, timeout=60, grace=30)
+    assert second.signal == signal.SIGKILL
+    assert first.value == ["ckpt", "latest"], first
 
 
 def export_of_different_checkpoints(directory: Path) -> str:

@@ -151,6 +151,54 @@ def test_what_came_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
         assert sorted(os.listdir(tmp_path)) == ["ckpt", "latest", "out"]
 
 
+def test_only_what_clearly_is_an_earlier_export_is_replaced(tmp_path: Path) -> None:
+    write_state(tmp_path / "ckpt", parts=["master"])
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: config.json", overwrite=True)
+    (out / "model.safetensors").write_text("weights")
+    (out / "train.py").write_text("the only copy")
+    refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: train.py", overwrite=True)
+    (out / "config.json").write_text('{"auto_map": {}}')  # of a model with code of its own
+    zckpt.export(tmp_path / "ckpt", out, overwrite=True)
+    assert os.listdir(out) == ["model.safetensors"]
+    (out / "model.safetensors").unlink()
+    out.rmdir()
+    for text in ("the only copy", ""):
+        out.write_text(text)
+        refused(tmp_path, zckpt.CheckpointExistsError, "a file of another kind", overwrite=True, format="pt")
+        assert out.read_text() == text
+
+
+@pytest.mark.parametrize("format", ["hf", "pt"])
+def test_nothing_is_written_into_a_checkpoint(tmp_path: Path, format: Any) -> None:  # noqa: A002
+    ckpt = write_state(tmp_path / "ckpt", parts=["master"]).path
+    (tmp_path / "link").symlink_to(ckpt)
+    (rank,) = ckpt.glob("data-*/rank-00000")
+    for out in (ckpt / "manifest.msgpack", ckpt / "out", rank / "out", tmp_path / "link" / "out"):
+        with pytest.raises(zckpt.CheckpointExistsError, match="is a checkpoint"):
+            zckpt.export(ckpt, out, format=format, overwrite=True)
+    assert zckpt.validate(ckpt).ok
+
+
+@pytest.mark.parametrize("format", ["hf", "pt"])
+def test_a_link_leads_to_what_is_replaced(tmp_path: Path, format: Any) -> None:  # noqa: A002
+    write_state(tmp_path / "ckpt", parts=["master"])
+    (tmp_path / "link").symlink_to("target")
+    for overwrite in (False, True):
+        found = zckpt.export(tmp_path / "ckpt", tmp_path / "link", format=format, overwrite=overwrite)
+        assert found.path == str(tmp_path / "target")
+        assert (tmp_path / "link").is_symlink()
+        assert sorted(os.listdir(tmp_path)) == ["ckpt", "latest", "link", "target"]
+
+
+def test_a_file_whose_name_is_only_a_suffix(tmp_path: Path) -> None:
+    write_state(tmp_path / "ckpt", parts=["master"])
+    zckpt.export(tmp_path / "ckpt", tmp_path / ".pt", format="pt")
+    assert torch.load(tmp_path / ".pt", weights_only=True).keys() == zckpt.open(tmp_path / "ckpt").state_dict().keys()
+
+
 def test_a_torch_file_has_tied_weights_under_every_name_in_one_memory(tmp_path: Path) -> None:
     written = write_state(tmp_path / "ckpt", parts=["master"], aliases={"head": "big"})
     zckpt.export(tmp_path / "ckpt", tmp_path / "model.pt", format="pt")

@@ -50,7 +50,6 @@ PUBLIC_NAMES = """
 # The modules above storage that mean local files, none of which belongs to a checkpoint. To all others, a path is a
 # Location, which may be that of an object store.
 OF_LOCAL_FILES = {
-    "api/convert.py",  # reads folders of other programs
     "api/where.py",  # looks at swap files
     "exporting/hugging_face.py",  # reads the folder of a model
     "exporting/place.py",  # writes files of other programs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +18,7 @@ from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from zckpt.progress import Progress
+    from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
 
@@ -84,17 +84,19 @@ def convert(
     CheckpointExistsError, NoSpaceError, StorageError and RankError; and ValueError for arguments that contradict each
     other.
     """
-    if to not in ("zckpt", "deepspeed"):
-        raise ValueError(f"to must be 'zckpt' or 'deepspeed', got {to!r}")
-    if to == "zckpt" and (stage, world_size) != (None, None):
-        raise ValueError(
-            "stage and world_size may be given only with to='deepspeed': a checkpoint of zckpt fits any of them"
-        )
-    store = open_store(Location.of(destination).absolute())
     ranks = Ranks(call="zckpt.convert")
 
+    def check() -> tuple[str, Store]:
+        if to not in ("zckpt", "deepspeed"):
+            raise ValueError(f"to must be 'zckpt' or 'deepspeed', got {to!r}")
+        if to == "zckpt" and (stage, world_size) != (None, None):
+            raise ValueError(
+                "stage and world_size may be given only with to='deepspeed': a checkpoint of zckpt fits any of them"
+            )
+        return str(Location.of(source).absolute()), open_store(Location.of(destination).absolute())
+
     def look() -> tuple[str, str]:
-        found = formats.find_format(os.path.abspath(source), tag if to == "zckpt" else None)
+        found = formats.find_format(origin, tag if to == "zckpt" else None)
         if (found.format == formats.ZCKPT) != (to == "deepspeed"):
             hint = "copy it with zckpt.cp, or convert it to DeepSpeed's format with to='deepspeed'"
             if to == "deepspeed":
@@ -103,7 +105,8 @@ def convert(
         return found
 
     with ranks.undivided():
-        ranks.agree([os.path.abspath(source), str(store.location), to, tag, stage, world_size, overwrite], "arguments")
+        origin, store = ranks.together(check, "check the arguments")
+        ranks.agree([origin, str(store.location), to, tag, stage, world_size, overwrite], "arguments")
         kind, path = ranks.first(look, "look at the source")
         if to == "deepspeed":
             checkpoint = ranks.together(lambda: open_path(path, budget=budget), "open the checkpoint")

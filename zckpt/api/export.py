@@ -13,7 +13,7 @@ from zckpt.exporting.checkpoint_source import CheckpointSource
 from zckpt.exporting.engine_source import EngineSource
 from zckpt.exporting.hugging_face import FILES, plan_hugging_face
 from zckpt.exporting.live import write_from_ranks
-from zckpt.exporting.place import begin, find_place, put_in_place
+from zckpt.exporting.place import begin, check_place, choose_place, put_in_place
 from zckpt.exporting.plan import size_in_bytes
 from zckpt.exporting.torch_file import plan_torch_file
 from zckpt.exporting.write import write_files
@@ -112,18 +112,24 @@ def export(
     for an adapter that is not LoRA, and for format "hf" of a model with adapters where ``adapter`` is not given;
     ValueError for an unknown format, dtype or size; NoSpaceError, StorageError and RankError.
     """
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
-    if format == "pt" and config is not None:
-        raise ValueError("config may be given only with format 'hf': a 'pt' file has the names of the model in memory")
-    if format == "pt" and adapter is not None:
-        raise ValueError("adapter may be given only with format 'hf': the folder of an adapter has a safetensors file")
     directory = format == "hf"
     patterns = (adapter_plan.FILES if adapter is not None else FILES) if directory else None
-    shard_bytes_max, wanted = size_in_bytes(max_shard_size), dtype_of(dtype)
     ranks = Ranks(group_of(source), call="zckpt.export")
+
+    def check() -> tuple[int, torch.dtype | None]:
+        if format not in FORMATS:
+            raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        if not directory and config is not None:
+            raise ValueError("config may be given only with format 'hf': a 'pt' file has the names of the live model")
+        if not directory and adapter is not None:
+            raise ValueError("adapter may be given only with format 'hf': its folder has a safetensors file")
+        return size_in_bytes(max_shard_size), dtype_of(dtype)
+
     with ranks.undivided():
-        path = ranks.first(lambda: find_place(out, patterns, overwrite), "find the place")
+        shard_bytes_max, wanted = ranks.together(check, "check the arguments")
+        given = (out, format, wanted, config, shard_bytes_max, adapter, overwrite)
+        ranks.agree([str(one) for one in given], "arguments")
+        path, prepared = ranks.first(lambda: choose_place(out, patterns, overwrite), "find the place")
 
         def open_source(found: Checkpoint | str) -> CheckpointSource:
             checkpoint = found if isinstance(found, Checkpoint) else open_path(found, budget=budget)
@@ -149,11 +155,11 @@ def export(
             found = source if isinstance(source, Checkpoint) else ranks.first(find_source, "find the checkpoint")
             tensors = ranks.together(lambda: open_source(found), "open the checkpoint")
             save_id = tensors.save_id
-        ranks.agree([save_id, str(wanted)], "checkpoints, or dtypes")
+        ranks.agree(save_id, "checkpoints")
         plan = ranks.together(prepare, "plan the export")
         ranks.agree([path, *([file.name, file.nbytes] for file in plan.files)], "exports")
-        prepared = ranks.first(lambda: begin(path, directory=directory), "make a directory")
         try:
+            ranks.first(lambda: begin(prepared, directory=directory), "make a directory")
             store, files = open_store(prepared), plan.files
             if not directory:
                 store, files = store.parent, (replace(files[0], name=Location.of(prepared).name),)
@@ -202,5 +208,5 @@ def _put_small(store: Store, plan: ExportPlan) -> None:
 
 def _put_in_place(store: Store, prepared: str, path: str, patterns: Sequence[str] | None, overwrite: bool) -> None:
     store.sync_names("")
-    find_place(path, patterns, overwrite)  # Somebody may have put something there meanwhile.
+    check_place(path, patterns, overwrite)  # Somebody may have put something there meanwhile.
     put_in_place(prepared, path)

@@ -11,7 +11,7 @@ from zckpt.api.open import open_checkpoint
 from zckpt.api.validate import validate
 from zckpt.comparing.trees import settings
 from zckpt.errors import FormatError
-from zckpt.exporting.place import begin, find_place, put_in_place
+from zckpt.exporting.place import begin, check_place, choose_place, put_in_place
 from zckpt.listing.find import advised, find, open_contents
 from zckpt.listing.summary import CheckpointSummary, summary
 from zckpt.ranks.collectives import Ranks, check_equal
@@ -21,6 +21,9 @@ from zckpt.reporting.values import Values, joined, look
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.validation.report import LEVELS, Finding, Level, Report, in_order
+
+PAGE = (b"<!doctype html>", b'content="zckpt ')
+"""These are near the beginning of every page. No other file is replaced by one."""
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +80,7 @@ def report(
         raise ValueError("give the path of a checkpoint at least")
     ranks = Ranks(call="zckpt.report")
     libraries = ranks.together(find_libraries, "find the scripts of the page")
-    place = ranks.first(lambda: find_place(out, None, overwrite), "find the place")
+    place, prepared = ranks.first(lambda: choose_place(out, None, overwrite, PAGE), "find the place")
     places = ranks.first(lambda: _find(given), "find the checkpoints")
     reports = [validate(one, level=level, budget=budget, progress=progress) for one in places]
     checkpoints = ranks.together(lambda: [_open(one, budget) for one in places], "open the checkpoints")
@@ -86,8 +89,20 @@ def report(
     if statistics:
         found, damaged = _look(checkpoints, ranks, progress)
         reports = [_with(*one) for one in zip(reports, damaged, strict=True)]
-    ranks.first(lambda: _write(place, places, checkpoints, reports, found, libraries), "write the page")
-    return place
+
+    def write() -> None:
+        page = _page(places, checkpoints, reports, found, libraries)
+        begin(prepared, directory=False)
+        try:
+            open_store(prepared).parent.put(Location.of(prepared).name, page)
+            check_place(place, None, overwrite, PAGE)  # Somebody may have put something there meanwhile.
+            put_in_place(prepared, place)
+        except BaseException:
+            open_store(prepared).remove("")
+            raise
+
+    ranks.first(write, "write the page")
+    return str(place)
 
 
 def _find(given: Sequence[StrPath]) -> list[str]:
@@ -130,15 +145,14 @@ def _with(report: Report, more: Sequence[Finding]) -> Report:
     return replace(report, findings=in_order([*report.findings, *more]))
 
 
-def _write(
-    place: str,
+def _page(
     places: Sequence[str],
     checkpoints: Sequence[Checkpoint],
     reports: Sequence[Report],
     found: Sequence[Found] | None,
     libraries: Libraries,
-) -> None:
-    """Gathers the rest of what the page shows, and writes the page to ``place``, which has it once it is whole."""
+) -> bytes:
+    """Gathers the rest of what the page shows, and returns the page."""
     trees: list[object] = []
     full = list(reports)
     for number, checkpoint in enumerate(checkpoints):
@@ -148,12 +162,4 @@ def _write(
             trees.append(None)
             full[number] = _with(full[number], [Finding.of(error)])
     summaries = [one for one in map(summary, places) if isinstance(one, CheckpointSummary)]
-    page = render(gather(checkpoints, summaries, full, trees, found), libraries)
-    prepared = Location.of(begin(place, directory=False))
-    directory = open_store(prepared.parent)
-    try:
-        directory.put(prepared.name, page)
-        put_in_place(str(prepared), place)
-    except BaseException:
-        directory.remove(prepared.name)
-        raise
+    return render(gather(checkpoints, summaries, full, trees, found), libraries)

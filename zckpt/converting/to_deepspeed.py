@@ -25,8 +25,10 @@ from zckpt.exporting.checkpoint_source import CheckpointFiller
 from zckpt.exporting.write import write_files
 from zckpt.format import names
 from zckpt.listing.other_formats import deepspeed_files
+from zckpt.listing.runs import refuse_in_checkpoint
 from zckpt.plan.share import shared_out
 from zckpt.progress import reported
+from zckpt.storage.files import put_in_place, take_back
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -64,9 +66,9 @@ def to_deepspeed(
     FormatError for a damaged checkpoint. After an error, nothing of the folder is left in ``destination``.
     """
     tag = f"global_step{checkpoint.step}" if tag is None else tag
-    target = os.path.join(os.path.abspath(destination), tag)
+    run = os.path.abspath(destination)
     plan = ranks.together(lambda: FolderPlan(checkpoint, stage, world_size), "plan the folder")
-    ranks.first(lambda: _check_place(target, overwrite), "look at the destination")
+    ranks.first(lambda: _check_place(run, tag, overwrite), "look at the destination")
 
     def measure() -> tuple[CheckpointFiller, list[tuple[int, int]], tuple[str, ...]]:
         with values_of(checkpoint.path):
@@ -84,18 +86,19 @@ def to_deepspeed(
                     write_files(open_store(directory), [file], (), filler, filler.budget)
 
     with ExitStack() as made:
-        new = _new_directory(target, sum(file_bytes))
+        new = _new_directory(run, tag, sum(file_bytes), overwrite)
         directory = ranks.first(lambda: made.enter_context(new), "make a directory")
         ranks.together(write, "convert")
         ranks.first(made.close, "put the folder in place")
     return missing
 
 
-def _check_place(target: str, overwrite: bool) -> None:
-    """Raises ValueError or CheckpointExistsError unless a folder may be made at ``target``."""
-    run, tag = os.path.split(target)
-    if tag in ("", ".", "..", "latest") or tag != tag.strip() or "\n" in tag:
+def _check_place(run: str, tag: str, overwrite: bool) -> None:
+    """Raises ValueError or CheckpointExistsError unless a folder of this name may be made in the directory ``run``."""
+    if tag in ("", ".", "..", "latest") or tag != os.path.basename(tag).strip() or "\n" in tag or "\0" in tag:
         raise ValueError(f"tag must be the name of a directory, got {tag!r}")
+    target = os.path.join(run, tag)
+    refuse_in_checkpoint(run)
     for directory in (run, target):
         if os.path.lexists(os.path.join(directory, names.MANIFEST)):
             raise CheckpointExistsError(
@@ -122,16 +125,14 @@ def _check_place(target: str, overwrite: bool) -> None:
 
 
 @contextmanager
-def _new_directory(target: str, nbytes: int) -> Iterator[str]:
+def _new_directory(run: str, tag: str, nbytes: int, overwrite: bool) -> Iterator[str]:
     """A context whose value is a new directory, which the caller fills with ``nbytes`` bytes. When the context ends,
-    the directory is renamed to ``target``, and ``latest`` is made to name it. After an error the directory is removed,
-    and what was at ``target`` before is still there. Raises NoSpaceError and StorageError."""
-    run, tag = os.path.split(target)
-    store, made = open_store(run), _missing(run)
+    the directory is put at ``<run>/<tag>``, and ``latest`` is made to name it. After an error the directory is removed,
+    and what was there before is still there. Raises CheckpointExistsError, NoSpaceError and StorageError."""
+    target, store, made = os.path.join(run, tag), open_store(run), _missing(run)
     # A process that is killed leaves this directory behind. By its name nobody takes it for a whole folder.
     digits = secrets.token_hex(4)
-    directory, aside = (names.temporary(target, digits), names.temporary(f"{target}.old", digits))
-    latest = placed = None
+    directory, latest, placed = names.temporary(target, digits), None, False
     try:
         store.make_directories(os.path.basename(directory))
         free = shutil.disk_usage(directory).free
@@ -140,30 +141,27 @@ def _new_directory(target: str, nbytes: int) -> Iterator[str]:
         yield directory
         store.sync_names(os.path.basename(directory))
         latest = store.prepare(names.LATEST, tag.encode(), digits)
+        _check_place(run, tag, overwrite)  # Somebody may have put something there meanwhile.
         try:
-            if os.path.lexists(target):
-                os.rename(target, aside)
-            os.rename(directory, target)
+            put_in_place(directory, target)
         except OSError as error:
             raise from_os_error(error, "rename", directory) from error
-        placed = target
+        placed = True
         store.sync_names("")
         store.commit(names.LATEST, latest)
     except BaseException:
-        for path in (directory, placed):
-            if path is not None:
-                shutil.rmtree(path, ignore_errors=True)
         with suppress(OSError):  # the first error is the one to report
+            if placed:
+                take_back(directory, target)
+        shutil.rmtree(directory, ignore_errors=True)
+        with suppress(OSError):
             if latest is not None:
                 os.unlink(os.path.join(run, latest))
-        with suppress(OSError):
-            if os.path.lexists(aside):
-                os.rename(aside, target)
         for path in made:
             with suppress(OSError):  # somebody else may have put something there
                 os.rmdir(path)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _missing(path: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from contextlib import closing
@@ -24,6 +25,7 @@ from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.listing.contents import Contents
 from zckpt.listing.other_formats import deepspeed_files, other_format
+from zckpt.storage.location import Location
 from zckpt.storage.lock import DEAD_SECONDS
 from zckpt.storage.schemes import open_store
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     from zckpt.format.manifest import Manifest
     from zckpt.storage.contract import Reader, Store
-    from zckpt.storage.location import Location
+    from zckpt.storage.location import StrPath
 
 DEPTH_MAX = 4
 """A checkpoint that nothing names is found if its path in the run has at most this many components."""
@@ -222,22 +224,38 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
             file=str(target.location),
             hint=f"write to a directory in it: {target.location.child('global_step<N>')}",
         )
-    above, levels = target, target.location.path_from(run.location).count("/") + 1
-    for _ in range(max(levels, DEPTH_MAX)):
-        above = above.parent
-        if above.exists(names.MANIFEST):
-            place = above.location
-            raise CheckpointExistsError(
-                f"{place} is a checkpoint, which would hide one in a directory of it", file=str(target.location),
-                hint=f"write elsewhere, or move what {place} has of this checkpoint (manifest.msgpack, data-*) to a "
-                f"directory of its own, such as {place.child('global_step<N>')}",
-            )  # fmt: skip
+    place = _checkpoint_above(target, max(target.location.path_from(run.location).count("/") + 1, DEPTH_MAX))
+    if place is not None:
+        raise CheckpointExistsError(
+            f"{place} is a checkpoint, which would hide one in a directory of it", file=str(target.location),
+            hint=f"write elsewhere, or move what {place} has of this checkpoint (manifest.msgpack, data-*) to a "
+            f"directory of its own, such as {place.child('global_step<N>')}",
+        )  # fmt: skip
     if latest and run.exists(names.LATEST) and names.LATEST in run.directories():
         raise CheckpointExistsError(
             "a directory is in the place of the file `latest`, which is to name the new checkpoint",
             file=str(run.location.child(names.LATEST)),
             hint="move it, or write without this file: latest=False, save_latest=False",
         )
+
+
+def refuse_in_checkpoint(path: StrPath) -> None:
+    """Raises CheckpointExistsError if a file or folder in another format would lie in a checkpoint at this path."""
+    place = _checkpoint_above(open_store(Location.of(path).resolved()), DEPTH_MAX)
+    if place is not None:
+        raise CheckpointExistsError(
+            f"{place} is a checkpoint, in which nothing else may be written", file=os.fspath(path),
+            hint="give a path outside of it",
+        )  # fmt: skip
+
+
+def _checkpoint_above(path: Store, levels: int) -> Location | None:
+    """Returns the nearest of so many directories above the path in which there is a checkpoint."""
+    for _ in range(levels):
+        path = path.parent
+        if path.exists(names.MANIFEST):
+            return path.location
+    return None
 
 
 def whole_neighbours(checkpoint: Store) -> list[str]:

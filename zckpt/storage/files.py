@@ -100,6 +100,34 @@ def _fill(path: str, offset: int, room: Bytes, flags: int = 0) -> None:
         raise from_os_error(error, "read", path, offset + done, offset + len(room)) from error
 
 
+def put_in_place(prepared: str, path: str) -> None:
+    """Renames ``prepared`` to ``path``. What was at ``path`` before has the name ``prepared`` afterwards. Where the
+    system can exchange two names, one of the two is at ``path`` at any time. Where it cannot, a file at ``path`` is
+    replaced, and a directory is missing for an instant. Raises OSError; then both have the names that they had
+    before."""
+    if os.path.lexists(path) and linux.exchange(prepared, path):
+        return
+    if not os.path.isdir(path):
+        os.replace(prepared, path)
+        return
+    aside = f"{prepared}.old"
+    os.rename(path, aside)
+    try:
+        os.rename(prepared, path)
+    except OSError:
+        os.rename(aside, path)
+        raise
+    os.rename(aside, prepared)
+
+
+def take_back(prepared: str, path: str) -> None:
+    """Undoes what ``put_in_place`` has done. Raises OSError."""
+    if os.path.lexists(prepared):
+        put_in_place(prepared, path)
+    else:
+        os.rename(path, prepared)
+
+
 def sync_data(fd: int) -> None:
     """Until what was written to a file is on the disk for good. Raises OSError."""
     if sys.platform == "darwin":  # whose fsync(2) leaves it in the disk's own cache

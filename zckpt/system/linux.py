@@ -32,6 +32,8 @@ FICLONERANGE = 0x4020940D
 """ioctl_ficlonerange(2)."""
 MADV_FREE, MADV_HUGEPAGE = 8, 14
 """madvise(2)."""
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""renameat2(2)."""
 AT_EMPTY_PATH = 0x1000
 STATX_DIOALIGN = 0x2000
 """statx(2)."""
@@ -134,6 +136,19 @@ def share_blocks(fd: int, source_fd: int, source_offset: int, nbytes: int, offse
     except OSError:  # whatever the reason: what is wrong shows when the bytes are copied
         return False
     return True
+
+
+def exchange(first: str, second: str) -> bool:
+    """Exchanges two names of files or directories in one step; nobody sees one of them missing. False where the kernel
+    or the file system cannot do it. Raises OSError for any other reason."""
+    if libc is None or not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), first, None, second)
 
 
 def free_lazily(address: int, nbytes: int) -> None:
