@@ -212,10 +212,12 @@ def test_frozen_parameters_in_the_optimizer(cluster: Cluster, tmp_path: Path) ->
     assert zckpt.open(back).state["engine"]["deepspeed"] == zckpt.open(path).state["engine"]["deepspeed"]
 
 
-def write_own(path: str, stage: int) -> None:
-    engine = zckpt.attach(make_engine(stage=stage, optimizer="torch_adamw"))
+def write_own(path: str, stock: str, stage: int) -> None:
+    engine = make_engine(stage=stage, optimizer="torch_adamw")
     train(engine, 1)
-    engine.save_checkpoint(path, client_state={"rank": engine.global_rank})
+    for folder in (stock, path):
+        engine.save_checkpoint(folder, client_state={"rank": engine.global_rank})
+        zckpt.attach(engine)
 
 
 def load_own(folder: str, stage: int) -> Any:
@@ -224,13 +226,15 @@ def load_own(folder: str, stage: int) -> Any:
 
 @pytest.mark.parametrize(("stage", "told"), [(3, [0, 1]), pytest.param(2, [0, 0], marks=pytest.mark.matrix)])
 def test_the_client_state_of_each_rank(cluster: Cluster, tmp_path: Path, stage: int, told: list[int]) -> None:
-    cluster.run(write_own, 2, str(tmp_path / "run"), stage)
+    cluster.run(write_own, 2, str(tmp_path / "run"), str(tmp_path / "stock"), stage)
     missing = zckpt.convert(tmp_path / "run", tmp_path / "out", to="deepspeed").missing
     assert ("the client_state of ranks other than 0" in missing) == (stage < 3)
     assert cluster.run(load_own, 2, str(tmp_path / "out"), stage) == told
     if stage == 3:
-        missing = zckpt.convert(tmp_path / "run", tmp_path / "on one", to="deepspeed", world_size=1).missing
-        assert "the client_state of ranks other than 0" in missing
+        converted = zckpt.convert(tmp_path / "stock", tmp_path / "converted").path
+        for number, source in enumerate([tmp_path / "run", converted]):
+            missing = zckpt.convert(source, tmp_path / f"on one {number}", to="deepspeed", world_size=1).missing
+            assert "the client_state of ranks other than 0" in missing
 
 
 def write_run(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:

@@ -128,7 +128,7 @@ class FolderPlan:
         local = [key for key, info in checkpoint.items() if info.part == BUFFER and len(_copies(info)) > 1]
         if local and (setup.stage < 3 or not self._same_ranks):
             found.append(f"the values that ranks other than 0 have of {first_few(local, 3)}")
-        if names.CLIENT_STATE in first and (setup.stage < 3 or not self._same_ranks):
+        if (setup.stage < 3 or not self._same_ranks) and self._any_rank_has(names.CLIENT_STATE):
             found.append("the client_state of ranks other than 0")
         trees = (checkpoint.rank_state(rank, lazy=True) for rank in range(checkpoint.world_size))
         if any(isinstance(tree, dict) and names.CLIENT_RANK_STATE in tree for tree in trees):
@@ -397,6 +397,11 @@ class FolderPlan:
         own = self.checkpoint.rank_state(rank) if self.setup.stage == 3 and self._same_ranks and rank else None
         found = {**self.checkpoint.state, **(own or {})}.get(names.CLIENT_STATE)
         return found if isinstance(found, dict) else {}
+
+    def _any_rank_has(self, key: str) -> bool:
+        """Whether the tree of state of any rank has this key. A checkpoint that was converted has no tree of rank 0."""
+        trees = (self.checkpoint.rank_state(rank, lazy=True) for rank in range(self.checkpoint.world_size))
+        return any(key in (tree or {}) for tree in trees)
 
     def _named(self, part: str) -> list[str]:
         return [info.name for info in self.checkpoint.values() if info.part == part]
