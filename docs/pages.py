@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 GATHERED = (
-    "README.md", "docs/**/*.md", "docs/*.svg", "docs/pictures/*", "spec/*.md", "bench/results/*.md",
+    "README.md", "CHANGELOG.md", "docs/**/*.md", "docs/*.svg", "docs/pictures/*", "spec/*.md", "bench/results/*.md",
     "bench/results/*.svg",
 )  # fmt: skip
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)]*)?\)")
