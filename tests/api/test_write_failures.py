@@ -7,6 +7,7 @@ import errno
 import inspect
 import itertools
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -18,9 +19,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import zckpt
-from tests.support.plain_engine import Engine, everything, is_whole
+from tests.support.memory_store import MemoryStore, in_memory
+from tests.support.plain_engine import Engine, engines_are_adapters, everything, is_whole
 from tests.support.states import fragment, same_all
 from zckpt.api.write import write_engine
 from zckpt.errors import (
@@ -32,6 +35,7 @@ from zckpt.errors import (
     StateError,
     StorageError,
 )
+from zckpt.storage.local_store import LocalStore
 from zckpt.storage.lock import WriteLock
 from zckpt.writing.options import WriteOptions
 
@@ -85,7 +89,7 @@ def test_no_space(tmp_path: Path, how: str) -> None:
         if how != "no inodes":
             with pytest.raises(NoSpaceError, match="free space") as caught:
                 zckpt.write(large, disk / "run" / "new")
-            assert isinstance(caught.value.__cause__, OSError)
+            assert isinstance(caught.value.__cause__, OSError) is (how == "file size limit")
             assert str(disk) in str(caught.value)
             assert [one for one in everything(disk) if one != "run"] == []
         zckpt.write(small, disk / "run" / "old")
@@ -94,6 +98,80 @@ def test_no_space(tmp_path: Path, how: str) -> None:
             zckpt.write(large, disk / "run" / "old", overwrite=True)
         assert everything(disk) == before
         assert is_whole(disk / "run" / "old", small)
+
+
+def numbers(error: NoSpaceError) -> list[int]:
+    """The bytes that are needed and those that are free, by the message of a refusal."""
+    return [int(one.replace(",", "")) for one in re.findall(r"([\d,]+) (?:bytes are needed|are free)", str(error))]
+
+
+@contextmanager
+def not_a_byte_is_written() -> Iterator[None]:
+    with (
+        mock.patch.object(LocalStore, "create", side_effect=AssertionError("a file was made")),
+        mock.patch.object(LocalStore, "prepare", side_effect=AssertionError("a manifest was written")),
+    ):
+        yield
+
+
+def test_what_does_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
+    """The checkpoint of 8 MiB fits into 12 MiB once, and not a second time: a write that replaces it, one in the
+    background, a copy and an export are refused, with the bytes that they need and those that are free."""
+    engine = Engine(4 * MIB)
+    zckpt.write(engine, tmp_path / "source")
+    with mounted(tmp_path / "disk", "size=12m") as disk:
+        zckpt.write(engine, disk / "old")
+        before = everything(disk)
+        calls: dict[str, Callable[[], object]] = {
+            "write": lambda: zckpt.write(engine, disk / "new"),
+            "overwrite": lambda: zckpt.write(engine, disk / "old", overwrite=True),
+            "background": lambda: zckpt.write(engine, disk / "new", background=True),
+            "cp": lambda: zckpt.cp(tmp_path / "source", disk / "new"),
+            "cp of a part": lambda: zckpt.cp(tmp_path / "source", disk / "new", ["master/*", "exp_avg/*"]),
+            "export": lambda: zckpt.export(tmp_path / "source", disk / "out"),
+            "export of one file": lambda: zckpt.export(tmp_path / "source", disk / "out.pt", format="pt"),
+        }
+        for what, call in calls.items():
+            free = shutil.disk_usage(disk).free
+            with not_a_byte_is_written(), pytest.raises(NoSpaceError) as caught:
+                call()
+            needed, said = numbers(caught.value)
+            least = 4 * MIB if "export" in what else 8 * MIB
+            assert least < needed < least + 64 * 1024, what
+            assert 0 <= free - said <= 16 * 4096, f"{what}: a lock or a directory may take some pages"
+            assert everything(disk) == before, what
+        zckpt.wait()
+        assert is_whole(disk / "old", engine)
+
+
+def test_a_store_that_cannot_know_what_is_free_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with in_memory():
+        zckpt.write(Engine(), "memory://run/a", latest=False)
+        monkeypatch.setattr(MemoryStore, "free", 1)
+        with pytest.raises(NoSpaceError, match="and 1 are free"):
+            zckpt.write(Engine(), "memory://run/b", latest=False)
+
+
+def write_into_little(directory: str, nbytes: int) -> list[int]:
+    """``nbytes`` per rank and part."""
+    engine = Engine(nbytes)
+    own = [fragment(part, f"w{dist.get_rank()}", engine.weight, 0, len(engine.weight)) for part in engine.parts]
+    with (
+        engines_are_adapters(), mock.patch.object(engine, "fragments", return_value=own), not_a_byte_is_written(),
+        pytest.raises(NoSpaceError) as caught,
+    ):  # fmt: skip
+        zckpt.write(engine, os.path.join(directory, "new"))
+    return numbers(caught.value)
+
+
+def test_all_ranks_are_told_what_they_need_together(cluster: Cluster, tmp_path: Path) -> None:
+    """Each of the two ranks needs less than what is free."""
+    with mounted(tmp_path / "disk", "size=3m") as disk:
+        one, other = cluster.run(write_into_little, 2, str(disk), MIB)
+        assert one == other
+        assert one[0] > 4 * MIB
+        assert one[0] // 2 < one[1] <= 3 * MIB
+        assert everything(disk) == {}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

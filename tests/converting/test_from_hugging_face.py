@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import zckpt
 from tests.support.models import make_engine, train
 from tests.support.runs import weights
+from zckpt.storage.local_store import LocalStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,6 +64,14 @@ def test_a_run_begins_with_them(cluster: Cluster, tmp_path: Path) -> None:
     converted = zckpt.convert(tmp_path / "model", tmp_path / "new")
     for found in cluster.run(begin, 2, converted.path, 3):
         assert all(torch.equal(found[name], p.bfloat16()) for name, p in model.named_parameters())
+
+
+def test_there_is_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path / "model")
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda store: 1000)
+    with pytest.raises(zckpt.NoSpaceError, match="bytes are needed, and 1,000 are free"):
+        zckpt.convert(tmp_path / "model", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_damage(tmp_path: Path) -> None:

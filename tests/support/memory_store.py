@@ -87,6 +87,9 @@ class MemoryWriter:
 
 
 class MemoryStore:
+    free: int | None = None
+    """What ``free_bytes`` returns."""
+
     def __init__(self, location: Location, disk: Disk) -> None:
         self.location, self.disk = location, disk
 
@@ -124,6 +127,9 @@ class MemoryStore:
     def nbytes(self, path: str) -> int:
         files = [self.disk.get(self.full(path)), *(self.child(path)._file(one) for one in self._below(path))]
         return sum(len(file.data) for file in files if file is not None)
+
+    def free_bytes(self) -> int | None:
+        return self.free
 
     def _file(self, path: str) -> File | None:
         return self.disk.get(self.full(path))

@@ -15,6 +15,7 @@ from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, compara
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
+from zckpt.storage.space import Space
 from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def cp(
                 copy.save_id = ranks.first(lambda: lock.save_id, "plan the copy")
             try:
                 receipts = ranks.share(copy.receipts, "plan the copy")
-                ranks.first(lambda: copy.begin(lock, [*chain(*receipts)]), "begin the copy")
+                Space(*ranks.first(lambda: copy.begin(lock, [*chain(*receipts)]), "begin the copy")).refuse_lack()
                 digests = ranks.share(copy.write, "copy")
                 ranks.first(lambda: copy.commit([*chain(*digests)]), "commit")
             finally:

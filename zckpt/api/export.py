@@ -24,6 +24,7 @@ from zckpt.ranks.collectives import Ranks
 from zckpt.reading.checkpoint import Checkpoint
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
+from zckpt.storage.space import Space
 from zckpt.transfer.torch_dtypes import dtype_of
 
 if TYPE_CHECKING:
@@ -158,11 +159,14 @@ def export(
         ranks.agree(save_id, "checkpoints")
         plan = ranks.together(prepare, "plan the export")
         ranks.agree([path, *([file.name, file.nbytes] for file in plan.files)], "exports")
+        sizes = {file.name: file.nbytes for file in plan.files}
+        sizes |= {name: len(data) for name, data in plan.small_files.items()}
         try:
             ranks.first(lambda: begin(prepared, directory=directory), "make a directory")
             store, files = open_store(prepared), plan.files
             if not directory:
                 store, files = store.parent, (replace(files[0], name=Location.of(prepared).name),)
+            Space(*ranks.first(lambda: Space.of(store, sum(sizes.values())), "look for space")).refuse_lack()
             ranks.first(lambda: _put_small(store, plan), "write")
             if isinstance(tensors, EngineSource):
                 write_from_ranks(store, files, plan.conversions, tensors, ranks, progress)
@@ -173,9 +177,6 @@ def export(
             if ranks.rank == 0:
                 open_store(prepared).remove("")
             raise
-    sizes = {file.name: file.nbytes for file in plan.files} | {
-        name: len(data) for name, data in plan.small_files.items()
-    }
     return Exported(path, tuple(sorted(sizes)), sum(sizes.values()))
 
 

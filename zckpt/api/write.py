@@ -9,6 +9,7 @@ from zckpt.engines import group_of
 from zckpt.offloading.away import away
 from zckpt.ranks.collectives import Ranks
 from zckpt.state.inventory import PARAM
+from zckpt.storage.space import Space
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.writing.options import WriteOptions
 from zckpt.writing.prepare import Preparation
@@ -104,7 +105,9 @@ def write(
     OffloadedError for what was lost while it was offloaded, ValueError for a part that the engine does not have and for
     a path that ``latest`` cannot name, CheckpointExistsError (also where ``path`` is the directory of a run or lies in
     a checkpoint: whoever opens the outer of two gets that), LockedError (somebody else is writing there), RankError,
-    StorageError, NoSpaceError. All that can be known from the state is checked before a byte is written.
+    StorageError, NoSpaceError (before a byte is written, where the file system says how much is free: what all ranks
+    need is compared with it, and a checkpoint that is replaced stays until the new one is committed). All that can be
+    known from the state is checked before a byte is written.
     KeyboardInterrupt on one rank makes the others raise RankError, unless it comes when all have agreed to commit: then
     the write has happened.
     """
@@ -131,14 +134,14 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
         # The ranks have agreed that all of them write in the background, or none.
         others = Ranks(group, background=True, call="zckpt.write") if options.background else ranks
 
-        def begin() -> PendingWrite | None:
-            prepared.begin(plans)
-            if not options.background:
-                return None
-            return PendingWrite(prepared.target, lambda snapshot: _finish(own, others, snapshot), others)
+        def begin() -> Space:
+            nonlocal pending
+            if options.background:
+                pending = PendingWrite(prepared.target, lambda snapshot: _finish(own, others, snapshot), others)
+            return prepared.begin(plans)
 
         try:
-            pending = ranks.together(begin, "begin the write")
+            Space(*ranks.share(begin, "begin the write")[0]).refuse_lack()
             if pending is None:
                 _finish(own, ranks, Snapshot())
             else:

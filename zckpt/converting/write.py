@@ -19,6 +19,7 @@ from zckpt.plan import catalog
 from zckpt.plan.layout import plan_shards
 from zckpt.progress import PartOfProgress, reported
 from zckpt.storage.lock import WriteLock
+from zckpt.storage.space import Space
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.version import __version__
 from zckpt.writing.collect import add_rank_tree, fingerprint, pack_tree
@@ -77,7 +78,7 @@ def write_source(
             options=options,
         )  # fmt: skip
 
-    def begin() -> None:
+    def begin() -> Space:
         first = rank_write(0, options)
         with values_of(source.path):
             try:
@@ -87,7 +88,7 @@ def write_source(
                 raise
         refuse_place(store, store.parent, latest=False)
         begun.append(first)
-        first.begin(lock)
+        return first.begin(lock)
 
     def write() -> list[tuple[int, bytes]]:
         with reported(progress, "convert", own_bytes) as advance:
@@ -96,7 +97,7 @@ def write_source(
 
     try:
         receipts = ranks.share(plan, "plan the checkpoint")
-        ranks.first(begin, "begin the checkpoint")
+        Space(*ranks.first(begin, "begin the checkpoint")).refuse_lack()
         digests = ranks.share(write, "convert")
         ranks.first(lambda: begun[0].commit([one for _, one in sorted(chain(*digests))]), "commit")
     finally:

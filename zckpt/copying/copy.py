@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zckpt.plan.layout import ShardPlan
     from zckpt.storage.contract import Store
     from zckpt.storage.lock import WriteLock
+    from zckpt.storage.space import Space
     from zckpt.transfer.write import Source
     from zckpt.writing.options import WriteOptions
 
@@ -77,16 +78,18 @@ class Copy:
         shards = {rank: self.selection.shards(rank, self.save_id) for rank, own in self._own.items() if TABLE in own}
         return [catalog.pack(catalog.receipt(*one)) for one in shards.items()]
 
-    def begin(self, lock: WriteLock, receipts: Sequence[bytes]) -> None:
-        """Refuses to replace what may not be replaced, takes the lock, and makes the directory of the new data. Raises
-        what ``RankWrite.begin`` raises."""
+    def begin(self, lock: WriteLock, receipts: Sequence[bytes]) -> Space:
+        """Refuses to replace what may not be replaced, takes the lock, and makes the directory of the new data. Returns
+        and raises what ``RankWrite.begin`` does."""
         refuse_place(self.target, self.target.parent, latest=False)
         first = self._rank_write(0, (), None)
         if self.selection is not None:
             unpacked = sorted((catalog.unpack(one) for one in receipts), key=lambda one: one.rank)
             first.describe(unpacked)
+        else:
+            first.needed_bytes = sum(self.contents.manifest.files.nbytes) + self.contents.manifest.index_bytes
         self._first = first
-        first.begin(lock)
+        return first.begin(lock)
 
     def write(self) -> list[tuple[int, bytes]]:
         """Writes the files of this process and makes them durable. Returns each rank whose digest table it has written,

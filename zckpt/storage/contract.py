@@ -201,6 +201,10 @@ class Store(Creator, Protocol):
         """The size of a file, or of all files in a directory and below it; 0 for what is not there. Raises nothing for
         what goes meanwhile."""
 
+    def free_bytes(self) -> int | None:
+        """How many more bytes this process may store in the directory, which exists; None where that cannot be known.
+        Raises nothing."""
+
     # New files, beside those of ``create``
 
     def make_directories(self, path: str) -> None:

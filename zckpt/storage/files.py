@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import stat
 import sys
 from typing import TYPE_CHECKING
@@ -35,6 +36,17 @@ def is_impossible_name(error: OSError) -> bool:
     """Whether it says that no file can have this name: one that is too long, is not in the file system's encoding, or
     has a character that Windows does not allow."""
     return error.errno in (errno.ENAMETOOLONG, errno.EILSEQ) or getattr(error, "winerror", None) == 123
+
+
+def free_bytes(path: str) -> int | None:
+    """How many more bytes this process may store in a directory: without the blocks that are reserved for root, and
+    within a quota where the file system takes it into account, as XFS does for projects, and NFS. None where the system
+    does not say, as for a tmpfs without a limit. Raises nothing."""
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return usage.free if usage.total else None
 
 
 def read_at(fd: int, views: Sequence[Bytes | memoryview], offset: int) -> int:

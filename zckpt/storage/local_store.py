@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format import names
-from zckpt.storage.files import BINARY, UNSUPPORTED, is_impossible_name, is_link, sync_data
+from zckpt.storage.files import BINARY, UNSUPPORTED, free_bytes, is_impossible_name, is_link, sync_data
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
 
@@ -89,6 +89,9 @@ class LocalStore:
                 with suppress(FileNotFoundError):
                     total += os.lstat(os.path.join(directory, file)).st_size
         return total
+
+    def free_bytes(self) -> int | None:
+        return free_bytes(self._root)
 
     def make_directories(self, path: str) -> None:
         path = self._full(path)

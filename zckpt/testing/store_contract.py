@@ -499,3 +499,8 @@ class StoreContract:
             store.put(path, content(nbytes))
         assert [store.nbytes(path) for path in ("data", "data/rank", "c", "empty", "no")] == [5300, 300, 7, 0, 0]
         assert store.directories() == ["data", "empty"]
+
+    def test_free_space_is_a_number_of_bytes_if_it_is_known(self, store: Store) -> None:
+        store.make_directories("")
+        free = store.free_bytes()
+        assert free is None or free > 0

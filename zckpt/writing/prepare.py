@@ -24,6 +24,7 @@ from zckpt.ranks.collectives import check_arguments
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
+from zckpt.storage.space import Space
 from zckpt.system import linux
 from zckpt.system.available import available_bytes
 from zckpt.version import __version__
@@ -150,16 +151,18 @@ class Preparation:
         differ = any(one.scalars != facts[0].scalars for one in facts)
         return Planned(catalog.pack(catalog.receipt(rank, shards)), own.scalars if differ else {})
 
-    def begin(self, told: Sequence[Planned]) -> None:
-        """On rank 0, the manifest and the index, checked; then the lock and the place for the data. Raises StateError
-        where the ranks' optimizers differ in what is kept once."""
+    def begin(self, told: Sequence[Planned]) -> Space:
+        """On rank 0, the manifest and the index, checked; then the lock and the place for the data, and the space that
+        is there, which no other rank looks for. Raises StateError where the ranks' optimizers differ in what is kept
+        once."""
         plans = [Planned(*one) for one in told]
         if any(one.scalars for one in plans):
             raise _differing([one.scalars for one in plans])
         if self._rank == 0:
             self.write.describe([catalog.unpack(one.receipt) for one in plans])
             refuse_place(self._store, self._run, latest=self.options.latest)
-            self.write.begin(self._lock)
+            return self.write.begin(self._lock)
+        return Space(self.target, 0, None)
 
 
 def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:

@@ -16,6 +16,7 @@ from zckpt.plan import catalog
 from zckpt.plan.layout import plan_writes
 from zckpt.progress import reported
 from zckpt.state.inventory import BUFFER, PARAM, STATE
+from zckpt.storage.space import Space
 from zckpt.transfer.budget import Budget
 from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.staging import pool_for
@@ -59,6 +60,9 @@ class RankWrite:
     with_table: bool = True
     """Whether ``write_own`` writes the digest table of the rank too. Where several processes copy files of one rank,
     one of them does."""
+    needed_bytes: int = field(default=0, init=False)
+    """On rank 0 from ``describe`` on, how many bytes all ranks write. A copy of a whole checkpoint, which is not
+    described, sets it itself."""
     lock: WriteLock | None = field(default=None, init=False)
     """From ``begin`` to ``remove``; None on all ranks but rank 0."""
     _manifest: bytes = field(default=b"", init=False)
@@ -71,11 +75,15 @@ class RankWrite:
     def describe(self, receipts: Sequence[catalog.Receipt]) -> None:
         """Makes the manifest and the index from the receipts of all ranks; raises what ``catalog`` raises."""
         self._manifest, self._index = catalog.catalog(receipts, self.save_id, self.about)
+        # What lies in a swap file may share its pages with the checkpoint, and then it needs no space.
+        files = [shard.nbytes for one in receipts for shard in one.shards if shard.tier != "nvme"]
+        self.needed_bytes = sum(files) + len(self._index) + len(self._manifest)
 
-    def begin(self, lock: WriteLock) -> None:
+    def begin(self, lock: WriteLock) -> Space:
         """Takes the lock, and makes the directory that the new data goes to, beside that of an older checkpoint. What
-        writers that died have left there goes first, for the space that it takes. Raises CheckpointExistsError for what
-        may not be replaced, LockedError, StorageError."""
+        writers that died have left there goes first, for the space that it takes. Returns what all ranks pass to
+        ``Space.refuse_lack`` before they write. Raises CheckpointExistsError for what may not be replaced, LockedError,
+        StorageError."""
         self.lock = lock
         lock.acquire()
         store, overwrite = self.store, self.options.overwrite
@@ -110,6 +118,7 @@ class RankWrite:
         self._replaced = [*(name for name in store.entries() or () if names.is_data_dir(name)), *foreign]
         self._begun = True
         store.make_directories(data_dir)
+        return Space.of(store, self.needed_bytes)
 
     def write_own(self, snapshot: Snapshot) -> bytes:
         """Writes this rank's files, durable; returns the digest of its digest table. ``snapshot`` is told when the
