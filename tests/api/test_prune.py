@@ -15,6 +15,8 @@ import zckpt
 from tests.support.faults import Fault, faulty
 from tests.support.forks import in_processes, stopped_at
 from tests.support.litter import SHAPES, kept, litter, tree, write_steps
+from tests.support.models import make_engine, train
+from tests.support.plain_engine import Engine, engines_are_adapters
 from tests.support.slow_writes import slow_write
 from tests.support.states import write_state, write_through
 from zckpt.cleaning.work import Work
@@ -24,6 +26,7 @@ from zckpt.errors import CheckpointNotFoundError, FormatError, MissingFileError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.support.cluster import Cluster
     from zckpt.storage.contract import Store
 
 
@@ -279,3 +282,64 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         with pytest.raises(SystemExit) as caught:
             main(["prune", str(tmp_path), *wrong])
         assert caught.value.code == 2
+
+
+# By a write
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_write_removes_what_is_not_to_be_kept(tmp_path: Path, background: bool) -> None:
+    with engines_are_adapters():
+        for step in range(1, 8):
+            zckpt.write(Engine(step=step), tmp_path / f"s{step}", keep_last=2, keep_every=3, background=background)
+        zckpt.wait()
+        assert kept(tmp_path) == ["s3", "s6", "s7"]
+        zckpt.write(Engine(step=8), tmp_path / "s8")
+        assert kept(tmp_path) == ["s3", "s6", "s7", "s8"], "nothing is removed unasked"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_write_that_cannot_remove_older_ones_is_committed(tmp_path: Path, background: bool) -> None:
+    write_steps(tmp_path, 1, 2)
+    (tmp_path / "latest").write_text("../nothing\n")
+
+    def write() -> None:
+        with engines_are_adapters():
+            zckpt.write(Engine(step=3), tmp_path / "s3", keep_last=1, latest=False, background=background)
+        zckpt.wait()
+
+    with pytest.warns(UserWarning, match=r"s3 is written, but older .* not be removed: .*L001"):
+        write()
+    assert kept(tmp_path) == ["s1", "s2", "s3"]
+    assert zckpt.validate(tmp_path / "s3").ok
+
+
+@pytest.mark.parametrize(
+    ("numbers", "why"),
+    [
+        ({"keep_last": 0}, "keep_last must be a whole number"),
+        ({"keep_last": 2, "keep_every": 1.5}, "keep_every must be a whole number"),
+        ({"keep_every": 10}, "pass keep_last too"),
+    ],
+)
+def test_a_write_refuses_numbers_before_it_begins(tmp_path: Path, numbers: dict[str, Any], why: str) -> None:
+    with engines_are_adapters(), pytest.raises(ValueError, match=why):
+        zckpt.write(Engine(), tmp_path / "s1", **numbers)
+    assert kept(tmp_path) == []
+
+
+def save_often(run: str) -> list[str]:
+    engine = make_engine(stage=1)
+    with pytest.raises(ValueError, match="pass keep_last too"):
+        zckpt.attach(engine, keep_every=2)
+    zckpt.attach(engine, keep_last=1, keep_every=2)
+    for _ in range(5):
+        train(engine, 1)
+        engine.save_checkpoint(run)
+    return sorted(one for one in os.listdir(run) if one != "latest")
+
+
+def test_saves_of_an_attached_engine_remove_what_is_not_to_be_kept(cluster: Cluster, tmp_path: Path) -> None:
+    found, _ = cluster.run(save_often, 2, str(tmp_path))
+    assert found == ["global_step2", "global_step4", "global_step5"]
+    assert zckpt.open(tmp_path).step == 5

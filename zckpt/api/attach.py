@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zckpt.api import zero_to_fp32
@@ -40,7 +41,14 @@ _METHODS = ("save_checkpoint", "load_checkpoint")
 _MARK = "_zckpt_attaches"
 
 
-def attach(engine: Any, *, background: bool = False, replace_deepspeed: bool = False) -> Any:
+def attach(
+    engine: Any,
+    *,
+    background: bool = False,
+    replace_deepspeed: bool = False,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+) -> Any:
     """Has ``save_checkpoint`` and ``load_checkpoint`` of a DeepSpeed engine use zckpt; returns the engine.
 
     Arguments, return values, tags, ``latest`` and ``<dir>/<tag>/`` mean what they mean in DeepSpeed, but that:
@@ -62,19 +70,25 @@ def attach(engine: Any, *, background: bool = False, replace_deepspeed: bool = F
 
     ``background``: saves go on while training does; the next save or load and the end of the process wait for them and
     show their errors. ``replace_deepspeed``: a save to a tag that holds a checkpoint in DeepSpeed's own format removes
-    that once its own is complete; otherwise it raises CheckpointExistsError and changes nothing. Attaching twice
-    changes nothing; ``detach`` undoes it.
+    that once its own is complete; otherwise it raises CheckpointExistsError and changes nothing. ``keep_last``,
+    ``keep_every``: each save removes older checkpoints of ``save_dir``, as for ``zckpt.write``. Attaching twice changes
+    nothing; ``detach`` undoes it.
 
-    Raises UnsupportedError for an object that has no such methods.
+    Raises UnsupportedError for an object that has no such methods, and ValueError for numbers that cannot be.
     """
     if not all(hasattr(engine, method) for method in _METHODS):
         raise UnsupportedError(
             f"{type(engine).__name__} has no {' and '.join(_METHODS)}",
             hint="attach the engine that deepspeed.initialize returns; any other one: zckpt.write and zckpt.restore",
         )
+    options = WriteOptions(
+        overwrite=True, pending_gradients="drop", background=background, each_client_state=True,
+        replace_foreign=replace_deepspeed, keep_last=keep_last, keep_every=keep_every,
+    )  # fmt: skip
+    options.checked()
     if not isinstance(vars(engine).get("load_checkpoint"), functools.partial):
         stock: Callable[..., Any] = engine.load_checkpoint
-        engine.save_checkpoint = functools.partial(_save_checkpoint, engine, background, replace_deepspeed)
+        engine.save_checkpoint = functools.partial(_save_checkpoint, engine, options)
         engine.load_checkpoint = functools.partial(_load_checkpoint, engine, stock)
     return engine
 
@@ -115,8 +129,7 @@ def attach_all(*, replace_deepspeed: bool = False, on_attach: Callable[[Any], No
 
 def _save_checkpoint(
     engine: Any,
-    background: bool,
-    replace_deepspeed: bool,
+    options: WriteOptions,
     save_dir: StrPath,
     tag: object = None,
     client_state: Mapping[str, Any] | None = None,
@@ -134,17 +147,13 @@ def _save_checkpoint(
     ranks = Ranks(group_of(engine), call="engine.save_checkpoint")
     tags = ranks.share(own_tag, "save a checkpoint")
     ranks.together(lambda: _check_tags(engine, tags, ranks), "agree on a tag")
-    options = WriteOptions(
+    options = replace(
+        options,
         # Without an optimizer, all that there is are parameters which nobody trains
         exclude=("param",) if exclude_frozen_parameters and adapter.trains else (),
         client_state=client_state,
-        overwrite=True,
         latest=save_latest,
-        pending_gradients="drop",
-        background=background,
         run=save_dir,
-        each_client_state=True,
-        replace_foreign=replace_deepspeed,
     )
     write_engine(engine, str(Location.of(save_dir).child(tags[0])), options)
     ranks.together(lambda: _warn_of_gradients(engine) if ranks.rank == 0 else None, "end the save")

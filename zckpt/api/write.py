@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from zckpt.api.background import PendingWrite, wait
+from zckpt.api.prune import prune
 from zckpt.engines import group_of
+from zckpt.errors import warn
 from zckpt.offloading.away import away
 from zckpt.ranks.collectives import Ranks
 from zckpt.state.inventory import PARAM
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
         budget: Budget | None
         progress: Progress | None
         pending_gradients: Literal["refuse", "drop"]
+        keep_last: int | None
+        keep_every: int | None
 
     class _BackgroundOptions(_Options, total=False):
         snapshot: Literal["copy", "lazy"]
@@ -65,6 +69,8 @@ def write(
     budget: Budget | None = None,
     progress: Progress | None = None,
     pending_gradients: Literal["refuse", "drop"] = "refuse",
+    keep_last: int | None = None,
+    keep_every: int | None = None,
     background: bool = False,
     snapshot: Literal["copy", "lazy"] = "copy",
     snapshot_bytes: int | None = None,
@@ -85,6 +91,8 @@ def write(
     ``latest``: have the file ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O;
     None: ``Budget.from_environment()``. ``progress``: such as ``zckpt.ProgressBar()``. ``pending_gradients``: what is
     done where gradients wait for an optimizer step, which no checkpoint holds: "refuse" the write, or "drop" them.
+    ``keep_last``, ``keep_every``: once this checkpoint is committed, rank 0 removes older ones beside it, as
+    ``zckpt.prune`` does with these arguments; None: none is removed. A failure to remove them is a warning.
     Without ``background``, nothing may change masters and moments before the write returns: a load would find them
     damaged.
 
@@ -114,7 +122,8 @@ def write(
     options = WriteOptions(
         parts=parts, exclude=exclude, client_state=client_state, rank_state=rank_state, overwrite=overwrite,
         latest=latest, budget=budget, progress=progress, pending_gradients=pending_gradients, background=background,
-        snapshot=snapshot, snapshot_bytes=snapshot_bytes, replace_foreign=overwrite,
+        keep_last=keep_last, keep_every=keep_every, snapshot=snapshot, snapshot_bytes=snapshot_bytes,
+        replace_foreign=overwrite,
     )  # fmt: skip
     return write_engine(engine, path, options)
 
@@ -134,16 +143,21 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
         # The ranks have agreed that all of them write in the background, or none.
         others = Ranks(group, background=True, call="zckpt.write") if options.background else ranks
 
+        def finish(snapshot: Snapshot) -> None:
+            _finish(own, others, snapshot)
+            if others.rank == 0:
+                _remove_older(prepared)
+
         def begin() -> Space:
             nonlocal pending
             if options.background:
-                pending = PendingWrite(prepared.target, lambda snapshot: _finish(own, others, snapshot), others)
+                pending = PendingWrite(prepared.target, finish, others)
             return prepared.begin(plans)
 
         try:
             Space(*ranks.share(begin, "begin the write")[0]).refuse_lack()
             if pending is None:
-                _finish(own, ranks, Snapshot())
+                finish(Snapshot())
             else:
                 _go_on(pending, prepared, ranks)
         except BaseException:
@@ -169,6 +183,17 @@ def _finish(own: RankWrite, ranks: Ranks, snapshot: Snapshot) -> None:
         raise
     if own.lock is not None:
         own.lock.release()
+
+
+def _remove_older(prepared: Preparation) -> None:
+    """Removes the checkpoints of the run that are no longer to be kept."""
+    keep_last, keep_every = prepared.options.keep_last, prepared.options.keep_every
+    if keep_last is None:
+        return
+    try:
+        prune(str(prepared.run.location), keep_last=keep_last, keep_every=keep_every)
+    except Exception as error:  # the checkpoint is committed, and its write has not failed
+        warn(f"{prepared.target} is written, but older checkpoints could not be removed: {error}")
 
 
 def _go_on(pending: PendingWrite, prepared: Preparation, ranks: Ranks) -> None:

@@ -33,6 +33,8 @@ class WriteOptions:
     background: bool = False
     snapshot: Literal["copy", "lazy"] = "copy"
     snapshot_bytes: int | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
     run: StrPath | None = None
     """The directory in which the file ``latest`` is put, which names the checkpoint by its path relative to it; None:
     the parent of the checkpoint's directory."""
@@ -51,6 +53,11 @@ class WriteOptions:
             raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
         if self.snapshot_bytes is not None and not (isinstance(self.snapshot_bytes, int) and self.snapshot_bytes >= 0):
             raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {self.snapshot_bytes!r}")
+        for name, number in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
+            if not (number is None or (isinstance(number, int) and number >= 1)):
+                raise ValueError(f"{name} must be a whole number of 1 or more, got {number!r}")
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError("keep_every says what is kept beside the last checkpoints: pass keep_last too")
         if not isinstance(self.budget, Budget | None):
             raise TypeError(f"budget must be a zckpt.Budget, got {self.budget!r}")
         given: tuple[tuple[str, object], ...] = ("client_state", self.client_state), ("rank_state", self.rank_state)

@@ -34,6 +34,7 @@ from zckpt.writing.rank_write import RankWrite
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
     from zckpt.writing.options import WriteOptions
 
@@ -68,6 +69,8 @@ class Preparation:
 
     write: RankWrite
     """Made by ``plan``."""
+    run: Store
+    """The directory of the run that the checkpoint belongs to. Made by ``prepare``."""
 
     def __init__(self, engine: object, path: StrPath | None, options: WriteOptions, rank: int, size: int) -> None:
         self._engine, self._path, self.options, self._rank, self._size = engine, path, options, rank, size
@@ -84,10 +87,10 @@ class Preparation:
             adapter.refuse_lazy()
         path = f"checkpoints/global_step{adapter.step}" if self._path is None else self._path
         self._store = open_store(Location.of(path).absolute())
-        self._run = self._store.parent if options.run is None else open_store(Location.of(options.run).absolute())
+        self.run = self._store.parent if options.run is None else open_store(Location.of(options.run).absolute())
         self.target = str(self._store.location)
         if options.latest:
-            latest_name(self._store.location, self._run.location)
+            latest_name(self._store.location, self.run.location)
         self._client_rank_state = with_registered(self._engine, options.rank_state)
         own = self._own = collect(adapter, options)
         packed, first = b"", self._rank == 0
@@ -145,7 +148,7 @@ class Preparation:
             machines = [one.machine for one in facts]
             options = replace(options, snapshot_bytes=available_bytes() // 2 // machines.count(machines[rank]))
         self.write = RankWrite(
-            store=self._store, latest_in=self._run if options.latest else None, save_id=save_id, rank=rank,
+            store=self._store, latest_in=self.run if options.latest else None, save_id=save_id, rank=rank,
             shards=shards, about=self._about, options=options,
         )  # fmt: skip
         differ = any(one.scalars != facts[0].scalars for one in facts)
@@ -160,7 +163,7 @@ class Preparation:
             raise _differing([one.scalars for one in plans])
         if self._rank == 0:
             self.write.describe([catalog.unpack(one.receipt) for one in plans])
-            refuse_place(self._store, self._run, latest=self.options.latest)
+            refuse_place(self._store, self.run, latest=self.options.latest)
             return self.write.begin(self._lock)
         return Space(self.target, 0, None)
 
