@@ -123,3 +123,12 @@ def test_shells_complete_commands_and_options(capsys) -> None:
     script = scripts["bash"]
     ask = f"{script}\nCOMP_WORDS=(zckpt val); COMP_CWORD=1; _shtab_zckpt; echo ${{COMPREPLY[@]}}"
     assert subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout == "validate\n"
+
+
+def test_arguments_without_sense_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("nan", "-1", "x"):
+        with pytest.raises(SystemExit):
+            main(["diff", str(SOUND), str(SOUND), "--rtol", wrong])
+        assert f"must be a number of 0 or more, got '{wrong}'" in capsys.readouterr().err
+    assert main(["convert", "", str(tmp_path / "out")]) == 2
+    assert "the path is empty" in capsys.readouterr().err
