@@ -239,7 +239,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, keys: Any, names: tuple[str,
     before = tree(tmp_path)
     fault = Fault(NO_SPACE, at=0 if names == ("prepare",) else at, names=names, path="/b")
     with faulty(fault), pytest.raises(zckpt.NoSpaceError):
-        zckpt.cp(tmp_path / "a", tmp_path / "b", keys)
+        zckpt.cp(tmp_path / "a", tmp_path / "b", keys, share=False)
     assert tree(tmp_path) == before
 
 
@@ -291,13 +291,13 @@ def copy_together(path: str, dies: bool = False) -> list[str]:
     if dies and os.environ["RANK"] == "1":
         fault = Fault(lambda operation, file: os.kill(os.getpid(), signal.SIGKILL), at=0, names=("sync",))
         with faulty(fault):
-            zckpt.cp(f"{path}/a", f"{path}/b")
+            zckpt.cp(f"{path}/a", f"{path}/b", share=False)
     if dies:
         with pytest.raises(zckpt.RankError, match="rank 1") as caught:
-            zckpt.cp(f"{path}/a", f"{path}/b")
+            zckpt.cp(f"{path}/a", f"{path}/b", share=False)
         return [str(caught.value.rank)]
     with faulty() as operations:
-        found = [zckpt.cp(f"{path}/a", f"{path}/b"), zckpt.cp(f"{path}/a", f"{path}/c", SOME)]
+        found = [zckpt.cp(f"{path}/a", f"{path}/b", share=False), zckpt.cp(f"{path}/a", f"{path}/c", SOME)]
     made = [file for name, file in operations.done if name == "create"]
     return [*found, *made]
 

@@ -123,10 +123,10 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path) -
         zckpt.write(engine, disk / "old")
         before = everything(disk)
         calls: dict[str, Callable[[], object]] = {
-            "write": lambda: zckpt.write(engine, disk / "new"),
-            "overwrite": lambda: zckpt.write(engine, disk / "old", overwrite=True),
-            "background": lambda: zckpt.write(engine, disk / "new", background=True),
-            "cp": lambda: zckpt.cp(tmp_path / "source", disk / "new"),
+            "write": lambda: zckpt.write(engine, disk / "new", reuse=None),
+            "overwrite": lambda: zckpt.write(engine, disk / "old", overwrite=True, reuse=None),
+            "background": lambda: zckpt.write(engine, disk / "new", background=True, reuse=None),
+            "cp": lambda: zckpt.cp(tmp_path / "source", disk / "new", share=False),
             "cp of a part": lambda: zckpt.cp(tmp_path / "source", disk / "new", ["master/*", "exp_avg/*"]),
             "export": lambda: zckpt.export(tmp_path / "source", disk / "out"),
             "export of one file": lambda: zckpt.export(tmp_path / "source", disk / "out.pt", format="pt"),

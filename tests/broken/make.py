@@ -255,7 +255,19 @@ def sparse(path: str, nbytes: int) -> Case:
     return Case(after=lambda at: os.truncate(at / path, nbytes), large=True)
 
 
-REFERENCE = msgpack.ExtType(1, b"tree/0/0")
+OLDER = "fedcba9876543210"
+
+
+def shared(listed: Any, *, header: str = OLDER, own: bool = False) -> Case:
+    """``header``: the save id in the header of rank 0's master, which ``listed`` says of it. ``own``: without the
+    feature."""
+
+    def spoil(apart: Apart) -> None:
+        apart.files[MASTER].header["__metadata__"]["zckpt.save_id"] = header
+        apart.body |= {"requires": [] if own else ["shared-files"]} | ({} if listed is None else {"shared": listed})
+
+    return Case(spoil)
+
 
 EMPTY_PART: dict[str, Any] = {"layout": 2, "names": [], "shapes": [], "dtypes": []}
 REFERENCE = msgpack.ExtType(1, b"tree/0/0")
@@ -271,6 +283,7 @@ CASES: dict[str, Case] = {
     "N003-long": body("parts", 0, "name", "m" * 65),
     "N004-path": body("save_id", "../../../../etc0"),
     "N004-upper-case": body("save_id", "0123456789ABCDEF"),
+    "N004-shared": shared({"../../../../etc0": [MASTER]}),
     "L001-path": latest(b"../c\n"),
     "L001-two-lines": latest(b"c\n\n"),
     "L001-long": latest(b"c" * 257),
@@ -303,6 +316,8 @@ CASES: dict[str, Case] = {
     "M005-large-blocks": body("block_bytes", (1 << 26) + 4096),
     "M005-odd-blocks": body("block_bytes", 4100),
     "M005-columns": body("files", "tier", [0, 1]),
+    "M005-shared": shared(None),
+    "M005-shared-files": shared({OLDER: [True]}),
     "M005-layout": body("parts", 0, "layout", (1 << 22) + 1),
     "M005-parts": body(
         "parts",
@@ -338,6 +353,13 @@ CASES: dict[str, Case] = {
     "M013-layout": body("chunks", "layout", [0, 2]),
     "M013-pieces": body("chunks", "pieces", [1 << 26, 1]),
     "M013-chunks": Case(many_chunks, large=True),
+    "M014-nothing": shared({}, header="0123456789abcdef"),
+    "M014-no-file": shared({OLDER: [MASTER], "0" * 16: []}),
+    "M014-order": shared({OLDER: [STATE, MASTER]}),
+    "M014-twice": shared({OLDER: [MASTER, MASTER]}),
+    "M014-two-saves": shared({OLDER: [MASTER], "0" * 16: [MASTER]}),
+    "M014-own": shared({"0123456789abcdef": [MASTER]}, header="0123456789abcdef"),
+    "M014-file": shared({OLDER: [MASTER, 3]}),
     "I001-long": file(INDEX, lambda raw: raw + b"\0"),
     "I002-flip": flip(INDEX, 40),
     "I003-size": chunk(lambda content: frame(content, size=len(content) + 1)),
@@ -396,6 +418,8 @@ CASES: dict[str, Case] = {
     "S005-gap": header(MASTER, "e", "data_offsets", [20, 20]),
     "S005-overlap": header(STATE, "tree/0/0", {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}),
     "S005-end": Case(lambda apart: apart.files[OTHER].data.extend(b"\0\0\0\0")),
+    "S006-save": shared({"0" * 16: [MASTER]}),
+    "S006-not-shared": shared({OLDER: [MASTER]}, own=True),
     "S006-rank": header(OTHER, "__metadata__", "zckpt.rank", "0"),
     "S006-version": header(OTHER, "__metadata__", "zckpt.version", "2.0"),
     "S006-none": header(OTHER, "__metadata__", None),
@@ -435,7 +459,7 @@ CASES: dict[str, Case] = {
     "T004-bytes": tree(lambda: tuples(6, msgpack.packb(bytes(45 << 20))), large=True),
     "T004-containers": tree(lambda: b"\xdd\0\x40\0\0" + b"\x90" * (1 << 22), large=True),
 }
-SOUND_CASES = {"sound-nested": nested_latest()}
+SOUND_CASES = {"sound-nested": nested_latest(), "sound-shared": shared({OLDER: [MASTER]})}
 """What is not broken, though a reader might think so."""
 
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.support.power import Disk, Killed, fingerprint, make, recorded
 from tests.support.states import write_state, write_through
 from zckpt.format.names import LOCK
 from zckpt.plan import layout
+from zckpt.system import linux
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,6 +131,24 @@ def test_pages_shared_with_swap_files(disk: Path, monkeypatch: pytest.MonkeyPatc
         write_state(run / "c", 2, shapes, layout="random", step=6, swap=swap, overwrite=True)
     assert any(op.call == "clone" for op in recorder.ops)
     assert lose_power(disk, before, recorder.ops, [".", "c"], {(5, 5), (6, 6)}, 0) > 20
+
+
+@pytest.mark.parametrize("call", ["clone", "link"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_shared_with_an_older_checkpoint(disk: Path, call: str, overwrite: bool) -> None:
+    run, value = disk / "run", torch.arange(20_000.0)
+    write_through(run / "old", value, step=5)
+    before = Disk(run)
+    links = mock.patch.object(linux, "share_blocks", return_value=False) if call == "link" else nullcontext()
+    with recorded() as recorder, links:
+        write_through(run / ("old" if overwrite else "new"), value, step=6, overwrite=overwrite)
+    assert [op.call for op in recorder.ops if op.path.endswith(".safetensors") and op.call in ("clone", "link")] == [
+        call
+    ]
+    names, allowed = [".", "old", "new"], {(5, 5, 0), (5, 5, 6), (6, 5, 6)}
+    if overwrite:
+        names, allowed = [".", "old"], {(5, 5), (6, 6)}
+    assert lose_power(disk, before, recorder.ops, names, allowed, 0) > 20
 
 
 def test_what_a_killed_writer_has_made_is_not_taken_for_durable(disk: Path) -> None:

@@ -27,13 +27,15 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 tensor_names = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=12).filter(is_tensor_name)
 part_names = st.from_regex(names._PART, fullmatch=True)
 digests = st.binary(min_size=16, max_size=16)
+save_ids = st.from_regex(names._SAVE_ID, fullmatch=True)
 
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     listed = draw(st.lists(tensor_names, min_size=1, max_size=8, unique=True))
     shapes = draw(st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), min_size=1, max_size=4))
-    world_size = draw(st.integers(1, 4))
+    world_size, save_id = draw(st.integers(1, 4)), draw(save_ids)
+    origins = st.sampled_from(["", *draw(st.lists(save_ids.filter(lambda other: other != save_id), max_size=2))])
     parts: list[Part] = []
     chunks: list[Chunk] = []
     layouts: dict[tuple[int, ...], int] = {}
@@ -52,13 +54,13 @@ def manifests(draw: st.DrawFn) -> Manifest:
                 offset += nbytes
     places = st.tuples(st.integers(0, world_size - 1), st.integers(0, len(parts) - 1), st.integers(0, 2))
     files = [
-        File(*place, nbytes=4096 * pages + draw(st.integers(0, 99)), data_start=4096 * pages, first_block=draw(sizes))
+        File(*place, 4096 * pages + draw(st.integers(0, 99)), 4096 * pages, draw(sizes), draw(origins))
         for place in draw(st.sets(places, max_size=6) if parts else st.just(()))
         for pages in [draw(st.integers(1, 1000))]
     ]
     aliases = draw(st.dictionaries(tensor_names.filter(lambda name: name not in listed), st.sampled_from(listed)))
     return Manifest(
-        save_id=draw(st.from_regex(names._SAVE_ID, fullmatch=True)),
+        save_id=save_id,
         step=draw(sizes),
         world_size=world_size,
         block_bytes=4096 * draw(st.integers(1, 1 << 14)),

@@ -130,7 +130,7 @@ def synthetic(ranks: int, tensors: int, parts: int) -> list[catalog.Receipt]:
     for rank in range(ranks):
         geometry = catalog.Geometry(number, zeros, zeros + 4 * rank, zeros + 4, 16 * number, 1 + number)
         shards = tuple(
-            catalog.ShardReceipt(f"part{part}", "device", 4096 + 16 * tensors, 4096, part * (tensors + 1), 0)
+            catalog.ShardReceipt(f"part{part}", "device", 4096 + 16 * tensors, 4096, part * (tensors + 1), 0, "")
             for part in range(parts)
         )
         found.append(catalog.Receipt(rank, bytes(16), names, (geometry,), shards))

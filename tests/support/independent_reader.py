@@ -108,17 +108,23 @@ class Reader:
         need(xxhash.xxh3_128_digest(envelope[3]) == envelope[2], "M003", envelope[2])
         body = self.body = unpack("M005", envelope[3])
         need(fits(body, {"version": [UINT], "requires": [str]}) and body["version"] == envelope[1], "M001, M005", body)
-        need(not body["requires"], "M006", body["requires"])
+        need({*body["requires"]} <= {"shared-files"}, "M006", body["requires"])
         need(fits(body, BODY) and len(body["digests"]) == body["world_size"], "M005", [*body])
         need(all(len(body[field]) <= most for field, most in LIMITS.items()), "M005", "limits")
         need(containers(body) <= 2**22, "M005", "arrays and maps")
         need({*map(len, [envelope[2], *body["digests"], *body["chunks"]["digest"]])} == {16}, "M005", "digests")
-        need(re.fullmatch("[0-9a-f]{16}", body["save_id"]), "N004", body["save_id"])
+        shared = body.get("shared") if body["requires"] else {}
+        need(type(shared) is dict and fits([*shared.values()], [[UINT]]) and fits([*shared], [str]), "M005", shared)
+        need(all(re.fullmatch("[0-9a-f]{16}", save) for save in [body["save_id"], *shared]), "N004", shared)
         files, chunks = ([*map(body[field].get, kind)] for field, kind in (("files", FILES), ("chunks", CHUNKS)))
         need(len({*map(len, files)}) == len({*map(len, chunks)}) == 1, "M005", "columns")
         places = [*zip(*files[:3], strict=True)]  # of data files: (rank, part id, tier)
         self.files = {place: (*file, {}) for place, *file in zip(places, *files[3:5], strict=True)}
         need(places == sorted(self.files), "M011", "order of files")
+        listed, numbers = all(of and of == sorted({*of}) for of in shared.values()), [*chain(*shared.values())]
+        need(bool(shared) == bool(body["requires"]) and listed and body["save_id"] not in shared, "M014", shared)
+        need(len({*numbers}) == len(numbers) and max(numbers, default=-1) < len(places), "M014", numbers)
+        self.origins = {places[number]: save for save, of in shared.items() for number in of}
         self.step, self.world_size, self.aliases = body["step"], body["world_size"], body["aliases"]
         for (rank, p, tier), (size, start, _) in self.files.items():
             need(rank < self.world_size and p < len(body["parts"]) and tier < len(TIERS), "M011", (rank, p, tier))
@@ -210,7 +216,7 @@ class Reader:
         """Header, fillers and digests of a file; returns the number of its blocks."""
         (rank, p, tier), (size, start, entries), block = place, self.files[place], 0
         facts = {"rank": str(rank), "tier": TIERS[tier][0], "part": self.body["parts"][p]["name"]}
-        facts |= {key: str(self.body[key]) for key in ("save_id", "world_size")}
+        facts |= {"save_id": self.origins.get(place, self.body["save_id"]), "world_size": str(self.world_size)}
         raw = self._read(place, -start, 0)
         need(int.from_bytes(raw[:8], "little") == start - 8 <= 100_000_000, "S001 or S003", place)
         need(re.fullmatch(rb"\{.*\} *", raw[8:], re.DOTALL), "S002", place)

@@ -15,7 +15,7 @@ import numpy as np
 from zckpt.errors import StorageError
 from zckpt.format.names import temporary
 from zckpt.format.rules import broken
-from zckpt.storage.contract import IOCount
+from zckpt.storage.contract import IOCount, StoredFile
 from zckpt.storage.schemes import SCHEMES
 
 if TYPE_CHECKING:
@@ -124,9 +124,12 @@ class MemoryStore:
             raise self._error("there is no such directory", "")
         return sorted(one for one in self._below("") if "/" not in one and self.is_directory(one))
 
-    def nbytes(self, path: str) -> int:
-        files = [self.disk.get(self.full(path)), *(self.child(path)._file(one) for one in self._below(path))]
-        return sum(len(file.data) for file in files if file is not None)
+    def files(self, path: str) -> list[StoredFile]:
+        files = [self._file(path), *(self.child(path)._file(one) for one in self._below(path))]
+        disk = list(self.disk.values())
+        return [
+            StoredFile(len(file.data), sum(one is file for one in disk), id(file)) for file in files if file is not None
+        ]
 
     def free_bytes(self) -> int | None:
         return self.free
@@ -155,6 +158,12 @@ class MemoryStore:
         if not self._put(path, file):
             raise self._error("it is there already, or its directory is not", path)
         return MemoryWriter(file)
+
+    def share(self, path: str, source: Location) -> bool:
+        file = self.disk.get(source.path.strip("/"))
+        if source.scheme != self.location.scheme or file is None or self.exists(path):
+            return False
+        return self._put(path, file)
 
     def put(self, path: str, data: bytes) -> None:
         if not self.claim(path, data):

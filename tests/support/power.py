@@ -81,7 +81,7 @@ class Recorder:
         RESERVE(fd, nbytes)
 
     def share_blocks(self, fd: int, source_fd: int, source_offset: int, nbytes: int, offset: int) -> bool:
-        data = os.pread(source_fd, nbytes, source_offset)
+        data = os.pread(source_fd, nbytes or os.fstat(source_fd).st_size, source_offset)
         self.note("clone", self.paths[fd], data=data, offset=offset)
         os.pwrite(fd, data, offset)
         return True
@@ -249,8 +249,8 @@ class Disk:
             assert os.path.dirname(op.path) == os.path.dirname(op.to), "a rename to another directory is not atomic"
             parent.change(name, os.path.basename(op.to), parent.entries[name])
         elif op.call == "link":
-            assert os.path.dirname(op.path) == os.path.dirname(op.to)
-            parent.change("", os.path.basename(op.to), parent.entries[name])
+            other, new_name = self.find(op.to)
+            other.change("", new_name, parent.entries[name])
         elif op.call in ("unlink", "rmdir"):
             parent.change(name, "", None)
         elif op.call == "fsync":

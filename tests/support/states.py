@@ -183,4 +183,4 @@ def write_through(path: Path, value: torch.Tensor, *, step: int = 1, **options: 
         after_write=lambda: None,
     )
     with mock.patch("zckpt.writing.prepare.adapt", return_value=adapter):
-        return zckpt.write(object(), path, **options)
+        return zckpt.write(SimpleNamespace(), path, **options)

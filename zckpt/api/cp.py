@@ -32,6 +32,7 @@ def cp(
     *,
     verify: bool = True,
     overwrite: bool = False,
+    share: bool = True,
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> str:
@@ -49,8 +50,11 @@ def cp(
     damaged blocks are copied as they are, and so are their digests: reading them from the copy raises the same error as
     reading them from the source. ``overwrite``: replace a checkpoint at ``destination`` once the copy is whole. A copy
     of a whole checkpoint cannot replace a checkpoint of the same save, because their data would have the same names.
-    ``budget``: memory, threads and kind of I/O; None means ``Budget.from_environment()``. ``progress``: an object that
-    is told how far the copy is, such as ``zckpt.ProgressBar()``.
+    ``share``: where a whole checkpoint is copied within one file system, do not write its data files again. The files
+    of the copy then share their blocks with those of the source where the file system can do that. Otherwise they are
+    further names (hard links) of them. Damage to such a file is damage to both checkpoints. With False, the copy has
+    all bytes of its own. ``budget``: memory, threads and kind of I/O; None means ``Budget.from_environment()``.
+    ``progress``: an object that is told how far the copy is, such as ``zckpt.ProgressBar()``.
 
     Where torch.distributed is initialised, every rank has to call this with the same arguments. The ranks share the
     files that are copied. If one rank fails or is lost, all of them raise an error.
@@ -66,7 +70,7 @@ def cp(
     def arguments() -> dict[str, object]:
         paths = {"source": source, "destination": destination}
         places = {name: str(open_store(path).location.absolute()) for name, path in paths.items()}
-        return comparable(**places, verify=verify, overwrite=overwrite)
+        return comparable(**places, verify=verify, overwrite=overwrite, share=share)
 
     def prepare() -> bytes:
         options = WriteOptions(overwrite=overwrite, latest=False, budget=budget, progress=progress).checked()
@@ -77,7 +81,8 @@ def cp(
         copy = Copy(
             contents=contents, manifest=raw, save_id=contents.manifest.save_id, target=target,
             selection=None if chosen is None else Selection.of(contents, chosen),
-            number=ranks.rank, size=ranks.size, verify=verify, options=options,
+            number=ranks.rank, size=ranks.size, verify=verify, shared_with=origin.location if share else None,
+            options=options,
         )  # fmt: skip
         copies.append(copy)
         return digest(raw + repr(chosen).encode(errors="backslashreplace"))

@@ -26,6 +26,7 @@ from zckpt.restoring.plan import Request, RestorePlan, plan_restore
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.devices import check_device, synchronize
+from zckpt.writing.reuse import remember
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -192,6 +193,7 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Res
         try:
             plan.restoring.finish()
             synchronize(plan.adapter.devices)  # so that every stream may use what was restored
+            remember(engine, str(Location.of(plan.checkpoint.path).absolute()))
         except BaseException as error:  # raised again below, for the others to know
             errors.append(error)
         ranks.together(lambda: _raise_first(errors), "restore")

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
-    from zckpt.writing.rank_write import RankWrite
 
     class _Options(TypedDict, total=False):
         parts: Collection[str] | None
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
         pending_gradients: Literal["refuse", "drop"]
         keep_last: int | None
         keep_every: int | None
+        reuse: StrPath | None
 
     class _BackgroundOptions(_Options, total=False):
         snapshot: Literal["copy", "lazy"]
@@ -71,6 +71,7 @@ def write(
     pending_gradients: Literal["refuse", "drop"] = "refuse",
     keep_last: int | None = None,
     keep_every: int | None = None,
+    reuse: StrPath | None = "latest",
     background: bool = False,
     snapshot: Literal["copy", "lazy"] = "copy",
     snapshot_bytes: int | None = None,
@@ -93,6 +94,12 @@ def write(
     done where gradients wait for an optimizer step, which no checkpoint holds: "refuse" the write, or "drop" them.
     ``keep_last``, ``keep_every``: once this checkpoint is committed, rank 0 removes older ones beside it, as
     ``zckpt.prune`` does with these arguments; None: none is removed. A failure to remove them is a warning.
+    ``reuse``: an earlier checkpoint, or a run. Data files of 64 KiB or more that it has already, such as those of
+    frozen weights, are not written again: they share their blocks with its files where the file system can do that,
+    else they are further names (hard links) of them. Digests say which ones have not changed, and no tensor of the
+    earlier checkpoint is read. Both checkpoints are whole by themselves: either may be deleted, moved or copied. But
+    damage to a shared file is damage to both. "latest": the one that this engine has written or was restored from last,
+    else the one that ``latest`` names; if there is none that can be read, all is written. None: all is written.
     Without ``background``, nothing may change masters and moments before the write returns: a load would find them
     damaged.
 
@@ -121,8 +128,8 @@ def write(
     """
     options = WriteOptions(
         parts=parts, exclude=exclude, client_state=client_state, rank_state=rank_state, overwrite=overwrite,
-        latest=latest, budget=budget, progress=progress, pending_gradients=pending_gradients, background=background,
-        keep_last=keep_last, keep_every=keep_every, snapshot=snapshot, snapshot_bytes=snapshot_bytes,
+        latest=latest, budget=budget, progress=progress, pending_gradients=pending_gradients, keep_last=keep_last,
+        keep_every=keep_every, reuse=reuse, background=background, snapshot=snapshot, snapshot_bytes=snapshot_bytes,
         replace_foreign=overwrite,
     )  # fmt: skip
     return write_engine(engine, path, options)
@@ -144,7 +151,7 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
         others = Ranks(group, background=True, call="zckpt.write") if options.background else ranks
 
         def finish(snapshot: Snapshot) -> None:
-            _finish(own, others, snapshot)
+            _finish(prepared, others, snapshot)
             if others.rank == 0:
                 _remove_older(prepared)
 
@@ -171,13 +178,14 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
         return pending or prepared.target
 
 
-def _finish(own: RankWrite, ranks: Ranks, snapshot: Snapshot) -> None:
+def _finish(prepared: Preparation, ranks: Ranks, snapshot: Snapshot) -> None:
     """Every rank's files, then the commit; or, after a failure on any of them, none of it. Here or in the background;
     collective."""
+    own = prepared.write
     try:
         digests = ranks.share(lambda: own.write_own(snapshot), "write")
         ranks.together(snapshot.check, "write")  # what has come to a rank while it waited for the others
-        ranks.first(lambda: own.commit(digests), "commit")
+        ranks.first(lambda: prepared.commit(digests), "commit")
     except BaseException:
         own.remove()
         raise

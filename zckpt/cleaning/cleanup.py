@@ -13,7 +13,10 @@ class Removed:
     path: str
     """The path of the file or directory."""
     nbytes: int
-    """The size of the file, or of all files in the directory, in bytes."""
+    """The size in bytes of the file, or of all files in the directory, as far as their space is free now. A file that
+    several checkpoints share is counted when the last of them is removed."""
+    shared_bytes: int
+    """The size in bytes of those of these files that other checkpoints share. They take their space as before."""
     reason: str
     """Why it was removed. ``leftover``: it belonged to a write that died, failed or was replaced. ``retention``: it
     belonged to a checkpoint that ``zckpt.prune`` was not told to keep. ``discarded``: it belonged to a checkpoint
@@ -43,12 +46,17 @@ class Cleanup:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of everything in ``removed``."""
+        """The size in bytes of everything in ``removed`` whose space is free now."""
         return sum(one.nbytes for one in self.removed)
 
+    @property
+    def shared_bytes(self) -> int:
+        """The size in bytes of everything in ``removed`` that other checkpoints share."""
+        return sum(one.shared_bytes for one in self.removed)
+
     def to_json(self) -> str:
-        """Returns one line of JSON with the fields of this class and ``nbytes``."""
-        return json.dumps({**asdict(self), "nbytes": self.nbytes})
+        """Returns one line of JSON with the fields of this class, ``nbytes`` and ``shared_bytes``."""
+        return json.dumps({**asdict(self), "nbytes": self.nbytes, "shared_bytes": self.shared_bytes})
 
     def __str__(self) -> str:
         lines = [f"{one.reason:9}  {one.nbytes:>15,}  {one.path}" for one in self.removed]
@@ -65,4 +73,7 @@ class Cleanup:
         if not self.checkpoints:
             lines.append("no checkpoint was found there; to clean up one, give its directory or that of its run")
         verb = "would remove" if self.dry_run else "removed"
-        return "\n".join([*lines, f"{verb} {len(self.removed)} files and directories, {self.nbytes:,} bytes"])
+        done = f"{verb} {len(self.removed)} files and directories, {self.nbytes:,} bytes"
+        if self.shared_bytes:
+            done += f"; {self.shared_bytes:,} more bytes stay, because other checkpoints share them"
+        return "\n".join([*lines, done])

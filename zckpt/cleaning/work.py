@@ -13,9 +13,9 @@ from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock
 from zckpt.writing.leftovers import prepared_manifests, recoverable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Hashable, Sequence
 
-    from zckpt.storage.contract import Store
+    from zckpt.storage.contract import Store, StoredFile
     from zckpt.storage.location import Location
 
 
@@ -36,6 +36,8 @@ class Work:
         self.dry_run = dry_run
         self.discarded = discarded
         self.removed: list[Removed] = []
+        self._links: dict[Hashable, int] = {}
+        """How many paths lead to each file that was removed under one of them, but for those that were removed."""
         self.in_use: list[str] = []
         self.recoverable: list[str] = []
 
@@ -96,7 +98,7 @@ class Work:
         """Removes these entries of a directory in the given order. The removal of a manifest is durable before
         anything that comes after it is removed."""
         for name in found:
-            nbytes, file = store.nbytes(name), str(store.location.child(name))
+            stored, file = store.files(name), str(store.location.child(name))
             if not self.dry_run:
                 store.remove(name)
                 if name == names.MANIFEST:
@@ -105,7 +107,20 @@ class Work:
                         raise StorageError("cannot remove the manifest", file=file)
                 elif store.exists(name):
                     continue  # it could not be removed, and a later clean-up will find it again
-            self.removed.append(Removed(file, nbytes, reason))
+            freed, shared = self._freed(stored)
+            self.removed.append(Removed(file, freed, shared, reason))
+
+    def _freed(self, stored: Sequence[StoredFile]) -> tuple[int, int]:
+        """The bytes of removed files whose space is free now, and the bytes of those that other paths lead to."""
+        freed = shared = 0
+        for one in stored:
+            left = self._links.pop(one.identity, one.links) - 1
+            if left > 0:
+                self._links[one.identity] = left
+                shared += one.nbytes
+            else:
+                freed += one.nbytes
+        return freed, shared
 
 
 def _save_id(store: Store) -> str | None:

@@ -2,7 +2,9 @@
 
 Everything that is read is compared with its digests. The copy is a checkpoint only once all of it is durable. A copy of
 the whole checkpoint has the same bytes and the same save id. A copy of some tensors is a checkpoint of its own, with
-the same step and the same non-tensor state. No file `latest` is changed. Under a launcher such as torchrun, the ranks
+the same step and the same non-tensor state. Within one file system, a copy of the whole checkpoint takes no space,
+because it shares the data files of the source. Then damage to one of these files is damage to both checkpoints;
+--no-share makes a copy that stands alone. No file `latest` is changed. Under a launcher such as torchrun, the ranks
 share the work.
 """
 
@@ -29,6 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("keys", nargs="*", metavar="KEY", help="copy only these keys and globs, such as 'master/*'")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at DESTINATION")
     parser.add_argument("--no-verify", action="store_true", help="copy damaged data as they are, instead of failing")
+    parser.add_argument(
+        "--no-share", action="store_true", help="write all bytes, instead of sharing the source's files"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.keys or None,
             verify=not arguments.no_verify,
             overwrite=arguments.overwrite,
+            share=not arguments.no_share,
             progress=zckpt.ProgressBar(),
         )
         if rank == 0:

@@ -52,6 +52,7 @@ def _print_checkpoint(found: CheckpointSummary) -> None:
             *found.writer.items(),
             ("age", output.age(found.age_seconds)),
             ("files", f"{found.files} with tensors, {output.size(found.nbytes)}"),
+            *([("shared", f"{output.size(found.shared_bytes)} of them")] if found.shared_bytes else []),
             ("complete", "yes" if found.problem is None else f"no: {_in_one_line(found.problem)}"),
             ("locked", "no" if found.locked_by is None else f"by {found.locked_by}"),
             *(("leftover", name) for name in found.leftovers),

@@ -15,7 +15,7 @@ from zckpt.plan import catalog
 from zckpt.progress import PartOfProgress, reported
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.version import __version__
-from zckpt.writing.rank_write import RankWrite
+from zckpt.writing.rank_write import RankWrite, SameFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zckpt.listing.contents import Contents
     from zckpt.plan.layout import ShardPlan
     from zckpt.storage.contract import Store
+    from zckpt.storage.location import Location
     from zckpt.storage.lock import WriteLock
     from zckpt.storage.space import Space
     from zckpt.transfer.write import Source
@@ -54,6 +55,8 @@ class Copy:
     """The number of processes that make this copy together."""
     verify: bool
     """Whether everything that is read is compared with its digest."""
+    shared_with: Location | None
+    """Where the source is, if the copy may share whole data files with it. None means that all bytes are written."""
     options: WriteOptions
     """How the files of the copy are written."""
     _first: RankWrite | None = field(default=None, init=False)
@@ -87,7 +90,8 @@ class Copy:
             unpacked = sorted((catalog.unpack(one) for one in receipts), key=lambda one: one.rank)
             first.describe(unpacked)
         else:
-            first.needed_bytes = sum(self.contents.manifest.files.nbytes) + self.contents.manifest.index_bytes
+            files = self.contents.manifest.files.nbytes if self.shared_with is None else ()
+            first.needed_bytes = sum(files) + self.contents.manifest.index_bytes
         self._first = first
         return first.begin(lock)
 
@@ -103,6 +107,11 @@ class Copy:
         files = self._files(rank, own)
         one = self._rank_write(rank, files.shards, files.source)
         one.options, one.with_table = options, TABLE in own
+        if self.shared_with is not None and self.selection is None:
+            one.same = {
+                shard.shard.path: SameFile(self.shared_with.child(shard.shard.path), files.digests(shard))
+                for shard in files.shards
+            }
         return one.write_own(Snapshot())
 
     def commit(self, digests: Sequence[tuple[int, bytes]]) -> None:

@@ -36,6 +36,11 @@ class RankFiles(NamedTuple):
     source: Source
     """The files of the source, and the digest table that the written files are to have."""
 
+    def digests(self, shard: ShardPlan) -> bytes:
+        """Those of the blocks of one of ``shards``."""
+        first = shard.first_block * DIGEST_BYTES
+        return self.source.table[first : first + shard.blocks * DIGEST_BYTES]
+
 
 def shared_files(
     manifest: Manifest, file_bytes: Mapping[int, int], process: int, processes: int

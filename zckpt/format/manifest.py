@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 VERSION = (1, 0)
-FEATURES: frozenset[str] = frozenset()
+SHARED_FILES = "shared-files"
+FEATURES = frozenset({SHARED_FILES})
 """Names that may stand in ``requires`` and that this reader knows."""
 TIERS = tuple(names.TIER_PREFIX)
 
@@ -84,6 +85,8 @@ class File:
     data_start: int
     first_block: int
     """Number of the file's first digest in its rank's digest table."""
+    origin: str = ""
+    """The save id in the file's header, where an earlier save has written the file; empty where this one has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +99,13 @@ class Files(Sequence[File]):
     nbytes: tuple[int, ...]
     data_start: tuple[int, ...]
     first_block: tuple[int, ...]
+    origin: tuple[str, ...]
 
     @classmethod
     def of(cls, files: Iterable[File]) -> Files:
         """In the order of the format: by rank, part and tier."""
-        rows = sorted((f.rank, f.part, f.tier, f.nbytes, f.data_start, f.first_block) for f in files)
-        return cls(*zip(*rows, strict=True)) if rows else cls((), (), (), (), (), ())
+        rows = sorted((f.rank, f.part, f.tier, f.nbytes, f.data_start, f.first_block, f.origin) for f in files)
+        return cls(*zip(*rows, strict=True)) if rows else cls((), (), (), (), (), (), ())
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -113,7 +117,17 @@ class Files(Sequence[File]):
     def __getitem__(self, i: int | slice) -> File | tuple[File, ...]:
         if isinstance(i, slice):
             return tuple(self[j] for j in range(*i.indices(len(self))))
-        return File(self.rank[i], self.part[i], self.tier[i], self.nbytes[i], self.data_start[i], self.first_block[i])
+        place, size = (self.rank[i], self.part[i], self.tier[i]), (self.nbytes[i], self.data_start[i])
+        return File(*place, *size, self.first_block[i], self.origin[i])
+
+    @property
+    def shared(self) -> dict[str, list[int]]:
+        """The positions of the files that earlier saves have written, by the id of that save."""
+        found: dict[str, list[int]] = {}
+        for number, origin in enumerate(self.origin):
+            if origin:
+                found.setdefault(origin, []).append(number)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +164,6 @@ class Manifest:
     """The tree of non-tensor state, packed."""
     writer: Mapping[str, str] = field(default_factory=dict)
     """Program, versions and time, for people."""
-    requires: tuple[str, ...] = ()
 
     @cached_property
     def name_ids(self) -> dict[str, int]:
@@ -181,7 +194,8 @@ class Manifest:
         return np.array(self.files.nbytes, np.int64) - np.array(self.files.data_start, np.int64)
 
     def shard(self, file: File) -> ShardId:
-        return ShardId(self.save_id, file.rank, self.world_size, self.parts[file.part].name, TIERS[file.tier])
+        part, tier = self.parts[file.part].name, TIERS[file.tier]
+        return ShardId(self.save_id, file.rank, self.world_size, part, tier, file.origin)
 
     def path(self, file: File) -> str:
         return self.shard(file).path
@@ -189,10 +203,11 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of ``manifest.msgpack``."""
+    shared = manifest.files.shared
     body = msgpack.packb(
         {
             "version": VERSION,
-            "requires": manifest.requires,
+            "requires": [SHARED_FILES] if shared else [],
             "save_id": manifest.save_id,
             "step": manifest.step,
             "world_size": manifest.world_size,
@@ -220,6 +235,7 @@ def encode(manifest: Manifest) -> bytes:
                 for column, attribute in _CHUNK_COLUMNS.items()
             },
             "state": manifest.state,
+            **({"shared": shared} if shared else {}),
         }
     )
     raw: bytes = msgpack.packb([_MAGIC, VERSION, digest(body), body])
@@ -229,7 +245,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(raw: bytes) -> Manifest:
-    """Parses and checks ``manifest.msgpack``. Raises FormatError (M001 to M013, N001 to N004)."""
+    """Parses and checks ``manifest.msgpack``. Raises FormatError (M001 to M014, N001 to N004)."""
     if len(raw) > MANIFEST_BYTES_MAX:
         raise broken("M004", f"it is {len(raw)} bytes long", file=names.MANIFEST)
     version, packed_body = _open_envelope(raw)
@@ -255,14 +271,13 @@ def decode(raw: bytes) -> Manifest:
         names=tuple(get.strings("names")),
         shapes=tuple(tuple(shape) if is_shape(shape) else _bad_shape(shape) for shape in get.array("shapes")),
         parts=tuple(_part(value) for value in get.array("parts")),
-        files=_files(get.map("files")),
+        files=_files(get.map("files"), get.map("shared") if SHARED_FILES in requires else None, str(body["save_id"])),
         digests=tuple(_digest(value) for value in get.array("digests")),
         chunks=_chunks(get.map("chunks")),
         index_bytes=get.integer("index_bytes", 0, TENSOR_BYTES_MAX),
         aliases=get.string_map("aliases"),
         state=get.binary("state"),
         writer=get.string_map("writer"),
-        requires=tuple(requires),
     )
     _check(manifest)
     return manifest
@@ -343,8 +358,27 @@ def _part(value: object) -> Part:
     return part
 
 
-def _files(get: Fields) -> Files:
-    return Files(*map(tuple, get.columns("rank", "part", "tier", "bytes", "data_start", "first_block")))
+def _files(get: Fields, shared: Fields | None, save_id: str) -> Files:
+    """``shared``: the field of this name; None where no file is shared."""
+    columns = [tuple(column) for column in get.columns("rank", "part", "tier", "bytes", "data_start", "first_block")]
+    rank, part, tier, nbytes, data_start, first_block = columns
+    origin = [""] * len(rank)
+    if shared is not None and not shared.values:
+        raise broken("M014", f"needs {SHARED_FILES}, and lists no file that is shared", file=names.MANIFEST)
+    for other, numbers in [] if shared is None else [(key, shared.integers(key)) for key in shared.values]:
+        names.check_save_id(other, file=names.MANIFEST)
+        if (
+            other == save_id
+            or not numbers
+            or any(a >= b for a, b in pairwise(numbers))
+            or numbers[-1] >= len(origin)
+            or any(origin[number] for number in numbers)
+        ):
+            what = f"the files {reprlib.repr(numbers)} of {len(origin)} as those of the save {other}"
+            raise broken("M014", what, file=names.MANIFEST)
+        for number in numbers:
+            origin[number] = other
+    return Files(rank, part, tier, nbytes, data_start, first_block, tuple(origin))
 
 
 def _chunks(get: Fields) -> tuple[Chunk, ...]:

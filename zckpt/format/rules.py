@@ -60,6 +60,7 @@ _RULES = (
         "M013",
         "The chunks tile the index file, and those of each layout hold the names of its parts in ascending order.",
     ),
+    Rule("M014", "The files of other saves are listed by the id of their save, once each, in ascending order."),
     # Index
     Rule("I001", "The index file is as long as the manifest says.", SizeError),
     Rule("I002", "A chunk has the xxh3-128 digest that the manifest gives.", DigestError),

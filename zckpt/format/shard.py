@@ -34,6 +34,8 @@ class ShardId:
     world_size: int
     part: str
     tier: str
+    origin: str = ""
+    """The save id in the header, where it is that of an earlier save, which has written the file; else empty."""
 
     @property
     def path(self) -> str:
@@ -77,7 +79,7 @@ class Header:
 
 def _identity(shard: ShardId) -> dict[str, str]:
     return {
-        "zckpt.save_id": shard.save_id,
+        "zckpt.save_id": shard.origin or shard.save_id,
         "zckpt.part": shard.part,
         "zckpt.rank": str(shard.rank),
         "zckpt.world_size": str(shard.world_size),
@@ -113,6 +115,13 @@ def encode_header(
     return struct.pack("<Q", padded) + text.ljust(padded)
 
 
+def with_origin(header: bytes, shard: ShardId) -> bytes:
+    """The header that ``encode_header`` has made for ``shard``, with its ``origin`` as the save id. It is as long as
+    before."""
+    own, other = (f'"zckpt.save_id":"{save_id}"'.encode() for save_id in (shard.save_id, shard.origin))
+    return header.replace(own, other, 1)
+
+
 def header_bytes(prefix: bytes, file: str) -> int:
     """Bytes from the file's start to its data, from the file's first 8 bytes. Raises FormatError (S001, S003)."""
     if len(prefix) != LENGTH_BYTES:
@@ -145,13 +154,15 @@ def decode_header(raw: bytes, file_bytes: int, shard: ShardId) -> Header:
     return Header(shard, tuple(entries), shapes, data_start)
 
 
-def world_size_of(raw: bytes, file: str) -> str:
-    """What a header says of the world size; nothing of it is checked. Raises FormatError (S002, S006)."""
+def save_of(raw: bytes, file: str) -> tuple[str, str]:
+    """What a header says of the save id and the world size; nothing of it is checked. Raises FormatError (S002,
+    S006)."""
     metadata = _parse_json(raw[LENGTH_BYTES:], file).get(names.METADATA)
-    found = metadata.get("zckpt.world_size") if isinstance(metadata, dict) else None
-    if not isinstance(found, str):
-        raise broken("S006", "the metadata does not say the world size", file=file)
-    return found
+    found = metadata if isinstance(metadata, dict) else {}
+    save_id, world_size = found.get("zckpt.save_id"), found.get("zckpt.world_size")
+    if not (isinstance(save_id, str) and isinstance(world_size, str)):
+        raise broken("S006", "the metadata does not say the save and the world size", file=file)
+    return save_id, world_size
 
 
 def _parse_json(raw: bytes, file: str) -> dict[str, Any]:

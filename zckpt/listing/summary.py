@@ -87,6 +87,8 @@ class CheckpointSummary(Begun):
     """The parts of the checkpoint, such as master weights and optimizer states."""
     files: int
     """The number of files that hold tensors."""
+    shared_bytes: int
+    """The size in bytes of its files that have further names (hard links), such as in other checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,7 @@ def _checkpoint(store: Store) -> CheckpointSummary:
     return CheckpointSummary(
         **_begun(store, str(store.location), manifest, problem), save_id=manifest.save_id, writer=manifest.writer,
         parts=parts, files=len(manifest.files),
+        shared_bytes=sum(file.nbytes for file in store.files(names.data_dir(manifest.save_id)) if file.links > 1),
     )  # fmt: skip
 
 

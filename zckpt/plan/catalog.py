@@ -55,6 +55,8 @@ class ShardReceipt:
     data_start: int
     first_block: int
     geometry: int
+    origin: str
+    """As ``ShardId.origin``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,8 @@ def receipt(rank: int, plans: Iterable[ShardPlan], digest: bytes = bytes(DIGEST_
         )
         number, _ = geometries.setdefault(table.tobytes(), (len(geometries), Geometry(*table)))
         shard = plan.shard
-        shards.append(ShardReceipt(shard.part, shard.tier, plan.nbytes, len(plan.header), plan.first_block, number))
+        size = (plan.nbytes, len(plan.header))
+        shards.append(ShardReceipt(shard.part, shard.tier, *size, plan.first_block, number, shard.origin))
     return Receipt(rank, digest, tuple(tensors), tuple(geometry for _, geometry in geometries.values()), tuple(shards))
 
 
@@ -98,7 +101,7 @@ def pack(value: Receipt) -> bytes:
         [getattr(geometry, column).astype("<i8").tobytes() for column in _GEOMETRY_COLUMNS]
         for geometry in value.geometries
     ]
-    shards = [[s.part, s.tier, s.nbytes, s.data_start, s.first_block, s.geometry] for s in value.shards]
+    shards = [[s.part, s.tier, s.nbytes, s.data_start, s.first_block, s.geometry, s.origin] for s in value.shards]
     raw = msgpack.packb([value.rank, value.digest, value.tensors, geometries, shards])
     return zstandard.ZstdCompressor(level=1).compress(raw)
 
@@ -204,7 +207,8 @@ def catalog(receipts: Sequence[Receipt], save_id: str, about: About) -> tuple[by
             tensor, *columns = (getattr(geometry, column) for column in _GEOMETRY_COLUMNS)
             place = (np.full(len(tensor), one.rank), np.full(len(tensor), tier))
             parts.setdefault(shard.part, []).append((ids[tensor], *columns, *place))
-            files.append(File(one.rank, part_id, tier, shard.nbytes, shard.data_start, shard.first_block))
+            size = (shard.nbytes, shard.data_start)
+            files.append(File(one.rank, part_id, tier, *size, shard.first_block, shard.origin))
     tensors, names = list(known.ids), tuple(known.name_ids)
     name_of = np.array([known.name_ids[name] for name, _, _ in tensors], np.int64)
     layouts: list[Layout] = []

@@ -16,7 +16,7 @@ from zckpt.format.index import ragged, runs
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES, DIGEST_TABLE_BYTES_MAX
 from zckpt.format.names import FILLER_PREFIX, piece_name, split_piece_name
 from zckpt.format.shard import ShardId, encode_header
-from zckpt.state.inventory import TIERS, FileSpan, Fragment
+from zckpt.state.inventory import ANY_TIME, TIERS, FileSpan, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -106,7 +106,8 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
     sources = [HEADER]
     shapes: dict[str, tuple[int, ...]] = {}
     offset = 0
-    long = long_runs(fragments)
+    # Parts that are never written from memory itself have the same layout wherever they lie: others may share them.
+    long = long_runs(fragments, in_memory=shard.part not in ANY_TIME)
     for number, fragment in enumerate(fragments):
         if long.get(number) == number and fragment.place is not None:
             gap = (fragment.place[1] - offset) % DATA_ALIGNMENT_BYTES  # as far behind the start of a page as there

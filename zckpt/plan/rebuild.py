@@ -91,7 +91,8 @@ def receipts(
                     rows.append((tensor, copy, start, length, entry.offset, block))
             geometries.append(Geometry(*np.array(rows, np.int64).reshape(-1, 6).T))
             shard = header.shard
-            shards.append(ShardReceipt(shard.part, shard.tier, file.nbytes, header.data_start, first, number))
+            size = (file.nbytes, header.data_start)
+            shards.append(ShardReceipt(shard.part, shard.tier, *size, first, number, shard.origin))
         found.append(Receipt(rank, digest(tables[rank]), tuple(tensors), tuple(geometries), tuple(shards)))
     return found
 

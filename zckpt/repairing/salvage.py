@@ -11,6 +11,7 @@ from zckpt.errors import FormatError, RepairError, ZckptError
 from zckpt.format import names
 from zckpt.format import shard as shard_format
 from zckpt.format.limits import WORLD_SIZE_MAX
+from zckpt.format.rules import broken
 from zckpt.listing.contents import read_header
 from zckpt.plan.rebuild import FoundFile
 from zckpt.repairing.digest_tables import fit_tables, read_tables
@@ -72,11 +73,16 @@ def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[Fo
                     with _listed(problems):
                         shard_path = f"{place}/{name}"
                         raws[(rank, *shard_name)] = read_header(reader, shard_path), reader.size(shard_path)
+    origins = {} if old is None else {old.path(file): file.origin for file in old.files}
     world_sizes: dict[str, list[str]] = {}
     for (rank, part, tier), (raw, _) in raws.items():
         with _listed(problems):
             shard_path = names.shard_path(save_id, rank, part, tier)
-            world_sizes.setdefault(shard_format.world_size_of(raw, shard_path), []).append(shard_path)
+            origin, told_ranks = shard_format.save_of(raw, shard_path)
+            world_sizes.setdefault(told_ranks, []).append(shard_path)
+            if old is None and origin != save_id:
+                names.check_save_id(origin, file=shard_path)
+                origins[shard_path] = origin
     if old is not None:
         world_size = old.world_size
     elif len(world_sizes) == 1 and (told_size := _world_size(next(iter(world_sizes)))) is not None:
@@ -87,9 +93,12 @@ def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[Fo
     files: dict[int, list[FoundFile]] = {rank: [] for rank in range(world_size)}
     for (rank, part, tier), (raw, nbytes) in raws.items():
         with _listed(problems):
-            shard = shard_format.ShardId(save_id, rank, world_size, part, tier)
+            origin = origins.get(names.shard_path(save_id, rank, part, tier), "")
+            shard = shard_format.ShardId(save_id, rank, world_size, part, tier, origin)
             header = shard_format.decode_header(raw, nbytes, shard)
             files.setdefault(rank, []).append(FoundFile(header, raw, nbytes))
+    if old is None and origins:
+        problems += _strangers(checkpoint, save_id, files)
     absent = [rank for rank in range(world_size) if rank not in ranks]
     problems += [f"rank {rank} of {world_size} is missing" for rank in absent[:ABSENT_SHOWN_MAX]]
     if len(absent) > ABSENT_SHOWN_MAX:
@@ -100,6 +109,19 @@ def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[Fo
         listed = set(map(old.path, old.files))
         files = {rank: [file for file in own if file.header.shard.path in listed] for rank, own in files.items()}
     return FoundSave(save_id, files), problems
+
+
+def _strangers(checkpoint: Store, save_id: str, files: dict[int, list[FoundFile]]) -> list[str]:
+    """What is said of the files of other saves whose rank has no digest table that covers them. Without a manifest,
+    only the table says that such a file is one that this save shares, and was not put there by mistake."""
+    with closing(checkpoint.reader()) as reader:
+        _, placed = fit_tables(files, read_tables(reader, save_id, files))
+    strangers = [file.header.shard for rank, own in files.items() if placed[rank] is None for file in own]
+    return [
+        str(broken("S006", f"it is of the save {shard.origin}, and no digest table lists it", file=shard.path))
+        for shard in strangers
+        if shard.origin
+    ]
 
 
 def _world_size(told: str) -> int | None:

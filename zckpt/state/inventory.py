@@ -22,6 +22,8 @@ not listed among a model's tensors, and no adapter returns it.
 Every other part is a *moment*: what an optimizer keeps in the shape of the weights, under torch's name for it.
 """
 RESERVED_PARTS = frozenset({MASTER, PARAM, BUFFER, STATE})
+ANY_TIME = frozenset({PARAM, BUFFER, STATE})
+"""The parts that may change without a step of the optimizer: a model's own forward updates what it does not train."""
 GRADIENT = "gradient"
 """Gradients between a backward pass and the step that uses them, and the buffers that they are reduced in. An engine
 holds them in memory, but no checkpoint has them."""

@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     import torch
 
@@ -158,6 +158,16 @@ class PageSharing(Protocol):
         """Writes those bytes of ``data``, the part from byte ``offset`` on, that are no whole pages."""
 
 
+class StoredFile(NamedTuple):
+    """A file, as far as it takes space."""
+
+    nbytes: int
+    links: int
+    """How many paths lead to it, in this and other directories. Its space is free once all of them are removed."""
+    identity: Hashable
+    """Equal for all paths that lead to it, and for no other file of the store."""
+
+
 class Creator(Protocol):
     """Makes new files."""
 
@@ -197,9 +207,9 @@ class Store(Creator, Protocol):
     def directories(self) -> list[str]:
         """The names of the directories directly in it, ascending; no links. StorageError if there is none."""
 
-    def nbytes(self, path: str) -> int:
-        """The size of a file, or of all files in a directory and below it; 0 for what is not there. Raises nothing for
-        what goes meanwhile."""
+    def files(self, path: str) -> list[StoredFile]:
+        """The file at ``path``, or all files in a directory and below it, in any order; none for what is not there.
+        Raises nothing for what goes meanwhile."""
 
     def free_bytes(self) -> int | None:
         """How many more bytes this process may store in the directory, which exists; None where that cannot be known.
@@ -210,6 +220,12 @@ class Store(Creator, Protocol):
     def make_directories(self, path: str) -> None:
         """Makes the directory ``path``, and all above it, exist, durably, or raises and leaves nothing new. Nothing
         happens if it exists."""
+
+    def share(self, path: str, source: Location) -> bool:
+        """Makes ``path`` a new file with the bytes of the file ``source``, which is durable and never changed, without
+        writing them: both share their pages, or are two names of one file. Durable but for its name. What becomes of
+        one of them later, such as its removal, does not touch the other. False where this cannot be done, in most
+        stores always: then nothing has happened. Raises nothing."""
 
     def put(self, path: str, data: bytes) -> None:
         """A new file with these bytes, whose directory exists; StorageError if the file does. Durable but for its

@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format import names
+from zckpt.storage.contract import StoredFile
 from zckpt.storage.files import BINARY, UNSUPPORTED, free_bytes, is_impossible_name, is_link, sync_data
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
+from zckpt.system import linux
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,15 +83,14 @@ class LocalStore:
         except OSError as error:
             raise from_os_error(error, "list", self._root) from error
 
-    def nbytes(self, path: str) -> int:
-        total = 0
-        with suppress(FileNotFoundError):
-            total += os.lstat(self._full(path)).st_size if not os.path.isdir(self._full(path)) else 0
-        for directory, _, files in os.walk(self._full(path)):
-            for file in files:
-                with suppress(FileNotFoundError):
-                    total += os.lstat(os.path.join(directory, file)).st_size
-        return total
+    def files(self, path: str) -> list[StoredFile]:
+        full, found = self._full(path), []
+        below = [os.path.join(directory, file) for directory, _, files in os.walk(full) for file in files]
+        for one in below if os.path.isdir(full) else [full]:
+            with suppress(FileNotFoundError):
+                status = os.lstat(one)
+                found.append(StoredFile(status.st_size, status.st_nlink, (status.st_dev, status.st_ino)))
+        return found
 
     def free_bytes(self) -> int | None:
         return free_bytes(self._root)
@@ -116,6 +118,18 @@ class LocalStore:
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> LocalWriter:
         return LocalWriter(self._full(path), reserved_bytes, direct)
+
+    def share(self, path: str, source: Location) -> bool:
+        full = self._full(path)
+        try:
+            status = os.lstat(source.path)
+            if source.scheme or not stat.S_ISREG(status.st_mode) or is_link(status):
+                return False
+            if not _share_blocks(full, source.path):
+                os.link(source.path, full)
+        except OSError:  # another file system, one without links, too many of them: the bytes are written then
+            return False
+        return True
 
     def put(self, path: str, data: bytes) -> None:
         path = self._full(path)
@@ -239,6 +253,26 @@ class LocalStore:
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, path) if path else self._root
+
+
+def _share_blocks(path: str, source: str) -> bool:
+    """Makes a new file of the blocks of ``source``, durable but for its name. False, having changed nothing, where the
+    file system cannot. Raises OSError."""
+    shared = False
+    source_fd = os.open(source, os.O_RDONLY | BINARY)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
+        try:
+            if linux.share_blocks(fd, source_fd, 0, 0, 0):
+                sync_data(fd)
+                shared = True
+        finally:
+            os.close(fd)
+            if not shared:
+                os.unlink(path)
+    finally:
+        os.close(source_fd)
+    return shared
 
 
 def _temporary(of: str, digits: str = "") -> str:

@@ -126,9 +126,9 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def share_blocks(fd: int, source_fd: int, source_offset: int, nbytes: int, offset: int) -> bool:
-    """Makes ``nbytes`` from byte ``offset`` of a file share the disk blocks of another file, without copying them.
-    Returns False, having changed nothing, where the file system cannot, or where ``offset``, ``source_offset`` or
-    ``nbytes`` is not a multiple of its block size."""
+    """Makes ``nbytes`` from byte ``offset`` of a file share the disk blocks of another file, without copying them; 0
+    stands for all bytes up to the end of the other file. Returns False, having changed nothing, where the file system
+    cannot, or where ``offset``, ``source_offset`` or ``nbytes`` is not a multiple of its block size."""
     if sys.platform != "linux":
         return False
     try:

@@ -60,6 +60,11 @@ def read(store: Store, path: str, nbytes: int = 1 << 20) -> bytes:
         return reader.read(path, 0, nbytes)
 
 
+def total_bytes(store: Store, path: str) -> int:
+    """The size of a file, or of all files in a directory and below it."""
+    return sum(file.nbytes for file in store.files(path))
+
+
 def replace(store: Store, path: str, data: bytes) -> None:
     store.commit(path, store.prepare(path, data))
 
@@ -149,7 +154,7 @@ class StoreContract:
         assert store.entries() is None
         assert not store.exists("")
         assert not store.exists("a/b")
-        assert store.nbytes("a") == 0
+        assert store.files("a") == []
         with pytest.raises(StorageError):
             store.directories()
 
@@ -298,6 +303,25 @@ class StoreContract:
             file.sync()
         assert read(store, "a")[start:] == data[start:]
 
+    def test_what_is_shared_as_a_whole_stays_when_the_other_goes(self, store: Store) -> None:
+        """If the store can do that."""
+        data = content(3 * PAGE_BYTES + 77)
+        for directory in ("old", "new"):
+            store.make_directories(directory)
+        store.put("old/a", data)
+        assert not store.share("new/none", store.location.child("old/none"))
+        assert not store.exists("new/none")
+        if not store.share("new/a", store.location.child("old/a")):
+            assert not store.exists("new/a")
+            pytest.skip("this store shares no files")
+        assert not store.share("new/a", store.location.child("old/a")), "it is there"
+        (old,), (new,) = store.files("old/a"), store.files("new/a")
+        assert old.nbytes == new.nbytes == len(data)
+        assert (old.identity == new.identity) == (old.links == new.links == 2)
+        store.remove("old")
+        assert read(store, "new/a") == data
+        assert [file.links for file in store.files("new")] == [1]
+
     def test_any_part_is_read(self, store: Store) -> None:
         store.make_directories("data")
         data = content(100_000)
@@ -417,18 +441,18 @@ class StoreContract:
             store.make_directories(path)
         for path in ("a/x", "ab/x", "a.b/x", "empty.b/x"):
             store.put(path, b"four")
-        assert store.nbytes("a") == 4
+        assert total_bytes(store, "a") == 4
         assert store.child("a").entries() == ["x"]
         store.remove("a")
         store.remove_if_empty("empty")
         assert store.directories() == ["a.b", "ab", "empty.b"]
         for path in ("b", "bc", "b.c"):
             store.put(path, b"four")
-        assert store.nbytes("b") == 4
+        assert total_bytes(store, "b") == 4
         assert not store.exists("a")
         store.remove("b")
         assert set(store.entries() or ()) == {"ab", "a.b", "empty.b", "bc", "b.c"}
-        assert store.nbytes("") == 5 * 4
+        assert total_bytes(store, "") == 5 * 4
 
     def test_of_many_claims_one_succeeds(self, store: Store) -> None:
         store.make_directories("")
@@ -497,7 +521,8 @@ class StoreContract:
         store.make_directories("empty")
         for path, nbytes in (("data/rank/a", 300), ("data/b", 5000), ("c", 7)):
             store.put(path, content(nbytes))
-        assert [store.nbytes(path) for path in ("data", "data/rank", "c", "empty", "no")] == [5300, 300, 7, 0, 0]
+        sizes = [total_bytes(store, path) for path in ("data", "data/rank", "c", "empty", "no")]
+        assert sizes == [5300, 300, 7, 0, 0]
         assert store.directories() == ["data", "empty"]
 
     def test_free_space_is_a_number_of_bytes_if_it_is_known(self, store: Store) -> None:

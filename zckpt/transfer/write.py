@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -28,9 +29,10 @@ from zckpt.transfer.host_memory import memory
 from zckpt.transfer.memory import byte_tensor
 from zckpt.transfer.pipeline import Pipeline
 from zckpt.transfer.read import fill, read_staged
+from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zckpt.format.digest import ReadFile
     from zckpt.plan.layout import ShardPlan, WriteOp, WritePlan
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Creator, PageSharing, Reader, Writer
     from zckpt.transfer.budget import Budget
-    from zckpt.transfer.snapshot import Snapshot
     from zckpt.transfer.staging import StagingBuffer, StagingPool
+
+SAMPLES = 4
+"""How many reads all over a file come first, to learn whether it has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +63,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One write to one of the files."""
+    """One write to one of the files, or as many bytes of it that are only compared with digests."""
 
-    file: Writer
+    file: Writer | None
+    """None: the file is there already, or is not written at all."""
     plan: ShardPlan
     op: WriteOp
     direct: bool
@@ -93,17 +98,21 @@ def run_writes(
     snapshot: Snapshot,
     advance: Callable[[int], None],
     source: Source | None = None,
+    there: Mapping[str, bytes] | None = None,
 ) -> bytes:
     """Carries out ``plan``: writes its files to ``store``, where their directories exist, and makes their data durable.
     Each write fits in a buffer of ``staging``, of which up to ``buffers`` are in use.
 
     ``snapshot`` is told when the sources of the urgent writes have been read, and again when all sources have been
     read. ``advance`` is called with the number of tensor bytes that have been written. ``source``: the checkpoint that
-    is copied. Returns the digest table, which is that of ``source`` if there is one. Raises StorageError, FormatError
-    (F001 to F003, D003) where ``source`` is damaged, and ZckptError if the write was given up.
+    is copied. ``there``: by path, files that are there already, each with the digests of its blocks. They are not
+    written, and read only to be compared with the digests of ``source``. Returns the digest table, which is that of
+    ``source`` if there is one. Raises StorageError, FormatError (F001 to F003, D003) where ``source`` is damaged, and
+    ZckptError if the write was given up.
     """
     table = bytearray(plan.table_bytes)
-    files: list[Writer] = []
+    files: list[Writer | None] = []
+    verify = source is not None and source.verify
 
     def put(job: _Job, stage: StagingBuffer) -> None:
         _put(table, plan.block_bytes, job, stage)
@@ -111,20 +120,78 @@ def run_writes(
 
     try:
         for one in plan.files:
-            files.append(store.create(one.shard.path, one.reserved_bytes, direct=budget.direct))
-        jobs = [_Job(files[op.file], plan.files[op.file], op, budget.direct, source=source) for op in plan.ops]
-        with staging.work(len(jobs)):
-            pipeline = Pipeline(jobs, _take, put, staging, buffers, snapshot, plan.urgent)
-            budget.run([pipeline.work] * budget.threads, lambda: snapshot.give_up("it was interrupted"))
-        budget.run(file.sync for file in files)
+            digests = (there or {}).get(one.shard.path)
+            if digests is None:
+                files.append(store.create(one.shard.path, one.reserved_bytes, direct=budget.direct))
+                continue
+            files.append(None)
+            first_byte = one.first_block * DIGEST_BYTES
+            table[first_byte : first_byte + len(digests)] = digests
+            if not verify:
+                advance(int(one.pieces.nbytes.sum()))
+        numbers = [number for number, op in enumerate(plan.ops) if verify or files[op.file] is not None]
+        jobs = [
+            _Job(files[op.file], plan.files[op.file], op, budget.direct, source=source)
+            for op in map(plan.ops.__getitem__, numbers)
+        ]
+        _run(jobs, _take, put, budget, staging, buffers, snapshot, bisect_left(numbers, plan.urgent))
+        budget.run(file.sync for file in files if file is not None)
     finally:
         for file in files:
-            file.close()
+            if file is not None:
+                file.close()
     return source.table if source is not None else bytes(table)
 
 
+def unchanged_files(
+    plan: WritePlan, expected: Mapping[int, bytes], budget: Budget, staging: StagingPool, buffers: int
+) -> set[int]:
+    """Which files of ``plan``, by number, have the ``expected`` digests. A few reads all over each file come first, and
+    once a digest differs, nothing more of the file is read: what has changed costs little."""
+    changed: set[int] = set()
+
+    def take(job: _Job, stage: StagingBuffer) -> _Job:
+        return job if job.op.file in changed else _take(job, stage)
+
+    def compare(job: _Job, stage: StagingBuffer) -> None:
+        op = job.op
+        if op.file not in changed:
+            digests = b"".join(map(digest, _blocks(_data(job, stage), op, plan.block_bytes)))
+            first = (op.block - job.plan.first_block) * DIGEST_BYTES
+            if digests != expected[op.file][first : first + len(digests)]:
+                changed.add(op.file)
+
+    turns = []
+    for number in expected:
+        ops = [op for op in plan.ops if op.file == number]
+        apart = -(-len(ops) // SAMPLES)
+        turns += [(i % apart, i // apart, number, op) for i, op in enumerate(ops)]
+    turns.sort(key=lambda turn: turn[:3])
+    jobs = [_Job(None, plan.files[number], op, budget.direct) for *_, number, op in turns]
+    _run(jobs, take, compare, budget, staging, buffers, Snapshot(), 0)
+    return expected.keys() - changed
+
+
+def _run(
+    jobs: Sequence[_Job],
+    take: Callable[[_Job, StagingBuffer], _Job],
+    put: Callable[[_Job, StagingBuffer], None],
+    budget: Budget,
+    staging: StagingPool,
+    buffers: int,
+    snapshot: Snapshot,
+    urgent: int,
+) -> None:
+    if not jobs:
+        snapshot.end()
+        return
+    with staging.work(len(jobs)):
+        pipeline = Pipeline(jobs, take, put, staging, buffers, snapshot, urgent)
+        budget.run([pipeline.work] * budget.threads, lambda: snapshot.give_up("it was interrupted"))
+
+
 def _take(job: _Job, stage: StagingBuffer) -> _Job:
-    op, sharing = job.op, job.file.sharing
+    op, sharing = job.op, None if job.file is None else job.file.sharing
     path, place = op.place or (None, 0)
     if path == "":  # it is written from where it lies
         for fragment in (job.plan.fragments[source] for source in op.source.tolist()):
@@ -153,25 +220,33 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
 
 
 def _put(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) -> None:
-    op = job.op
-    staged: Bytes = stage.bytes[job.starts[0] : job.starts[-1]]
-    if job.shared is not None:
-        job.shared.read_back(staged, op.offset)
-    data = staged if op.place is None or op.place[0] else memory(op.place[1], op.nbytes)
-    blocks = [
-        data[first : min(first + block_bytes, stop)]
-        for start, stop in itertools.pairwise(itertools.accumulate(op.span_bytes.tolist(), initial=0))
-        for first in range(start, stop, block_bytes)
-    ]
+    op, data = job.op, _data(job, stage)
     first_byte = op.block * DIGEST_BYTES
-    digests = b"".join(map(digest, blocks))
+    digests = b"".join(map(digest, _blocks(data, op, block_bytes)))
     if job.source is not None and job.source.verify:
         _compare(job, job.source, digests, block_bytes)
     table[first_byte : first_byte + len(digests)] = digests
     if job.shared is not None:
         job.shared.write_edges(data, op.offset)
-    else:
+    elif job.file is not None:
         job.file.write(data, op.offset)
+
+
+def _data(job: _Job, stage: StagingBuffer) -> Bytes | memoryview:
+    """The bytes of a job that was taken."""
+    op = job.op
+    staged: Bytes = stage.bytes[job.starts[0] : job.starts[-1]]
+    if job.shared is not None:
+        job.shared.read_back(staged, op.offset)
+    return staged if op.place is None or op.place[0] else memory(op.place[1], op.nbytes)
+
+
+def _blocks(data: Bytes | memoryview, op: WriteOp, block_bytes: int) -> list[Bytes | memoryview]:
+    return [
+        data[first : min(first + block_bytes, stop)]
+        for start, stop in itertools.pairwise(itertools.accumulate(op.span_bytes.tolist(), initial=0))
+        for first in range(start, stop, block_bytes)
+    ]
 
 
 def _fill(

@@ -35,6 +35,7 @@ class WriteOptions:
     snapshot_bytes: int | None = None
     keep_last: int | None = None
     keep_every: int | None = None
+    reuse: StrPath | None = "latest"
     run: StrPath | None = None
     """The directory in which the file ``latest`` is put, which names the checkpoint by its path relative to it; None:
     the parent of the checkpoint's directory."""
@@ -80,4 +81,5 @@ class WriteOptions:
         return comparable(
             path=path, parts=self.parts, exclude=self.exclude, overwrite=self.overwrite, latest=self.latest,
             pending_gradients=self.pending_gradients, background=self.background, snapshot=self.snapshot,
+            reuse=None if self.reuse is None else str(self.reuse),
         )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from zckpt.engines import adapt
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
-from zckpt.errors import StateError, warn
+from zckpt.errors import StateError, ZckptError, warn
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, digest
 from zckpt.listing.runs import latest_name, refuse_place
@@ -27,13 +27,16 @@ from zckpt.storage.schemes import open_store
 from zckpt.storage.space import Space
 from zckpt.system import linux
 from zckpt.system.available import available_bytes
+from zckpt.transfer.budget import Budget
 from zckpt.version import __version__
 from zckpt.writing.collect import add_rank_tree, collect, fingerprint, pack_tree
-from zckpt.writing.rank_write import RankWrite
+from zckpt.writing.rank_write import RankWrite, SameFile
+from zckpt.writing.reuse import LATEST, earlier_checkpoint, remember, reused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from zckpt.plan.layout import ShardPlan
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
     from zckpt.writing.options import WriteOptions
@@ -53,6 +56,8 @@ class Facts(NamedTuple):
     """Of rank 0: the digests of its buffers."""
     save_id: str
     """Of rank 0."""
+    earlier: str
+    """Of rank 0: the path of the checkpoint whose files are taken over where they have not changed; empty for none."""
 
 
 class Planned(NamedTuple):
@@ -93,7 +98,7 @@ class Preparation:
             latest_name(self._store.location, self.run.location)
         self._client_rank_state = with_registered(self._engine, options.rank_state)
         own = self._own = collect(adapter, options)
-        packed, first = b"", self._rank == 0
+        packed, earlier, first = b"", "", self._rank == 0
         if first:
             root = {"engine": own.state, names.CLIENT_STATE: dict(options.client_state or {})}
             adapters = adapter_configs(adapter.module)
@@ -101,6 +106,7 @@ class Preparation:
                 root[names.ADAPTERS] = adapters
             packed = pack_tree(root, "", own.fragments, 0)
             self._lock = WriteLock(self._store)
+            earlier = earlier_checkpoint(options.reuse, self._engine, self.run)
         writer = {
             "zckpt": __version__,
             "torch": torch.__version__,
@@ -112,6 +118,7 @@ class Preparation:
         return Facts(
             options.shared(self.target), digest(msgpack.packb(own.scalars)), self._client_digest(),
             linux.boot_id() or platform.node(), own.buffers if first else {}, self._lock.save_id if first else "",
+            earlier,
         )  # fmt: skip
 
     def _client_digest(self) -> bytes | None:
@@ -143,16 +150,27 @@ class Preparation:
         first = facts[0].buffers  # a replicated buffer is stored once
         fragments = [f for f in own.fragments if f.copy == 0 or own.buffers[f.key] != first.get(f.key)]
         save_id = facts[0].save_id
-        shards = plan_shards(fragments, save_id, rank, self._size, block_bytes=BLOCK_BYTES)
+        planned = plan_shards(fragments, save_id, rank, self._size, block_bytes=BLOCK_BYTES)
+        shards, same = self._reused(planned, facts[0].earlier)
         if options.background and options.snapshot_bytes is None:
             machines = [one.machine for one in facts]
             options = replace(options, snapshot_bytes=available_bytes() // 2 // machines.count(machines[rank]))
         self.write = RankWrite(
             store=self._store, latest_in=self.run if options.latest else None, save_id=save_id, rank=rank,
-            shards=shards, about=self._about, options=options,
+            shards=shards, about=self._about, options=options, same=same,
         )  # fmt: skip
         differ = any(one.scalars != facts[0].scalars for one in facts)
         return Planned(catalog.pack(catalog.receipt(rank, shards)), own.scalars if differ else {})
+
+    def _reused(self, shards: Sequence[ShardPlan], earlier: str) -> tuple[Sequence[ShardPlan], Mapping[str, SameFile]]:
+        try:
+            if earlier:
+                budget = self.options.budget or Budget.from_environment()
+                return reused(shards, self._rank, earlier, budget, BLOCK_BYTES)
+        except ZckptError:
+            if self.options.reuse != LATEST:  # that one was asked for
+                raise
+        return shards, {}
 
     def begin(self, told: Sequence[Planned]) -> Space:
         """On rank 0, the manifest and the index, checked; then the lock and the place for the data, and the space that
@@ -166,6 +184,11 @@ class Preparation:
             refuse_place(self._store, self.run, latest=self.options.latest)
             return self.write.begin(self._lock)
         return Space(self.target, 0, None)
+
+    def commit(self, digests: Sequence[bytes]) -> None:
+        """Commits on rank 0, as ``RankWrite.commit`` does."""
+        self.write.commit(digests)
+        remember(self._engine, self.target)
 
 
 def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:

@@ -15,7 +15,7 @@ from zckpt.listing.runs import latest_name, leftovers, run_leftovers
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_writes
 from zckpt.progress import reported
-from zckpt.state.inventory import BUFFER, PARAM, STATE
+from zckpt.state.inventory import ANY_TIME
 from zckpt.storage.space import Space
 from zckpt.transfer.budget import Budget
 from zckpt.transfer.devices import devices_of, synchronize
@@ -25,17 +25,24 @@ from zckpt.writing.collect import tensors_of
 from zckpt.writing.leftovers import clear_for_write
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from zckpt.plan.layout import ShardPlan
     from zckpt.storage.contract import Store
+    from zckpt.storage.location import Location
     from zckpt.storage.lock import WriteLock
     from zckpt.transfer.snapshot import Snapshot
     from zckpt.transfer.write import Source
     from zckpt.writing.options import WriteOptions
 
-_ANY_TIME = frozenset({PARAM, BUFFER, STATE})
-"""The parts that may change without a step of the optimizer: a model's own forward updates what it does not train."""
+
+@dataclass(frozen=True, slots=True)
+class SameFile:
+    """A data file of another checkpoint with the very bytes that a planned file is to have."""
+
+    location: Location
+    digests: bytes
+    """Of its blocks."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,6 +67,9 @@ class RankWrite:
     with_table: bool = True
     """Whether ``write_own`` writes the digest table of the rank too. Where several processes copy files of one rank,
     one of them does."""
+    same: Mapping[str, SameFile] = field(default_factory=dict)
+    """By path, those of this rank's files that another checkpoint has already. The store is asked to share them. Where
+    it cannot, they are written."""
     needed_bytes: int = field(default=0, init=False)
     """On rank 0 from ``describe`` on, how many bytes all ranks write. A copy of a whole checkpoint, which is not
     described, sets it itself."""
@@ -75,8 +85,9 @@ class RankWrite:
     def describe(self, receipts: Sequence[catalog.Receipt]) -> None:
         """Makes the manifest and the index from the receipts of all ranks; raises what ``catalog`` raises."""
         self._manifest, self._index = catalog.catalog(receipts, self.save_id, self.about)
-        # What lies in a swap file may share its pages with the checkpoint, and then it needs no space.
-        files = [shard.nbytes for one in receipts for shard in one.shards if shard.tier != "nvme"]
+        # What lies in a swap file or in an earlier checkpoint may be shared, and then it needs no space.
+        shards = [shard for one in receipts for shard in one.shards]
+        files = [shard.nbytes for shard in shards if shard.tier != "nvme" and not shard.origin]
         self.needed_bytes = sum(files) + len(self._index) + len(self._manifest)
 
     def begin(self, lock: WriteLock) -> Space:
@@ -140,13 +151,14 @@ class RankWrite:
         budget, snapshot_bytes = options.budget or Budget.from_environment(), options.snapshot_bytes or 0
         staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
         buffers = staging.buffers or max(snapshot_bytes // staging.nbytes, budget.threads)
-        lasting = {shard.shard.part for shard in self.shards} - _ANY_TIME
+        lasting = {shard.shard.part for shard in self.shards} - ANY_TIME
         plan = plan_writes(
             self.shards, lasting if options.lazy else (), batch_bytes=staging.batch_bytes, block_bytes=block_bytes,
             straight=() if options.background else lasting,
         )  # fmt: skip
+        there = {path: one.digests for path, one in self.same.items() if store.share(path, one.location)}
         with reported(options.progress, "write", plan.tensor_bytes) as advance:
-            table = run_writes(store, plan, budget, staging, buffers, snapshot, advance, self.source)
+            table = run_writes(store, plan, budget, staging, buffers, snapshot, advance, self.source, there)
         if self.with_table:
             store.put(names.digests_path(self.save_id, self.rank), table)
         store.sync_names(rank_dir)
