@@ -177,6 +177,11 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+def count(number: int, what: str) -> str:
+    """Returns a number of things for a message, such as ``1 tensor`` and ``3,000 tensors``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def first_few(things: Sequence[object], count: int, rest: str = " and {} more") -> str:
     """At most ``count`` of ``things``, for a message. If there are more, ``rest`` follows, with their number."""
     return ", ".join(map(str, things[:count])) + (rest.format(len(things) - count) if len(things) > count else "")

@@ -124,6 +124,7 @@ def test_structure_and_settings(tmp_path: Path) -> None:
     write_state(tmp_path / "b", 2, other, parts=("master", "exp_avg"), engine_state=others, step=7)
     found = zckpt.diff(tmp_path / "a", tmp_path / "b")
     assert found.only_in_a == ("master/old",)
+    assert ", 1 more only in a, " in str(found)
     assert set(found.only_in_b) == {"master/new", *(f"exp_avg/{name}" for name in other)}
     rows = {row.key: (row.dtype_a, row.shape_a, row.dtype_b, row.shape_b, row.changed) for row in found.tensors}
     assert rows == {
@@ -267,7 +268,7 @@ def test_the_command_line(cluster: Cluster, tmp_path: Path, capsys: pytest.Captu
     assert (first[0], json.loads(first[1])["equal"], second) == (1, False, (1, "")), "rank 0 prints"
     a, b, c = (str(tmp_path / name) for name in "abc")
     assert main(["diff", a, c]) == 0
-    assert "1 tensors compared: equal" in capsys.readouterr().out
+    assert "1 tensor compared: equal" in capsys.readouterr().out
     assert main(["diff", a, b]) == 1
     assert "master/w: 20 of 20 elements (100.000%), max abs 1, " in capsys.readouterr().out
     assert main(["diff", a, b, "--atol", "1.1"]) == 0
@@ -282,6 +283,7 @@ def test_the_command_line(cluster: Cluster, tmp_path: Path, capsys: pytest.Captu
         with pytest.raises(SystemExit) as caught:
             main(["diff", a, b, f"--rtol={wrong}"])
         assert caught.value.code == 2
+        assert f"must be a number of 0 or more, got '{wrong}'" in capsys.readouterr().err
 
 
 @pytest.mark.linux

@@ -95,6 +95,54 @@ def test_arguments_that_contradict_each_other_are_an_error_and_no_answer(command
     assert "may be given only with" in shown.err
 
 
+def test_an_error_of_a_script_keeps_its_traceback_and_exit_status(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('of the script')")
+    ended = zckpt("run", str(tmp_path / "train.py"))
+    assert ended.returncode == 1
+    assert "Traceback" in ended.stderr
+
+
+def test_only_arguments_that_are_required_are_asked_for(capsys) -> None:
+    for command, missing in ((["diff", "a"], "b"), (["cp", "a"], "destination"), (["ls"], "path")):
+        with pytest.raises(SystemExit):
+            main(command)
+        assert f"are required: {missing}\n" in capsys.readouterr().err
+
+
+def test_other_formats_are_named_by_every_command(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    known = {
+        "a checkpoint in DeepSpeed's own format": "mp_rank_00_model_states.pt",
+        "a Hugging Face model": "config.json model.safetensors",
+        "an adapter of PEFT": "adapter_config.json adapter_model.safetensors",
+        "a DCP checkpoint": ".metadata __0_0.distcp",
+        "a checkpoint of Orbax": "_CHECKPOINT_METADATA",
+        "a checkpoint of Megatron-LM": "latest_checkpointed_iteration.txt",
+    }
+    for number, (what, files) in enumerate(known.items()):
+        source = tmp_path / str(number)
+        source.mkdir()
+        for name in files.split():
+            (source / name).touch()
+        for command in ("info", "ls", "state", "validate", "cp", "export"):
+            out = ["out"] if command in ("cp", "export") else []
+            assert main([command, str(source), *out]) == 2
+            shown = capsys.readouterr()
+            assert shown.out == ""
+            assert f"this is {what}" in shown.err
+            assert ("zckpt convert" in shown.err) == (what not in ("an adapter of PEFT", "a DCP checkpoint"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_hints_of_conversions_are_for_a_shell_too(tmp_path: Path, capsys) -> None:
+    path = str(tmp_path / "new")
+    assert main(["convert", str(SOUND), path]) == 2
+    assert "--to deepspeed" in capsys.readouterr().err
+    assert main(["cp", str(SOUND), path]) == 0
+    assert main(["cp", str(SOUND), path]) == 2
+    assert "overwrite=True (--overwrite)" in capsys.readouterr().err
+
+
 def test_a_defect_of_a_command_is_no_answer(monkeypatch, capsys) -> None:
     monkeypatch.setattr("zckpt.diff", lambda *_, **__: {}["no such key"])
     assert main(["diff", "a", "b"]) == 2

@@ -91,6 +91,10 @@ def test_a_path_that_is_not_there_lists_the_checkpoints_beside_it(
             assert f"the path {what}" in err
             assert text in err
     assert "give the directory of a checkpoint or run" in said(tmp_path / "1" / "data-x" / "y")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    for path in (inner / "3", inner / "absent" / "3"):  # not the checkpoints of strangers, further up
+        assert "newest first" not in said(path)
 
 
 def test_the_output_of_a_trainer_lists_its_checkpoints(tmp_path: Path) -> None:

@@ -74,6 +74,12 @@ def test_the_name_of_a_part_is_no_key() -> None:
         select(["exp_avg/a.weight", "exp_avg_sq/a.weight"], "exp_avg")
 
 
+def test_a_part_that_is_not_there_names_the_parts() -> None:
+    with pytest.raises(KeyNotFoundError) as caught:
+        select(["param/a", "param/b", "buffer/c"], "master/*")
+    assert caught.value.hint == "its parts are: param, buffer; the nearest are: param/b, param/a, buffer/c"
+
+
 def test_an_unknown_key_names_the_nearest() -> None:
     with pytest.raises(KeyNotFoundError, match=r"nearest are: exp_avg/a\.weight"):
         select(KEYS, "exp_avg/a.wieght")

@@ -91,16 +91,17 @@ def convert(
             raise ValueError(f"to must be 'zckpt' or 'deepspeed', got {to!r}")
         if to == "zckpt" and (stage, world_size) != (None, None):
             raise ValueError(
-                "stage and world_size may be given only with to='deepspeed': a checkpoint of zckpt fits any of them"
+                "stage and world_size may be given only with to='deepspeed' (--to deepspeed): a checkpoint of zckpt fits "
+                "any of them"
             )
         return str(Location.of(source).absolute()), open_store(Location.of(destination).absolute())
 
     def look() -> tuple[str, str]:
         found = formats.find_format(origin, tag if to == "zckpt" else None)
         if (found.format == formats.ZCKPT) != (to == "deepspeed"):
-            hint = "copy it with zckpt.cp, or convert it to DeepSpeed's format with to='deepspeed'"
+            hint = "copy it with zckpt.cp (zckpt cp), or convert it with to='deepspeed' (--to deepspeed)"
             if to == "deepspeed":
-                hint = "convert it to a checkpoint of zckpt first"
+                hint = "convert it to a checkpoint of zckpt first: to='zckpt' (without --to)"
             raise UnsupportedError(f"{found.path} is {_DESCRIPTIONS[found.format]}", hint=hint)
         return found
 

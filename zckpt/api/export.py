@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from zckpt.api.open import open as open_path
 from zckpt.engines import group_of, is_engine
+from zckpt.errors import count
 from zckpt.exporting import adapter as adapter_plan
 from zckpt.exporting.checkpoint_source import CheckpointSource
 from zckpt.exporting.engine_source import EngineSource
@@ -55,7 +56,7 @@ class Exported:
 
     def __str__(self) -> str:
         names = "\n".join(f"  {name}" for name in self.files)
-        return f"{self.path}: {len(self.files)} files, {self.nbytes:,} bytes\n{names}"
+        return f"{self.path}: {count(len(self.files), 'file')}, {self.nbytes:,} bytes\n{names}"
 
 
 def export(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.api.open import open_checkpoint
-from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FeatureError, FormatError, VersionError
+from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FeatureError, FormatError, VersionError, count
 from zckpt.format import names
 from zckpt.listing.runs import leftovers, not_a_checkpoint, nothing_at
 from zckpt.repairing.rebuilt import check_copy, check_rebuilt, copy_data, put_files, rebuild_from, structure_findings
@@ -46,7 +46,7 @@ class RepairReport:
         lines += [f"kept        {name}" for name in self.kept]
         lines += [f"lost        {what}" for what in self.lost]
         lines += [f"unverified  {what}" for what in self.unverified]
-        verdict = f"{len(self.rebuilt)} files rebuilt" if self.rebuilt else "nothing to repair"
+        verdict = f"{count(len(self.rebuilt), 'file')} rebuilt" if self.rebuilt else "nothing to repair"
         return "\n".join([*lines, f"{self.path}: {verdict}"])
 
 

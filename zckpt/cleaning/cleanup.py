@@ -73,7 +73,8 @@ class Cleanup:
         if not self.checkpoints:
             lines.append("no checkpoint was found there; to clean up one, give its directory or that of its run")
         verb = "would remove" if self.dry_run else "removed"
-        done = f"{verb} {len(self.removed)} files and directories, {self.nbytes:,} bytes"
+        what = "1 file or directory" if len(self.removed) == 1 else f"{len(self.removed)} files and directories"
+        done = f"{verb} {what}, {self.nbytes:,} bytes"
         if self.shared_bytes:
             done += f"; {self.shared_bytes:,} more bytes stay, because other checkpoints share them"
         return "\n".join([*lines, done])

@@ -64,11 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except KeyboardInterrupt:
         return 130
-    except ValueError as error:  # the library refuses arguments that contradict each other
+    except Exception as error:
+        if arguments.command == "run":
+            raise  # the error of the script, with its traceback and exit status
+        if not isinstance(error, ValueError):  # a defect of zckpt must not end with the status 1, which is an answer
+            traceback.print_exc()
+            return 2
+        # The library refuses arguments that contradict each other.
         output.print_text(f"zckpt {arguments.command}: {error}", sys.stderr)
-        return 2
-    except Exception:  # a defect of zckpt must not end with the status 1, which is an answer
-        traceback.print_exc()
         return 2
     return status
 

@@ -28,7 +28,9 @@ EXAMPLES = """
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint, or the directory of a run with a `latest` file")
     parser.add_argument("destination", help="the directory to make for the copy")
-    parser.add_argument("keys", nargs="*", metavar="KEY", help="copy only these keys and globs, such as 'master/*'")
+    parser.add_argument(
+        "keys", nargs="*", default=[], metavar="KEY", help="copy only these keys and globs, such as 'master/*'"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at DESTINATION")
     parser.add_argument("--no-verify", action="store_true", help="copy damaged data as they are, instead of failing")
     parser.add_argument(

@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", help="a checkpoint, or the directory of a run with a `latest` file")
     parser.add_argument("b", help="another checkpoint, or the directory of a run")
     parser.add_argument(
-        "keys", nargs="*", metavar="KEY", help="compare only these keys and globs, and no non-tensor state"
+        "keys", nargs="*", default=[], metavar="KEY", help="compare only these keys and globs, and no non-tensor state"
     )
     parser.add_argument(
         "--rtol", type=_tolerance, default=0.0, metavar="R", help="values are equal if |a - b| <= A + R * max(|a|, |b|)"

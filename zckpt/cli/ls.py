@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zckpt.cli import output
+from zckpt.errors import count
 
 if TYPE_CHECKING:
     import argparse
@@ -29,7 +30,7 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="a checkpoint, or the directory of a run with a `latest` file")
-    parser.add_argument("keys", nargs="*", metavar="GLOB", help="list only these keys and globs")
+    parser.add_argument("keys", nargs="*", default=[], metavar="GLOB", help="list only these keys and globs")
     parser.add_argument(
         "--long", action="store_true", help="also print pieces, tiers and the other names of tied weights"
     )
@@ -107,7 +108,7 @@ def _total(rows: Sequence[Row]) -> str:
 
 
 def _count(tensors: int, nbytes: int) -> str:
-    return f"{output.count(tensors, 'tensor')}, {output.size(nbytes)}"
+    return f"{count(tensors, 'tensor')}, {output.size(nbytes)}"
 
 
 def _ranks(holders: Holders) -> str:

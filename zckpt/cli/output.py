@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, TextIO
 
+from zckpt.errors import count
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
@@ -31,11 +33,6 @@ def age(seconds: float | None) -> str:
     units = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
     unit, length = next((one for one in units if seconds >= one[1]), units[-1])
     return count(int(seconds // length), unit)
-
-
-def count(number: int, what: str) -> str:
-    """Returns a number with its noun, such as ``1 tensor`` or ``3,000 tensors``."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def print_json(value: Any) -> None:

@@ -14,7 +14,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from zckpt.cli import output
-from zckpt.errors import KeyNotFoundError
+from zckpt.errors import KeyNotFoundError, count
 
 if TYPE_CHECKING:
     import argparse
@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         if packed is None:
             raise KeyNotFoundError(
                 f"there is no state of rank {arguments.rank}", file=str(store.location),
-                hint=f"{contents.manifest.world_size} ranks wrote the checkpoint, and not every engine has state of "
-                "each rank",
+                hint=f"{count(contents.manifest.world_size, 'rank')} wrote the checkpoint, and not every engine has "
+                "state of each rank",
             )  # fmt: skip
         found = tree.unpack(packed[0], lambda ext, name: contents.state_info(name), packed[1])
     found = _at(found, arguments.where)

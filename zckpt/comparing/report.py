@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from zckpt.errors import count
+
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
@@ -103,5 +105,10 @@ class Difference:
         lines += [f"only in b  {key}" for key in self.only_in_b]
         lines += [f"state      {one}" for one in self.state]
         lines += [f"tensor     {one}" for one in self.tensors]
-        verdict = "equal" if self.equal else f"{len(self.tensors)} of them and {len(self.state)} settings differ"
-        return "\n".join([*lines, f"{self.compared} tensors compared: {verdict} ({self.bytes_read:,} bytes read)"])
+        verdict = (
+            "equal" if self.equal else f"{len(self.tensors)} of them and {count(len(self.state), 'setting')} differ"
+        )
+        if self.only_in_a or self.only_in_b:
+            verdict += f", {len(self.only_in_a)} more only in a, {len(self.only_in_b)} only in b"
+        compared = count(self.compared, "tensor")
+        return "\n".join([*lines, f"{compared} compared: {verdict} ({self.bytes_read:,} bytes read)"])

@@ -68,12 +68,14 @@ def _of_others(pattern: str, others: set[str], aliases: Mapping[str, str]) -> It
 
 
 def nearest(keys: Sequence[str], wanted: str) -> str:
-    """A sentence that names the keys most like ``wanted``."""
+    """A sentence that names the keys most like ``wanted``, and the parts if it asks for a part that is not there."""
     if any(key.startswith(f"{wanted}/") for key in keys):
         return f"all keys of this part: {f'{wanted}/*'!r}"
+    parts = dict.fromkeys(map(part_of, keys))
+    others = f"its parts are: {', '.join(parts)}; " if "/" in wanted and part_of(wanted) not in parts else ""
     near = difflib.get_close_matches(wanted, keys[:COMPARED_MAX], n=3, cutoff=0.3) or keys[:3]
     which = "nearest are" if wanted else "first ones are"
-    return f"the {which}: {', '.join(near)}" if near else "the checkpoint holds no tensors"
+    return f"{others}the {which}: {', '.join(near)}" if near else "the checkpoint holds no tensors"
 
 
 def by_part(keys: Iterable[str]) -> dict[str, tuple[str, ...]]:

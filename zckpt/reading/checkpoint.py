@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from zckpt.errors import FormatError, MismatchError
+from zckpt.errors import FormatError, MismatchError, count
 from zckpt.format import names, tree
 from zckpt.listing.contents import TensorInfo
 from zckpt.plan.coalesce import plan_reads
@@ -100,7 +100,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return len(self.contents)
 
     def __repr__(self) -> str:
-        return f"<zckpt.Checkpoint {self.path!r}: step {self.step}, {len(self)} tensors of {', '.join(self.parts)}>"
+        tensors = f"{count(len(self), 'tensor')} of {', '.join(self.parts)}"
+        return f"<zckpt.Checkpoint {self.path!r}: step {self.step}, {tensors}>"
 
     @property
     def step(self) -> int:

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from zckpt.errors import FormatError
+from zckpt.errors import FormatError, count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -115,7 +115,7 @@ class Report:
     def __str__(self) -> str:
         verdict = "valid" if self.ok else f"{len(self.findings)} findings"
         notes = f", {len(self.observations)} notes" if self.observations else ""
-        summary = f"{self.path}: {verdict}{notes} ({self.files} files, {self.bytes_read:,} bytes read)"
+        summary = f"{self.path}: {verdict}{notes} ({count(self.files, 'file')}, {self.bytes_read:,} bytes read)"
         return "\n".join([*map(str, self.findings), *map(str, self.observations), summary])
 
 

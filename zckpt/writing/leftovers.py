@@ -40,7 +40,8 @@ def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str]
         raise CheckpointExistsError(
             "here is a checkpoint whose manifest was lost",
             file=str(checkpoint.location),
-            hint="zckpt.repair makes a manifest of its data; write elsewhere, or pass overwrite=True",
+            hint="zckpt.repair makes a manifest of its data; write elsewhere, or replace it with "
+            "overwrite=True (--overwrite)",
         )
     for name in leftovers(checkpoint):
         if name not in kept:

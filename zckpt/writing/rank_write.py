@@ -110,7 +110,7 @@ class RankWrite:
         if store.exists(names.MANIFEST) and not overwrite:
             raise CheckpointExistsError(
                 "there is already a checkpoint here", file=str(store.location),
-                hint="write elsewhere, or pass overwrite=True",
+                hint="write elsewhere, or replace it with overwrite=True (--overwrite)",
             )  # fmt: skip
         clear_for_write(store, overwrite=overwrite, dead=lock.dead)
         run = store.parent
