@@ -91,8 +91,8 @@ def convert(
             raise ValueError(f"to must be 'zckpt' or 'deepspeed', got {to!r}")
         if to == "zckpt" and (stage, world_size) != (None, None):
             raise ValueError(
-                "stage and world_size may be given only with to='deepspeed' (--to deepspeed): a checkpoint of zckpt fits "
-                "any of them"
+                "stage and world_size may be given only with to='deepspeed' (--to deepspeed): a checkpoint of zckpt "
+                "fits any of them"
             )
         return str(Location.of(source).absolute()), open_store(Location.of(destination).absolute())
 
