@@ -18,6 +18,7 @@ from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, FileSpan
 from zckpt.system.available import available_bytes
 from zckpt.system.linux import locked_ranges, resident_bytes
 from zckpt.transfer.devices import used_bytes
+from zckpt.transfer.torch_dtypes import torch_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -165,7 +166,7 @@ def _look(adapter: EngineAdapter) -> tuple[list[tuple[Any, ...]], tuple[Any, ...
             tier = "offloaded" if moved is not None else _tier(storage, locked)
         if place not in seen:
             seen.add(place)
-            sums[one.part, str(one.dtype).removeprefix("torch."), tier, path] += nbytes
+            sums[one.part, torch_name(one.dtype), tier, path] += nbytes
     entries = [(part, dtype, tier, nbytes, path) for (part, dtype, tier, path), nbytes in sums.items()]
     used = [found for device in adapter.devices if (found := used_bytes(device)) is not None]
     allocated, reserved = (sum(numbers) for numbers in zip(*used, strict=True)) if used else (None, None)

@@ -9,14 +9,19 @@ SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
+def torch_name(dtype: torch.dtype) -> str:
+    """Returns torch's name of a dtype, such as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
     """Returns the dtype of this name: torch's name, such as ``"bfloat16"``, or DeepSpeed's name, such as ``"bf16"``. A
     dtype is returned as it is, and so is None. Raises ValueError for what is no dtype of the format."""
     if given is None or given in DTYPE_NAMES:
         return given
-    named = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES} | SHORT_NAMES
+    named = {torch_name(dtype): dtype for dtype in DTYPE_NAMES} | SHORT_NAMES
     found = named.get(str(given).removeprefix("torch."))
     if found is None or not isinstance(given, (str, torch.dtype)):
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
+        known = ", ".join(map(torch_name, DTYPE_NAMES))
         raise ValueError(f"dtype must be one of {known}, got {given!r}")
     return found

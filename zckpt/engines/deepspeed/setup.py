@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import FormatError
+from zckpt.transfer.torch_dtypes import torch_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,17 +97,13 @@ def setup_of(engine: Any, parameters: Mapping[str, torch.nn.Parameter], groups: 
     dtype, grad_accum_dtype = engine.get_data_types()
     return Setup(
         stage=int(engine.zero_optimization_stage()),
-        dtype=_name(dtype),
-        grad_accum_dtype=_name(grad_accum_dtype),
+        dtype=torch_name(dtype),
+        grad_accum_dtype=torch_name(grad_accum_dtype),
         gradient_clipping=float(engine.gradient_clipping()),
         sub_group_size=int(zero.sub_group_size),
         round_robin_gradients=bool(zero.round_robin_gradients),
         parameter_alignment=bool(getattr(zero, "parameter_alignment", False)),  # since DeepSpeed 0.19
         cpu_offload=bool(engine.zero_cpu_offload()),
-        other_dtypes={name: _name(p.dtype) for name, p in parameters.items() if p.dtype != dtype},
+        other_dtypes={name: torch_name(p.dtype) for name, p in parameters.items() if p.dtype != dtype},
         groups=groups,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
