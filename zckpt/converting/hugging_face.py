@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from zckpt.converting.restricted_pickle import TorchFiles
 from zckpt.converting.source import AS_WRITTEN, COPY_AGAIN, RankPart, Source, check_regular, values_of
+from zckpt.engines.hugging_face import empty_model
 from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few
 from zckpt.format.dtypes import ITEM_BYTES
@@ -24,6 +24,8 @@ from zckpt.state.inventory import BUFFER, PARAM, FileSpan, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
 HEADER_BYTES_MAX = 100_000_000
 """The limit that safetensors itself has."""
@@ -60,42 +62,22 @@ def _read(path: str) -> Source:
     def rank(_: int) -> RankPart:
         return RankPart([found[name] for name in wanted], {}, {}, files.place)
 
-    description = {"framework": f"transformers {_transformers().__version__}", "mode": "weights alone"}
+    description = {"framework": f"transformers {version('transformers')}", "mode": "weights alone"}
     parts = sorted({one.part for one in found.values()}, reverse=True)
     missing = (f"everything but weights and buffers: begin a run with zckpt.restore(engine, path, parts={parts})",)
     return Source(path, "Hugging Face model", 1, 0, aliases, {}, {}, description, missing, rank)
 
 
 def _empty_model(path: str) -> Any:
-    transformers = _transformers()
     config = _json(os.path.join(path, "config.json"))
-    architectures = config.get("architectures") or [None]
-    kind = getattr(transformers, str(architectures[0]), None)
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+    model = empty_model(path, config)
+    if model is None:
+        name = next(iter(config.get("architectures") or []), None)
         raise UnsupportedError(
-            f"{path} holds a model {architectures[0]!r}, which transformers {transformers.__version__} does not have",
+            f"{path} holds a model {name!r}, which transformers {version('transformers')} does not have",
             hint="load the model yourself, make an engine of it, and write that with zckpt.write",
         )
-    try:
-        with torch.device("meta"):
-            return kind(transformers.AutoConfig.from_pretrained(path, trust_remote_code=False))
-    except ImportError as error:
-        raise UnsupportedError(f"transformers cannot make this model: {error}", file=path) from error
-    except Exception as error:  # whatever a configuration can make a model do
-        why = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise FormatError(
-            f"transformers makes no model of it: {why}", file=os.path.join(path, "config.json")
-        ) from error
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UnsupportedError(
-            "the conversion of a Hugging Face model needs transformers", hint="pip install 'transformers>=5'"
-        ) from error
-    return transformers
+    return model
 
 
 def _stored(path: str, files: TorchFiles) -> Iterator[tuple[str, tuple[int, ...], str, FileSpan | torch.Tensor]]:

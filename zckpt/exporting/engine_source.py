@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +12,9 @@ import numpy as np
 import torch
 
 from zckpt.engines import adapt
+from zckpt.engines.hugging_face import write_config
 from zckpt.engines.peft import adapter_configs
-from zckpt.exporting.plan import Source
+from zckpt.exporting.plan import SourceTensor
 from zckpt.offloading.away import away, place_of
 from zckpt.plan.reshard import StoredPieces
 from zckpt.state.inventory import BUFFER, MASTER, PARAM
@@ -70,13 +70,13 @@ class EngineSource:
         columns = (number, rank, start, stop, fragment, np.zeros_like(number))
         self.held = StoredPieces(*(column[order] for column in columns))
         """Which rank holds which elements, in the form that ``plan_messages`` takes."""
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, SourceTensor] = {}
         dtypes = dict(zip(number.tolist(), stored.tolist(), strict=True))
         for one, (name, shape) in enumerate(shapes.items()):
             own = TORCH_DTYPES[_DTYPES[dtypes[one]]]
             wanted = dtype if dtype is not None and own.is_floating_point else own
             check_cast(own, wanted, name)
-            self.sources[name] = Source(DTYPE_NAMES[wanted], shape)
+            self.sources[name] = SourceTensor(DTYPE_NAMES[wanted], shape)
 
     @contextmanager
     def own_config(self) -> Iterator[str | None]:
@@ -88,11 +88,7 @@ class EngineSource:
             yield None
             return
         with TemporaryDirectory() as folder:
-            config = copy.deepcopy(module.config)
-            config.architectures = [type(module).__name__]
-            config.save_pretrained(folder)
-            if module.can_generate():
-                module.generation_config.save_pretrained(folder)
+            write_config(module, folder)
             yield folder
 
 

@@ -12,12 +12,14 @@ import fnmatch
 import json
 import os
 import tempfile
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zckpt.engines.hugging_face import empty_model, write_config
 from zckpt.errors import MismatchError, UnsupportedError, first_few, from_os_error
 from zckpt.exporting.plan import (
     RUN_BYTES_MIN,
@@ -26,13 +28,13 @@ from zckpt.exporting.plan import (
     Memory,
     OutputTensor,
     Run,
-    Source,
+    SourceTensor,
     count_runs,
     runs_of_view,
     safetensors_files,
     split_into_files,
 )
-from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES, torch_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,7 +53,7 @@ FILES = ("*.safetensors", INDEX, "config.json", *TAKEN_ALONG, *MODEL_CODE)
 
 
 def plan_hugging_face(
-    sources: Mapping[str, Source],
+    sources: Mapping[str, SourceTensor],
     aliases: Mapping[str, str],
     folder: str | None,
     shard_bytes_max: int,
@@ -136,27 +138,16 @@ def _read_config(folder: str) -> dict[str, Any]:
 def _empty_model(folder: str, config: Mapping[str, Any]) -> Any:
     """Returns the model of this configuration, without memory. Returns None if the class of the model is not one of
     transformers', but code that belongs to the model."""
-    try:
-        import transformers
-        from transformers.core_model_loading import revert_weight_conversion  # noqa: F401  since transformers 5
-    except ImportError as error:
-        raise UnsupportedError(
-            "an export with a model's configuration needs transformers 5 or newer",
-            hint="pip install 'transformers>=5', or leave the configuration out: then tensors keep their names",
-        ) from error
-    name = next(iter(config.get("architectures") or []), None)
-    kind = getattr(transformers, name, None) if isinstance(name, str) else None
-    if kind is None and "auto_map" in config:
-        return None
-    if kind is None:
+    model = empty_model(folder, config)
+    if model is None and "auto_map" not in config:
+        name = next(iter(config.get("architectures") or []), None)
         what = f"has no model {name!r}" if name else "cannot know the class of the model: there are no architectures"
         raise UnsupportedError(
-            f"transformers {transformers.__version__} {what}",
+            f"transformers {version('transformers')} {what}",
             file=os.path.join(folder, "config.json"),
             hint='name the class of the model that was trained, such as "architectures": ["LlamaForCausalLM"]',
         )
-    with torch.device("meta"):
-        return kind(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    return model
 
 
 def _taken_along(folder: str, patterns: Iterable[str]) -> Iterator[tuple[str, bytes]]:
@@ -170,28 +161,25 @@ def _taken_along(folder: str, patterns: Iterable[str]) -> Iterator[tuple[str, by
                 raise from_os_error(error, "read", path) from error
 
 
-def _with_dtype(config: Mapping[str, Any], sources: Mapping[str, Source]) -> bytes:
+def _with_dtype(config: Mapping[str, Any], sources: Mapping[str, SourceTensor]) -> bytes:
     """Returns the configuration of a model that transformers does not know, with the dtype of the exported weights."""
     dtypes = [dtype for source in sources.values() if (dtype := TORCH_DTYPES[source.dtype]).is_floating_point]
-    name = str(dtypes[0]).removeprefix("torch.") if dtypes else None
+    name = torch_name(dtypes[0]) if dtypes else None
     return (json.dumps({**config, "dtype": name}, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _written_by(model: Any) -> dict[str, bytes]:
     """Returns the files that ``save_pretrained`` writes beside the weights."""
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
+    model.config.dtype = torch_name(model.dtype)
     with tempfile.TemporaryDirectory() as directory:
-        model.config.save_pretrained(directory)
-        if model.can_generate():
-            model.generation_config.save_pretrained(directory)
+        write_config(model, directory)
         return dict(_taken_along(directory, ["*"]))
 
 
 # Names and shapes
 
 
-def _fill(model: Any, sources: Mapping[str, Source], aliases: Mapping[str, str]) -> None:
+def _fill(model: Any, sources: Mapping[str, SourceTensor], aliases: Mapping[str, str]) -> None:
     """Gives the model tensors of the shapes and dtypes of ``sources``, tied as they are tied there. Raises
     MismatchError unless the model has them all, and no others."""
     own = model.state_dict(keep_vars=True)
