@@ -4,7 +4,7 @@ model, or to a single file of torch's."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from zckpt.api.open import open as open_path
 from zckpt.engines import group_of, is_engine
@@ -114,58 +114,22 @@ def export(
     for an adapter that is not LoRA, and for format "hf" of a model with adapters where ``adapter`` is not given;
     ValueError for an unknown format, dtype or size; NoSpaceError, StorageError and RankError.
     """
-    directory = format == "hf"
-    patterns = (adapter_plan.FILES if adapter is not None else FILES) if directory else None
     ranks = Ranks(group_of(source), call="zckpt.export")
-
-    def check() -> tuple[int, torch.dtype | None]:
-        if format not in FORMATS:
-            raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
-        if not directory and config is not None:
-            raise ValueError("config may be given only with format 'hf': a 'pt' file has the names of the live model")
-        if not directory and adapter is not None:
-            raise ValueError("adapter may be given only with format 'hf': its folder has a safetensors file")
-        return size_in_bytes(max_shard_size), dtype_of(dtype)
-
     with ranks.undivided():
-        shard_bytes_max, wanted = ranks.together(check, "check the arguments")
-        given = (out, format, wanted, config, shard_bytes_max, adapter, overwrite)
-        ranks.agree([str(one) for one in given], "arguments")
-        path, prepared = ranks.first(lambda: choose_place(out, patterns, overwrite), "find the place")
-
-        def open_source(found: Checkpoint | str) -> CheckpointSource:
-            checkpoint = found if isinstance(found, Checkpoint) else open_path(found, budget=budget)
-            return CheckpointSource(checkpoint, wanted, budget or checkpoint.budget)
-
-        def find_source() -> str:
-            return str(find(cast("StrPath", source)).location.absolute())
-
-        def prepare() -> ExportPlan:
-            if adapter is not None:
-                return _plan_adapter(tensors, adapter, config)
-            if not directory:
-                return plan_torch_file(tensors.sources, tensors.aliases, Location.of(path).name)
-            adapter_plan.refuse_adapters(tensors.sources, tensors.adapters)
-            with tensors.own_config() as own:
-                folder = own if config is None else str(Location.of(config))
-                return plan_hugging_face(tensors.sources, tensors.aliases, folder, shard_bytes_max)
-
-        tensors: CheckpointSource | EngineSource
-        if is_engine(source):
-            tensors, save_id = EngineSource(source, wanted, budget, ranks), ""
-        else:
-            found = source if isinstance(source, Checkpoint) else ranks.first(find_source, "find the checkpoint")
-            tensors = ranks.together(lambda: open_source(found), "open the checkpoint")
-            save_id = tensors.save_id
-        ranks.agree(save_id, "checkpoints")
-        plan = ranks.together(prepare, "plan the export")
+        wanted = ranks.together(
+            lambda: _Wanted.of(format, dtype, config, max_shard_size, adapter), "check the arguments"
+        )
+        ranks.agree([str(one) for one in (out, *wanted, overwrite)], "arguments")
+        path, prepared = ranks.first(lambda: choose_place(out, wanted.patterns, overwrite), "find the place")
+        tensors = _open(source, wanted.dtype, budget, ranks)
+        plan = ranks.together(lambda: _plan(tensors, wanted, path), "plan the export")
         ranks.agree([path, *([file.name, file.nbytes] for file in plan.files)], "exports")
         sizes = {file.name: file.nbytes for file in plan.files}
         sizes |= {name: len(data) for name, data in plan.small_files.items()}
         try:
-            ranks.first(lambda: begin(prepared, directory=directory), "make a directory")
+            ranks.first(lambda: begin(prepared, directory=wanted.directory), "make a directory")
             store, files = open_store(prepared), plan.files
-            if not directory:
+            if not wanted.directory:
                 store, files = store.parent, (replace(files[0], name=Location.of(prepared).name),)
             Space(*ranks.first(lambda: Space.of(store, sum(sizes.values())), "look for space")).refuse_lack()
             ranks.first(lambda: _put_small(store, plan), "write")
@@ -173,7 +137,9 @@ def export(
                 write_from_ranks(store, files, plan.conversions, tensors, ranks, progress)
             else:
                 ranks.together(lambda: _write(store, files, plan.conversions, tensors, ranks, progress), "write")
-            ranks.first(lambda: _put_in_place(store, prepared, path, patterns, overwrite), "put the export in place")
+            ranks.first(
+                lambda: _put_in_place(store, prepared, path, wanted.patterns, overwrite), "put the export in place"
+            )
         except BaseException:
             if ranks.rank == 0:
                 open_store(prepared).remove("")
@@ -181,11 +147,76 @@ def export(
     return Exported(path, tuple(sorted(sizes)), sum(sizes.values()))
 
 
-def _plan_adapter(tensors: CheckpointSource | EngineSource, adapter: str, config: StrPath | None) -> ExportPlan:
-    configs = tensors.adapters
-    if config is not None:
-        configs = {**configs, adapter: adapter_plan.read_config(str(Location.of(config)))}
-    return adapter_plan.plan_adapter(tensors.sources, tensors.aliases, adapter, configs)
+class _Wanted(NamedTuple):
+    """What the caller wants to be written. The arguments are checked."""
+
+    format: str
+    dtype: torch.dtype | None
+    config: StrPath | None
+    shard_bytes_max: int
+    adapter: str | None
+
+    @classmethod
+    def of(
+        cls,
+        format: str,  # noqa: A002  as in ``export``
+        dtype: torch.dtype | str | None,
+        config: StrPath | None,
+        max_shard_size: int | str,
+        adapter: str | None,
+    ) -> _Wanted:
+        """Raises ValueError for arguments that do not exist, or that contradict each other."""
+        if format not in FORMATS:
+            raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        if format == "pt" and config is not None:
+            raise ValueError("config may be given only with format 'hf': a 'pt' file has the names of the live model")
+        if format == "pt" and adapter is not None:
+            raise ValueError("adapter may be given only with format 'hf': its folder has a safetensors file")
+        return cls(format, dtype_of(dtype), config, size_in_bytes(max_shard_size), adapter)
+
+    @property
+    def directory(self) -> bool:
+        """Whether the export is a directory. If not, it is a file."""
+        return self.format == "hf"
+
+    @property
+    def patterns(self) -> tuple[str, ...] | None:
+        """The files that the directory may have, or None for a file."""
+        if not self.directory:
+            return None
+        return FILES if self.adapter is None else adapter_plan.FILES
+
+
+def _open(
+    source: StrPath | Checkpoint | Any, dtype: torch.dtype | None, budget: Budget | None, ranks: Ranks
+) -> CheckpointSource | EngineSource:
+    """Opens the source on all ranks. If it is not an engine, it is the same checkpoint on each of them."""
+    if is_engine(source):
+        return EngineSource(source, dtype, budget, ranks)
+
+    def open_checkpoint() -> CheckpointSource:
+        checkpoint = source if isinstance(source, Checkpoint) else open_path(found, budget=budget)
+        return CheckpointSource(checkpoint, dtype, budget or checkpoint.budget)
+
+    if not isinstance(source, Checkpoint):
+        found = ranks.first(lambda: str(find(source).location.absolute()), "find the checkpoint")
+    tensors = ranks.together(open_checkpoint, "open the checkpoint")
+    ranks.agree(tensors.save_id, "checkpoints")
+    return tensors
+
+
+def _plan(tensors: CheckpointSource | EngineSource, wanted: _Wanted, path: str) -> ExportPlan:
+    config = None if wanted.config is None else str(Location.of(wanted.config))
+    if not wanted.directory:
+        return plan_torch_file(tensors.sources, tensors.aliases, Location.of(path).name)
+    if wanted.adapter is not None:
+        configs = tensors.adapters
+        if config is not None:
+            configs = {**configs, wanted.adapter: adapter_plan.read_config(config)}
+        return adapter_plan.plan_adapter(tensors.sources, tensors.aliases, wanted.adapter, configs)
+    adapter_plan.refuse_adapters(tensors.sources, tensors.adapters)
+    with tensors.own_config() as own:
+        return plan_hugging_face(tensors.sources, tensors.aliases, config or own, wanted.shard_bytes_max)
 
 
 def _write(
