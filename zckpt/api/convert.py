@@ -111,12 +111,11 @@ def convert(
         kind, path = ranks.first(look, "look at the source")
         if to == "deepspeed":
             checkpoint = ranks.together(lambda: open_path(path, budget=budget), "open the checkpoint")
-            missing = to_deepspeed(
+            made, missing = to_deepspeed(
                 checkpoint, str(store.location), ranks, tag=tag, stage=stage, world_size=world_size,
                 overwrite=overwrite, budget=budget, progress=progress,
             )  # fmt: skip
-            made = store.location.child(f"global_step{checkpoint.step}" if tag is None else tag)
-            return Converted(str(made), _DESCRIPTIONS[formats.ZCKPT], missing)
+            return Converted(made, _DESCRIPTIONS[formats.ZCKPT], missing)
         read = {formats.DEEPSPEED: read_deepspeed, formats.HUGGINGFACE: read_hugging_face}[kind]
         found = ranks.together(lambda: read(path), "read the source")
         write_source(found, store, ranks, overwrite=overwrite, budget=budget, progress=progress)

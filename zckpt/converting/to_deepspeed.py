@@ -51,19 +51,19 @@ def to_deepspeed(
     overwrite: bool = False,
     budget: Budget | None = None,
     progress: Progress | None = None,
-) -> tuple[str, ...]:
+) -> tuple[str, tuple[str, ...]]:
     """Writes ``<destination>/<tag>``, which stock ``engine.load_checkpoint`` resumes from, and then ``latest``.
 
     ``tag``: the name of the folder; None means ``global_step<N>``. ``stage`` (0 to 3) and ``world_size``: the ZeRO
     stage and the number of ranks of the engines that will load the folder; None means those of the checkpoint.
     ``overwrite``: replace a folder in DeepSpeed's format that is there. ``budget``: the memory that is used; None means
-    that of the checkpoint. The processes ``ranks`` share the files. All of them
-    have to call this function.
+    that of the checkpoint. The processes ``ranks`` share the files. All of them have to call this function.
 
-    Returns what the folder lacks, a phrase for each thing. Raises UnsupportedError for a checkpoint that is not of a
-    training run with DeepSpeed; MismatchError for optimizer state that cannot be cut for this stage and world size;
-    ValueError for a stage or world size that does not exist; CheckpointExistsError; NoSpaceError and StorageError; and
-    FormatError for a damaged checkpoint. After an error, nothing of the folder is left in ``destination``.
+    Returns the path of the folder, and what the folder lacks, a phrase for each thing. Raises UnsupportedError for a
+    checkpoint that is not of a training run with DeepSpeed; MismatchError for optimizer state that cannot be cut for
+    this stage and world size; ValueError for a stage or world size that does not exist; CheckpointExistsError;
+    NoSpaceError and StorageError; and FormatError for a damaged checkpoint. After an error, nothing of the folder is
+    left in ``destination``.
     """
     tag = f"global_step{checkpoint.step}" if tag is None else tag
     run = os.path.abspath(destination)
@@ -90,7 +90,7 @@ def to_deepspeed(
         directory = ranks.first(lambda: made.enter_context(new), "make a directory")
         ranks.together(write, "convert")
         ranks.first(made.close, "put the folder in place")
-    return missing
+    return os.path.join(run, tag), missing
 
 
 def _check_place(run: str, tag: str, overwrite: bool) -> None:
