@@ -16,7 +16,7 @@ from tests.support import lora
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.tensors import named_parameters, persistent_buffers
 from zckpt.exporting.adapter import plan_adapter
-from zckpt.exporting.plan import Source
+from zckpt.exporting.plan import SourceTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,7 @@ def check_names(model: Any) -> None:
     parameters, aliases = named_parameters(model)
     buffers, more = persistent_buffers(model)
     tensors = {**parameters, **buffers}
-    sources = {name: Source("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
+    sources = {name: SourceTensor("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
     configs = adapter_configs(model)
     for adapter in configs:
         expected = get_peft_model_state_dict(model, model.state_dict(keep_vars=True), adapter)
@@ -136,10 +136,10 @@ def test_an_adapters_folder_is_that_of_save_pretrained(cluster: Cluster, tmp_pat
 
 
 def test_what_is_no_adapter(tmp_path: Path) -> None:
-    sources = {"a.weight": Source("F32", (2, 2))}
+    sources = {"a.weight": SourceTensor("F32", (2, 2))}
     with pytest.raises(zckpt.UnsupportedError, match="the model has no adapter"):
         plan_adapter(sources, {}, "default", {})
-    lora_sources = {f"a.{name}": Source("F32", (2, 2)) for name in ("lora_A.first.weight", "base_layer.weight")}
+    lora_sources = {f"a.{name}": SourceTensor("F32", (2, 2)) for name in ("lora_A.first.weight", "base_layer.weight")}
     with pytest.raises(zckpt.KeyNotFoundError, match="there is no adapter 'fist'") as missing:
         plan_adapter(lora_sources, {}, "fist", {})
     assert missing.value.hint == "the nearest are: first"

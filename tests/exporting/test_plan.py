@@ -102,7 +102,7 @@ def test_windows_cover_a_file_once_in_its_order(bytes_max: int) -> None:
 
     for window in windows(file, bytes_max, cut):
         assert window.start == len(found)
-        for one in window.slices:
+        for one in window.parts:
             assert window.start + one.offset == len(found)
             values = content[one.source][one.start : one.stop].numpy().tobytes() if one.known is None else one.known
             assert len(values) == one.nbytes

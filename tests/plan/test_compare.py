@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.format.digest import digest
-from zckpt.plan.compare import differing, slices
+from zckpt.plan.compare import cut_at_blocks, differing
 from zckpt.plan.reshard import StoredPieces
 
 
@@ -29,7 +29,7 @@ def test_slices_make_up_the_range_and_share_no_block(
     numel, limit = bounds[-1], blocks * block_items
     begin = data.draw(st.integers(0, numel - 1))
     end = data.draw(st.integers(begin + 1, numel))
-    found = list(slices(begin, end, pieces_of(bounds), block_items, limit))
+    found = list(cut_at_blocks(begin, end, pieces_of(bounds), block_items, limit))
     assert [found[0][0], *(stop for _, stop in found)] == [*(start for start, _ in found), end]
     assert found[0][0] == begin
     assert all(0 < stop - start <= limit for start, stop in found)

@@ -7,14 +7,14 @@ import itertools
 import numpy as np
 import pytest
 
-from zckpt.plan.exchange import Messages, Slices, plan_messages
+from zckpt.plan.exchange import Messages, SlicedFiles, plan_messages
 from zckpt.plan.reshard import Span, StoredPieces
 
 SLICE_BYTES = 64
 
 
 def test_slices_of_files_and_their_rounds() -> None:
-    slices = Slices(SLICE_BYTES, (130, 0, 64, 10), (2, 0, 0, 2))
+    slices = SlicedFiles(SLICE_BYTES, (130, 0, 64, 10), (2, 0, 0, 2))
     assert slices.starts == [0, 192, 192, 256]
     assert slices.rounds == 4
     assert slices.own(0) == [(2, 0, 64)]
@@ -78,7 +78,7 @@ def _held(
 
 def _files(
     random: np.random.Generator, tensors: list[np.ndarray], ranks: int
-) -> tuple[list[np.ndarray], list[list[Span]], Slices]:
+) -> tuple[list[np.ndarray], list[list[Span]], SlicedFiles]:
     """Files that consist of runs of tensors with gaps between them, some elements in several files or in none."""
     runs = []
     nbytes = []
@@ -90,7 +90,7 @@ def _files(
             runs.append((number, at, tensor, start, stop))
             at += (stop - start) * tensors[tensor].itemsize
         nbytes.append(at)
-    slices = Slices(SLICE_BYTES, tuple(nbytes), tuple(random.integers(ranks, size=len(nbytes)).tolist()))
+    slices = SlicedFiles(SLICE_BYTES, tuple(nbytes), tuple(random.integers(ranks, size=len(nbytes)).tolist()))
     files = [np.zeros(one, np.uint8) for one in nbytes]
     spans: list[list[Span]] = [[] for _ in tensors]
     for number, at, tensor, start, stop in runs:

@@ -15,7 +15,7 @@ from zckpt.comparing.values import Tally, compare
 from zckpt.errors import FormatError
 from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.index import ragged
-from zckpt.plan.compare import differing, slices
+from zckpt.plan.compare import cut_at_blocks, differing
 from zckpt.plan.reshard import Span
 from zckpt.progress import Progress, reported
 from zckpt.reading.checkpoint import Want
@@ -102,7 +102,7 @@ def compared_copies(a: Checkpoint, b: Checkpoint, pair: Pair) -> list[tuple[int,
     return list(dict.fromkeys([(0, 0), *own]))
 
 
-class Slice(NamedTuple):
+class PairSlice(NamedTuple):
     """The elements ``[start, stop)`` of one copy of a tensor in each of the two checkpoints."""
 
     pair: Pair
@@ -139,7 +139,7 @@ class Comparison:
         batches = [batch for number, batch in enumerate(self._batches(pairs)) if number % self.size == self.number]
         total = 2 * sum(one.nbytes for batch in batches for one in batch)
 
-        def work(batch: Sequence[Slice]) -> None:
+        def work(batch: Sequence[PairSlice]) -> None:
             read_a = self._read(self.a, [(one.pair.a, one.copy_a, one) for one in batch])
             read_b = self._read(self.b, [(one.pair.b, one.copy_b, one) for one in batch])
             for one, value_a, value_b in zip(batch, read_a, read_b, strict=True):
@@ -154,7 +154,7 @@ class Comparison:
         return tallies
 
     @staticmethod
-    def _read(checkpoint: Checkpoint, wanted: Sequence[tuple[TensorInfo, int, Slice]]) -> list[torch.Tensor]:
+    def _read(checkpoint: Checkpoint, wanted: Sequence[tuple[TensorInfo, int, PairSlice]]) -> list[torch.Tensor]:
         wants = [
             Want(info, [Span(one.start, one.stop, 0)], fresh_tensor((one.stop - one.start,), info.dtype, "cpu"), copy)
             for info, copy, one in wanted
@@ -167,11 +167,11 @@ class Comparison:
             raise
         return [want.target for want in wants]
 
-    def _batches(self, pairs: Sequence[Pair]) -> Iterator[list[Slice]]:
+    def _batches(self, pairs: Sequence[Pair]) -> Iterator[list[PairSlice]]:
         """Yields everything that is to be read, in the same order in each process. A batch has slices of one tensor or
         of several that fit into the memory of a thread together."""
         limit = slice_bytes(self.budget, max(self.a.manifest.block_bytes, self.b.manifest.block_bytes))
-        batch: list[Slice] = []
+        batch: list[PairSlice] = []
         nbytes = 0
         for one in self._slices(pairs, limit):
             if batch and (nbytes + one.nbytes > limit or len(batch) == BATCH_SLICES_MAX):
@@ -182,13 +182,15 @@ class Comparison:
         if batch:
             yield batch
 
-    def _slices(self, pairs: Sequence[Pair], limit: int) -> Iterator[Slice]:
+    def _slices(self, pairs: Sequence[Pair], limit: int) -> Iterator[PairSlice]:
         compared = [(pair, *copies) for pair in pairs for copies in compared_copies(self.a, self.b, pair)]
         for (pair, copy_a, copy_b), (pieces, ranges) in zip(compared, unequal(self.a, self.b, compared), strict=True):
             item = pair.a.item_bytes
             for begin, end in ranges:
-                for start, stop in slices(begin, end, pieces, self.a.manifest.block_bytes // item, limit // item):
-                    yield Slice(pair, copy_a, copy_b, start, stop)
+                for start, stop in cut_at_blocks(
+                    begin, end, pieces, self.a.manifest.block_bytes // item, limit // item
+                ):
+                    yield PairSlice(pair, copy_a, copy_b, start, stop)
 
 
 def unequal(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.converting import held
+from zckpt.converting import deepspeed_values
 from zckpt.converting.deepspeed_folder import STOCK, DeepSpeedFolder, of_type
 from zckpt.converting.restricted_pickle import TorchFiles
 from zckpt.converting.source import RankPart, Source, values_of
@@ -24,10 +24,13 @@ from zckpt.format.digest import digest
 from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, Fragment
 from zckpt.transfer.memory import byte_tensor
+from zckpt.transfer.torch_dtypes import torch_name
 from zckpt.writing.collect import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from zckpt.converting.deepspeed_values import FlatValues, Shapes
 
 _MICRO_STEPS = "the counter micro_steps: it is 0, as it is after engine.load_checkpoint"
 _RNG = "the random number generators of the ranks"
@@ -106,7 +109,7 @@ class _Reader:
         group = RankGroup(None, rank, tuple(range(self._world_size)))
         zero = self._zero if rank == 0 or self._zero is None else folder.zero(files, rank)
         with values_of(folder.optimizer_path(rank)):
-            found = list(self._held(files, zero, group))
+            found = list(self._flats(files, zero, group))
             tree, bound = self._optimizer(found, self._groups(zero))
             fragments = list(self._of_flats(found))
         with values_of(folder.model_path(rank)):
@@ -118,7 +121,7 @@ class _Reader:
             rank_state[names.CLIENT_STATE] = own
         return RankPart(fragments, rank_state, tree, files.place)
 
-    def _held(self, files: TorchFiles, zero: Mapping[str, Any] | None, group: RankGroup) -> Iterator[held.Held]:
+    def _flats(self, files: TorchFiles, zero: Mapping[str, Any] | None, group: RankGroup) -> Iterator[FlatValues]:
         """Yields the flat tensors of one rank. ``zero``: the content of its file of optimizer states, or None if there
         is no such file."""
         folder, model, rank = self._folder, self._model, group.rank
@@ -127,18 +130,20 @@ class _Reader:
             groups = self._groups(zero) or []
             inner = settings.get("optimizer_state_dict")
             step = inner["state"].get(0, {}).get("step") if isinstance(inner, dict) else None
-            yield from held.universal(folder, files, groups, shapes, group, step)
+            yield from deepspeed_values.universal(folder, files, groups, shapes, group, step)
         elif zero is not None:
             if self._stage == 3:
-                yield from held.stage_3(zero, self._shapes, group, folder)
+                yield from deepspeed_values.stage_3(zero, self._shapes, group, folder)
             else:
-                yield from held.stages_1_and_2(zero, self._shapes, rank, offload=self._offloads("optimizer"))
+                yield from deepspeed_values.stages_1_and_2(
+                    zero, self._shapes, rank, offload=self._offloads("optimizer")
+                )
         elif model.get("optimizer") is not None:
             weights = {name: self._module[name] for name in self._parameters}
-            yield from held.stage_0(of_type(model, "optimizer", dict), weights, group)
+            yield from deepspeed_values.stage_0(of_type(model, "optimizer", dict), weights, group)
 
     def _optimizer(
-        self, found: list[held.Held], groups: list[dict[str, Any]] | None
+        self, found: list[FlatValues], groups: list[dict[str, Any]] | None
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Returns what ``optimizer.capture`` and ``optimizer.capture_bound`` return for a live optimizer."""
         if groups is None:
@@ -151,7 +156,7 @@ class _Reader:
         flats = [one.flat for one in found]
         return {**optimizer.capture(live, flats), "class": kind}, optimizer.capture_bound(live, flats)
 
-    def _of_flats(self, found: list[held.Held]) -> Iterator[Fragment]:
+    def _of_flats(self, found: list[FlatValues]) -> Iterator[Fragment]:
         parts = dict.fromkeys(part for one in found for part in (*one.flat.files, *moments(one.flat, one.state)))
         tier = "host" if self._offloads("optimizer") else "device"
         for part in dict.fromkeys([MASTER, *parts]):
@@ -204,7 +209,7 @@ class _Reader:
         config, model = self._config, self._model
         zero = config.get("zero_optimization")
         zero = zero if isinstance(zero, dict) else {}
-        dtypes = {name: str(self._module[name].dtype).removeprefix("torch.") for name in self._parameters}
+        dtypes = {name: torch_name(self._module[name].dtype) for name in self._parameters}
         dtype = next((one for one in dtypes.values() if one in DTYPES.values()), "float32")
         accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
         saved, weights = model.get("optimizer"), {name: self._module[name] for name in self._parameters}
@@ -217,7 +222,7 @@ class _Reader:
             parameter_alignment=bool(zero.get("parameter_alignment", False)),
             cpu_offload=self._offloads("optimizer") and zero["offload_optimizer"]["device"] == "cpu",
             other_dtypes={name: one for name, one in dtypes.items() if one != dtype},
-            groups=held.groups_without_masters(saved, weights) if saved and whole else None,
+            groups=deepspeed_values.groups_without_masters(saved, weights) if saved and whole else None,
         )  # fmt: skip
 
     def _scheduler(self) -> dict[str, Any] | None:
@@ -274,7 +279,7 @@ class _Reader:
         return [name for name in self._module if name not in buffers and name not in self._aliases]
 
     @cached_property
-    def _shapes(self) -> held.Shapes:
+    def _shapes(self) -> Shapes:
         found = of_type(self._model, "param_shapes", list)
         return [{_plain_name(name): tuple(shape) for name, shape in one.items()} for one in found]
 

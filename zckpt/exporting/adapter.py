@@ -14,7 +14,7 @@ from zckpt.storage.location import Location
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from zckpt.exporting.plan import Source
+    from zckpt.exporting.plan import SourceTensor
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FILES = (WEIGHTS, CONFIG)
@@ -58,7 +58,7 @@ def read_config(folder: str) -> str:
 
 
 def plan_adapter(
-    sources: Mapping[str, Source],
+    sources: Mapping[str, SourceTensor],
     aliases: Mapping[str, str],
     adapter: str,
     configs: Mapping[str, str],

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zckpt.errors import FormatError, KeyNotFoundError
-from zckpt.exporting.plan import Source
+from zckpt.exporting.plan import SourceTensor
 from zckpt.format import names
 from zckpt.plan.reshard import Span
 from zckpt.reading.checkpoint import Checkpoint, Want
@@ -36,7 +36,7 @@ class CheckpointFiller:
         self,
         checkpoint: Checkpoint,
         infos: Mapping[str, TensorInfo],
-        sources: Mapping[str, Source],
+        sources: Mapping[str, SourceTensor],
         budget: Budget,
         copies: Mapping[str, int] | None = None,
     ) -> None:
@@ -102,11 +102,11 @@ class CheckpointSource(CheckpointFiller):
             )
         self.aliases = {alias: name for alias, name in checkpoint.aliases.items() if name in infos}
         self.adapters = _adapters(checkpoint)
-        sources: dict[str, Source] = {}
+        sources: dict[str, SourceTensor] = {}
         for name, info in infos.items():
             wanted = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
             check_cast(info.dtype, wanted, info.key)
-            sources[name] = Source(DTYPE_NAMES[wanted], info.shape)
+            sources[name] = SourceTensor(DTYPE_NAMES[wanted], info.shape)
         super().__init__(checkpoint, infos, sources, budget)
 
     @contextmanager

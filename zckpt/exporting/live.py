@@ -17,8 +17,9 @@ import torch
 from zckpt.errors import RankError
 from zckpt.exporting.plan import Run
 from zckpt.exporting.write import put_whole
-from zckpt.plan.exchange import Messages, Slices, plan_messages
+from zckpt.plan.exchange import Messages, SlicedFiles, plan_messages
 from zckpt.plan.reshard import Span
+from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.files import read_from
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.exporting.engine_source import EngineSource
-    from zckpt.exporting.plan import Conversion, OutputFile, Source
+    from zckpt.exporting.plan import Conversion, OutputFile, SourceTensor
     from zckpt.format.index import Ints
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
@@ -46,14 +47,14 @@ _MESSAGE_ALIGNMENT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class Shares:
     """Which rank writes what. It is equal on every rank.
 
     A room is memory of the rank that carries out a conversion. The sources of the conversion are sent to it whole, one
     behind the other, as if the room were one more file that the rank writes.
     """
 
-    slices: Slices
+    slices: SlicedFiles
     """The slices of the files and, after them, of the rooms."""
     rooms: Mapping[int, Conversion]
     """The conversion of each room, by the number that the room has among the files."""
@@ -63,21 +64,21 @@ class Deal:
     """For each source the size of an element in bytes."""
 
 
-def deal(
+def share_files(
     files: Sequence[OutputFile],
     conversions: Sequence[Conversion],
-    sources: Mapping[str, Source],
+    sources: Mapping[str, SourceTensor],
     ranks: int,
     budget_bytes: int,
-) -> Deal:
-    """Divides the files among ``ranks`` ranks so that no rank needs more than half of ``budget_bytes`` in memory, not
+) -> Shares:
+    """Shares the files out to ``ranks`` ranks so that no rank needs more than half of ``budget_bytes`` in memory, not
     counting the rooms. A rank holds what it sends to all writers in a round, a slice that it receives, and a slice that
     it writes. If the outputs of a conversion are in the files of several writers, each of them carries it out."""
     half = budget_bytes // 2
     writers = max(min(len(files), ranks, half // SLICE_BYTES_MIN - 2), 1)
-    # The writers are far apart among the ranks, so that they are on different machines where there are several.
-    writer = [number % writers * ranks // writers for number in range(len(files))]
     file_bytes = [file.nbytes for file in files]
+    # The writers are far apart among the ranks, so that they are on different machines where there are several.
+    writer = [number * ranks // writers for number in shared_out(file_bytes, writers)]
     item_bytes = {name: TORCH_DTYPES[source.dtype].itemsize for name, source in sources.items()}
     numel = {name: source.numel for name, source in sources.items()}
     places: list[tuple[int, int, Run]] = []
@@ -99,12 +100,12 @@ def deal(
             writer.append(rank)
             file_bytes.append(room_bytes)
     slice_bytes = min(SLICE_BYTES_MAX, half // (writers + 2)) // PAGE_BYTES * PAGE_BYTES
-    slices = Slices(slice_bytes, tuple(file_bytes), tuple(writer))
+    slices = SlicedFiles(slice_bytes, tuple(file_bytes), tuple(writer))
     starts = slices.starts
     spans: dict[str, list[Span]] = {name: [] for name in sources}
     for number, at, (name, start, last) in places:
         spans[name].append(Span(start, last, (starts[number] + at) // item_bytes[name]))
-    return Deal(slices, rooms, list(spans.values()), list(item_bytes.values()))
+    return Shares(slices, rooms, list(spans.values()), list(item_bytes.values()))
 
 
 def _made(file: OutputFile, conversion: Conversion) -> list[tuple[int, str]]:
@@ -113,7 +114,7 @@ def _made(file: OutputFile, conversion: Conversion) -> list[tuple[int, str]]:
     return [(at, one.name) for at, one in tensors if one.runs is None and one.name in conversion.outputs]
 
 
-def room_places(conversion: Conversion, sources: Mapping[str, Source]) -> list[tuple[str, int]]:
+def room_places(conversion: Conversion, sources: Mapping[str, SourceTensor]) -> list[tuple[str, int]]:
     """Returns the names of the sources of a conversion, and the byte of the room at which each begins."""
     places, at = [], 0
     for name in conversion.sources:
@@ -137,9 +138,9 @@ def write_from_ranks(
     least = min(ranks.share(lambda: source.budget.nbytes, "compare the budgets"))
 
     def prepare() -> _RankExport:
-        dealt = deal(files, conversions, source.sources, ranks.size, least)
-        messages = plan_messages(source.held, dealt.spans, dealt.item_bytes, dealt.slices, ranks.rank)
-        return _RankExport(store, files, source, dealt, messages, ranks)
+        shares = share_files(files, conversions, source.sources, ranks.size, least)
+        messages = plan_messages(source.held, shares.spans, shares.item_bytes, shares.slices, ranks.rank)
+        return _RankExport(store, files, source, shares, messages, ranks)
 
     export = ranks.together(prepare, "plan the export")
     told = ExitStack()  # The progress may fail on one rank alone. So it is called in actions of ``together``.
@@ -172,19 +173,19 @@ class _RankExport:
         store: Store,
         files: Sequence[OutputFile],
         source: EngineSource,
-        dealt: Deal,
+        shares: Shares,
         messages: Messages,
         ranks: Ranks,
     ) -> None:
         self._store, self._files, self._sources, self._fragments = store, files, source.sources, source.fragments
-        self._dealt, self._messages, self._ranks = dealt, messages, ranks
+        self._shares, self._messages, self._ranks = shares, messages, ranks
         self._budget = source.budget
         self.advance: Callable[[int], None] = lambda nbytes: None
         """It is called with the number of bytes that this rank has written."""
         self._dtypes = {name: TORCH_DTYPES[one.dtype] for name, one in source.sources.items()}
-        self._own = dealt.slices.own(ranks.rank)
-        self.rounds = dealt.slices.rounds
-        writer = dealt.slices.writer
+        self._own = shares.slices.own(ranks.rank)
+        self.rounds = shares.slices.rounds
+        writer = shares.slices.writer
         self.nbytes = sum(file.nbytes for number, file in enumerate(files) if writer[number] == ranks.rank)
         """The number of bytes that this rank writes."""
         self._writers: dict[int, Writer] = {}
@@ -200,7 +201,7 @@ class _RankExport:
                 rank=self._ranks.job_rank, hint="export to a file system that all ranks share",
             )  # fmt: skip
         for number, file in enumerate(self._files):
-            if self._dealt.slices.writer[number] == self._ranks.rank:
+            if self._shares.slices.writer[number] == self._ranks.rank:
                 self._writers[number] = self._store.create(file.name, file.nbytes, direct=self._budget.direct)
         rank, messages = self._ranks.rank, self._messages
         rooms = []
@@ -208,7 +209,7 @@ class _RankExport:
             per_turn = np.bincount(messages.turn[own], _padded(messages.nbytes[own]))
             rooms.append(torch.empty(int(per_turn.max(initial=0)), dtype=torch.uint8))
         self._sent, self._received = rooms
-        self._stage = fresh_tensor((self._dealt.slices.slice_bytes + PAGE_BYTES,), torch.uint8, "cpu")
+        self._stage = fresh_tensor((self._shares.slices.slice_bytes + PAGE_BYTES,), torch.uint8, "cpu")
 
     def pack(self, turn: int) -> None:
         """Begins to write what this rank received in the last round, and packs what it sends in this one."""
@@ -245,13 +246,13 @@ class _RankExport:
         self._wait()
         file, first, nbytes = self._own[self._received_turn]
         self._received_turn = -1
-        if file in self._dealt.rooms:
+        if file in self._shares.rooms:
             if first == 0:
-                self._room = torch.empty(self._dealt.slices.file_bytes[file], dtype=torch.uint8)
+                self._room = torch.empty(self._shares.slices.file_bytes[file], dtype=torch.uint8)
             assert self._room is not None
             self._unpack(self._room[first : first + nbytes])
             if first + nbytes == len(self._room):
-                self._convert(self._dealt.rooms[file], self._room)
+                self._convert(self._shares.rooms[file], self._room)
                 self._room = None
             return
         stage = self._stage[-self._stage.data_ptr() % PAGE_BYTES :][:nbytes]

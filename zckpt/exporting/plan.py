@@ -30,7 +30,7 @@ _ORDER = (
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-class Source(NamedTuple):
+class SourceTensor(NamedTuple):
     """A tensor that the export is made from."""
 
     dtype: str
@@ -212,14 +212,14 @@ def safetensors_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
     return OutputFile(name, len(header) + stops[-1], {0: header}, places)
 
 
-# Slices of a file
+# Windows of a file
 
 
-class Slice(NamedTuple):
+class WindowPart(NamedTuple):
     """Bytes of a window: either ``known`` ones, or elements of a source."""
 
     offset: int
-    """The byte of the window at which the slice begins."""
+    """The byte of the window at which the part begins."""
     known: bytes | None
     """The bytes themselves. None means that they are elements of a source."""
     source: str = ""
@@ -233,7 +233,7 @@ class Slice(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of the slice in bytes."""
+        """The size of the part in bytes."""
         if self.known is not None:
             return len(self.known)
         return (self.stop - self.start) * ITEM_BYTES[self.dtype]
@@ -241,11 +241,11 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A window of a file: ``nbytes`` bytes from byte ``start`` on, which ``slices`` fill without a gap."""
+    """A window of a file: ``nbytes`` bytes from byte ``start`` on, which ``parts`` fill without a gap."""
 
     start: int
     nbytes: int
-    slices: tuple[Slice, ...]
+    parts: tuple[WindowPart, ...]
 
 
 def windows(
@@ -254,10 +254,10 @@ def windows(
     """Cuts a file into windows of at most ``bytes_max`` bytes, in the order of the file. Tensors that conversions make
     are left out. Only a tensor that is larger than a window is cut.
 
-    ``cut(source, start, stop)``: returns at which element a slice had better end. The elements ``[start, stop)`` fill
+    ``cut(source, start, stop)``: returns at which element a part had better end. The elements ``[start, stop)`` fill
     the window; the result has to be after ``start``, and at most ``stop``.
     """
-    own: list[Slice] = []
+    own: list[WindowPart] = []
     first = stop = 0
 
     def take() -> Iterator[Window]:
@@ -277,7 +277,7 @@ def windows(
                 if start:
                     yield from take()
                     first = stop
-                own.append(Slice(stop - first, content[start : start + bytes_max]))
+                own.append(WindowPart(stop - first, content[start : start + bytes_max]))
                 stop = begin + min(start + bytes_max, whole)
             continue
         item = ITEM_BYTES[content.dtype]
@@ -288,7 +288,7 @@ def windows(
                     first = stop
                 end = min(run_stop, start + (bytes_max - (stop - first)) // item)
                 end = end if end == run_stop else cut(source, start, end)
-                own.append(Slice(stop - first, None, source, start, end, content.dtype))
+                own.append(WindowPart(stop - first, None, source, start, end, content.dtype))
                 stop += (end - start) * item
                 if end < run_stop:
                     yield from take()

@@ -22,7 +22,7 @@ from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from zckpt.exporting.plan import Source
+    from zckpt.exporting.plan import SourceTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class Instance:
     attributes: Mapping[str, Any]
 
 
-def plan_torch_file(sources: Mapping[str, Source], aliases: Mapping[str, str], name: str) -> ExportPlan:
+def plan_torch_file(sources: Mapping[str, SourceTensor], aliases: Mapping[str, str], name: str) -> ExportPlan:
     """Plans one file of this name. ``torch.load`` with ``weights_only=True`` returns from it a dict of all tensors. A
     tied weight has all of its names in the dict, which share its memory. ``aliases``: the other names of tied weights.
     """

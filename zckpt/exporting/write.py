@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.exporting.plan import Conversion, OutputFile, Source, Window
+    from zckpt.exporting.plan import Conversion, OutputFile, SourceTensor, Window
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Store, Writer
     from zckpt.transfer.budget import Budget
@@ -31,7 +31,7 @@ class Filler(Protocol):
     """What the tensors of an export come from. Several threads call it."""
 
     @property
-    def sources(self) -> Mapping[str, Source]:
+    def sources(self) -> Mapping[str, SourceTensor]:
         """The tensors that it has, by name."""
 
     def fill(self, targets: Sequence[tuple[str, int, torch.Tensor]]) -> None:
@@ -39,7 +39,7 @@ class Filler(Protocol):
         and a 1-D tensor in host memory, to whose dtype the elements are converted."""
 
     def cut(self, source: str, start: int, stop: int) -> int:
-        """Returns where a slice had better end, as ``zckpt.exporting.plan.windows`` asks for it."""
+        """Returns where a part had better end, as ``zckpt.exporting.plan.windows`` asks for it."""
 
 
 def write_files(
@@ -84,7 +84,7 @@ def _put(writer: Writer, window: Window, filler: Filler, staging: StagingPool) -
     with staging.lend() as stage:
         first = window.start % PAGE_BYTES  # the window lies in memory as it lies in a page of the file
         targets = []
-        for one in window.slices:
+        for one in window.parts:
             start, stop = first + one.offset, first + one.offset + one.nbytes
             if one.known is not None:
                 stage.bytes[start:stop] = np.frombuffer(one.known, np.uint8)

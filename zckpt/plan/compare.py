@@ -36,7 +36,9 @@ def differing(start: Ints, stop: Ints, one: Digests, other: Digests, block_items
     return list(zip(first.tolist(), last.tolist(), strict=True))
 
 
-def slices(begin: int, end: int, pieces: StoredPieces, block_items: int, limit: int) -> Iterator[tuple[int, int]]:
+def cut_at_blocks(
+    begin: int, end: int, pieces: StoredPieces, block_items: int, limit: int
+) -> Iterator[tuple[int, int]]:
     """Cuts the elements ``[begin, end)`` of a tensor into ranges of at most ``limit`` elements. It cuts where a block
     of ``pieces`` begins, so that none of these blocks is read twice. In a checkpoint with other pieces, a range may
     begin or end within a block; such a block is read for both of the ranges that it is in."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Slices:
+class SlicedFiles:
     """Files that are cut into slices of ``slice_bytes``. Each file begins with a new slice, so the last slice of a file
     may be shorter. Slices are numbered through all files. The slices are sent in rounds: in each round each writer gets
     its next slice, until it has had the slices of all its files."""
@@ -95,13 +95,13 @@ class Messages:
 
 
 def plan_messages(
-    held: StoredPieces, spans: Sequence[Sequence[Span]], item_bytes: Sequence[int], slices: Slices, rank: int
+    held: StoredPieces, spans: Sequence[Sequence[Span]], item_bytes: Sequence[int], slices: SlicedFiles, rank: int
 ) -> Messages:
     """Plans what ``rank`` sends and receives.
 
     ``held``: the elements of each tensor that the ranks hold, where ``file`` is the rank and ``offset`` is the number
     of the rank's fragment. ``spans``: the elements of each tensor that are written. Their ``sink_start`` is their place
-    among the bytes of all files, counted as in ``Slices.starts``, divided by ``item_bytes``. ``item_bytes``: for each
+    among the bytes of all files, counted as in ``slices.starts``, divided by ``item_bytes``. ``item_bytes``: for each
     tensor the size in bytes of an element in the files.
     """
     found = extents(held, spans, item_bytes)

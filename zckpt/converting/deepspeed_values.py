@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.converting import unnamed
+from zckpt.converting import stage_0_names
 from zckpt.converting.deepspeed_folder import of_type
 from zckpt.engines.deepspeed.flats import (
     Flat,
@@ -39,7 +39,7 @@ _SWAP_NAME = re.compile(r"(?:\w+-)?\d+_\d+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class FlatValues:
     """One flat tensor of a rank, and its state. The tensor ``flat.master`` has no memory: it only serves as the key of
     the state."""
 
@@ -63,7 +63,7 @@ class Held:
         return found.dtype
 
 
-def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, *, offload: bool) -> Iterator[Held]:
+def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, *, offload: bool) -> Iterator[FlatValues]:
     """Yields the flat tensors of one rank of stage 1 or 2. Each param group has one, which holds this rank's partition
     of all its parameters."""
     if isinstance(zero.get("base_optimizer_state"), list):
@@ -85,10 +85,10 @@ def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, *, offloa
             raise FormatError(f"the weights of param group {number} are too short for its parameters")
         by_muon = group.get("use_muon") and not offload
         flat = Flat(number, slots, _key((length,), master), wider=momentum_of_muon(slots) if by_muon else {})
-        yield Held(flat, saved.get(group["params"][0], {}), master)
+        yield FlatValues(flat, saved.get(group["params"][0], {}), master)
 
 
-def stage_3(zero: Mapping[str, Any], shapes: Shapes, group: RankGroup, folder: DeepSpeedFolder) -> Iterator[Held]:
+def stage_3(zero: Mapping[str, Any], shapes: Shapes, group: RankGroup, folder: DeepSpeedFolder) -> Iterator[FlatValues]:
     """Yields the flat tensors of one rank of stage 3. Each sub-group has one, which holds this rank's partitions of its
     parameters."""
     saved, groups = _saved(zero, "optimizer_state_dict")
@@ -101,14 +101,14 @@ def stage_3(zero: Mapping[str, Any], shapes: Shapes, group: RankGroup, folder: D
         numel = sum(partition_numel(shape, group.size) for shape in own.values())
         if numel and not master.numel():
             files = _swapped(index, master, state, numel, folder, group.rank)
-            yield Held(Flat(number, slots, _key((0,), master), files), state, master)
+            yield FlatValues(Flat(number, slots, _key((0,), master), files), state, master)
         elif master.numel() == numel:
-            yield Held(Flat(number, slots, _key(master.shape, master)), state, master)
+            yield FlatValues(Flat(number, slots, _key(master.shape, master)), state, master)
         else:
             raise FormatError(f"the weights of sub-group {index} have the wrong length")
 
 
-def stage_0(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], group: RankGroup) -> Iterator[Held]:
+def stage_0(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], group: RankGroup) -> Iterator[FlatValues]:
     """Yields the flat tensors of stage 0. With flat master weights each param group has one. In fp32, and where each
     parameter has its own master weight, each parameter has one. ``module``: the weights by their names."""
     whole = {name: weight for name, weight in module.items() if weight.numel()}
@@ -116,11 +116,13 @@ def stage_0(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], group:
     if "fp32_groups_flat" in saved:
         masters = of_type(saved, "fp32_groups_flat", list)
         used = [(number, one["params"][0]) for number, one in enumerate(groups) if one["params"]]
-        for (number, index), master, names in zip(used, masters, unnamed.named_by_value(masters, whole), strict=True):
+        for (number, index), master, names in zip(
+            used, masters, stage_0_names.named_by_value(masters, whole), strict=True
+        ):
             offsets = consecutive(whole[name].shape for name in names)
             slots = [_shared(name, whole[name], group, at) for name, at in zip(names, offsets, strict=True)]
             flat = Flat(number, tuple(slots), _key(master.shape, master), whole=len(names) == 1)
-            yield Held(flat, states.get(index, {}), master)
+            yield FlatValues(flat, states.get(index, {}), master)
         return
     indices = [(number, index) for number, one in enumerate(groups) for index in one["params"]]
     in_groups = of_type(saved, "fp32_groups", list) if "fp32_groups" in saved else None
@@ -129,25 +131,25 @@ def stage_0(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], group:
         known = [[tuple(master.shape) for master in one] for one in in_groups]
     else:
         known = _shapes_of(states, groups)
-    named = [name for one in unnamed.named_by_shape(known, module) for name in one]
+    named = [name for one in stage_0_names.named_by_shape(known, module) for name in one]
     masters = [module[name] for name in named] if in_groups is None else [master for one in in_groups for master in one]
     if in_groups is not None:
-        unnamed.check_values(masters, named, module)
+        stage_0_names.check_values(masters, named, module)
     for (number, index), name, master in zip(indices, named, masters, strict=True):
         if master.numel():
             slot = _shared(name, master, group, 0)
-            yield Held(
+            yield FlatValues(
                 Flat(number, (slot,), _key(module[name].shape, master), whole=True), states.get(index, {}), master
             )
 
 
 def groups_without_masters(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Returns the names of all parameters of each param group, at stage 0 in fp32."""
-    return unnamed.named_by_shape(_shapes_of(*_saved(saved, None)), module)
+    return stage_0_names.named_by_shape(_shapes_of(*_saved(saved, None)), module)
 
 
 def universal(folder: DeepSpeedFolder, files: TorchFiles, groups: Sequence[Mapping[str, Any]], shapes: Shapes,
-              group: RankGroup, step: Any) -> Iterator[Held]:  # fmt: skip
+              group: RankGroup, step: Any) -> Iterator[FlatValues]:  # fmt: skip
     """Yields one flat tensor for each parameter of a Universal Checkpoint, of which each rank has its share.
     ``shapes``: those of the parameters of each param group or sub-group. ``step``: the optimizer's step of all
     parameters. None means that each parameter has its own."""
@@ -169,7 +171,7 @@ def universal(folder: DeepSpeedFolder, files: TorchFiles, groups: Sequence[Mappi
             state = {} if not data else {**({} if own_step is None else {"step": own_step}), **data}
             if master.numel():
                 slot = _shared(name, master, group, 0)
-                yield Held(Flat(number, (slot,), _key(shape, master), whole=True), state, master)
+                yield FlatValues(Flat(number, (slot,), _key(shape, master), whole=True), state, master)
 
 
 def _whole(value: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
