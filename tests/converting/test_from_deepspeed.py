@@ -161,9 +161,12 @@ def same_checkpoints(own: zckpt.Checkpoint, converted: zckpt.Checkpoint) -> None
             assert one[key].dtype == other[key].dtype, key
             assert torch.equal(bits(one[key]), bits(other[key])), key
     states = [plain(ck.state) for ck in (own, converted)]
+    scalers = []
     for state in states:
         del state["engine"]["counters"]["micro_steps"]
-        del state["engine"]["scaler"]
+        scalers.append(state["engine"].pop("scaler"))
+    scales = [None if scaler is None else scaler["values"]["cur_scale"] for scaler in scalers]
+    assert scales[0] == scales[1]
     if states[1]["engine"]["optimizer"]["class"] is None:  # one of the caller's own
         assert states[0]["engine"]["optimizer"].pop("class") == "Factored"
         del states[1]["engine"]["optimizer"]["class"]
