@@ -53,6 +53,8 @@ def test_a_configuration_that_no_model_can_be_made_of(tmp_path: Path, model: Pat
     refused(tmp_path, zckpt.UnsupportedError, "has no model 'NoSuchModel'", config=model)
     edit(model, architectures=None)
     refused(tmp_path, zckpt.UnsupportedError, '"architectures": ', config=model)
+    edit(model, architectures=["GPT2LMHeadModel"], n_head=0)
+    refused(tmp_path, zckpt.FormatError, "transformers makes no model of it", config=model)
     edit(model, quantization_config={"quant_method": "fp8"})
     refused(tmp_path, zckpt.UnsupportedError, "quantized", config=model)
     (model / "config.json").write_text("{")

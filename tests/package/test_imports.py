@@ -51,6 +51,7 @@ PUBLIC_NAMES = """
 # Location, which may be that of an object store.
 OF_LOCAL_FILES = {
     "api/where.py",  # looks at swap files
+    "engines/hugging_face.py",  # names the configuration of a model in errors
     "exporting/hugging_face.py",  # reads the folder of a model
     "exporting/place.py",  # writes files of other programs
     "converting/deepspeed_folder.py",  # reads files of other programs

@@ -65,8 +65,9 @@ def plan_hugging_face(
     configuration of the model. Without it, tensors keep their names and shapes, a tied weight has one of its names, and
     there is no configuration.
 
-    Raises MismatchError if the model of this configuration has other tensors; UnsupportedError for a configuration that
-    transformers cannot make a model from, and where transformers is not installed; and StorageError.
+    Raises MismatchError if the model of this configuration has other tensors; UnsupportedError for a class of models
+    that transformers does not have, and where transformers is not installed; FormatError for a configuration that no
+    model can be made from; and StorageError.
     """
     small_files: dict[str, bytes] = {}
     tensors: list[OutputTensor] = []
