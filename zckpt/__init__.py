@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from zckpt.api.gc import gc
     from zckpt.api.offload import Offloaded, offload, offloaded, reload
     from zckpt.api.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
+    from zckpt.api.preemption import Preemption, on_preemption
     from zckpt.api.prune import prune
     from zckpt.api.register import register
     from zckpt.api.repair import RepairReport, repair
@@ -141,6 +142,7 @@ __all__ = [
     "PieceInfo",
     "Placement",
     "PlacementEntry",
+    "Preemption",
     "Progress",
     "ProgressBar",
     "RankError",
@@ -176,6 +178,7 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "offload",
     "offloaded",
+    "on_preemption",
     "open",
     "prune",
     "register",
@@ -199,6 +202,7 @@ _LATE = {
     "api.gc": ["gc"],
     "api.offload": ["Offloaded", "offload", "offloaded", "reload"],
     "api.open": ["open"],
+    "api.preemption": ["Preemption", "on_preemption"],
     "api.prune": ["prune"],
     "api.register": ["register"],
     "api.repair": ["RepairReport", "repair"],

@@ -39,12 +39,12 @@ PUBLIC_NAMES = """
     Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup Converted DeviceError
     Difference DigestError Exported FeatureError Finding FormatError KeyNotFoundError LockedError MismatchError
     MissingFileError NoSpaceError Observation Offloaded OffloadedError PendingWrite PieceInfo Placement
-    PlacementEntry Progress ProgressBar RankError RankMemory RankStates Removed RepairError RepairReport Report Restored
-    SizeError StateDifference StateError StorageError TagError TensorDifference TensorInfo UnfinishedWriteError
-    UnsupportedError VersionError ZckptError __version__ attach attach_all convert
+    PlacementEntry Preemption Progress ProgressBar RankError RankMemory RankStates Removed RepairError RepairReport
+    Report Restored SizeError StateDifference StateError StorageError TagError TensorDifference TensorInfo
+    UnfinishedWriteError UnsupportedError VersionError ZckptError __version__ attach attach_all convert
     convert_zero_checkpoint_to_fp32_state_dict cp detach diff export gc get_fp32_state_dict_from_zero_checkpoint
-    load_state_dict_from_zero_checkpoint offload offloaded open prune register reload repair report restore validate
-    wait where write
+    load_state_dict_from_zero_checkpoint offload offloaded on_preemption open prune register reload repair report
+    restore validate wait where write
 """
 
 # The modules above storage that mean local files, none of which belongs to a checkpoint. To all others, a path is a

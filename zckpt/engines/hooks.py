@@ -31,7 +31,7 @@ def before_calls(methods: Iterable[tuple[Any, str, Callable[[], None]]]) -> Call
             # The first hook of all: those of ZeRO-3 gather the weights.
             undone.append(owner.register_forward_pre_hook(_hook(action), prepend=True).remove)
         else:
-            watched = getattr(getattr(owner, name), _WATCHED, None) or _Watched(owner, name)
+            watched = _watched(owner, name)
             watched.actions.append(action)
             undone.append(functools.partial(watched.remove, action))
 
@@ -40,6 +40,26 @@ def before_calls(methods: Iterable[tuple[Any, str, Callable[[], None]]]) -> Call
             undone.pop()()
 
     return undo
+
+
+def after_calls(methods: Iterable[tuple[Any, str, Callable[[], None]]]) -> Callable[[], None]:
+    """Has an action called after each call of a method that has returned. Otherwise as ``before_calls``; for no
+    ``__call__`` of a module."""
+    undone: list[Callable[[], None]] = []
+    for owner, name, action in methods:
+        watched = _watched(owner, name)
+        watched.after.append(action)
+        undone.append(functools.partial(watched.remove, action))
+
+    def undo() -> None:
+        while undone:
+            undone.pop()()
+
+    return undo
+
+
+def _watched(owner: Any, name: str) -> _Watched:
+    return getattr(getattr(owner, name), _WATCHED, None) or _Watched(owner, name)
 
 
 _WATCHED = "_zckpt_watched"
@@ -52,6 +72,7 @@ class _Watched:
 
     def __init__(self, owner: Any, name: str) -> None:
         self.actions: list[Callable[[], None]] = []
+        self.after: list[Callable[[], None]] = []
         self._owner, self._name, self._before = owner, name, vars(owner).get(name)
         method = getattr(owner, name)
 
@@ -59,17 +80,20 @@ class _Watched:
         def call(*args: Any, **kwargs: Any) -> Any:
             for action in tuple(self.actions):
                 action()
-            return method(*args, **kwargs)
+            returned = method(*args, **kwargs)
+            for action in tuple(self.after):
+                action()
+            return returned
 
         setattr(call, _WATCHED, self)
         setattr(owner, name, call)
         self._wrapper = vars(owner)[name]
 
     def remove(self, action: Callable[[], None]) -> None:
-        self.actions.remove(action)
+        (self.actions if action in self.actions else self.after).remove(action)
         owner, name = self._owner, self._name
         # Somebody may have wrapped the wrapper since: then it stays, and does nothing.
-        if not self.actions and vars(owner).get(name) is self._wrapper:
+        if not self.actions and not self.after and vars(owner).get(name) is self._wrapper:
             vars(owner).pop(name) if self._before is None else setattr(owner, name, self._before)
 
 
