@@ -1,0 +1,55 @@
+"""Trains with Lightning and its DeepSpeedStrategy, and can be killed at any point. Started again, it goes on behind its
+last checkpoint, with the samples and the losses of a run that never stopped:
+
+    torchrun --nproc-per-node 2 -m zckpt run examples/lightning_run.py [DIRECTORY]
+
+Each rank appends what it has trained on to DIRECTORY-<rank>.log: step, loss, numbers of the samples.
+"""
+
+import glob
+import sys
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch.utils.data import DistributedSampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+run = sys.argv[1] if len(sys.argv) > 1 else "lightning_run"
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+
+    def train_dataloader(self):  # Lightning keeps its position on each rank in client_state
+        torch.manual_seed(0)
+        data = TensorDataset(torch.arange(104), torch.randn(104, 32))
+        return StatefulDataLoader(data, batch_size=4, sampler=DistributedSampler(data), num_workers=1)
+
+    def training_step(self, batch):
+        numbers, inputs = batch
+        loss = self.layers(inputs).square().mean()
+        with open(f"{run}-{self.global_rank}.log", "a") as log:
+            print(self.global_step + 1, loss.item(), *numbers.tolist(), file=log)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+torch.manual_seed(0)
+saves = ModelCheckpoint(run, "{step:06}", every_n_train_steps=3, save_top_k=-1, save_on_train_epoch_end=False)
+trainer = Trainer(
+    strategy=DeepSpeedStrategy(config=CONFIG),
+    devices=2,
+    max_epochs=2,
+    callbacks=[saves],
+    logger=False,
+    use_distributed_sampler=False,
+)
+saved = glob.glob(f"{run}/*/latest")
+trainer.fit(Module(), ckpt_path=max(saved).removesuffix("/latest") if saved else None)
