@@ -56,6 +56,9 @@ def assert_survives(cluster: Cluster, directory: Path, example: str, steps: tupl
         assert outcomes[ends[0]].failed, "it was stopped"
     cluster.run(run_one, 2, example, str(run), None, init=False)
     assert_goes_on_as_if_never_stopped(run, through, len(steps))
+    if example == ALONE:
+        expected, found = (one / "adapter" / "adapter_model.safetensors" for one in (through, run))
+        assert expected.read_bytes() == found.read_bytes(), "the adapters, bit for bit"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
