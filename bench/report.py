@@ -36,6 +36,7 @@ ORDER = (
     "other_world_size",
     "background_write",
     "offload",
+    "reuse",
     "small_tensors",
     "memory_over_time",
     "limits",

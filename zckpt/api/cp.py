@@ -99,7 +99,8 @@ def cp(
                 copy.save_id = ranks.first(lambda: lock.save_id, "plan the copy")
             try:
                 receipts = ranks.share(copy.receipts, "plan the copy")
-                Space(*ranks.first(lambda: copy.begin(lock, [*chain(*receipts)]), "begin the copy")).refuse_lack()
+                space = ranks.first(lambda: copy.begin(lock, [*chain(*receipts)]), "begin the copy")
+                ranks.together(lambda: Space(*space).refuse_lack(), "begin the copy")
                 digests = ranks.share(copy.write, "copy")
                 ranks.first(lambda: copy.commit([*chain(*digests)]), "commit")
             finally:

@@ -131,7 +131,8 @@ def export(
             store, files = open_store(prepared), plan.files
             if not wanted.directory:
                 store, files = store.parent, (replace(files[0], name=Location.of(prepared).name),)
-            Space(*ranks.first(lambda: Space.of(store, sum(sizes.values())), "look for space")).refuse_lack()
+            space = ranks.first(lambda: Space.of(store, sum(sizes.values())), "look for space")
+            ranks.together(lambda: Space(*space).refuse_lack(), "look for space")
             ranks.first(lambda: _put_small(store, plan), "write")
             if isinstance(tensors, EngineSource):
                 write_from_ranks(store, files, plan.conversions, tensors, ranks, progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from zckpt.api.background import PendingWrite, wait
@@ -150,10 +151,7 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
         # The ranks have agreed that all of them write in the background, or none.
         others = Ranks(group, background=True, call="zckpt.write") if options.background else ranks
 
-        def finish(snapshot: Snapshot) -> None:
-            _finish(prepared, others, snapshot)
-            if others.rank == 0:
-                _remove_older(prepared)
+        finish = partial(_finish, prepared, others)
 
         def begin() -> Space:
             nonlocal pending
@@ -162,7 +160,8 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
             return prepared.begin(plans)
 
         try:
-            Space(*ranks.share(begin, "begin the write")[0]).refuse_lack()
+            spaces = ranks.share(begin, "begin the write")
+            ranks.together(lambda: Space(*spaces[0]).refuse_lack(), "begin the write")
             if pending is None:
                 finish(Snapshot())
             else:
@@ -179,8 +178,8 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
 
 
 def _finish(prepared: Preparation, ranks: Ranks, snapshot: Snapshot) -> None:
-    """Every rank's files, then the commit; or, after a failure on any of them, none of it. Here or in the background;
-    collective."""
+    """Writes every rank's files and commits them; after a failure on any rank, none of it is left. Then rank 0 removes
+    older checkpoints. All ranks call it, in the main thread or in that of a background write."""
     own = prepared.write
     try:
         digests = ranks.share(lambda: own.write_own(snapshot), "write")
@@ -191,6 +190,7 @@ def _finish(prepared: Preparation, ranks: Ranks, snapshot: Snapshot) -> None:
         raise
     if own.lock is not None:
         own.lock.release()
+        _remove_older(prepared)
 
 
 def _remove_older(prepared: Preparation) -> None:

@@ -97,7 +97,8 @@ def write_source(
 
     try:
         receipts = ranks.share(plan, "plan the checkpoint")
-        Space(*ranks.first(begin, "begin the checkpoint")).refuse_lack()
+        space = ranks.first(begin, "begin the checkpoint")
+        ranks.together(lambda: Space(*space).refuse_lack(), "begin the checkpoint")
         digests = ranks.share(write, "convert")
         ranks.first(lambda: begun[0].commit([one for _, one in sorted(chain(*digests))]), "commit")
     finally:

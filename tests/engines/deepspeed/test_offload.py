@@ -188,6 +188,7 @@ def test_a_failed_restore_reaches_all_and_leaks_no_buffers(
     (victim,) = (tmp_path / "checkpoint-all").glob("data-*/rank-00001/swap.exp_avg_sq.safetensors")
     raw = bytearray(victim.read_bytes())
     raw[len(raw) // 2] ^= 1
+    victim.unlink()  # other checkpoints may share its bytes
     victim.write_bytes(raw)
     outcome = cluster.run(
         restore_damaged_then_whole, 2, f"{path}-all", str(path), setup, str(tmp_path / "other"), trained
