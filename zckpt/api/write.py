@@ -190,16 +190,14 @@ def _finish(prepared: Preparation, ranks: Ranks, snapshot: Snapshot) -> None:
         raise
     if own.lock is not None:
         own.lock.release()
-        _remove_older(prepared)
+        if prepared.options.keep_last is not None:
+            _remove_older(prepared, prepared.options.keep_last)
 
 
-def _remove_older(prepared: Preparation) -> None:
-    """Removes the checkpoints of the run that are no longer to be kept."""
-    keep_last, keep_every = prepared.options.keep_last, prepared.options.keep_every
-    if keep_last is None:
-        return
+def _remove_older(prepared: Preparation, keep_last: int) -> None:
+    """Removes the checkpoints of the run that are no longer to be kept. Warns where that fails."""
     try:
-        prune(str(prepared.run.location), keep_last=keep_last, keep_every=keep_every)
+        prune(str(prepared.run.location), keep_last=keep_last, keep_every=prepared.options.keep_every)
     except Exception as error:  # the checkpoint is committed, and its write has not failed
         warn(f"{prepared.target} is written, but older checkpoints could not be removed: {error}")
 
