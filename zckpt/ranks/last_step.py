@@ -71,7 +71,7 @@ class LastStep:
             return self.reason is not None
         if last == _NEVER:
             raise RankError(
-                f"the ranks could not agree on a last step: one of them has not answered for {AGREE_SECONDS} s",
+                f"the ranks could not agree on a last step: one has not answered for {AGREE_SECONDS} s, or has ended",
                 hint="it may have died; no last checkpoint was written, and the one before it is whole",
             )
         return last is not None and self._steps >= last
@@ -93,8 +93,9 @@ class LastStep:
                         self.reason = int(self._store.get("reason"))
                         self._last = self._agree()
                     return
-        except RuntimeError:
-            return  # The store is gone, and with it the process that holds it: the job ends without this.
+        except RuntimeError:  # The store is gone, and with it the process that holds it.
+            if self.reason is not None:
+                self._last = _NEVER
 
     def _agree(self) -> int:
         keys = [f"steps/{rank}" for rank in range(self._size)]
