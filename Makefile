@@ -1,55 +1,74 @@
-# make demo      a run writes, another process opens parts of it, fresh engines resume it
-# make test      lint, types and the tests of every commit
-# make test-all  the same, with every combination of stage, offload, dtype and optimizer
-# make test-crash  writes killed at every operation and at 300 random times, 50,000 losses of power (half an hour)
-# make test-browser  the page of `zckpt report` in a headless Chromium, which it installs on Debian
-# make test-versions  some of the tests with every DeepSpeed version that zckpt is meant for
-# make bench     every comparison with the limit of the machine and with others; results in bench/results
-# make bench-gpu  loading to a GPU, with the loaders that are made for it, and writing from it
-# make fuzz      random input to every parser and to whole checkpoints, FUZZ_SECONDS (60) for each
-# make docs      the pages of README, docs/, spec/ and bench/results as a site, in build/site
-# make setup     what the tests need; every target sets up for itself what it needs
-# make bench-index  size and speed of the index at 1024 ranks, and of the commands
-# make bench-coverage  what DeepSpeed's own checkpoints and zckpt do in the same situations; writes bench/results/
+# make help      prints this list
+# make check     runs lint, types, and the tests that need no ranks, in under a minute
+# make test      runs lint, types, and all tests that every commit has to pass
+# make test-all  runs the same, and every combination of stage, offload, dtype and optimizer (over an hour)
+# make demo      trains a small model, writes a checkpoint, opens it in another process and resumes it
+# make docs      builds README, docs/, spec/ and bench/results as a site, in build/site
+# make fuzz      gives random input to every parser and to whole checkpoints, FUZZ_SECONDS (60) for each
+# make bench     compares zckpt with the limit of the machine and with others; the results are in bench/results
+# make setup     installs what the tests need into .venv and .cache; every target installs what it needs itself
+# make clean     removes .venv, .cache, build and the caches of the tools
 #
-# Wants python3 (3.11 or newer, with headers), make and a C++ compiler; everything else goes into .venv and .cache.
-# Without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids several GB of CUDA packages.
+# make test-crash      kills writes at every operation and at 300 random times, and at 50,000 losses of power (30 minutes)
+# make test-browser    tests the page of `zckpt report` in a headless Chromium, which it installs on Debian
+# make test-versions   runs some of the tests with every DeepSpeed version that zckpt supports
+# make test-pythons    runs some of the tests with every version of Python in PYTHONS (python3.13)
+# make bench-gpu       compares loading to a GPU and writing from it with loaders that are made for this
+# make bench-index     measures the index at 1024 ranks, and the commands
+# make bench-coverage  compares DeepSpeed's own checkpoints with zckpt in the same situations; writes to bench/results
+#
+# You need python3 (3.11 or newer, with its headers), make and a C++ compiler. The rest is installed into .venv and
+# .cache. Without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids several GB of CUDA packages.
 
 PYTHON ?= python3
+PYTHONS ?= python3.13
 TORCH_INDEX ?=
 FUZZ_SECONDS ?= 60
 
-PY := .venv/bin/python
+# The directories of the installed packages and of what is compiled for them. `make test-pythons` sets others.
+VENV ?= .venv
+BUILT ?= .cache
+
+PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check
-SETUP := .venv/.stamp
-OPS := .cache/ops.stamp
-SIM := .cache/sim.stamp
-DEMO_OPS := .cache/demo-ops.stamp
+SETUP := $(VENV)/.stamp
+OPS := $(BUILT)/ops.stamp
+SIM := $(BUILT)/sim.stamp
+DEMO_OPS := $(BUILT)/demo-ops.stamp
 OLDER := 0.16.9 0.17.6 0.18.9
 SMOKE := -m "matrix or not matrix" @tests/smoke.txt
-PLOTS := .venv/.bench-stamp
-BROWSER := .venv/.browser-stamp
-FUZZER := .venv/.fuzz-stamp
-DOCS := .venv/.docs-stamp
+NO_RANKS := -m "not matrix and not ranks" tests/format tests/plan tests/listing tests/package/test_imports.py
+PLOTS := $(VENV)/.bench-stamp
+BROWSER := $(VENV)/.browser-stamp
+FUZZER := $(VENV)/.fuzz-stamp
+DOCS := $(VENV)/.docs-stamp
 FUZZ_TARGETS := header index manifest tree checkpoint repair latest
 
-# The build of the ops calls ninja, which comes with the tools. Nothing is read from or left in the home directory.
-export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# The build of DeepSpeed's ops calls ninja, which is in .venv. All caches are in .cache, so that the home directory is
+# neither read nor written.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_CACHE_DIR := $(CURDIR)/.cache/pip
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export XDG_CACHE_HOME := $(CURDIR)/.cache
-export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(BUILT)/torch_extensions
 export TRITON_HOME := $(CURDIR)/.cache
 export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 export MAX_JOBS ?= 2
 
-# Most tests use one processor at a time.
+# Most tests use one processor at a time, so as many run at once.
 PYTEST := $(PY) -m pytest --numprocesses $(MAX_JOBS) --dist worksteal
 
-.PHONY: setup lint test test-all test-crash test-browser test-versions $(OLDER:%=test-%) demo bench bench-gpu bench-index bench-coverage fuzz docs clean
+.PHONY: help setup lint check test test-all test-crash test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python demo bench bench-gpu bench-index bench-coverage fuzz docs clean
+
+# Prints the comment at the head of this file.
+help:
+	@sed -n '/^[^#]/q; s/^# \{0,1\}//p' Makefile
 
 setup: $(SETUP) $(OPS) $(SIM)
+
+check: $(SETUP) lint
+	@$(PYTEST) $(NO_RANKS)
 
 test: setup lint
 	@$(PYTEST)
@@ -68,20 +87,34 @@ test-browser: setup $(BROWSER)
 test-versions: setup $(OLDER:%=test-%)
 	@$(PY) -m pytest $(SMOKE)
 
-# What an older version warns of while it is imported is not zckpt's; in the ranks, zckpt's own warnings stay errors.
+# Older versions of DeepSpeed warn while they are imported, so this process ignores warnings. In the ranks, zckpt's own
+# warnings are still errors.
 $(OLDER:%=test-%): test-%: .cache/versions/%/stamp
 	@echo "DeepSpeed $*"
 	@$(with_version) $(PY) -m pytest -W ignore $(SMOKE)
 
+# Each Python has an environment and compiled ops of its own, because what is compiled for one does not load into another.
+# pyenv, where it is used, starts a version only if PYENV_VERSION names it.
+test-pythons: $(PYTHONS:%=test-%)
+
+$(PYTHONS:%=test-%): test-%:
+	@echo "Python: $*"
+	@$(MAKE) --no-print-directory PYTHON='PYENV_VERSION=$(*:python%=%) $*' \
+	    VENV=.cache/pythons/$*/venv BUILT=.cache/pythons/$* test-with-this-python
+
+test-with-this-python: setup
+	@$(PYTEST) $(NO_RANKS)
+	@$(PY) -m pytest $(SMOKE)
+
 lint: $(SETUP)
-	@.venv/bin/ruff check --quiet
-	@.venv/bin/ruff format --check --quiet
-	@$(PY) -m mypy --no-error-summary
+	@$(VENV)/bin/ruff check --quiet
+	@$(VENV)/bin/ruff format --check --quiet
+	@$(PY) -m mypy --no-error-summary --num-workers $(MAX_JOBS)
 
 demo: $(DEMO_OPS)
 	@$(PY) examples/demo.py
 
-# BENCH="--quick" for a look at whether they work, BENCH="--dir DIR" to measure another disk.
+# BENCH="--quick" only tests whether the benchmarks work. BENCH="--dir DIR" measures another disk.
 bench: setup $(PLOTS)
 	@$(PY) bench/all.py $(BENCH)
 
@@ -105,7 +138,7 @@ fuzz: $(FUZZ_TARGETS:%=fuzz-%)
 $(FUZZ_TARGETS:%=fuzz-%): fuzz-%: $(SETUP) $(FUZZER)
 	@$(PY) fuzz/run.py $* --seconds $(FUZZ_SECONDS)
 
-# Strict: a link that leads nowhere fails.
+# --strict makes a broken link an error.
 docs: $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "docs: build/site/index.html"
@@ -113,12 +146,12 @@ docs: $(DOCS)
 clean:
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
-# DeepSpeed is built from source, by a build that imports torch: so torch comes first, and no build environment of
-# pip's own, which would fetch another torch.
+# DeepSpeed is built from source, and its build imports torch. So torch is installed first, without build isolation:
+# an isolated build environment would download another torch.
 $(SETUP): constraints.txt pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "setup: needs Python 3.11 or newer"; exit 1; }
-	@echo "setup: virtual environment in .venv"
-	@$(PYTHON) -m venv .venv
+	@echo "setup: virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install pip setuptools wheel
 	@echo "setup: PyTorch (some minutes where it has to be downloaded)"
 	@$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
@@ -127,27 +160,27 @@ $(SETUP): constraints.txt pyproject.toml Makefile
 	@$(PIP) install --no-build-isolation --editable '.[deepspeed,dev]'
 	@touch $@
 
-# DeepSpeed compiles its C++ ops where they are first used, half a minute each: here, once, and not inside a test.
+# DeepSpeed compiles each of its C++ ops on first use, which takes half a minute. This compiles them before the tests.
 $(OPS): $(SETUP) tests/support/ops.py
 	@$(needs_compiler)
-	@mkdir -p .cache
+	@mkdir -p $(BUILT)
 	@$(install_packages)
 	@echo "setup: DeepSpeed's C++ ops (three minutes at first)"
 	@$(PY) -m tests.support.ops
 	@touch $@
 
-# The accelerator that the tests simulate: a backend of torch.
+# The simulated accelerator of the tests is a backend of torch.
 $(SIM): $(SETUP) tests/support/accelerator/build.py $(wildcard tests/support/accelerator/*.h tests/support/accelerator/*.cpp)
 	@$(needs_compiler)
-	@mkdir -p .cache
+	@mkdir -p $(BUILT)
 	@echo "setup: the simulated accelerator (a minute)"
 	@$(PY) tests/support/accelerator/build.py
 	@touch $@
 
-# The two that its engines use.
+# The engines of the demo use only two of the ops.
 $(DEMO_OPS): $(SETUP) tests/support/ops.py
 	@$(needs_compiler)
-	@mkdir -p .cache
+	@mkdir -p $(BUILT)
 	@echo "setup: two of DeepSpeed's C++ ops (a minute at first)"
 	@$(PY) -m tests.support.ops shm_comm fused_adam
 	@touch $@
@@ -158,7 +191,7 @@ $(PY) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python
     { echo "setup: needs Python's headers, such as Debian's python3-dev"; exit 1; }
 endef
 
-# An older DeepSpeed lies beside .venv, in front of the one there, and so do its ops.
+# An older DeepSpeed and its ops are in .cache/versions. PYTHONPATH puts this DeepSpeed before the one in .venv.
 with_version = PYTHONPATH=$(CURDIR)/.cache/versions/$*/site TORCH_EXTENSIONS_DIR=$(CURDIR)/.cache/versions/$*/ops
 $(OLDER:%=.cache/versions/%/stamp): .cache/versions/%/stamp: $(SETUP)
 	@echo "setup: DeepSpeed $* (three minutes)"
@@ -184,8 +217,9 @@ $(PLOTS): $(SETUP)
 	@$(PIP) install --no-build-isolation --editable '.[bench]'
 	@touch $@
 
-# Each serves some tests alone, so its absence stops nothing. To mount an XFS takes root.
+# Only some tests need these packages, and these tests are skipped without them. Mounting an XFS file system needs root.
 has_libaio := echo '\#include <libaio.h>' | $${CXX:-c++} -E -x c++ - >/dev/null 2>&1
+has_zstd_and_xxhash := printf '\#include <zstd.h>\n\#include <xxhash.h>\n' | $${CC:-cc} -E -x c - >/dev/null 2>&1
 has_xfs := { [ "$$(id -u)" != 0 ] || command -v mkfs.xfs >/dev/null; }
 define install_missing
 if [ -n "$$missing" ]; then \
@@ -206,7 +240,9 @@ define install_packages
 missing=; \
 $(has_libaio) || missing="$$missing libaio-dev"; \
 $(has_xfs) || missing="$$missing xfsprogs"; \
-what="tests of NVMe offload and of files that share pages"; $(install_missing); \
+$(has_zstd_and_xxhash) || missing="$$missing libzstd-dev libxxhash-dev"; \
+what="tests of NVMe offload, of files that share pages and of the reader in C"; $(install_missing); \
 $(has_libaio) || echo "setup: no libaio (install libaio-dev): what needs NVMe offload will be skipped"; \
-$(has_xfs) || echo "setup: no mkfs.xfs (install xfsprogs): the tests of files that share pages will be skipped"
+$(has_xfs) || echo "setup: no mkfs.xfs (install xfsprogs): the tests of files that share pages will be skipped"; \
+$(has_zstd_and_xxhash) || echo "setup: no headers of zstd and xxHash (install libzstd-dev and libxxhash-dev): the tests of the reader in C will be skipped"
 endef

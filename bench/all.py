@@ -1,4 +1,4 @@
-"""Runs every comparison, each in a process of its own, then the report. Options go to all of them.
+"""Runs every comparison in a process of its own, and then the report. Each comparison gets the options of this program.
 
 python bench/all.py [--size 3GiB] [--dir DIR] [--runs 5] [--quick]
 """

@@ -1,9 +1,10 @@
-"""How long `info`, `ls`, `state` and `--help` take at 1024 ranks x 1000 parameters x 3 parts, without tensor data.
+"""Measures how long `info`, `ls`, `state` and `--help` take at 1024 ranks x 1000 parameters x 3 parts.
 
     python bench/command_line.py [--ranks N] [--parameters N] [--runs N] [--json FILE]
 
-Each command is a fresh process, from its start to its end, in turns. Python alone and the import of torch are measured
-in the same turns. The target is half a second for each command.
+The checkpoint has no tensor data. Each command runs in a fresh process, and its time is that from the start of the
+process to its end. The commands take turns. Python alone and the import of torch are measured in the same rounds. The
+target is half a second for each command.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ def main() -> None:
                 start = time.perf_counter()
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
                 seconds[name].append(time.perf_counter() - start)
-    found = {name: statistics.median(one) for name, one in seconds.items()}
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
     print(f"{pieces:,} pieces: {options.ranks} ranks x {options.parameters} parameters x 3 parts")
-    for name, median in found.items():
+    for name, median in medians.items():
         verdict = "" if not name.startswith("zckpt") else "   ok" if median < SECONDS_MAX else "   TOO SLOW"
         print(f"{name:16} {median:6.3f} s{verdict}")
     if options.json:
-        options.json.write_text(json.dumps({"pieces": pieces, "seconds": found}, indent=2) + "\n")
+        options.json.write_text(json.dumps({"pieces": pieces, "seconds": medians}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Commands that read tensors, on many ranks and on many tensors, with next to no data: what planning takes.
+"""Measures what commands that read tensors need for their planning alone.
 
     python bench/commands_at_scale.py [--ranks 1024] [--parameters 1000] [--tensors 100000] [--dir DIR] [--json FILE]
 
-Two checkpoints of ``--ranks`` ranks and ``--parameters`` parameters in 3 parts, with other values, and two of one rank
-with ``--tensors`` tensors. Each command runs once, in a fresh process: seconds and the peak memory, both without the
-import of torch.
+There are many ranks or many tensors, and next to no data: two checkpoints of ``--ranks`` ranks and ``--parameters``
+parameters in 3 parts, which differ in their values, and two checkpoints of one rank with ``--tensors`` tensors. Each
+command runs once, in a fresh process. Measured are the seconds, the processor seconds of all threads and the peak
+memory, all of them without the import of torch.
 """
 
 from __future__ import annotations
@@ -39,16 +40,22 @@ from zckpt.cli import main
 def peak(field):
     return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0])
 Path("/proc/self/clear_refs").write_text("5")
-before, start = peak("VmRSS"), time.perf_counter()
+before, start, used = peak("VmRSS"), time.perf_counter(), time.process_time()
 with contextlib.redirect_stdout(io.StringIO()):
     status = main(sys.argv[1:])
-seconds = time.perf_counter() - start
-print(json.dumps({"status": status, "seconds": seconds, "peak_mib": (peak("VmHWM") - before) / 1024}))
+seconds, processor_seconds = time.perf_counter() - start, time.process_time() - used
+peak_mib = (peak("VmHWM") - before) / 1024
+print(json.dumps(
+    {"status": status, "seconds": seconds, "processor_seconds": processor_seconds, "peak_mib": peak_mib}
+))
 """
 
 
 class State(Sequence[list[Fragment]]):
-    """What each rank holds, made when it is asked for. Every parameter is cut into equal shares, as ZeRO-3 does it."""
+    """The fragments of each rank, which are made when they are asked for.
+
+    Every parameter is cut into equal shares, as ZeRO-3 does it.
+    """
 
     def __init__(self, ranks: int, parameters: int, seed: int) -> None:
         draw = random.Random(0)
@@ -65,42 +72,45 @@ class State(Sequence[list[Fragment]]):
         return self._ranks
 
     def __getitem__(self, rank: int) -> list[Fragment]:  # type: ignore[override]
-        found = []
+        fragments = []
         for name, shape in self._shapes.items():
             numel = math.prod(shape)
             share = -(-numel // self._ranks)
             start, stop = min(rank * share, numel), min((rank + 1) * share, numel)
             if start < stop:
                 data = self._values[start:stop]
-                found += [Fragment(part, name, shape, "F32", start, stop, data=data) for part in PARTS]
-        return found
+                fragments += [Fragment(part, name, shape, "F32", start, stop, data=data) for part in PARTS]
+        return fragments
 
 
 def write(path: Path, state: State, seed: int) -> int:
-    """Writes a checkpoint, one rank after the other; returns the number of pieces."""
-    about = catalog.About(100 + seed, BLOCK_BYTES, {}, pack_tree({"engine": {}, "client_state": {}}, "", [], 0), {})
+    """Writes a checkpoint, one rank after the other, and returns the number of its pieces."""
+    metadata = catalog.SaveMetadata(
+        100 + seed, BLOCK_BYTES, {}, pack_tree({"engine": {}, "client_state": {}}, "", [], 0), {}
+    )
     save_id = f"{seed:016x}"
-    first = rank_write(path, save_id, [[]], 0, about)
-    receipts, digests = [], []
-    first.begin(Unlocked(first.store))
+    first_writer = rank_write(path, save_id, [[]], 0, metadata)
+    rank_records, digests = [], []
+    first_writer.begin(Unlocked(first_writer.store))
     for rank in range(len(state)):
-        own = rank_write(path, save_id, state, rank, about)
-        receipts.append(catalog.receipt(rank, own.shards))
-        digests.append(own.write_own(Snapshot()))
-    first.describe(receipts)
-    first.commit(digests)
-    return sum(len(one.geometries[shard.geometry].tensor) for one in receipts for shard in one.shards)
+        rank_writer = rank_write(path, save_id, state, rank, metadata)
+        rank_records.append(catalog.rank_record(rank, rank_writer.data_files))
+        digests.append(rank_writer.write_data_files(Snapshot()))
+    first_writer.describe(rank_records)
+    first_writer.commit(digests)
+    return sum(len(record.piece_columns[file.columns_id].tensor) for record in rank_records for file in record.files)
 
 
 def measure(arguments: list[str], status: int) -> dict[str, float]:
-    ran = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(ran.stdout)
-    assert found.pop("status") == status, ran.stderr
-    return found
+    """Runs the command in a fresh process and returns its figures. Its exit status has to be ``status``."""
+    process = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], check=True, capture_output=True, text=True)
+    figures: dict[str, float] = json.loads(process.stdout)
+    assert figures.pop("status") == status, process.stderr
+    return figures
 
 
 def commands(run: Path) -> dict[str, tuple[list[str], int]]:
-    """Each with its exit status."""
+    """Returns the arguments and the expected exit status of each command."""
     a, b, copy = (str(run / name) for name in ("a", "b", "copy"))
     return {
         "cp": (["cp", a, copy], 0),
@@ -122,22 +132,23 @@ def main() -> None:
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results = {}
+    results: dict[str, dict[str, dict[str, float]]] = {}
     for ranks, parameters in ((options.ranks, options.parameters), (1, -(-options.tensors // len(PARTS)))):
         with tempfile.TemporaryDirectory(dir=options.dir) as directory:
             run = Path(directory)
             start = time.perf_counter()
             for seed, name in enumerate("ab"):
                 pieces = write(run / name, State(ranks, parameters, seed), seed)
-            nbytes = sum(one.stat().st_size for one in (run / "a").rglob("*") if one.is_file())
-            about = (
+            nbytes = sum(file.stat().st_size for file in (run / "a").rglob("*") if file.is_file())
+            title = (
                 f"{ranks:,} ranks, {len(PARTS) * parameters:,} tensors, {pieces:,} pieces, {nbytes / 2**20:,.0f} MiB"
             )
-            print(f"{about} (written in {(time.perf_counter() - start) / 2:.1f} s)", flush=True)
-            results[about] = {}
+            print(f"{title} (written in {(time.perf_counter() - start) / 2:.1f} s)", flush=True)
+            results[title] = {}
             for name, (arguments, status) in commands(run).items():
-                found = results[about][name] = measure(arguments, status)
-                print(f"  {name:20} {found['seconds']:8.2f} s {found['peak_mib']:8.0f} MiB", flush=True)
+                figures = results[title][name] = measure(arguments, status)
+                times = f"{figures['seconds']:8.2f} s {figures['processor_seconds']:8.2f} processor s"
+                print(f"  {name:20} {times} {figures['peak_mib']:8.0f} MiB", flush=True)
                 if name == "export":
                     shutil.rmtree(run / "exported")
     if options.json:

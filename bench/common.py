@@ -1,8 +1,9 @@
-"""What the comparisons share: options, states, raw I/O, the page cache, interleaved timing, results.
+"""Functions that the comparisons share, for options, states, the page cache, timing and results.
 
-A comparison times its contestants in turns, A B A B ..., so that what else the machine does hits all of them alike, and
-after one round that does not count. A ratio is the median, over the rounds, of the ratio within a round. Processor time
-is the time that all processors together have spent in a contestant's processes, in the kernel on their behalf too.
+The contestants of a comparison take turns, A B A B ..., so that other programs on the machine slow all of them down
+alike. The first round does not count. A ratio is the median, over the rounds, of the ratio within a round. Processor
+time is the time that all processors together have spent in a contestant's processes, including the kernel's work for
+these processes.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import argparse
 import contextlib
 import ctypes
 import datetime
-import itertools
 import json
 import math
-import mmap
 import os
 import platform
 import resource
@@ -26,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from raw_io import aligned_memory, whole_pages
 from zckpt.format.digest import BLOCK_BYTES
 from zckpt.plan import catalog
 from zckpt.state.inventory import MASTER, Fragment
@@ -48,11 +47,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PARTS = (MASTER, "exp_avg", "exp_avg_sq")
-RAW_THREADS, RAW_BATCH_BYTES = 4, 8 * MIB
 WRITE_SPEED_MIN = READ_SPEED_MIN = 0.95
-"""Of the raw loop's, writing, and reading what is not cached."""
+"""The least speed of a write, and of a read of files that are not cached, as a fraction of the speed of raw I/O."""
 CPU_PER_GIB_MAX = 0.16
-"""Seconds of processor time to write or read a GiB, with digests."""
+"""The most seconds of processor time that writing or reading a GiB may take, with digests."""
 QUICK_BYTES = 64 * MIB
 
 # Options
@@ -61,24 +59,27 @@ QUICK_BYTES = 64 * MIB
 @dataclass(frozen=True)
 class Options:
     size: int
-    """Bytes of state."""
+    """The number of bytes of the state."""
     runs: int
+    """The number of rounds that count."""
     dir: Path
+    """The directory on the disk that is measured."""
     results: Path
+    """The directory that the JSON goes to."""
 
 
 def parse_options(description: str | None, *, runs: int = 5, size: int = 3 * GIB) -> Options:
-    """From the command line. ``description``: the docstring of the program."""
+    """Returns the options of the command line. ``description`` is the docstring of the program."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--size", type=parse_size, default=size, help=f"of the state; default {size / GIB:g}GiB")
     parser.add_argument("--runs", type=int, default=runs, help=f"rounds that count; default {runs}")
     parser.add_argument("--quick", action="store_true", help="64 MiB, one round: only whether it works")
     parser.add_argument("--dir", type=Path, default=ROOT / ".cache" / "bench", help="on the disk to be measured")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", help="where the JSON goes")
-    found = parser.parse_args()
-    if found.quick:
-        found.size, found.runs = QUICK_BYTES, 1
-    return Options(found.size, found.runs, found.dir.absolute(), found.results.absolute())
+    options = parser.parse_args()
+    if options.quick:
+        options.size, options.runs = QUICK_BYTES, 1
+    return Options(options.size, options.runs, options.dir.absolute(), options.results.absolute())
 
 
 def parse_size(text: str) -> int:
@@ -90,7 +91,7 @@ def parse_size(text: str) -> int:
 
 @contextlib.contextmanager
 def workspace(options: Options, room_bytes: int) -> Iterator[Path]:
-    """An empty directory with room for so many bytes, removed at the end."""
+    """Yields an empty directory on a disk with ``room_bytes`` free, and removes the directory at the end."""
     options.dir.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(options.dir).free
     if free < room_bytes * 1.05:
@@ -102,31 +103,11 @@ def workspace(options: Options, room_bytes: int) -> Iterator[Path]:
 # States, and checkpoints of them
 
 
-def fresh_memory(nbytes: int) -> np.ndarray:
-    """Bytes from the start of a page, not touched. numpy's memory lies in huge pages where the kernel has them, without
-    which direct I/O is half as fast."""
-    room = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
-    first = -room.ctypes.data % mmap.PAGESIZE
-    return room[first : first + nbytes]
-
-
-def aligned_memory(nbytes: int) -> np.ndarray:
-    """The same, all touched."""
-    array = fresh_memory(nbytes)
-    array.fill(1)
-    return array
-
-
-def engine_memory(nbytes: int) -> np.ndarray:
-    """The same, filled with random bits, in pages as small as those of an engine's tensors: torch does not ask for huge
-    ones. A disk that is attached to a virtual machine may be a third slower with small ones."""
-    room = torch.empty(nbytes // 8 + mmap.PAGESIZE, dtype=torch.int64).random_().numpy().view(np.uint8)
-    first = -room.ctypes.data % mmap.PAGESIZE
-    return room[first : first + nbytes]
-
-
 def shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
-    """Those of a transformer with so many bytes of fp32 weights; what is left over are vectors of up to 64 MiB."""
+    """Returns the shapes of a transformer with ``nbytes`` bytes of fp32 weights.
+
+    The bytes that are left over by whole layers become vectors of up to 64 MiB.
+    """
     width = 2048 if nbytes >= GIB // 4 else 256
     layer = {
         "attention.qkv.weight": (3 * width, width),
@@ -136,23 +117,28 @@ def shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
         "mlp.in.weight": (4 * width, width),
         "mlp.out.weight": (width, 4 * width),
     }
-    found: dict[str, tuple[int, ...]] = {}
-    left = nbytes // 4
+    layers: dict[str, tuple[int, ...]] = {}
+    left_numel = nbytes // 4
     per_layer = sum(map(math.prod, layer.values()))
-    for number in range(left // per_layer):
-        found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
-        left -= per_layer
+    for number in range(left_numel // per_layer):
+        layers |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        left_numel -= per_layer
     vector = 16 * MIB
-    return found | {f"model.rest.{i}": (min(vector, left - i * vector),) for i in range(-(-left // vector))}
+    return layers | {
+        f"model.rest.{i}": (min(vector, left_numel - i * vector),) for i in range(-(-left_numel // vector))
+    }
 
 
 def make_state(nbytes: int, parts: Sequence[str] = PARTS) -> dict[str, torch.Tensor]:
-    """fp32 tensors by key: equal shares of ``nbytes`` for every part. Random bits, which no disk can compress."""
+    """Returns fp32 tensors by key, with an equal share of ``nbytes`` for every part.
+
+    The values are random, so that no disk can compress them.
+    """
     return fill({f"{part}/{name}": shape for part in parts for name, shape in shapes(nbytes // len(parts)).items()})
 
 
 def fill(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Random fp32 tensors of these shapes, one after the other in memory."""
+    """Returns random fp32 tensors of these shapes, which follow each other in memory."""
     numel = sum(map(math.prod, shapes.values()))
     values = aligned_memory(numel * 4).view(np.float32)
     np.random.default_rng(0).random(dtype=np.float32, out=values)
@@ -162,16 +148,16 @@ def fill(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
 
 
 def empty_like(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Touched memory for the same tensors."""
+    """Returns tensors of the same shapes in memory that was touched before."""
     whole = torch.from_numpy(aligned_memory(total_bytes(state)).view(np.float32))
     parts = whole.split([tensor.numel() for tensor in state.values()])
     return {key: part.view(state[key].shape) for key, part in zip(state, parts, strict=True)}
 
 
 def memory_of(state: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """All bytes of what ``make_state`` has made."""
+    """Returns all bytes of a state that ``make_state`` has made, except for the parts of pages at both ends."""
     storage = next(iter(state.values())).untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return whole_pages([torch.empty(0, dtype=torch.uint8).set_(storage)])[0]
 
 
 def total_bytes(state: Mapping[str, torch.Tensor]) -> int:
@@ -179,12 +165,12 @@ def total_bytes(state: Mapping[str, torch.Tensor]) -> int:
 
 
 Ranks = list[list[Fragment]]
-"""What each rank holds."""
-ABOUT = catalog.About(1, BLOCK_BYTES, {}, pack_tree({"engine": {}, "client_state": {}}, "", [], 0), {})
+"""The fragments that each rank holds."""
+METADATA = catalog.SaveMetadata(1, BLOCK_BYTES, {}, pack_tree({"engine": {}, "client_state": {}}, "", [], 0), {})
 
 
 def cut(state: Mapping[str, torch.Tensor], world_size: int = 1) -> Ranks:
-    """Equal shares of every tensor, as ZeRO-3 cuts them."""
+    """Cuts every tensor into one equal share for each rank, as ZeRO-3 does it."""
     ranks: Ranks = [[] for _ in range(world_size)]
     for key, tensor in state.items():
         part, _, name = key.partition("/")
@@ -199,26 +185,32 @@ def cut(state: Mapping[str, torch.Tensor], world_size: int = 1) -> Ranks:
 
 
 def write_rank(path: str, save_id: str, ranks: Ranks, rank: int) -> tuple[bytes, bytes]:
-    """The files of one rank of a write that has begun; returns its receipt, and the digest of its digest table."""
-    own = rank_write(path, save_id, ranks, rank, ABOUT)
-    return catalog.pack(catalog.receipt(rank, own.shards)), own.write_own(Snapshot())
+    """Writes the files of one rank of a write that has begun.
+
+    Returns the rank's record, packed, and the digest of its digest table.
+    """
+    rank_writer = rank_write(path, save_id, ranks, rank, METADATA)
+    return catalog.pack(catalog.rank_record(rank, rank_writer.data_files)), rank_writer.write_data_files(Snapshot())
 
 
 def write_checkpoint(
     path: Path, ranks: Ranks, write_all: Callable[[str, str], list[tuple[bytes, bytes]]] | None = None
 ) -> None:
-    """``zckpt.write`` without an engine: the same functions. ``write_all`` has all ranks write, given path and save id,
-    and returns what ``write_rank`` does; None: one after the other, here."""
+    """Does what ``zckpt.write`` does, by the same functions, but without an engine.
+
+    ``write_all`` gets the path and the save id, lets all ranks write, and returns the values of ``write_rank``. If it
+    is None, the ranks write one after the other in this process.
+    """
     save_id = secrets.token_hex(8)
-    whole = rank_write(path, save_id, [[]], 0, ABOUT)
-    whole.begin(Unlocked(whole.store))
+    first_writer = rank_write(path, save_id, [[]], 0, METADATA)
+    first_writer.begin(Unlocked(first_writer.store))
     if write_all is None:
         written = [write_rank(str(path), save_id, ranks, rank) for rank in range(len(ranks))]
     else:
         written = write_all(str(path), save_id)
-    receipts, digests = zip(*written, strict=True)
-    whole.describe([catalog.unpack(receipt) for receipt in receipts])
-    whole.commit(digests)
+    rank_records, digests = zip(*written, strict=True)
+    first_writer.describe(catalog.unpack(rank_records))
+    first_writer.commit(digests)
 
 
 # Files and the page cache
@@ -229,9 +221,9 @@ def files_of(path: Path) -> list[Path]:
 
 
 def make_durable(path: Path) -> None:
-    """What the peers leave to their users: fsync of the files and of the directories that name them."""
-    for one in [*files_of(path), *(d for d in path.rglob("*") if d.is_dir()), path, path.parent]:
-        fd = os.open(one, os.O_RDONLY)
+    """Calls fsync for the files and for the directories that name them, which the peers leave to their users."""
+    for entry in [*files_of(path), *(d for d in path.rglob("*") if d.is_dir()), path, path.parent]:
+        fd = os.open(entry, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
 
@@ -252,115 +244,47 @@ def drop_from_cache(path: Path) -> None:
 
 
 def bring_into_cache(path: Path) -> None:
-    room = bytearray(MIB)
+    buffer = bytearray(MIB)
     for file in files_of(path):
         with file.open("rb", buffering=0) as source:
-            while source.readinto(room):
+            while source.readinto(buffer):
                 pass
-
-
-class Raw:
-    """The limit: positional direct I/O from and to memory that begins with a page, in several threads."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(RAW_THREADS)
-        self.buffers = aligned_memory(RAW_THREADS * RAW_BATCH_BYTES)
-        """What is written where nothing else is given, again and again."""
-        self.buffers[:] = np.frombuffer(os.urandom(len(self.buffers)), np.uint8)
-
-    def write(self, path: Path, nbytes: int, memory: np.ndarray | None = None) -> None:
-        """A new file of ``nbytes``, rounded up to whole pages, durable along with its name. Its bytes are those of
-        ``memory``, rounded down to its whole pages, or of ``buffers``."""
-        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if memory is None:
-            memory = self.buffers
-        else:
-            nbytes = min(nbytes, len(memory) // mmap.PAGESIZE * mmap.PAGESIZE)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
-        os.posix_fallocate(fd, 0, nbytes)  # a file that grows is written by one thread at a time
-        self._each(os.pwritev, fd, _batches(memory, nbytes))
-        os.fsync(fd)
-        os.close(fd)
-        directory = os.open(path.parent, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
-
-    def read(self, path: Path, memory: np.ndarray | None = None) -> np.ndarray:
-        """Returns the bytes of a file, but for what is behind its last whole page: in ``memory``, which is used again
-        and again if it is smaller than the file, or in fresh memory."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        nbytes = os.fstat(fd).st_size // mmap.PAGESIZE * mmap.PAGESIZE
-        memory = fresh_memory(nbytes) if memory is None else memory
-        self._each(os.preadv, fd, _batches(memory, nbytes))
-        os.close(fd)
-        return memory
-
-    def read_into(self, path: Path, memories: Sequence[np.ndarray]) -> None:
-        """Reads the beginning of a file into ``memories``, each of them whole pages."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        self._each(os.preadv, fd, [view for memory in memories for view in _batches(memory, len(memory))])
-        os.close(fd)
-
-    def _each(
-        self, action: Callable[[int, Sequence[np.ndarray], int], int], fd: int, views: Sequence[np.ndarray]
-    ) -> None:
-        """``views`` lie one behind the other in the file."""
-        offsets = itertools.accumulate(map(len, views), initial=0)
-        parts = iter(list(zip(offsets, views, strict=False)))  # shared: whoever is free takes the next
-
-        def work(_: int) -> None:
-            for offset, view in parts:
-                if action(fd, [view], offset) != len(view):
-                    raise OSError("the disk took or gave less than it was asked to")
-
-        list(self._pool.map(work, range(RAW_THREADS)))
-
-
-def _batches(memory: np.ndarray, nbytes: int) -> list[np.ndarray]:
-    """So many bytes of ``memory``, again and again if it has fewer."""
-    starts = ((offset, offset % len(memory)) for offset in range(0, nbytes, RAW_BATCH_BYTES))
-    return [memory[first : first + min(RAW_BATCH_BYTES, nbytes - offset)] for offset, first in starts]
-
-
-def keep_freed_memory() -> None:
-    """Makes malloc keep what is freed, so that large tensors get memory that was touched before, whoever asks for it:
-    fresh memory costs more than reading a file. For every contestant alike."""
-    libc = ctypes.CDLL(None)
-    trim_threshold, mmap_max, arena_max = -1, -4, -8  # malloc.h
-    for parameter, value in ((trim_threshold, -1), (mmap_max, 0), (arena_max, 1)):
-        libc.mallopt(parameter, value)
 
 
 # Timing
 
 
-class Took(NamedTuple):
-    """One round of one contestant."""
+class Timing(NamedTuple):
+    """The time that one contestant has taken in one round."""
 
     seconds: float
     cpu_seconds: float
-    """Processor time of all processes that worked for it."""
+    """The processor time of all processes that have worked for the contestant."""
 
 
-Rounds = Mapping[str, Sequence[Took]]
-"""By label, of every round that counts."""
+Rounds = Mapping[str, Sequence[Timing]]
+"""The timings of every round that counts, by the label of the contestant."""
 
 
 @dataclass(frozen=True)
 class Contestant:
+    """Something whose time is compared with that of others."""
+
     label: str
     action: Callable[[], object]
+    """The function that is timed."""
     before: Callable[[], object] = lambda: None
-    """Not timed, as is ``after``: bring files into the cache or out of it, remove what was written."""
+    """A function that is called before ``action`` and is not timed, such as one that drops files from the cache."""
     after: Callable[[], object] = lambda: None
+    """A function that is called after ``action`` and is not timed, such as one that removes the files written."""
     finish: Callable[[], object] = lambda: None
-    """Not timed, but its processor time counts: wait for what goes on in the background."""
+    """A function that waits for work in the background. It is not timed, but its processor time counts."""
     pids: Sequence[int] = ()
-    """Other processes that work for it, and go on when it has ended."""
+    """The ids of other processes that work for the contestant and live on when its action has ended."""
 
 
 def loading(label: str, path: Path, prepare: Callable[[Path], object], load: Callable[[Path], object]) -> Contestant:
-    """One that loads ``path``, which ``prepare`` has brought into the page cache or out of it."""
+    """Returns a contestant that loads ``path``, once ``prepare`` has brought it into the page cache or out of it."""
     return Contestant(label, partial(load, path), partial(prepare, path), partial(drop_from_cache, path))
 
 
@@ -369,59 +293,64 @@ def interleaved(
     runs: int,
     barrier: Callable[[], object] = lambda: None,
     over_ranks: Callable[[float], float] = lambda seconds: seconds,
-) -> dict[str, list[Took]]:
-    """All rounds but the first one, which does not count. Each round begins with another contestant, for a disk may be
-    slower after one of them than after another. On several ranks, a contestant starts when all are ready and ends when
-    all are done; ``over_ranks`` adds up the processor time of all."""
-    rounds: dict[str, list[Took]] = {contestant.label: [] for contestant in contestants}
+) -> dict[str, list[Timing]]:
+    """Returns the timings of all rounds except for the first one, which does not count.
+
+    Each round begins with another contestant, because a disk may be slower after one of them than after another. On
+    several ranks, a contestant starts when all ranks are ready and ends when all of them are done. ``over_ranks`` adds
+    up the processor time of all ranks.
+    """
+    rounds: dict[str, list[Timing]] = {contestant.label: [] for contestant in contestants}
     for number in range(runs + 1):
         first = number % len(contestants)
         for contestant in [*contestants[first:], *contestants[:first]]:
             contestant.before()
-            os.sync()  # nobody pays for what another one, or the last program, has left unwritten
+            os.sync()  # so that no contestant waits for data that another one, or another program, has left unwritten
             barrier()
-            used = cpu_seconds(contestant.pids)
+            cpu_seconds_used = cpu_seconds(contestant.pids)
             start = time.perf_counter()
-            kept = contestant.action()
+            result = contestant.action()
             barrier()
             elapsed = time.perf_counter() - start
             contestant.finish()
-            used = cpu_seconds(contestant.pids) - used
-            del kept
+            cpu_seconds_used = cpu_seconds(contestant.pids) - cpu_seconds_used
+            del result
             contestant.after()
-            took = Took(elapsed, over_ranks(used))
+            timing = Timing(elapsed, over_ranks(cpu_seconds_used))
             barrier()
             if number:
-                rounds[contestant.label].append(took)
+                rounds[contestant.label].append(timing)
     return rounds
 
 
 def cpu_seconds(pids: Sequence[int] = ()) -> float:
-    """Processor time so far, user and system, of all threads: of this process, of its children that have ended, and of
-    the processes ``pids``."""
-    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    """Returns the processor time so far, user and system.
+
+    It is that of all threads of this process, of its children that have ended, and of the processes ``pids``.
+    """
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     clock = ctypes.c_int()
     others = 0.0
     for pid in pids:
         if ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
             raise ProcessLookupError(pid)
         others += time.clock_gettime(clock.value)
-    return sum(one.ru_utime + one.ru_stime for one in own) + others
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + others
 
 
 def speedup(rounds: Rounds, of: str, over: str) -> float:
-    """How many times as fast ``of`` is as ``over``: the median of the rounds."""
+    """Returns how many times as fast ``of`` is as ``over``: the median of the rounds."""
     return statistics.median(b.seconds / a.seconds for a, b in zip(rounds[of], rounds[over], strict=True))
 
 
 def fastest(rounds: Rounds, labels: Iterable[str]) -> str:
-    """The label with the shortest median."""
-    return min(labels, key=lambda label: statistics.median(took.seconds for took in rounds[label]))
+    """Returns the label whose median time is the shortest."""
+    return min(labels, key=lambda label: statistics.median(timing.seconds for timing in rounds[label]))
 
 
-def cpu_per_gib(rounds: Sequence[Took], nbytes: int) -> float:
-    """Seconds of processor time for a GiB, where each round has moved ``nbytes``: the median."""
-    return statistics.median(took.cpu_seconds for took in rounds) / (nbytes / GIB)
+def cpu_per_gib(rounds: Sequence[Timing], nbytes: int) -> float:
+    """Returns the median, over the rounds, of the seconds of processor time for a GiB. Each round moved ``nbytes``."""
+    return statistics.median(timing.cpu_seconds for timing in rounds) / (nbytes / GIB)
 
 
 # Results
@@ -429,6 +358,8 @@ def cpu_per_gib(rounds: Sequence[Took], nbytes: int) -> float:
 
 @dataclass(frozen=True)
 class Target:
+    """A bound that a measured value should keep to."""
+
     what: str
     value: float
     bound: float
@@ -447,7 +378,7 @@ class Target:
 
 @dataclass
 class Result:
-    """What a program has found: rows of times, and the targets."""
+    """The rows of times that a program has measured, and its targets."""
 
     name: str
     title: str
@@ -457,19 +388,19 @@ class Result:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def add(self, rounds: Rounds, nbytes: int, group: str = "") -> None:
-        """Rows: one for each label, all of the same ``nbytes``."""
-        for label, took in rounds.items():
-            median = statistics.median(one.seconds for one in took)
+        """Adds a row for each label. In each round, each contestant has moved ``nbytes``."""
+        for label, timings in rounds.items():
+            median = statistics.median(timing.seconds for timing in timings)
             self.rows.append(
                 {
                     "group": group,
                     "label": label,
                     "bytes": nbytes,
-                    "seconds": [one.seconds for one in took],
+                    "seconds": [timing.seconds for timing in timings],
                     "median_seconds": median,
                     "gib_per_second": nbytes / GIB / median,
-                    "cpu_seconds": [one.cpu_seconds for one in took],
-                    "cpu_seconds_per_gib": cpu_per_gib(took, nbytes),
+                    "cpu_seconds": [timing.cpu_seconds for timing in timings],
+                    "cpu_seconds_per_gib": cpu_per_gib(timings, nbytes),
                 }
             )
 
@@ -480,7 +411,7 @@ class Result:
         self.targets.append(Target(what, value, bound, unit, False))
 
     def finish(self) -> None:
-        """Prints all of it, and writes it to ``<results>/<name>.json``."""
+        """Prints the rows and the targets, and writes them to ``<results>/<name>.json``."""
         print(f"{self.title}\n")
         for row in self.rows:
             spread = f"{min(row['seconds']):.3f} to {max(row['seconds']):.3f}"
@@ -492,7 +423,7 @@ class Result:
             print(f"  {target}")
         print(flush=True)
         self.options.results.mkdir(parents=True, exist_ok=True)
-        found = {
+        content = {
             "name": self.name,
             "title": self.title,
             "size_bytes": self.options.size,
@@ -503,7 +434,7 @@ class Result:
             "targets": [{**asdict(target), "met": target.met} for target in self.targets],
             **self.extra,
         }
-        (self.options.results / f"{self.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (self.options.results / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def machine(directory: Path) -> dict[str, Any]:
@@ -516,13 +447,14 @@ def machine(directory: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "load_average": os.getloadavg()[1],  # of five minutes: more than these processes make says that others ran too
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        # The average of five minutes. A figure that is higher than these processes explain shows that others ran, too.
+        "load_average": os.getloadavg()[1],
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 
 def output_of(*command: str) -> str:
-    """Of a command, without the spaces around it; nothing if it failed."""
+    """Returns the output of a command without the white space around it, or an empty string if the command failed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -1,13 +1,15 @@
-"""What DeepSpeed's own checkpoints and zckpt do in the same situations: real ranks, one row per situation.
+"""Compares what DeepSpeed's own checkpoints and zckpt do in the same situations, with real ranks.
 
     python bench/coverage.py [--only REGEX] [--output DIR]
 
-Two runs in fresh processes for each row and library: one trains six steps and calls ``engine.save_checkpoint``; the
-other makes an engine with other random weights, calls ``engine.load_checkpoint`` and trains on. For zckpt the same
-script runs after ``zckpt.attach(engine)``. What an engine holds before, after and later is read by ``zckpt.write``
-into a directory of its own, for both libraries alike (the tests compare that with what DeepSpeed's functions say), and
-is compared bit for bit: master weights, moments, weights in the compute dtype, frozen weights, buffers, the settings
-and the step of each parameter, counters, learning rates.
+The table has a row for each situation. For each row and library there are two runs in fresh processes. The first run
+trains six steps and calls ``engine.save_checkpoint``. The second run makes an engine with other random weights, calls
+``engine.load_checkpoint`` and trains on. For zckpt the same script runs after ``zckpt.attach(engine)``.
+
+``zckpt.write`` records the state of the engine before the save, after the load and after further steps, for both
+libraries alike. (The tests compare these records with what DeepSpeed's own functions return.) The records are compared
+bit for bit: master weights, moments, weights in the compute dtype, frozen weights, buffers, the settings and the step
+of each parameter, counters and learning rates.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 LIBRARIES = ("DeepSpeed", "zckpt")
 STEPS, AFTER = 6, 6
 TAG = "tag"
-MODULE = "coverage"  # by which the ranks import this file
+MODULE = "coverage"  # the name by which the ranks import this file
 
 GPT2: dict[str, Any] = {"model": "gpt2", "scheduler": True}
 ODD: dict[str, Any] = {"model": "odd", "groups": True}
@@ -58,28 +60,35 @@ UNIVERSAL: dict[str, Any] = {"config": {"checkpoint": {"load_universal": True}}}
 
 @dataclass
 class Row:
+    """One situation, which is one row of the table."""
+
     group: str
     change: str
+    """The title of the row, which says how the run that loads differs from the run that saves."""
     there: dict[str, Any]
+    """The arguments of ``make_engine`` in the run that saves."""
     here: dict[str, Any] | None = None
-    """None: as ``there``."""
+    """The arguments of ``make_engine`` in the run that loads, or None if they are the same as in ``there``."""
     ranks: int = 2
-    """Of the run that loads; two have saved."""
+    """The number of ranks of the run that loads. The run that saves has two."""
     options: dict[str, Any] = field(default_factory=dict)
-    """For load_checkpoint."""
+    """The keyword arguments of ``load_checkpoint``."""
     trained: int = 0
+    """The number of steps that the engine has trained before it loads."""
     moved: bool = False
+    """Whether ``engine.offload_states`` is called before the save."""
     twice: bool = False
+    """Whether the same tag is saved twice."""
     universal: bool = False
-    """DeepSpeed's checkpoint is converted by ds_to_universal first."""
+    """Whether DeepSpeed's checkpoint is converted by ds_to_universal first."""
     damage: Callable[[Path, str], None] | None = None
     kill: tuple[int, str] | None = None
-    """The rank that dies while it saves once more, and the tag."""
+    """The rank that is killed during one more save, and the tag of that save."""
     right: str = "state"
-    """What is right: "state" or "weights" equal, or an "error" on every rank."""
+    """The right outcome: "state" or "weights" if these must be equal, or "error" if every rank must raise one."""
 
 
-# What the ranks do
+# The functions that run on the ranks
 
 
 def save(directory: str, setup: dict[str, Any], library: str, row: dict[str, Any]) -> list[float]:
@@ -104,7 +113,7 @@ def load(directory: str, setup: dict[str, Any], library: str, row: dict[str, Any
 
     engine = make(setup, f"{directory}/other", library, seed=1)
     train(engine, row["trained"], 100)
-    rank, mine = engine.global_rank, Path(directory)
+    rank, folder = engine.global_rank, Path(directory)
     try:
         path, _ = engine.load_checkpoint(f"{directory}/saved", **row["options"])
         assert path is not None, "load_checkpoint has returned None"
@@ -112,12 +121,12 @@ def load(directory: str, setup: dict[str, Any], library: str, row: dict[str, Any
     except Exception as error:
         text = str(error).strip().splitlines()
         failure = f"{type(error).__name__}{': ' + text[0] if text else ''}"
-    (mine / f"{rank}.partial").write_text(failure)
-    (mine / f"{rank}.partial").rename(mine / f"{rank}.loaded")
+    (folder / f"{rank}.partial").write_text(failure)
+    (folder / f"{rank}.partial").rename(folder / f"{rank}.loaded")
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and len(list(mine.glob("*.loaded"))) < row["ranks"]:
+    while time.monotonic() < deadline and len(list(folder.glob("*.loaded"))) < row["ranks"]:
         time.sleep(0.05)
-    if [file.read_text() for file in mine.glob("*.loaded")] != [""] * row["ranks"]:
+    if [file.read_text() for file in folder.glob("*.loaded")] != [""] * row["ranks"]:
         return {}
     observe(engine, f"{directory}/found")
     losses = train(engine, AFTER, STEPS)
@@ -126,7 +135,7 @@ def load(directory: str, setup: dict[str, Any], library: str, row: dict[str, Any
 
 
 def load_and_die(directory: str, setup: dict[str, Any], library: str, victim: int, tag: str) -> None:
-    """One rank kills itself in the middle of the file that it writes second."""
+    """Loads and saves again. The rank ``victim`` kills itself in the middle of the second file that it writes."""
     from tests.support.models import train
 
     engine = make(setup, f"{directory}/swap-kill", library)
@@ -135,10 +144,10 @@ def load_and_die(directory: str, setup: dict[str, Any], library: str, victim: in
     calls = iter(range(100))
 
     def half_a_save(state: Any, path: Any, *_: Any, **__: Any) -> None:
-        whole = io.BytesIO()
-        save_whole(state, whole)
-        time.sleep(8)  # what the other rank does is done by then
-        Path(path).write_bytes(whole.getvalue()[: whole.tell() // 2])
+        buffer = io.BytesIO()
+        save_all(state, buffer)
+        time.sleep(8)  # the other rank has written its files by then
+        Path(path).write_bytes(buffer.getvalue()[: buffer.tell() // 2])
         os.kill(os.getpid(), signal.SIGKILL)
 
     def half_a_write(fd: int, views: Any, offset: int) -> int:
@@ -149,10 +158,10 @@ def load_and_die(directory: str, setup: dict[str, Any], library: str, victim: in
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    pwritev, save_whole = os.pwritev, torch.save
+    pwritev, save_all = os.pwritev, torch.save
 
     def one_then_half(state: Any, path: Any, *arguments: Any, **options: Any) -> None:
-        (save_whole if next(calls) == 0 else half_a_save)(state, path, *arguments, **options)
+        (save_all if next(calls) == 0 else half_a_save)(state, path, *arguments, **options)
 
     if engine.global_rank == victim:
         patch = ("os.pwritev", half_a_write) if library == "zckpt" else ("torch.save", one_then_half)
@@ -208,14 +217,16 @@ def remove(kind: str) -> Callable[[Path, str], None]:
 
 def swap_ranks(saved: Path, library: str) -> None:
     pairs = list(zip(files_of(saved, library, 0, "all"), files_of(saved, library, 1, "all"), strict=True))
-    for one, other in pairs:
-        aside = one.with_name("aside")
-        one.rename(aside)
-        other.rename(one)
-        aside.rename(other)
+    for first, second in pairs:
+        aside = first.with_name("aside")
+        first.rename(aside)
+        second.rename(first)
+        aside.rename(second)
 
 
 class Bomb:
+    """An object whose unpickling makes the directory ``marker``."""
+
     def __init__(self, marker: str) -> None:
         self.marker = marker
 
@@ -224,7 +235,7 @@ class Bomb:
 
 
 def plant(saved: Path, library: str) -> None:
-    """Code into the file of the moments: as a further entry, or in place of the whole."""
+    """Puts a pickle with code into the file of the moments: a further entry for DeepSpeed, the whole file for zckpt."""
     file, bomb = files_of(saved, library, 1, "moments")[0], Bomb(str(saved.parent / "executed"))
     if library == "zckpt":
         size = file.stat().st_size
@@ -255,7 +266,7 @@ ROWS = [
         options={"load_optimizer_states": False}),
     Row(CHANGE, "ZeRO-3, weights only (load_module_only=True)", Z3, right="weights",
         options={"load_module_only": True}),
-    Row(CHANGE, "ZeRO-3, 2 to 3 ranks, DeepSpeed by way of ds_to_universal: two param groups", {**Z3, "groups": True},
+    Row(CHANGE, "ZeRO-3, 2 to 3 ranks, DeepSpeed through ds_to_universal, two param groups", {**Z3, "groups": True},
         ranks=3, universal=True),
     Row(CHANGE, "the same, with frozen weights and buffers", {**ODD, "stage": 3}, ranks=3, universal=True),
     Row(CONFIG, "ZeRO-3, another sub_group_size", Z3, {**Z3, "sub_group_size": 3000}),
@@ -273,10 +284,10 @@ ROWS = [
     Row(DISK, "NVMe, 2 to 1 ranks", {**WIDE, **NVME}, ranks=1),
     Row(DISK, "NVMe, the same tag saved twice", {**WIDE, **NVME}, twice=True),
     Row(DAMAGE, "a bit flipped in a rank's optimizer state", Z3, damage=flip("moments"), right="error"),
-    Row(DAMAGE, "a bit flipped in what NVMe held", {**WIDE, **NVME}, damage=flip("swapped"), right="error"),
+    Row(DAMAGE, "a bit flipped in a file of NVMe offload", {**WIDE, **NVME}, damage=flip("swapped"), right="error"),
     Row(DAMAGE, "a rank's optimizer state cut in half", Z3, damage=cut, right="error"),
-    Row(DAMAGE, "a rank's optimizer state gone", Z3, damage=remove("moments"), right="error"),
-    Row(DAMAGE, "a file that NVMe held gone", {**WIDE, **NVME}, damage=remove("swapped"), right="error"),
+    Row(DAMAGE, "a rank's optimizer state missing", Z3, damage=remove("moments"), right="error"),
+    Row(DAMAGE, "a file of NVMe offload missing", {**WIDE, **NVME}, damage=remove("swapped"), right="error"),
     Row(DAMAGE, "the files of two ranks swapped", Z3, damage=swap_ranks, right="error"),
     Row(DAMAGE, "a pickle with code in a rank's optimizer state", Z3, damage=plant, right="error"),
     Row(DAMAGE, "rank 1 killed while it saves a new tag; then load `latest`", Z3, kill=(1, "new")),
@@ -288,12 +299,18 @@ ROWS = [
 
 
 def measure(cluster: Cluster, row: Row, library: str, cache: dict[str, Path], directory: Path) -> str:
-    """What happened, in a few words; "+" before what is right, "-" before what is not."""
-    about = {"moved": row.moved, "twice": row.twice, "options": row.options, "trained": row.trained, "ranks": row.ranks}
+    """Returns the outcome in a few words. It begins with "+" if the outcome is right and with "-" if it is not."""
+    row_data = {
+        "moved": row.moved,
+        "twice": row.twice,
+        "options": row.options,
+        "trained": row.trained,
+        "ranks": row.ranks,
+    }
     key = repr((row.there, row.moved, row.twice, library))
     if key not in cache:
         cache[key] = Path(tempfile.mkdtemp(dir=directory))
-        outcomes = cluster.outcomes(f"{MODULE}:save", 2, str(cache[key]), row.there, library, about)
+        outcomes = cluster.outcomes(f"{MODULE}:save", 2, str(cache[key]), row.there, library, row_data)
         if any(outcome.failed for outcome in outcomes):
             shutil.rmtree(cache[key])
             del cache[key]
@@ -309,7 +326,7 @@ def measure(cluster: Cluster, row: Row, library: str, cache: dict[str, Path], di
     if row.kill:
         outcomes = cluster.outcomes(f"{MODULE}:load_and_die", 2, str(place), row.there, library, *row.kill, grace=8)
         assert outcomes[row.kill[0]].signal == signal.SIGKILL, outcomes
-    outcomes = cluster.outcomes(f"{MODULE}:load", row.ranks, str(place), here, library, about, timeout=60, grace=12)
+    outcomes = cluster.outcomes(f"{MODULE}:load", row.ranks, str(place), here, library, row_data, timeout=60, grace=12)
     text = verdict(row, place, outcomes)
     shutil.rmtree(place)
     return text
@@ -334,7 +351,7 @@ def verdict(row: Row, place: Path, outcomes: list[Outcome]) -> str:
         hanging = [rank for rank, text in failures.items() if text is None]
         text = f"error: {shorten(str(first))}"
         if len(failed) < row.ranks:
-            text += f"; on rank {', '.join(map(str, failed))} alone{', the other hangs' if hanging else ''}"
+            text += f"; on rank {', '.join(map(str, failed))} alone{', and the other hangs' if hanging else ''}"
         fine = row.right == "error" and len(failed) == row.ranks and not executed
         return f"{'+' if fine else '-'} {text}{executed}"
     if None in failures.values() or not (place / "found" / "manifest.msgpack").exists():
@@ -342,26 +359,26 @@ def verdict(row: Row, place: Path, outcomes: list[Outcome]) -> str:
     wrong = compare(row, place)
     if row.right == "error":
         what = ", ".join(wrong) or "nothing else"
-        return f"- **loads without a word**: {what}{executed}"
+        return f"- **loaded, and no error**: {what}{executed}"
     if wrong:
-        return f"- **wrong without a word**: {', '.join(wrong)}"
+        return f"- **wrong, and no error**: {', '.join(wrong)}"
     if row.right == "weights":
         return "+ equal"
     return f"+ equal{later(row, place)}"
 
 
 def compare(row: Row, place: Path) -> list[str]:
-    """What of the loaded engine is not as it was in the one that saved."""
+    """Returns names for the parts of the state that differ between the engine that saved and the one that loaded."""
     if row.right == "weights":
         return [] if same(*loaded(place, "-weights")) else ["weights"]
-    truth, found = (zckpt.open(place / name) for name in ("truth", "found"))
+    truth, loaded_checkpoint = (zckpt.open(place / name) for name in ("truth", "found"))
     wrong = []
-    both = truth.keys() & found.keys()
-    names = {key.partition("/")[2] for key in both if key.startswith("master/")}
+    shared_keys = truth.keys() & loaded_checkpoint.keys()
+    names = {key.partition("/")[2] for key in shared_keys if key.startswith("master/")}
     for part, label in (("master", "masters"), ("exp_avg", "moments"), ("param", "frozen weights")):
-        there, here = loaded(place, "", part)  # exp_avg_sq with exp_avg
+        there, here = loaded(place, "", part)  # the prefix exp_avg selects exp_avg_sq, too
         if row.here and row.here.get("frozen") != row.there.get("frozen"):
-            there, here = ({key: tensors[key] for key in tensors if key in both} for tensors in (there, here))
+            there, here = ({key: tensors[key] for key in tensors if key in shared_keys} for tensors in (there, here))
         if not there.keys() <= here.keys():
             wrong.append(f"{label} lost")
         elif not same(there, here):
@@ -373,23 +390,23 @@ def compare(row: Row, place: Path) -> list[str]:
         wrong.append("weights")
     if not same(*loaded(place, "", "buffer/")):
         wrong.append("buffers")
-    trees = [settings_of(checkpoint, names) for checkpoint in (truth, found)]
+    trees = [settings_of(checkpoint, names) for checkpoint in (truth, loaded_checkpoint)]
     there, here = (tree["settings"] for tree in trees)
     for name in names:  # FusedAdam and the Adam for the CPU name some settings that the other does not have
-        shared = there[name].keys() & here[name].keys()
+        shared_settings = there[name].keys() & here[name].keys()
         for settings in (there, here):
-            settings[name] = {key: settings[name][key] for key in shared}
+            settings[name] = {key: settings[name][key] for key in shared_settings}
     return wrong + [name for name in trees[0] if trees[0][name] != trees[1][name]]
 
 
 def loaded(place: Path, suffix: str, prefix: str = "") -> list[dict[str, torch.Tensor]]:
-    """What there was and what was found, by key."""
+    """Returns two dictionaries of tensors: those of the engine that saved, and those of the engine that loaded."""
     checkpoints = [zckpt.open(place / f"{name}{suffix}") for name in ("truth", "found")]
-    return [checkpoint.load(lambda key: key.startswith(prefix)) for checkpoint in checkpoints]
+    return [checkpoint.load([key for key in checkpoint if key.startswith(prefix)]) for checkpoint in checkpoints]
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
 def settings_of(checkpoint: zckpt.Checkpoint, names: set[str]) -> dict[str, Any]:
@@ -406,13 +423,13 @@ def settings_of(checkpoint: zckpt.Checkpoint, names: set[str]) -> dict[str, Any]
 
 
 def later(row: Row, place: Path) -> str:
-    """Whether training went on as in the run that never stopped, where it can."""
+    """Returns words on whether the training went on as in the run that never stopped."""
     if row.here or row.ranks != 2:
-        return ""
-    truth, found = (zckpt.open(place / f"{name}-later") for name in ("truth", "found"))
-    there, here = truth.load("master/*"), found.load("master/*")
+        return ""  # another configuration or world size trains differently
+    truth, loaded_checkpoint = (zckpt.open(place / f"{name}-later") for name in ("truth", "found"))
+    there, here = truth.load("master/*"), loaded_checkpoint.load("master/*")
     if same(there, here):
-        return f", and so after {AFTER} more steps"
+        return f", also after {AFTER} more steps"
     most = max(float((there[key] - here[key]).abs().max()) for key in there)
     return f"; after {AFTER} more steps masters differ, by up to {most:.0e}"
 
@@ -441,10 +458,13 @@ def table(results: dict[str, list[str]]) -> str:
     import deepspeed
 
     lines = [
-        "What happens to a run's state when it is saved and loaded again, by DeepSpeed's own checkpoints and by zckpt",
-        "behind the same two calls. Each cell was run in fresh processes on the CPU. ✓: what is right, ✗: not.",
+        "# DeepSpeed's own checkpoints and zckpt in the same situations",
         "",
-        "    make bench-coverage",
+        "Each row saves the state of a run with `engine.save_checkpoint` and loads it with",
+        "`engine.load_checkpoint`, once in DeepSpeed's own format and once with zckpt attached. Each cell was run",
+        "in new processes on the CPU. ✓ marks a right outcome, and ✗ a wrong one. An outcome is right if the state",
+        "is equal, bit for bit, or, if files were damaged, if every rank raises an error. `make bench-coverage`",
+        "makes this page.",
         "",
         f"DeepSpeed {deepspeed.__version__}, torch {torch.__version__}, Python {platform.python_version()}.",
     ]
@@ -454,7 +474,7 @@ def table(results: dict[str, list[str]]) -> str:
             continue
         if row.group != group:
             group = row.group
-            lines += ["", f"### {group}", "", f"| | DeepSpeed {deepspeed.__version__} | zckpt |", "|---|---|---|"]
+            lines += ["", f"## {group}", "", f"| | DeepSpeed {deepspeed.__version__} | zckpt |", "|---|---|---|"]
         marked = [f"{'✓' if cell[0] == '+' else '✗'} {cell[2:]}" for cell in results[row.change]]
         lines.append(f"| {row.change} | {marked[0]} | {marked[1]} |")
     return "\n".join(lines).strip()
@@ -468,8 +488,8 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "bench")])
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
     rows = [row for row in ROWS if re.search(options.only, f"{row.group} {row.change}")]
-    cluster, cache = Cluster(), {}
-    start = time.monotonic()
+    cluster, start = Cluster(), time.monotonic()
+    cache: dict[str, Path] = {}
     results: dict[str, list[str]] = {}
     if options.output and options.only and (options.output / "coverage.json").exists():
         results = json.loads((options.output / "coverage.json").read_text())

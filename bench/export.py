@@ -1,11 +1,13 @@
-"""The weights of a ZeRO-3 checkpoint as a model's folder: against a copy of the same bytes, and zero_to_fp32.
+"""Compares exporting the weights of a ZeRO-3 checkpoint as a model's folder with a copy and with zero_to_fp32.
 
     python bench/export.py [--size 3GiB] [--dir DIR] [--runs 3]
 
-A ZeRO-3 engine of a Llama on 2 ranks writes both checkpoints, of which a third is fp32 weights. ``zckpt.cp`` of these
-alone reads and writes the bytes that an export in fp32 reads and writes. Beside an export in bf16 is what DeepSpeed's
-users do today: ``load_state_dict_from_zero_checkpoint`` into a model, and its ``save_pretrained``, made durable. Files
-are not in the page cache. The peak memory is that of a fresh process for each, over what it had when it began.
+A ZeRO-3 engine with a Llama model on 2 ranks writes both checkpoints. A third of each checkpoint is fp32 weights.
+``zckpt.cp`` of the fp32 weights alone reads and writes the same bytes as an export in fp32. An export in bf16 is
+compared with what DeepSpeed's users do today: they load the checkpoint into a model by
+``load_state_dict_from_zero_checkpoint``, and save the model by ``save_pretrained``. The files that this leaves are made
+durable. No file is in the page cache at the start of a round. The peak memory is measured in a fresh process for each
+contestant, above the memory that the process had at the start.
 """
 
 from __future__ import annotations
@@ -64,13 +66,13 @@ def copy(directory: Path) -> None:
 
 
 def memory_of(action: Callable[[], None]) -> Metered:
-    import transformers  # noqa: F401  what has been imported is no memory of theirs
+    import transformers  # noqa: F401  imported here so that the memory of the import is not counted
     from deepspeed.utils import zero_to_fp32  # noqa: F401
 
-    found: Metered = {}
-    with metered(found, "peak"):
+    figures: Metered = {}
+    with metered(figures, "peak"):
         action()
-    return found
+    return figures
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""Size and speed of the index at 1024 ranks x 1000 parameters x 3 parts, without tensor data.
+"""Measures the size and the speed of the index at 1024 ranks x 1000 parameters x 3 parts, without tensor data.
 
     python bench/index_scale.py [--ranks N] [--parameters N] [--runs N] [--json FILE]
 
-Builds manifest and index of a synthetic ZeRO-3 checkpoint, then measures in fresh processes: bytes per piece, opening
-and resolving one key (time, reads, bytes), and decoding the whole index (time, peak memory above the imports).
+The program builds the manifest and the index of a synthetic ZeRO-3 checkpoint. Then it measures, in fresh processes,
+the bytes for each piece, the time, the reads and the bytes that it takes to open the checkpoint and to look up one key,
+and the time and the peak memory, above that of the imports, that it takes to decode the whole index.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_shards
+from zckpt.plan.layout import plan_data_files
 from zckpt.state.inventory import Fragment
 
 PARTS = ("master", "exp_avg", "exp_avg_sq")
@@ -38,34 +39,37 @@ print(json.dumps({"seconds": seconds, "pieces": n, "reads": ck.io.reads, "bytes"
 """
 WHOLE = """
 import sys, time, json, zckpt
-def peak():  # ru_maxrss would be the parent's, from before exec
+def peak():  # ru_maxrss would be the peak of the parent, from before exec
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 before = peak()
 start = time.perf_counter()
 ck = zckpt.open(sys.argv[1])
 for number in range(len(ck.manifest.chunks)):
     ck.contents.chunk(number)
-n = sum(c.pieces for p in ck.manifest.parts for c in ck.manifest.chunks if c.layout == p.layout)
+n = sum(c.pieces for p in ck.manifest.parts for c in ck.manifest.chunks if c.layout_id == p.layout_id)
 print(json.dumps({"seconds": time.perf_counter() - start, "pieces": n, "reads": ck.io.reads, "bytes": ck.io.bytes_read,
                   "extra_bytes": peak() - before, "peak_bytes": peak()}))
 """
 
 
 def generate(path: Path, ranks: int, parameters: int, seed: int = 0) -> tuple[int, list[str]]:
-    """Writes manifest and index of a checkpoint without its data files; returns the pieces and the keys.
+    """Writes the manifest and the index of a checkpoint without its data files.
 
-    Shapes are drawn like a transformer's: matrices of many sizes, biases, and tensors with fewer elements than ranks.
-    Each parameter is cut as ZeRO-3 does it, into equal shares with a shorter or no share for the last ranks.
+    The shapes are drawn at random, but resemble those of a transformer: there are matrices of many sizes, biases, and
+    tensors with fewer elements than there are ranks. Each parameter is cut into equal shares, as ZeRO-3 does it. The
+    last ranks have a shorter share or none.
+
+    Returns the number of pieces and the keys.
     """
     rng = random.Random(seed)
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(parameters):
         kind = rng.random()
         wide, high = 64 * rng.randint(16, 128), 64 * rng.randint(16, 128)
-        shape = (wide, high) if kind < 0.6 else (wide,) if kind < 0.95 else (rng.randint(1, ranks),)
-        shapes[f"model.layers.{i // 10}.block{i % 10}.weight"] = shape
+        name = f"model.layers.{i // 10}.block{i % 10}.weight"
+        shapes[name] = (wide, high) if kind < 0.6 else (wide,) if kind < 0.95 else (rng.randint(1, ranks),)
     save_id = f"{seed:016x}"
-    receipts = []
+    rank_records = []
     pieces = 0
     for rank in range(ranks):
         fragments = []
@@ -75,11 +79,11 @@ def generate(path: Path, ranks: int, parameters: int, seed: int = 0) -> tuple[in
             start, stop = min(rank * share, numel), min((rank + 1) * share, numel)
             if start < stop:
                 fragments += [Fragment(part, name, shape, "F32", start, stop) for part in PARTS]
-        plans = plan_shards(fragments, save_id, rank, ranks, block_bytes=BLOCK_BYTES)
+        plans = plan_data_files(fragments, save_id, rank, ranks, block_bytes=BLOCK_BYTES)
         pieces += sum(len(plan.fragments) for plan in plans)
-        receipts.append(catalog.receipt(rank, plans))
-    about = catalog.About(step=100, block_bytes=BLOCK_BYTES, aliases={}, state=b"\xc0", writer={})
-    manifest, index = catalog.catalog(receipts, save_id, about)
+        rank_records.append(catalog.rank_record(rank, plans))
+    metadata = catalog.SaveMetadata(step=100, block_bytes=BLOCK_BYTES, aliases={}, state=b"\xc0", writer={})
+    manifest, index = catalog.catalog(rank_records, save_id, metadata)
     (path / names.data_dir(save_id)).mkdir(parents=True)
     (path / names.index_path(save_id)).write_bytes(index)
     (path / names.MANIFEST).write_bytes(manifest)
@@ -87,7 +91,7 @@ def generate(path: Path, ranks: int, parameters: int, seed: int = 0) -> tuple[in
 
 
 def measure(program: str, *arguments: str) -> dict[str, float]:
-    """Runs one of the programs above in a fresh process."""
+    """Runs one of the programs above in a fresh process and returns its figures."""
     out = subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True, text=True).stdout
     return json.loads(out)
 
@@ -105,10 +109,10 @@ def main() -> None:
         pieces, keys = generate(path, options.ranks, options.parameters)
         seconds = time.perf_counter() - start
         sizes = {file.name: file.stat().st_size for file in path.rglob("*") if file.is_file()}
-        one = [
+        one_key_runs = [
             measure(ONE_KEY, directory, keys[len(keys) * (i + 1) // (options.runs + 1)]) for i in range(options.runs)
         ]
-        whole = [measure(WHOLE, directory) for _ in range(options.runs)]
+        whole_index_runs = [measure(WHOLE, directory) for _ in range(options.runs)]
     results = {
         "ranks": options.ranks,
         "parameters": options.parameters,
@@ -117,8 +121,8 @@ def main() -> None:
         "bytes_per_piece": sum(sizes.values()) / pieces,
         "sizes_bytes": sizes,
         "generate_seconds": seconds,
-        "one_key": {name: statistics.median(run[name] for run in one) for name in one[0]},
-        "whole_index": {name: statistics.median(run[name] for run in whole) for name in whole[0]},
+        "one_key": {name: statistics.median(run[name] for run in one_key_runs) for name in one_key_runs[0]},
+        "whole_index": {name: statistics.median(run[name] for run in whole_index_runs) for name in whole_index_runs[0]},
     }
     print(f"{pieces:,} pieces: {options.ranks} ranks x {options.parameters} parameters x {len(PARTS)} parts")
     print(f"on disk          {results['bytes_per_piece']:.3f} bytes per piece {sizes}")

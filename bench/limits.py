@@ -1,10 +1,11 @@
-"""How near loading is to what this machine can do at all: why some of the targets cannot be met here.
+"""Compares loading with the most that this machine can do, which shows why some of the targets cannot be met here.
 
     python bench/limits.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-The same bytes out of the page cache into memory that was touched before, by zckpt and by loops that do nothing else, in
-as many threads as there are processors. ``read and hash``: 2 MiB at a time, so that the hash finds them in the
-processor's own cache. Large tensors, and as many bytes in tensors that 8 ranks have cut to pieces of 20 KiB.
+zckpt, and loops that do nothing else, move the same bytes out of the page cache into memory that was touched before, in
+as many threads as there are processors. The loop ``read and hash`` reads 2 MiB at a time, so that the hash finds them
+in the processor's own cache. There are two states of the same size: one of large tensors, and one of tensors that 8
+ranks have cut into pieces of 20 KiB.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from common import (
     MIB,
     Contestant,
     Result,
-    aligned_memory,
     bring_into_cache,
     cut,
     empty_like,
@@ -36,6 +36,7 @@ from common import (
     workspace,
     write_checkpoint,
 )
+from raw_io import aligned_memory
 from zckpt.format.digest import digest
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ LOOP = "read and hash"
 
 def main() -> None:
     options = parse_options(__doc__)
-    result = Result("limits", "Loading from the page cache, and what the machine can do", options)
+    result = Result("limits", "Load from the page cache, and the limits of the machine", options)
     small = {
         f"master/layers.{i}.weight": (RANKS * PIECE_BYTES // 4,) for i in range(options.size // RANKS // PIECE_BYTES)
     }
@@ -87,28 +88,28 @@ def load(path: Path, out: dict[str, torch.Tensor], *, verify: bool) -> None:
 
 
 def loops(pool: ThreadPoolExecutor, path: Path, piece_bytes: int) -> list[Contestant]:
-    """Each goes over as many bytes as the data files of ``path`` have, in pieces of ``piece_bytes``."""
+    """Returns the loops. Each goes over as many bytes as the data files of ``path`` have, ``piece_bytes`` at a time."""
     files = sorted(path.rglob("*.safetensors"))
     share = min(file.stat().st_size for file in files) // MIB * MIB
     assert share, "too little for this comparison"
     fds = [os.open(file, os.O_RDONLY) for file in files]
-    memory = memoryview(aligned_memory(share * len(files)))  # type: ignore[arg-type]
-    other = memoryview(aligned_memory(share * len(files)))  # type: ignore[arg-type]
+    memory = memoryview(aligned_memory(share * len(files)))
+    other = memoryview(aligned_memory(share * len(files)))
     places = [(number, start) for number in range(len(files)) for start in range(0, share, READ_BYTES)]
 
     def each(work: Callable[[int, int, int], None]) -> None:
-        """Calls it for all places: number of the file, start and stop there."""
-        left = iter(places)  # shared: whoever is free takes the next
+        """Calls ``work`` with the number of the file, and the first byte and the end there, for all places."""
+        next_places = iter(places)  # all threads share it: a thread that is free takes the next place
 
         def run(_: int) -> None:
-            for number, start in left:
+            for number, start in next_places:
                 work(number, start, min(start + READ_BYTES, share))
 
         list(pool.map(run, range(THREADS)))
 
     def pieces(number: int, start: int, stop: int) -> list[memoryview]:
         cuts = [*range(number * share + start, number * share + stop, piece_bytes), number * share + stop]
-        return [memory[one:after] for one, after in itertools.pairwise(cuts)]
+        return [memory[first:after] for first, after in itertools.pairwise(cuts)]
 
     def copy(number: int, start: int, stop: int) -> None:
         place = slice(number * share + start, number * share + stop)

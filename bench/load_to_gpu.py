@@ -1,16 +1,17 @@
-"""Loading all weights to a GPU against safetensors and the loaders that are made for it. Needs a GPU.
+"""Compares loading all weights to a GPU with safetensors and with loaders that are made for it. Needs a GPU.
 
     pip install 'fastsafetensors>=0.5' 'instanttensor>=0.2' runai-model-streamer
     python bench/load_to_gpu.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-The same fp32 tensors, in zckpt's files and in one safetensors file; loaders that are not installed are left out. Of
-these versions, all give tensors that own their memory. Cold: the files are dropped from the page cache; cached: they
-were read just before. The limits: one copy of as many bytes from pinned memory that stays the same, and direct reads
-of as many bytes into the same few buffers. zckpt checks digests, the others check nothing; so once more without, and
-once by GPUDirect Storage where there is kvikio and a driver for it.
+The same fp32 tensors are in zckpt's files and in one safetensors file. Loaders that are not installed are left out. In
+these versions, all loaders return tensors that own their memory. "Cold" means that the files were dropped from the page
+cache, and "cached" that they were read just before. There are two limits: one copy of as many bytes from pinned memory
+that stays the same, and direct reads of as many bytes into the same few buffers. zckpt checks digests, and the others
+check nothing. Therefore zckpt is also measured without the check, and by GPUDirect Storage where kvikio and a driver
+for it are installed.
 
-Overlap: 1 if a cold load takes no longer than the longer one of both limits, 0 if it takes as long as one after the
-other.
+The overlap is 1 if a cold load takes no longer than the slower one of both limits. It is 0 if the load takes as long as
+both limits one after the other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import zckpt
 from common import (
     MIB,
     Contestant,
-    Raw,
     Result,
     bring_into_cache,
     cut,
@@ -46,6 +46,7 @@ from common import (
     write_checkpoint,
 )
 from peers import safetensors_save
+from raw_io import Raw
 from zckpt.storage import gpudirect
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def main(device: str = "cuda") -> None:
         ours, theirs = directory / "checkpoint", directory / "safetensors"
         write_checkpoint(ours, cut(state))
         safetensors_save(state, theirs)
-        peers = {label: load for label, (there, load) in PEERS.items() if there()}
+        peers = {label: load for label, (is_installed, load) in PEERS.items() if is_installed()}
         loads: dict[str, tuple[Path, Callable[[Path, str], Tensors]]] = {
             "zckpt": (ours, partial(load_ours, verify=True)),
             "zckpt, unverified": (ours, partial(load_ours, verify=False)),
@@ -79,10 +80,10 @@ def main(device: str = "cuda") -> None:
         if gpudirect.serves(torch.device(device)):
             loads["zckpt, GPUDirect Storage"] = (ours, partial(load_ours, verify=False, direct=True))
         for label, (path, load) in loads.items():
-            found = load(path, device)
-            assert found.keys() == state.keys(), label
-            assert all(torch.equal(found[key].cpu(), tensor) for key, tensor in state.items()), label
-            del found
+            tensors = load(path, device)
+            assert tensors.keys() == state.keys(), label
+            assert all(torch.equal(tensors[key].cpu(), tensor) for key, tensor in state.items()), label
+            del tensors
         raw = Raw()
         for group, prepare in (("cold", drop_from_cache), ("cached", bring_into_cache)):
             contestants = [
@@ -105,16 +106,16 @@ def main(device: str = "cuda") -> None:
 
 
 def overlap(rounds: Rounds) -> float:
-    """Of the median round. More than 1 if the load is faster than the reads of the limit."""
-    seconds = zip(*([took.seconds for took in rounds[label]] for label in ("zckpt", COPY, READ)), strict=True)
+    """Returns the overlap of the median round. It is more than 1 if the load is faster than the reads of the limit."""
+    seconds = zip(*([timing.seconds for timing in rounds[label]] for label in ("zckpt", COPY, READ)), strict=True)
     return statistics.median((copy + read - load) / min(copy, read) for load, copy, read in seconds)
 
 
 def finished(load: Callable[[Path, str], Tensors], path: Path, device: str) -> Tensors:
-    found = load(path, device)
+    tensors = load(path, device)
     if device != "cpu":
         torch.accelerator.synchronize()
-    return found
+    return tensors
 
 
 def pinned_copy(nbytes: int, device: str) -> Callable[[], None]:
@@ -131,7 +132,7 @@ def pinned_copy(nbytes: int, device: str) -> Callable[[], None]:
 
 
 def load_ours(path: Path, device: str, *, verify: bool, direct: bool = False) -> Tensors:
-    """``direct``: by GPUDirect Storage, which is otherwise left out."""
+    """Loads all masters. GPUDirect Storage is used if ``direct`` is true, and never otherwise."""
     with mock.patch.object(gpudirect, "serves", return_value=direct):
         return zckpt.open(path).load("master/*", device=device, verify=verify)
 
@@ -180,7 +181,7 @@ PEERS: dict[str, tuple[Callable[[], bool], Callable[[Path, str], Tensors]]] = {
     "Run:ai streamer": (partial(installed, "runai_model_streamer"), load_runai),
     "InstantTensor": (partial(installed, "instanttensor"), load_instanttensor),
 }
-"""Whether each is there, and how it loads."""
+"""For each peer by label, a function that says whether it is installed, and a function that loads a file with it."""
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""Loading all weights to the CPU against torch.load, safetensors and PyTorch DCP.
+"""Compares loading all weights to the CPU with torch.load, safetensors and PyTorch DCP.
 
     python bench/load_vs_peers.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-The same fp32 tensors in every format. What is loaded is the caller's own copy. Cold: the files are dropped from the
-page cache; cached: they were read just before. Each allocates as it does for its users, fresh memory from the kernel,
-which was in use until just before: a virtual machine gives back what it has not used for a while, and who is first to
-touch it again would pay for all. Once more with a malloc that keeps freed memory, so that all load into memory that was
-touched before. ``out=`` loads into tensors that the caller has; of the peers, only DCP can do that. Raw: direct reads
-of a file of as many bytes into as much fresh memory, in several threads.
+Every format has the same fp32 tensors, and every load returns tensors that own their memory. "Cold" means that the
+files were dropped from the page cache, and "cached" that they were read just before.
+
+Each contestant allocates memory as it does for its users: fresh memory from the kernel. This memory was in use until
+just before, because a virtual machine gives back memory that it has not used for a while, and then the first contestant
+to touch it again would lose time for all others. The cached loads are measured a second time with a malloc that keeps
+freed memory, so that all contestants load into memory that was touched before.
+
+``out=`` loads into tensors that the caller has. Of the peers, only DCP can do that. "Raw" reads a file of as many bytes
+by direct I/O in several threads, into as much fresh memory.
 """
 
 from __future__ import annotations
@@ -21,9 +25,7 @@ import zckpt
 from common import (
     CPU_PER_GIB_MAX,
     READ_SPEED_MIN,
-    Raw,
     Result,
-    aligned_memory,
     bring_into_cache,
     cpu_per_gib,
     cut,
@@ -31,7 +33,6 @@ from common import (
     empty_like,
     fastest,
     interleaved,
-    keep_freed_memory,
     loading,
     make_state,
     parse_options,
@@ -41,6 +42,7 @@ from common import (
     write_checkpoint,
 )
 from peers import SAVES, dcp_load, dcp_load_into, safetensors_load, safetensors_pread, torch_load
+from raw_io import Raw, aligned_memory, keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +51,8 @@ if TYPE_CHECKING:
 
 TOUCHED = "cached, touched memory"
 BOUNDS = {"cold": 1.3, "cached": 1.5}
-"""Against the best peer. In touched memory that copies as fast as memory can."""
+"""The least speedup over the best peer. Loads into touched memory have no bound, because there the best peer copies as
+fast as the memory can."""
 
 
 def main() -> None:
@@ -63,7 +66,7 @@ def main() -> None:
         for label, save in SAVES.items():
             save(state, directory / label)
         raw, file = Raw(), directory / "raw"
-        raw.write(file, nbytes)
+        raw.write(file, raw.again(nbytes))
         out = empty_like(state)
         state.clear()
         loads = {
@@ -109,9 +112,9 @@ def load_into(out: dict[str, torch.Tensor], path: Path) -> None:
     zckpt.open(path).load("master/*", out=out)
 
 
-def check_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
+def check_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The fp32 weights alone, as a state dict, from a full checkpoint: against DeepSpeed's ``zero_to_fp32``.
+"""Compares loading only the fp32 weights of a full checkpoint, as a state dict, with DeepSpeed's ``zero_to_fp32``.
 
     python bench/masters_vs_zero_to_fp32.py [--size 3GiB] [--dir DIR] [--runs 3]
 
-A ZeRO-3 engine on 2 ranks writes both checkpoints. DeepSpeed's is read by the function behind its script,
-``get_fp32_state_dict_from_zero_checkpoint``, which maps the files, and so reads little else either, and checks
-nothing. Both allocate fresh memory, as they do for their users; once more with a malloc that keeps freed memory. The
-bytes are what zckpt asks the operating system for, over the bytes of the weights.
+A ZeRO-3 engine on 2 ranks writes both checkpoints. DeepSpeed's checkpoint is read by the function behind its script,
+``get_fp32_state_dict_from_zero_checkpoint``. That function maps the files, so it reads little else, too, and it checks
+nothing. Both contestants allocate fresh memory, as they do for their users. The cached loads are measured a second time
+with a malloc that keeps freed memory. The target for bytes read is the number of bytes that zckpt asks the operating
+system for, divided by the bytes of the weights.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from common import (
     bring_into_cache,
     drop_from_cache,
     interleaved,
-    keep_freed_memory,
     loading,
     parse_options,
     speedup,
     total_bytes,
     workspace,
 )
+from raw_io import keep_freed_memory
 from training import start_ranks, write_once
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def with_deepspeed(path: Path) -> dict[str, torch.Tensor]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="tag")
-    return found
+        weights: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="tag")
+    return weights
 
 
 def with_zckpt(path: Path) -> dict[str, torch.Tensor]:
@@ -51,16 +52,16 @@ def with_zckpt(path: Path) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     options = parse_options(__doc__, runs=3)
-    result = Result("masters_vs_zero_to_fp32", "fp32 weights alone out of a full checkpoint", options)
+    result = Result("masters_vs_zero_to_fp32", "Load only the fp32 weights of a full checkpoint", options)
     with workspace(options, 2 * options.size) as directory:
         ours, theirs = directory / "zckpt", directory / "deepspeed"
         start_ranks(write_once, RANKS, options.size, ours, theirs)
         weights = with_zckpt(ours)
-        other = with_deepspeed(theirs)
-        assert weights.keys() == other.keys()
-        assert all(torch.equal(tensor, other[name]) for name, tensor in weights.items())
+        expected = with_deepspeed(theirs)
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
         nbytes = total_bytes(weights)
-        weights, other = {}, {}
+        weights, expected = {}, {}
         for group in ("cold", "cached", "cached, touched memory"):
             prepare = drop_from_cache if group == "cold" else bring_into_cache
             if group == "cached, touched memory":

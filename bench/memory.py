@@ -1,12 +1,13 @@
-"""The memory that a write, a restore and loads need beside the state itself, at three sizes of state.
+"""Measures the memory that a write, a restore and loads need on top of the state itself, at three sizes of state.
 
     python bench/memory.py [--size 8GiB] [--dir DIR]
 
-``--size`` is the largest of the three; it takes 1.3 times as much memory and once as much disk. Measured are the growth
-of the process's peak (VmHWM, started anew before) and of the page cache (``Cached`` in /proc/meminfo, every 20 ms,
-which other processes change too). The memory that data is loaded into exists before, but for ``iter``, where one tensor
-of 64 MiB at most comes on top. A real engine, which needs twice its state, is restored at the two smaller sizes only,
-when it has its moments already: reading into its memory is what ``load(out=)`` does.
+``--size`` is the largest of the three sizes. It takes 1.3 times as much memory, and as much room on the disk. Measured
+is the growth of two figures: the peak of the process (VmHWM, which is reset before), and the page cache (``Cached`` in
+/proc/meminfo, which is sampled every 20 ms, and which other processes change, too). The memory that data is loaded into
+exists before. Only ``iter`` allocates memory of its own, for one tensor of 64 MiB at most. A real engine needs twice
+the memory of its state. Therefore it is measured only at the two smaller sizes. It has its moments already when it is
+restored. At the largest size, ``load(out=)`` stands for it, because it reads into existing memory in the same way.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ BOUND_MIB = 256 + 64
 
 def write(path: Path, size: int) -> Metered:
     state = make_state(size)
-    found: Metered = {}
-    with metered(found, "write"):
+    figures: Metered = {}
+    with metered(figures, "write"):
         write_checkpoint(path, cut(state))
-    return found
+    return figures
 
 
 def load(path: Path, size: int) -> Metered:
     state = make_state(size)
-    found: Metered = {}
-    with metered(found, "load into given memory"):
+    figures: Metered = {}
+    with metered(figures, "load into given memory"):
         zckpt.open(path).load(list(state), out=state)
-    return found
+    return figures
 
 
 def iterate(path: Path, size: int) -> Metered:
-    found: Metered = {}
-    with metered(found, "iter"):
+    figures: Metered = {}
+    with metered(figures, "iter"):
         for _ in zckpt.open(path).iter():
             pass
-    return found
+    return figures
 
 
 def main() -> None:
@@ -62,20 +63,21 @@ def main() -> None:
         sizes.pop()
     by_size: dict[str, Metered] = {}
     for size in sizes:
-        found = by_size[f"{size / GIB:.3g} GiB"] = {}
+        figures_of_size = by_size[f"{size / GIB:.3g} GiB"] = {}
         with workspace(options, size) as directory:
-            for what in (write, load, iterate):  # each in a process that has no buffers yet
+            for action in (write, load, iterate):  # each in a process that has no buffers yet
                 drop_from_cache(directory)
                 with ProcessPoolExecutor(1, get_context("fork")) as process:
-                    found |= process.submit(what, directory / "checkpoint", size).result()
+                    figures_of_size |= process.submit(action, directory / "checkpoint", size).result()
         if size <= options.size * 3 // 8:
             with workspace(options, size) as directory:
-                (engine,) = start_ranks(memory_of_engine, 1, directory, size)
-            found |= engine
-    for label, found in by_size.items():
-        for what, one in found.items():
-            worst = max(one["peak_mib"], one["cached_mib"])
-            print(f"  {label:9} {what:24} peak {one['peak_mib']:7.1f} MiB   Cached {one['cached_mib']:7.1f} MiB")
+                (figures_of_engine,) = start_ranks(memory_of_engine, 1, directory, size)
+            figures_of_size |= figures_of_engine
+    for label, figures_of_size in by_size.items():
+        for what, growth in figures_of_size.items():
+            peak, cached = growth["peak_mib"], growth["cached_mib"]
+            worst = max(peak, cached)
+            print(f"  {label:9} {what:24} peak {peak:7.1f} MiB   Cached {cached:7.1f} MiB")
             result.at_most(f"extra memory of {what}, {label} of state", worst, BOUND_MIB, "MiB")
     result.extra["by_size"] = by_size
     result.finish()

@@ -1,10 +1,10 @@
-"""Memory during a save and during a resume, ours beside DeepSpeed's: the picture at the top of the README.
+"""Measures the memory during a save and a resume, of zckpt and of DeepSpeed, for the picture at the top of the README.
 
     python bench/memory_over_time.py [--size 3GiB] [--dir DIR]
 
-2 ranks of a ZeRO-3 engine. Every 50 ms another process samples what is resident in both ranks, and the page cache. The
-picture shows by how much each has grown since the save or the resume began. A resume begins with an engine that has
-weights but no moments yet: what it must get, two thirds of the state, is part of the growth.
+A ZeRO-3 engine runs on 2 ranks. Every 50 ms another process samples the resident memory of both ranks, and the page
+cache. The picture shows by how much both figures have grown since the save or the resume began. A resume begins with an
+engine that has weights but no moments yet. So the moments, two thirds of the state, are part of the growth.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def main() -> None:
         for kind in KINDS:
             (directory / kind).mkdir()
             for doing, function in (("save", watched_save), ("resume", watched_resume)):
-                found = start_ranks(function, RANKS, directory / kind, options.size, kind)[0]
+                record = start_ranks(function, RANKS, directory / kind, options.size, kind)[0]
                 label = f"{doing}: {kind}"
-                result.add({label: [found["took"]]}, options.size)
-                samples[label] = found["samples"]
-                base = [max(one[i] for one in found["samples"] if one[0] < 0) for i in (0, 1, 2)]
-                peak = [max(one[i] for one in found["samples"]) - base[i] for i in (0, 1, 2)]
+                result.add({label: [record["timing"]]}, options.size)
+                samples[label] = record["samples"]
+                base = [max(sample[i] for sample in record["samples"] if sample[0] < 0) for i in (0, 1, 2)]
+                peak = [max(sample[i] for sample in record["samples"]) - base[i] for i in (0, 1, 2)]
                 print(f"  {label:20} resident +{peak[1] / MIB:6.0f} MiB   Cached +{peak[2] / MIB:6.0f} MiB")
     result.extra["samples"] = samples
     result.finish()

@@ -1,16 +1,26 @@
-"""States of a live ZeRO-3 engine to scratch files and back, and the memory that this frees.
+"""Measures moving the states of a live ZeRO-3 engine to scratch files and back, and the memory that this frees.
 
-    python bench/offload.py [--size 3GiB] [--dir DIR] [--runs 5]
+    python bench/offload.py [--size 1GiB] [--dir DIR] [--runs 3]
 
-One rank, which has trained a step, on the GPU if there is one. For all parts together and for each alone, in turns:
-``zckpt.offload`` and ``zckpt.reload``; direct writes of as many bytes by four threads, and direct reads of these into
-as much fresh memory; ``torch.save`` of the same tensors, with fsync and without, and ``torch.load``; with a GPU, also
-``engine.offload_states`` to pinned memory of the host and back. Nothing that is read is in the page cache. Only zckpt
-checks what it reads. Only ``torch.save`` without fsync leaves something to be written later.
+The engine runs on one rank, has trained a step, and is on the GPU if there is one. These contestants take turns, for
+all parts together and for each part alone:
 
-What is freed is what the operating system, or the device, counts: the memory that the process has before and after.
-Buffers that DeepSpeed has emptied are freed once and come back untouched: they are not written, so that from then on
-the parts have fewer bytes than before.
+- ``zckpt.offload`` and ``zckpt.reload``;
+- direct writes of the same memory by four threads (of other memory if the states are on a GPU), and direct reads of as
+  many bytes into fresh memory;
+- ``torch.save`` of the same tensors, with fsync and without, and ``torch.load``;
+- ``engine.offload_states`` to pinned memory of the host and back, if there is a GPU.
+
+No file is in the page cache when it is read. Only zckpt checks what it reads. Only ``torch.save`` without fsync leaves
+data that the kernel writes later, and only ``torch.save`` with fsync makes its data durable.
+
+Every contestant reads while the states are on the disk, so that the same memory is free for all of them. The reason is
+that the host of a virtual machine takes back memory that is free for a while, so memory that was just freed is quicker
+to touch than other memory.
+
+The memory that an offload frees is the difference between what the process has before and after, as the operating
+system or the device counts it. Buffers that DeepSpeed has emptied are freed by the first offload and come back
+untouched. They are not written, so from then on the parts have fewer bytes than before.
 """
 
 from __future__ import annotations
@@ -24,11 +34,10 @@ import torch
 
 import zckpt
 from common import (
+    GIB,
     Contestant,
-    Raw,
     Result,
     drop_from_cache,
-    engine_memory,
     interleaved,
     make_durable,
     parse_options,
@@ -36,30 +45,34 @@ from common import (
     speedup,
     workspace,
 )
+from raw_io import Raw, whole_pages
 from sampler import field_bytes
-from training import make_engine
+from training import CONFIG, make_engine
 from zckpt.engines import adapt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
+
+    from zckpt.state.inventory import Holding
 
 OURS, RAW = "zckpt", "raw"
 ALL = "all parts"
 
 
 def main() -> None:
-    options = parse_options(__doc__)
+    options = parse_options(__doc__, runs=3, size=GIB)
     result = Result("offload", "Live states to disk and back", options)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     import deepspeed
 
     deepspeed.init_distributed()
+    del CONFIG["checkpoint"]  # the FAST writer locks memory, which makes it slow to ask the system what is locked
     engine = make_engine(options.size)
     raw = Raw()
     with workspace(options, 3 * options.size) as directory:
-        for tensor in tensors_of(engine, {holding.part for holding in adapt(engine).memory()}):
-            tensor[:: mmap.PAGESIZE] += 0  # DeepSpeed has buffers that no step has used yet
+        for tensor in tensors_of(adapt(engine).memory()):
+            tensor[:: mmap.PAGESIZE] += 0  # touches the buffers of DeepSpeed that no step has used yet
         before = taken_bytes()
         moved = zckpt.offload(engine, directory)
         freed = (before - taken_bytes()) / moved.nbytes
@@ -80,58 +93,67 @@ def main() -> None:
 
 
 def ways(engine: Any, raw: Raw, directory: Path, parts: Collection[str], nbytes: int) -> dict[str, list[Contestant]]:
-    """The contestants out and back."""
+    """Returns the contestants that move the parts out, and those that move them back. The parts have ``nbytes``."""
     written, saved = directory / "raw", directory / "saved"
-    tensors, memory = tensors_of(engine, parts), engine_memory(nbytes)
+    tensors = tensors_of(
+        holding for holding in adapt(engine).memory() if holding.part in parts and not holding.workspace
+    )
+    on_gpu = torch.cuda.is_available()
     out = partial(zckpt.offload, engine, directory, parts=parts)
     back = partial(zckpt.reload, engine)
+
+    def write() -> None:
+        raw.write(written, raw.again(nbytes) if on_gpu else whole_pages(tensors), durable=False)
 
     def save(durable: bool) -> None:
         torch.save(tensors, saved)
         if durable:
             make_durable(saved)
 
-    def cold(path: Path, make: Callable[[], object]) -> Callable[[], None]:
-        def prepare() -> None:
+    def reading(label: str, make: Callable[[], object], path: Path, read: Callable[[Path], object]) -> Contestant:
+        def before() -> None:
             make()
             drop_from_cache(path)
+            out()
 
-        return prepare
+        def after() -> None:
+            back()
+            remove(path)
 
-    read = cold(written, lambda: raw.write(written, nbytes))
-    load = cold(saved, partial(save, durable=False))
-    found = {
+        return Contestant(label, partial(read, path), before, after)
+
+    contestants = {
         "out": [
-            Contestant(RAW, partial(raw.write, written, nbytes, memory), after=partial(remove, written)),
+            Contestant(RAW, write, after=partial(remove, written)),
             Contestant(OURS, out, after=back),
             Contestant("torch.save", partial(save, durable=False), after=partial(remove, saved)),
             Contestant("torch.save, fsync", partial(save, durable=True), after=partial(remove, saved)),
         ],
         "back": [
-            Contestant(RAW, partial(raw.read, written), before=read, after=partial(remove, written)),
+            reading(RAW, write, written, raw.read),
             Contestant(OURS, back, before=out),
-            Contestant("torch.load", partial(torch.load, saved), before=load, after=partial(remove, saved)),
+            reading("torch.load", partial(save, durable=False), saved, torch.load),
         ],
     }
-    if torch.cuda.is_available():
+    if on_gpu:
         states = partial(engine.offload_states, pin_memory=True)
-        found["out"].append(Contestant("engine.offload_states, all", states, after=engine.reload_states))
-        found["back"].append(Contestant("engine.reload_states, all", engine.reload_states, before=states))
-    return found
+        contestants["out"].append(Contestant("engine.offload_states, all", states, after=engine.reload_states))
+        contestants["back"].append(Contestant("engine.reload_states, all", engine.reload_states, before=states))
+    return contestants
 
 
-def tensors_of(engine: Any, parts: Collection[str]) -> list[torch.Tensor]:
-    """One for each storage that holds these parts."""
+def tensors_of(holdings: Iterable[Holding]) -> list[torch.Tensor]:
+    """Returns a tensor of bytes for each storage of the holdings."""
     storages = {}
-    for holding in adapt(engine).memory():
-        if holding.part in parts and isinstance(holding.data, torch.Tensor):
+    for holding in holdings:
+        if isinstance(holding.data, torch.Tensor):
             storage = holding.data.untyped_storage()
             storages[storage._cdata] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return list(storages.values())
 
 
 def taken_bytes() -> int:
-    """What this process has of the device's memory, or without one of the host's."""
+    """Returns the bytes in use on the device. If there is no device, it returns the resident bytes of this process."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return total - free

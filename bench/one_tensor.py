@@ -1,8 +1,8 @@
-"""One tensor of 1 MiB out of a large checkpoint, opening it included.
+"""Measures how long it takes to open a large checkpoint and load one tensor of 1 MiB.
 
     python bench/one_tensor.py [--size 3GiB] [--dir DIR] [--runs 20]
 
-The checkpoint has one rank, three parts, and as many tensors of 1 MiB as fit. What is read is in the page cache; each
+The checkpoint has one rank, three parts, and as many tensors of 1 MiB as fit. Its files are in the page cache. Each
 round opens the checkpoint anew and loads another tensor.
 """
 
@@ -42,7 +42,7 @@ def main() -> None:
         rounds = interleaved([Contestant("open and load", load)], options.runs)
     result = Result("one_tensor", f"One tensor of 1 MiB out of {len(state)}, cached, open included", options)
     result.add(rounds, MIB)
-    milliseconds = statistics.median(took.seconds for took in rounds["open and load"]) * 1e3
+    milliseconds = statistics.median(timing.seconds for timing in rounds["open and load"]) * 1e3
     result.at_most("one 1 MiB tensor, open included, cached", milliseconds, 5, "ms")
     result.finish()
 

@@ -1,9 +1,9 @@
-"""Restoring a checkpoint that another number of ranks has written, against one of the same number.
+"""Compares restoring a checkpoint of another world size with restoring one of the same world size.
 
     python bench/other_world_size.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-A ZeRO-3 engine on 2 ranks restores the same state from checkpoints of 2, of 1 and of 3 ranks. Of 3, no piece ends where
-a rank's share does.
+A ZeRO-3 engine on 2 ranks restores the same state from checkpoints that 2, 1 and 3 ranks have written. In the
+checkpoint of 3 ranks, no piece ends where the share of one of the 2 ranks ends.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ READERS, WRITERS = 2, (2, 1, 3)
 
 def main() -> None:
     options = parse_options(__doc__)
-    result = Result("other_world_size", f"Restore on {READERS} ranks what other numbers of ranks have written", options)
+    result = Result("other_world_size", f"Restore on {READERS} ranks a checkpoint of another number of ranks", options)
     with workspace(options, len(WRITERS) * options.size) as directory:
         paths = {f"written by {ranks}": directory / str(ranks) for ranks in WRITERS}
         for ranks, path in zip(WRITERS, paths.values(), strict=True):
             written = start_ranks(write_once, ranks, options.size, path)
-        found = start_ranks(other_world_rounds, READERS, paths, options.size, options.runs)[0]
+        measured = start_ranks(other_world_rounds, READERS, paths, options.size, options.runs)[0]
     for group in ("cold", "cached"):
-        result.add(found[group], sum(written), group)
+        result.add(measured[group], sum(written), group)
         for ranks in WRITERS:
             if ranks != READERS:
-                value = speedup(found[group], f"written by {ranks}", over=f"written by {READERS}")
+                value = speedup(measured[group], f"written by {ranks}", over=f"written by {READERS}")
                 result.at_least(f"restore, {group}, of {ranks} ranks by {READERS}, against the same", value, 0.7)
     result.finish()
 

@@ -1,6 +1,6 @@
-"""How others write and load the same tensors: torch.save, safetensors and PyTorch's distributed checkpoint (DCP).
+"""Writes and loads the same tensors by torch.save, safetensors and PyTorch's distributed checkpoint (DCP).
 
-Every write is durable when it returns, every load returns tensors in memory of their own.
+Every write is durable when it returns. Every load returns tensors that own their memory.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def safetensors_save(state: Tensors, path: Path) -> None:
 
 
 def dcp_save(state: Tensors, path: Path) -> None:
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)  # which fsyncs its files
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)  # it fsyncs its files itself
     make_durable(path)
 
 
 def torch_load(path: Path) -> Tensors:
-    found: Tensors = torch.load(path)
-    return found
+    tensors: Tensors = torch.load(path)
+    return tensors
 
 
 def safetensors_load(path: Path) -> Tensors:
-    """By its map of the file, copied: what a map shows is the file's, and lost with it."""
+    """Copies the tensors that safetensors maps from the file, because mapped tensors do not own their memory."""
     return {key: tensor.clone() for key, tensor in safetensors.torch.load_file(path).items()}
 
 
@@ -57,7 +57,7 @@ def dcp_load_into(state: Tensors, path: Path) -> None:
 
 
 def dcp_load(like: Tensors) -> Callable[[Path], Tensors]:
-    """DCP asks for the destination, so it is made here: that is part of loading."""
+    """Returns a function that loads tensors like these. DCP needs a destination, so making it is part of the load."""
 
     def load(path: Path) -> Tensors:
         state = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in like.items()}

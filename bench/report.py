@@ -1,4 +1,4 @@
-"""From the JSON of every comparison: a page of tables, the pictures, and on stdout every target with its verdict.
+"""Makes a page of tables and the pictures from the JSON of all comparisons, and prints every target with its verdict.
 
 python bench/report.py [--results DIR]
 """
@@ -16,7 +16,7 @@ from matplotlib import pyplot
 from common import GIB, ROOT, Target
 
 mpl.use("svg")
-mpl.rcParams["svg.hashsalt"] = "zckpt"  # equal figures give equal files
+mpl.rcParams["svg.hashsalt"] = "zckpt"  # so that equal figures give equal files
 OURS, THEIRS, RAW = "#1f77b4", "#c7c7c7", "#7f7f7f"
 ORDER = (
     "write_vs_raw",
@@ -50,39 +50,41 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     folder: Path = parser.parse_args().results
     names = (*ORDER, *ON_A_GPU)
-    found = {name: json.loads(file.read_text()) for name in names if (file := folder / f"{name}.json").exists()}
-    draw_throughput([found[name] for name in IN_PICTURE if name in found], folder / "throughput.svg")
-    if "memory_over_time" in found:
-        draw_memory(found["memory_over_time"], folder / "memory.svg")
-    (folder / "README.md").write_text(page(found))
-    targets = [target for one in found.values() for target in targets_of(one)]
+    results = {name: json.loads(file.read_text()) for name in names if (file := folder / f"{name}.json").exists()}
+    draw_throughput([results[name] for name in IN_PICTURE if name in results], folder / "throughput.svg")
+    if "memory_over_time" in results:
+        draw_memory(results["memory_over_time"], folder / "memory.svg")
+    (folder / "README.md").write_text(page(results))
+    targets = [target for result in results.values() for target in targets_of(result)]
     for target in targets:
         print(target)
     print(f"\n{sum(target.met for target in targets)} of {len(targets)} targets are met")
 
 
 def targets_of(result: dict[str, Any]) -> list[Target]:
-    return [Target(**{name: one[name] for name in Target.__annotations__}) for one in result["targets"]]
+    return [Target(**{name: target[name] for name in Target.__annotations__}) for target in result["targets"]]
 
 
 # The page
 
 
-def page(found: dict[str, Any]) -> str:
+def page(results: dict[str, Any]) -> str:
+    """Returns the page in Markdown, made from the JSON of each comparison by name."""
     lines = [
         "# What `make bench` has measured",
         "",
-        "Made by `bench/report.py` from the JSON files beside it; the docstring of each program says what is measured.",
-        "A ratio is the median of the rounds, in each of which all contestants take turns on the same bytes.",
-        "CPU s/GiB: seconds of processor time for a GiB, user and system, of all processes that took part together.",
+        "`bench/report.py` makes this page from the JSON files in this directory. The docstring of each program in",
+        "`bench/` says what it measures. In each round, all contestants write or read the same bytes, in turns. A",
+        'ratio is the median of the ratios of all rounds. "CPU s/GiB" is the processor time of all processes that',
+        "took part, user and system, in seconds for each GiB.",
         "",
     ]
-    one = next(iter(found.values()))["machine"]
-    here = described(one)
+    first_machine = next(iter(results.values()))["machine"]
+    description = described(first_machine)
     lines += [
-        here,
-        *commits_note({result.get("commit") for result in found.values()}),
-        *load_note([result["machine"].get("load_average") for result in found.values()], one["cpus"]),
+        description,
+        *commits_note({result.get("commit") for result in results.values()}),
+        *load_note([result["machine"].get("load_average") for result in results.values()], first_machine["cpus"]),
         "",
         "![memory over time](memory.svg)",
         "",
@@ -93,13 +95,13 @@ def page(found: dict[str, Any]) -> str:
         "| what | measured | target | |",
         "| --- | ---: | ---: | --- |",
     ]
-    for result in found.values():
+    for result in results.values():
         for target in targets_of(result):
             sign = "≥" if target.at_least else "≤"
             verdict = "met" if target.met else "**missed**"
             unit = "\N{MULTIPLICATION SIGN}" if target.unit == "x" else f" {target.unit}"
             lines.append(f"| {target.what} | {target.value:.3g}{unit} | {sign} {target.bound:g}{unit} | {verdict} |")
-    for result in found.values():
+    for result in results.values():
         lines += [
             "",
             f"## {result['title']}",
@@ -107,7 +109,7 @@ def page(found: dict[str, Any]) -> str:
             f"`bench/{result['name']}.py`, {result['size_bytes'] / GIB:g} GiB{commit_of(result)}",
             "",
         ]
-        if described(result["machine"]) != here:
+        if described(result["machine"]) != description:
             lines += [described(result["machine"]), ""]
         if result["rows"]:
             lines += [
@@ -116,25 +118,26 @@ def page(found: dict[str, Any]) -> str:
             ]
         for row in result["rows"]:
             label = f"{row['group']}: {row['label']}" if row["group"] else row["label"]
-            times = " | ".join(f"{value:.4g} s" for value in (row["median_seconds"], *span(row["seconds"])))
+            times = " | ".join(f"{value:.4g} s" for value in (row["median_seconds"], *extremes(row["seconds"])))
             cpu = f"{row['cpu_seconds_per_gib']:.3g}" if "cpu_seconds_per_gib" in row else ""
             lines.append(f"| {label} | {times} | {row['gib_per_second']:.2f} | {cpu} |")
         if "notes" in result:
             lines += ["", *result["notes"]]
         if "by_size" in result:
-            lines += ["| | peak | Cached |", "| --- | ---: | ---: |"]
+            lines += ["| | peak of extra memory | growth of the page cache |", "| --- | ---: | ---: |"]
         for size, by_doing in result.get("by_size", {}).items():
-            for doing, one in by_doing.items():
-                lines.append(f"| {size}: {doing} | {one['peak_mib']:.0f} MiB | {one['cached_mib']:.0f} MiB |")
+            for doing, growth in by_doing.items():
+                lines.append(f"| {size}: {doing} | {growth['peak_mib']:.0f} MiB | {growth['cached_mib']:.0f} MiB |")
     return "\n".join(lines) + "\n"
 
 
-def described(one: dict[str, Any]) -> str:
-    """The machine, and the day."""
-    gpu = f", {one['gpu']}" if one.get("gpu") else ""
+def described(machine: dict[str, Any]) -> str:
+    """Returns a sentence that names the day and describes the machine."""
+    gpu = f", {machine['gpu']}" if machine.get("gpu") else ""
     return (
-        f"{one['date']}: {one['cpus']} cores, {one['memory_bytes'] / GIB:.0f} GiB of memory, {one['file_system']}, "
-        f"Linux {one['kernel']}, Python {one['python']}, torch {one['torch']}{gpu}."
+        f"{machine['date']}: {machine['cpus']} cores, {machine['memory_bytes'] / GIB:.0f} GiB of memory, "
+        f"{machine['file_system']}, Linux {machine['kernel']}, Python {machine['python']}, "
+        f"torch {machine['torch']}{gpu}."
     )
 
 
@@ -146,21 +149,21 @@ def commits_note(commits: set[str | None]) -> list[str]:
     if len(commits) == 1:
         return []
     return [
-        "Not all of it was measured at the same commit, so figures of different sections may contradict each other.",
-        "Each section says at which commit it was measured; those that name none are older than those that do.",
+        "The sections were not all measured at the same commit, so their figures may contradict each other. Some",
+        "sections name the commit at which they were measured. The others are older.",
     ]
 
 
 def load_note(loads: list[float | None], cpus: int) -> list[str]:
-    """What to say of other programs; None: nobody looked."""
+    """Returns a sentence on other programs that ran meanwhile. A load of None means that it was not measured."""
     known = [load for load in loads if load is not None]
     if max(known, default=0) <= cpus + 1 and None not in loads:
         return []
     where = "" if None not in loads else ", where it was noted"
-    return [f"The machine was not idle: load averages of {min(known):.1f} to {max(known):.1f}{where}."]
+    return [f"The machine was not idle: its load averages were {min(known):.1f} to {max(known):.1f}{where}."]
 
 
-def span(values: list[float]) -> tuple[float, float]:
+def extremes(values: list[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
@@ -199,23 +202,23 @@ def draw_throughput(results: list[dict[str, Any]], file: Path) -> None:
 
 
 def draw_memory(result: dict[str, Any], file: Path) -> None:
-    """Growth of resident memory and page cache, one upon the other; a column for saves, one for resumes."""
+    """Draws how resident memory, with the page cache on top, grows in a save (left column) and in a resume (right)."""
     seconds = {row["label"]: row["median_seconds"] for row in result["rows"]}
     figure, rows = pyplot.subplots(2, 2, figsize=(9, 4.5), sharey=True, sharex="col")
     for row, kind in zip(rows, ("DeepSpeed", "zckpt"), strict=True):
         for axes, doing in zip(row, ("save", "resume"), strict=True):
             label = f"{doing}: {kind}"
-            found = result["samples"][label]
-            before = [one for one in found if one[0] < 0][-1]
-            found.append([1e3, *found[-1][1:]])  # it stays like that
-            times = [one[0] for one in found]
-            resident, cached = ([max(0, one[i] - before[i]) / GIB for one in found] for i in (1, 2))
+            samples = result["samples"][label]
+            before = [sample for sample in samples if sample[0] < 0][-1]
+            samples.append([1e3, *samples[-1][1:]])  # draws the last sample up to the right edge
+            times = [sample[0] for sample in samples]
+            resident, cached = ([max(0, sample[i] - before[i]) / GIB for sample in samples] for i in (1, 2))
             axes.stackplot(
                 times, resident, cached, labels=("resident, both ranks", "page cache"), colors=(OURS, THEIRS)
             )
             axes.axvline(seconds[label], color="black", linewidth=0.8, linestyle=":")
             axes.set_title(f"{kind}: {doing}, {seconds[label]:.1f} s", fontsize=10, loc="left")
-            axes.set_xlim(0, 1.3 * max(seconds[f"{doing}: {other}"] for other in ("DeepSpeed", "zckpt")))
+            axes.set_xlim(0, 1.3 * max(seconds[f"{doing}: {library}"] for library in ("DeepSpeed", "zckpt")))
             axes.spines[["top", "right"]].set_visible(False)
     for axes in rows[:, 0]:
         axes.set_ylabel("GiB more than before")

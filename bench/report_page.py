@@ -1,9 +1,10 @@
-"""How long the page of `zckpt report` takes to be made, to open and to be searched, and its size, by number of tensors.
+"""Measures how long the page of `zckpt report` takes to make, to open and to search, and its size.
 
     PYTHONPATH=. python bench/report_page.py [--tensors N ...] [--runs N]
 
-The tensors have 4 elements each: what is measured is the page. It opens in a headless Chromium, from a file. A search
-is measured from the letter that is typed to the end of the next frame. Medians. The targets are two seconds to open the
+The figures are printed for each number of tensors. The tensors have 4 elements each, so that only the page is measured
+and not the reading of tensors. The page opens in a headless Chromium, from a file. The time of a search is that from
+the letter that is typed to the end of the next frame. All times are medians. The targets are two seconds to open the
 page of 10,000 tensors, and a tenth of a second for a search.
 """
 
@@ -47,7 +48,7 @@ def measure(count: int, runs: int) -> None:
         path = write_state(Path(directory) / "c", 1, tensors, parts=("master",)).path
         start = time.perf_counter()
         page = zckpt.report(path, Path(directory) / "page.html")
-        made = time.perf_counter() - start
+        seconds_to_make = time.perf_counter() - start
         open_seconds, search_seconds = [], []
         for _ in range(runs):
             opened(driver, page)
@@ -56,7 +57,7 @@ def measure(count: int, runs: int) -> None:
                 search_seconds.append(driver.execute_async_script(SEARCH, text) / 1000)
         size = Path(page).stat().st_size / (1 << 20)
         times = f"{statistics.median(open_seconds):6.2f} s  {statistics.median(search_seconds):6.3f} s"
-        print(f"{count:7,}  {made:5.1f} s  {size:4.1f} MiB  {times}")
+        print(f"{count:7,}  {seconds_to_make:5.1f} s  {size:4.1f} MiB  {times}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""``zckpt.restore`` against ``engine.load_checkpoint`` into the same live ZeRO-3 engine, and against raw direct reads.
+"""Compares ``zckpt.restore`` with ``engine.load_checkpoint`` into the same ZeRO-3 engine, and with raw direct reads.
 
     python bench/restore_vs_deepspeed.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-On 1 and on 2 ranks. Each loads what it has written from that engine: weights, both moments, counters. The engine has
-trained a step, so its memory was touched before. Cold: all files are dropped from the page cache; cached: they were
-read just before. Raw: every rank reads a file of its own, of as many bytes, straight into the whole pages of that
-same memory. Each reads files of its own: a disk may be quicker with what another has just read.
+The engine runs on 1 and on 2 ranks. Each library loads what it has written from that engine: weights, both moments and
+counters. The engine has trained a step, so its memory was touched before. "Cold" means that all files were dropped from
+the page cache, and "cached" that they were read just before. "Raw" means that every rank reads a file of its own, of as
+many bytes, straight into the whole pages of that same memory. Each contestant has its own files, because a disk may be
+quicker with a file that another contestant has just read.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ def main() -> None:
     result = Result("restore_vs_deepspeed", "Restore into a live ZeRO-3 engine", options)
     for ranks, label in RANKS.items():
         with workspace(options, 3 * options.size) as directory:
-            found = start_ranks(restore_rounds, ranks, directory, options.size, options.runs)
-        nbytes = sum(rank["bytes"] for rank in found)
-        cold, cached = found[0]["cold"], found[0]["cached"]
+            by_rank = start_ranks(restore_rounds, ranks, directory, options.size, options.runs)
+        nbytes = sum(rank["bytes"] for rank in by_rank)
+        cold, cached = by_rank[0]["cold"], by_rank[0]["cached"]
         result.add(cold, nbytes, f"{label}, cold")
         result.add(cached, nbytes, f"{label}, cached")
         result.at_least(

@@ -1,10 +1,10 @@
-"""The second checkpoint of a run whose first one is there, with unchanged files taken over and with all bytes written.
+"""Compares a second checkpoint that reuses the unchanged files of the first one with one that writes all bytes.
 
     python bench/reuse.py [--size 1GiB] [--dir DIR] [--runs 5]
 
-There are three runs, each with so many bytes in a checkpoint: one that trains LoRA adapters of 1% of the parameters,
-one with half of its parameters frozen, and one in which everything has changed. Frozen weights are in bf16. What is
-trained has a master and two moments in fp32, and all of that changes between two writes.
+There are three runs, whose checkpoints have ``--size`` bytes each: one that trains LoRA adapters of 1% of the
+parameters, one with half of its parameters frozen, and one in which everything has changed. Frozen weights are in bf16.
+Each trained parameter has a master and two moments in fp32, and all of them change between two writes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 LAYERS = 20
 FROZEN_BYTES, TRAINED_BYTES = 2, 12
-"""Of each parameter."""
-RUNS = {"LoRA": 0.99, "half of the layers frozen": 0.5, "all has changed": 0.0}
-"""The part of the parameters that is frozen."""
-WRITTEN, REUSED = "all written", "reuse"
+"""The bytes of a frozen parameter, and those of a trained one with its moments."""
+RUNS = {"LoRA": 0.99, "half of the layers frozen": 0.5, "everything has changed": 0.0}
+"""The share of the parameters that is frozen, by the title of the run."""
+WRITTEN, REUSED = "everything written", "reuse"
 
 
 def make_engine(nbytes: int, frozen: float) -> ReferenceEngine:
@@ -43,7 +43,7 @@ def train(engine: ReferenceEngine) -> None:
 
 
 def new_bytes(path: Path) -> int:
-    """Of the files that no other checkpoint has."""
+    """Returns the bytes of the files in ``path`` that no other checkpoint has."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and file.stat().st_nlink == 1)
 
 
@@ -75,8 +75,8 @@ def main() -> None:
             )
         result.add(rounds, new[WRITTEN], name)
         result.extra.setdefault("new_bytes", {})[name] = new
-        faster = speedup(rounds, REUSED, over=WRITTEN)
-        result.at_least(f"{name}: unchanged files taken over, against all written", faster, 1.0 if frozen else 0.97)
+        ratio = speedup(rounds, REUSED, over=WRITTEN)
+        result.at_least(f"{name}: unchanged files shared, against everything written", ratio, 1.0 if frozen else 0.97)
         result.at_most(f"{name}: bytes that are new, of all", new[REUSED] / new[WRITTEN], 1.0)
     result.finish()
 

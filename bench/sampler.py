@@ -1,7 +1,8 @@
-"""Samples, from a process of its own, the resident memory of some processes and the page cache, every 50 ms.
+"""Samples the resident memory of some processes, and the page cache, from a process of its own, every 50 ms.
 
-As a program: ``python sampler.py SECONDS PID ...`` prints lines of time, bytes resident in all of them, and bytes of
-``Cached`` in /proc/meminfo, until its input ends. The time is that of ``time.monotonic``.
+As a program, ``python sampler.py SECONDS PID ...`` prints a line every SECONDS until its input ends. A line has the
+time of ``time.monotonic``, the bytes that are resident in all of the processes together, and the bytes of ``Cached`` in
+/proc/meminfo.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ INTERVAL_SECONDS = 0.05
 
 
 class Sampler:
-    """Starts when it is made, and returns ``(time, resident bytes, cached bytes)`` when it is stopped."""
+    """A process that samples memory from the construction of the object until ``stop`` is called."""
 
     def __init__(self, pids: Sequence[int], interval_seconds: float = INTERVAL_SECONDS) -> None:
         command = [sys.executable, "-S", "-E", __file__, str(interval_seconds), *map(str, pids)]
@@ -31,31 +32,33 @@ class Sampler:
         self._first = self._process.stdout.readline()
 
     def stop(self) -> list[tuple[float, int, int]]:
+        """Returns the samples: the time in seconds, the resident bytes and the bytes of the page cache."""
         out, _ = self._process.communicate()
         lines = [self._first, *out.splitlines()]
         return [(float(at), int(rss), int(cached)) for at, rss, cached in map(str.split, lines)]
 
 
 def field_bytes(path: str, field: str) -> int:
-    """A field of /proc/meminfo or /proc/<pid>/status, such as Cached or VmHWM."""
+    """Returns the value of a field of /proc/meminfo or /proc/<pid>/status, such as Cached or VmHWM, in bytes."""
     line = next(line for line in Path(path).read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
 
 
 Metered = dict[str, dict[str, float]]
+"""The MiB by which peak and page cache have grown, by the name of what was done."""
 
 
 @contextmanager
-def metered(found: Metered, what: str) -> Iterator[None]:
-    """MiB by which peak and page cache grow while this runs."""
+def metered(figures: Metered, what: str) -> Iterator[None]:
+    """Puts the MiB by which peak and page cache grow within the ``with`` block into ``figures[what]``."""
     gc.collect()
     sampler = Sampler([os.getpid()], 0.02)
-    Path("/proc/self/clear_refs").write_text("5")  # starts VmHWM anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = field_bytes("/proc/self/status", "VmRSS"), field_bytes("/proc/meminfo", "Cached")
     yield
     peak = field_bytes("/proc/self/status", "VmHWM")
     cached = max(sample[2] for sample in sampler.stop())
-    found[what] = {"peak_mib": (peak - before[0]) / (1 << 20), "cached_mib": max(0, cached - before[1]) / (1 << 20)}
+    figures[what] = {"peak_mib": (peak - before[0]) / (1 << 20), "cached_mib": max(0, cached - before[1]) / (1 << 20)}
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""20,000 small tensors against the same bytes in 20 large ones, both cut over 8 ranks as ZeRO-3 cuts them.
+"""Compares 20,000 small tensors with 20 large tensors of as many bytes, both cut over 8 ranks as ZeRO-3 cuts them.
 
     python bench/small_tensors.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-Every rank is a process that writes its own pieces, as in training; a further one commits. Loading is done by a single
-process, which reads all 160,000 pieces back into the memory that they were written from.
+Every rank is a process that writes its own pieces, as in training. A further process commits. Loading is done by a
+single process, which reads all 160,000 pieces back into the memory that they were written from.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ RANKS = 8
 COUNTS = {"20,000 tensors": 20_000, "20 tensors": 20}
 SMALL, LARGE = COUNTS
 RANKS_OF: dict[str, Ranks] = {}
-"""What each rank holds, by label: the processes inherit it."""
+"""The fragments that each rank holds, by label. It is global so that the forked processes inherit it."""
 
 
 def write(path: Path, label: str, pool: Pool) -> None:
     write_checkpoint(
-        path, RANKS_OF[label], lambda *place: pool.starmap(write_own, [(label, *place, r) for r in range(RANKS)])
+        path, RANKS_OF[label], lambda *place: pool.starmap(write_data_files, [(label, *place, r) for r in range(RANKS)])
     )
 
 
-def write_own(label: str, path: str, save_id: str, rank: int) -> tuple[bytes, bytes]:
+def write_data_files(label: str, path: str, save_id: str, rank: int) -> tuple[bytes, bytes]:
     return write_rank(path, save_id, RANKS_OF[label], rank)
 
 

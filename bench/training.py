@@ -1,12 +1,11 @@
-"""A real ZeRO-3 run on the CPU, what its ranks do for the comparisons, and how they are started.
+"""A real ZeRO-3 run on the CPU: the functions that its ranks run for the comparisons, and one that starts the ranks.
 
-The functions of the first half run on every rank, under ``tests/support/cluster.py``. A round lasts until all
-ranks are done.
+Functions above ``start_ranks`` run on every rank, which ``tests/support/cluster.py`` has started. A round lasts until
+all ranks are done.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
 import time
@@ -26,16 +25,15 @@ from common import (
     PARTS,
     ROOT,
     Contestant,
-    Raw,
-    Took,
+    Timing,
     bring_into_cache,
     cpu_seconds,
     drop_from_cache,
-    engine_memory,
     files_of,
     interleaved,
     make_durable,
 )
+from raw_io import Raw, whole_pages
 from sampler import Sampler, metered
 from zckpt.engines import adapt
 
@@ -48,27 +46,27 @@ if TYPE_CHECKING:
     from tests.support.memory_cgroup import MemoryGroup
 
 BYTES_PER_PARAMETER = 12
-"""Of state that a bit-exact resume needs: fp32 weights and both moments of Adam."""
+"""The bytes of state for each parameter that a bit-exact resume needs: fp32 weights and both moments of Adam."""
 NO_LIMIT, LIMITED = "no limit", "limited"
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 3},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    # The FAST writer goes to disk through this; the values are those of DeepSpeed's own tuning guide.
+    # The FAST writer uses these settings to write to the disk. The values are those of DeepSpeed's own tuning guide.
     "aio": {"block_size": MIB, "queue_depth": 32, "intra_op_parallelism": 1, "single_submit": False},
     "checkpoint": {"writer": {"type": "FAST"}},
 }
 
 
 def make_engine(nbytes: int, seed: int = 0, *, trained: bool = True) -> Any:
-    """An engine over a stack of Linear layers with about ``nbytes`` of state on all ranks together.
+    """Returns an engine over a stack of Linear layers with about ``nbytes`` of state on all ranks together.
 
-    ``trained``: one step was taken, so that the moments exist.
+    If ``trained`` is true, the engine has taken one step, so that the moments exist.
     """
     import deepspeed
 
-    # What the FAST writer needs: the machine's place among machines, and a buffer that is pinned without a GPU.
+    # The FAST writer needs the machine's place among all machines, and a buffer that is pinned without a GPU.
     os.environ |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "DS_PIN_MEMORY_BACKEND": "native"}
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     torch.manual_seed(seed)
@@ -86,7 +84,7 @@ def make_engine(nbytes: int, seed: int = 0, *, trained: bool = True) -> Any:
 
 
 def writers(engine: Any) -> dict[str, Any]:
-    """DeepSpeed's checkpoint engines: the default one, and FAST, which this engine was configured with."""
+    """Returns DeepSpeed's default checkpoint engine, and the FAST one that this engine was configured with."""
     from deepspeed.io import fast_file_writer
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
@@ -96,7 +94,10 @@ def writers(engine: Any) -> dict[str, Any]:
 
 
 def save_with_deepspeed(engine: Any, writer: Any, path: Path) -> None:
-    """``engine.save_checkpoint``, durable: each rank fsyncs its own files, rank 0 those of all and the directories."""
+    """Calls ``engine.save_checkpoint`` and makes its files durable.
+
+    Each rank fsyncs its own files. Then rank 0 fsyncs the files of all ranks and the directories.
+    """
     engine.checkpoint_engine = writer
     engine.save_checkpoint(str(path), tag="tag")
     rank = dist.get_rank()
@@ -115,17 +116,17 @@ def load_with_deepspeed(engine: Any, path: Path) -> None:
 
 
 def write_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
-    """Rounds by contestant, of as many bytes as zckpt writes."""
+    """Returns the rounds of raw writes, zckpt and DeepSpeed, and the bytes that this rank writes with zckpt."""
     engine = make_engine(nbytes)
     raw = Raw()
     path = directory / "written"
     zckpt.write(engine, path, latest=False)
-    own = written_by_rank(path)
-    memory = engine_memory(own)
+    own_bytes = written_by_rank(path)
+    memories = whole_pages_of(engine)
     dist.barrier()
     remove_on_first(path)
     contestants = [
-        Contestant("raw", lambda: raw.write(directory / f"raw-{dist.get_rank()}", own, memory)),
+        Contestant("raw", lambda: raw.write(directory / f"raw-{dist.get_rank()}", memories)),
         Contestant("zckpt", lambda: zckpt.write(engine, path, latest=False)),
     ]
     contestants += [
@@ -133,7 +134,7 @@ def write_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
         for label, writer in writers(engine).items()
     ]
     rounds = together(contestants, runs, after=lambda: remove_on_first(directory))
-    return {"rounds": rounds, "bytes": own}
+    return {"rounds": rounds, "bytes": own_bytes}
 
 
 def restore_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
@@ -143,32 +144,36 @@ def restore_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     zckpt.write(engine, ours, latest=False)
     save_with_deepspeed(engine, writers(engine)["DeepSpeed, default"], theirs)
     dist.barrier()
-    own = directory / f"raw-{dist.get_rank()}"  # not our files: a host may keep what another contestant has just read
-    raw.write(own, written_by_rank(ours))
-    memories = whole_pages_of(engine)  # where the other two read to
+    # A file of its own, because the host of a virtual machine may keep a file that another contestant has just read.
+    raw_file = directory / f"raw-{dist.get_rank()}"
+    raw.write(raw_file, raw.again(written_by_rank(ours)))
+    memories = whole_pages_of(engine)  # the memory that zckpt and DeepSpeed read into, too
+    # DeepSpeed loads moments into new tensors. Afterwards the engine gets its old tensors back, so that all contestants
+    # read into the same memory.
+    optimizer = engine.optimizer.optimizer
+    put_back = partial(setattr, optimizer, "state", optimizer.state)
     reads = [
         Contestant("zckpt", lambda: zckpt.restore(engine, ours)),
-        Contestant("DeepSpeed", lambda: load_with_deepspeed(engine, theirs)),
+        Contestant("DeepSpeed", lambda: load_with_deepspeed(engine, theirs), after=put_back),
     ]
-    first = [Contestant("raw", lambda: raw.read_into(own, memories))]
+    first = [Contestant("raw", lambda: raw.read_into(raw_file, memories))]
     cold = together(first + reads, runs, before=lambda: on_first(drop_from_cache, directory))
-    cached = {}
-    for contestant, path in zip(reads, (ours, theirs), strict=True):  # in memory, there is no room for both
+    cached: dict[str, list[Timing]] = {}
+    # One by one, because the page cache has no room for both.
+    for contestant, path in zip(reads, (ours, theirs), strict=True):
         on_first(drop_from_cache, directory)
         cached |= together([contestant], runs, before=partial(on_first, bring_into_cache, path))
     return {"cold": cold, "cached": cached, "bytes": written_by_rank(ours)}
 
 
 def whole_pages_of(engine: Any) -> list[np.ndarray]:
-    """The memory of the engine's masters and moments, without parts of pages at both ends."""
+    """Returns the memory of the engine's masters and moments, without parts of pages at both ends."""
     fragments = adapt(engine).inventory(None).fragments
-    memories = [f.data.view(-1).view(torch.uint8).numpy() for f in fragments if f.part in PARTS]
-    from_a_page = [memory[-memory.ctypes.data % mmap.PAGESIZE :] for memory in memories]
-    return [memory[: len(memory) // mmap.PAGESIZE * mmap.PAGESIZE] for memory in from_a_page]
+    return whole_pages(f.data for f in fragments if f.part in PARTS and isinstance(f.data, torch.Tensor))
 
 
 def other_world_rounds(directories: dict[str, Path], nbytes: int, runs: int) -> dict[str, Any]:
-    """Restores of checkpoints that other numbers of ranks have written, into the same engine."""
+    """Returns the rounds of restores of checkpoints of several world sizes into the same engine."""
     engine = make_engine(nbytes)
     contestants = [
         Contestant(label, partial(zckpt.restore, engine, path), partial(on_first, drop_from_cache, path))
@@ -176,21 +181,22 @@ def other_world_rounds(directories: dict[str, Path], nbytes: int, runs: int) -> 
     ]
     cold = together(contestants, runs)
     contestants = [
-        replace(one, before=partial(on_first, bring_into_cache, directories[one.label])) for one in contestants
+        replace(contestant, before=partial(on_first, bring_into_cache, directories[contestant.label]))
+        for contestant in contestants
     ]
     return {"cold": cold, "cached": together(contestants, runs)}
 
 
 def background_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
-    """How long a write in the background stops the training, against copies of the same state in memory."""
+    """Returns the rounds of background writes, without what goes on in the background, and of copies in memory."""
     engine = make_engine(nbytes)
     path = directory / "written"
     state = [f.data for f in adapt(engine).inventory(None).fragments if isinstance(f.data, torch.Tensor)]
     touched = [tensor.clone() for tensor in state]
 
     def copy() -> None:
-        for mine, theirs in zip(touched, state, strict=True):
-            mine.copy_(theirs)
+        for target, source in zip(touched, state, strict=True):
+            target.copy_(source)
 
     contestants = [
         Contestant("copy into touched memory", copy),
@@ -208,7 +214,10 @@ def background_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]
 
 
 def write_once(nbytes: int, ours: Path, theirs: Path | None = None) -> int:
-    """Leaves a checkpoint of a trained engine, and one of DeepSpeed's; returns the bytes of this rank's state."""
+    """Writes a checkpoint of a trained engine to ``ours``, and one of DeepSpeed to ``theirs``.
+
+    Returns the bytes of this rank's files in ``ours``.
+    """
     engine = make_engine(nbytes)
     zckpt.write(engine, ours, latest=False)
     if theirs is not None:
@@ -218,7 +227,7 @@ def write_once(nbytes: int, ours: Path, theirs: Path | None = None) -> int:
 
 
 def make_llama(nbytes: int) -> Any:
-    """An engine over a Llama of transformers' with about ``nbytes`` of state."""
+    """Returns an engine over a Llama model of transformers with about ``nbytes`` of state."""
     import deepspeed
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -229,7 +238,7 @@ def make_llama(nbytes: int) -> Any:
         num_hidden_layers=max(1, round(nbytes / BYTES_PER_PARAMETER / (16 * width**2))),
         architectures=["LlamaForCausalLM"],
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config).bfloat16()
     config_of_engine = {name: value for name, value in CONFIG.items() if name != "checkpoint"}
     config_of_engine["zero_optimization"] = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config_of_engine)
@@ -237,7 +246,7 @@ def make_llama(nbytes: int) -> Any:
 
 
 def write_llama(directory: Path, nbytes: int) -> None:
-    """Leaves a checkpoint of a Llama with about ``nbytes`` of state, one of DeepSpeed's, and the configuration."""
+    """Writes a checkpoint of a Llama with about ``nbytes`` of state, one of DeepSpeed, and the model's config."""
     engine = make_llama(nbytes)
     zckpt.write(engine, directory / "zckpt", latest=False)
     engine.save_checkpoint(str(directory / "deepspeed"), tag="tag")
@@ -250,7 +259,7 @@ LIVE_EXPORTS = ("zckpt.export", "save_16bit_model", "GatheredParameters + save_p
 
 
 def live_exports(engine: Any, out: Path) -> dict[str, Callable[[], object]]:
-    """An export of an engine, and what gathers its weights; by ``LIVE_EXPORTS``."""
+    """Returns the actions that ``LIVE_EXPORTS`` names: an export by zckpt, and two that gather the weights."""
 
     def durable(save: Callable[[], object]) -> None:
         save()
@@ -273,63 +282,63 @@ def live_exports(engine: Any, out: Path) -> dict[str, Callable[[], object]]:
 
 def live_export_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     engine = make_llama(nbytes)
-    contestants = [Contestant(*one) for one in live_exports(engine, directory / "out").items()]
+    contestants = [Contestant(label, action) for label, action in live_exports(engine, directory / "out").items()]
     rounds = together(contestants, runs, after=lambda: remove_on_first(directory))
     weights = sum(p.ds_numel * p.element_size() for p in engine.module.parameters())
     return {"rounds": rounds, "bytes": weights}
 
 
 def live_export_peak(directory: Path, nbytes: int, label: str) -> float:
-    """The MiB by which the first export of a process lets the memory of this rank grow at most."""
+    """Returns the MiB by which the memory of this rank grows at most during the first export of the process."""
     action = live_exports(make_llama(nbytes), directory / "out")[label]
     dist.barrier()
-    found: dict[str, dict[str, float]] = {}
-    with metered(found, label):
+    figures: dict[str, dict[str, float]] = {}
+    with metered(figures, label):
         action()
     remove_on_first(directory)
-    return found[label]["peak_mib"]
+    return figures[label]["peak_mib"]
 
 
 def watched_save(directory: Path, nbytes: int, kind: str) -> dict[str, Any]:
-    """One save, and the memory of all ranks and the page cache meanwhile."""
+    """Saves once and returns the record of ``watched``."""
     engine = make_engine(nbytes)
     save_with_deepspeed(engine, writers(engine)["DeepSpeed, default"], directory / "warm-up")
     on_first(drop_from_cache, directory)
     remove_on_first(directory)
-    with watched() as found:
+    with watched() as record:
         if kind == "zckpt":
             zckpt.write(engine, directory / kind, latest=False)
         else:
             save_with_deepspeed(engine, writers(engine)["DeepSpeed, default"], directory / kind)
-    return found
+    return record
 
 
 def watched_resume(directory: Path, nbytes: int, kind: str) -> dict[str, Any]:
-    """One resume, into an engine that has not trained yet."""
+    """Resumes once, into an engine that has not trained yet, and returns the record of ``watched``."""
     engine = make_engine(nbytes, seed=1, trained=False)
     on_first(drop_from_cache, directory)
-    with watched() as found:
+    with watched() as record:
         if kind == "zckpt":
             zckpt.restore(engine, directory / kind)
         else:
             load_with_deepspeed(engine, directory / kind)
-    return found
+    return record
 
 
 def memory_of_engine(directory: Path, nbytes: int) -> dict[str, dict[str, float]]:
-    """Extra memory of a write and of a restore into memory that the engine has already."""
+    """Returns the extra memory of a write, and of a restore into memory that the engine has already."""
     engine = make_engine(nbytes)
-    found: dict[str, dict[str, float]] = {}
-    with metered(found, "write of an engine"):
+    figures: dict[str, dict[str, float]] = {}
+    with metered(figures, "write of an engine"):
         zckpt.write(engine, directory / "checkpoint", latest=False)
     drop_from_cache(directory)
-    with metered(found, "restore of an engine"):
+    with metered(figures, "restore of an engine"):
         zckpt.restore(engine, directory / "checkpoint")
-    return found
+    return figures
 
 
 def limited_rounds(group: MemoryGroup, directory: Path, nbytes: int, headroom_bytes: int, runs: int) -> dict[str, Any]:
-    """Rounds without and with a limit on memory, and the most memory that was taken in those with it."""
+    """Returns the rounds without and with a limit on memory, and the peak of the memory taken in each one with it."""
     group.enter()
     engine = make_engine(nbytes)
     ours, theirs = directory / "zckpt", directory / "deepspeed"
@@ -337,7 +346,7 @@ def limited_rounds(group: MemoryGroup, directory: Path, nbytes: int, headroom_by
     save_with_deepspeed(engine, writer, theirs)
     zckpt.write(engine, ours, latest=False)
     fragments = adapt(engine).inventory(None).fragments
-    out = {one.key: one.data.view(one.shape) for one in fragments if isinstance(one.data, torch.Tensor)}
+    out = {f.key: f.data.view(f.shape) for f in fragments if isinstance(f.data, torch.Tensor)}
 
     def write_in_background() -> None:
         zckpt.write(engine, ours, latest=False, overwrite=True, background=True)
@@ -355,24 +364,24 @@ def limited_rounds(group: MemoryGroup, directory: Path, nbytes: int, headroom_by
     def close() -> None:
         drop_from_cache(directory)
         group.close(headroom_bytes)
-        found["used"] = group.used_bytes()
+        result["used"] = group.used_bytes()
 
     def note_peak(doing: str) -> None:
-        peaks[doing].append(group.peak_bytes() - found["used"])
+        peaks[doing].append(group.peak_bytes() - result["used"])
         group.open()
 
-    found: dict[str, Any] = {"rounds": {}, "peak_bytes": peaks, "bytes": sum(tensor.nbytes for tensor in out.values())}
+    result: dict[str, Any] = {"rounds": {}, "peak_bytes": peaks, "bytes": sum(tensor.nbytes for tensor in out.values())}
     for doing, action in doings.items():
         contestants = [
             Contestant(NO_LIMIT, action, before=partial(drop_from_cache, directory)),
             Contestant(LIMITED, action, before=close, after=partial(note_peak, doing)),
         ]
-        found["rounds"][doing] = interleaved(contestants, runs)
-    return found
+        result["rounds"][doing] = interleaved(contestants, runs)
+    return result
 
 
 def limited_load(group: MemoryGroup, directory: Path, nbytes: int, headroom_bytes: int) -> None:
-    """DeepSpeed's own, of what ``limited_rounds`` has saved."""
+    """Loads the checkpoint of DeepSpeed that ``limited_rounds`` has saved, by DeepSpeed, with the limit on memory."""
     group.enter()
     engine = make_engine(nbytes)
     group.close(headroom_bytes)
@@ -381,21 +390,25 @@ def limited_load(group: MemoryGroup, directory: Path, nbytes: int, headroom_byte
 
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
-    """How long it took, and on rank 0 samples of the memory of all ranks, from two seconds before to two after."""
+    """Yields a record that gets the timing of the ``with`` block.
+
+    On rank 0 the record also gets samples of the memory of all ranks and of the page cache, from two seconds before the
+    block to two seconds after it.
+    """
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     margin = 2.0
     sampler = Sampler(pids) if dist.get_rank() == 0 else None
     time.sleep(margin)
     dist.barrier()
     start, used = time.monotonic(), cpu_seconds()
-    yield found
+    yield record
     dist.barrier()
-    found["took"] = Took(time.monotonic() - start, over_ranks(cpu_seconds() - used))
+    record["timing"] = Timing(time.monotonic() - start, over_ranks(cpu_seconds() - used))
     time.sleep(margin)
     if sampler:
-        found["samples"] = [(at - start, rss, cached) for at, rss, cached in sampler.stop()]
+        record["samples"] = [(at - start, rss, cached) for at, rss, cached in sampler.stop()]
 
 
 def together(
@@ -403,33 +416,38 @@ def together(
     runs: int,
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
-) -> dict[str, list[Took]]:
-    """``interleaved`` on all ranks, with something to be done before and after every contestant."""
+) -> dict[str, list[Timing]]:
+    """Calls ``interleaved`` on all ranks, with ``before`` before every contestant and ``after`` after each."""
 
-    def both(one: Callable[[], object], other: Callable[[], object]) -> None:
-        one()
-        other()
+    def in_turn(first: Callable[[], object], second: Callable[[], object]) -> None:
+        first()
+        second()
 
     wrapped = [
-        replace(one, before=partial(both, before, one.before), after=partial(both, one.after, after))
-        for one in contestants
+        replace(
+            contestant,
+            before=partial(in_turn, before, contestant.before),
+            after=partial(in_turn, contestant.after, after),
+        )
+        for contestant in contestants
     ]
     return interleaved(wrapped, runs, dist.barrier, over_ranks)
 
 
 def over_ranks(value: float) -> float:
-    """The sum."""
+    """Returns the sum of the values of all ranks."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total)
 
 
 def written_by_rank(path: Path) -> int:
-    """Bytes of this rank's files in a checkpoint of zckpt."""
+    """Returns the bytes of this rank's files in a checkpoint of zckpt."""
     return sum(file.stat().st_size for file in files_of(path) if f"rank-{dist.get_rank():05d}" in str(file))
 
 
 def on_first(action: Callable[[Path], None], path: Path) -> None:
+    """Calls ``action(path)`` on rank 0, while the other ranks wait."""
     dist.barrier()
     if dist.get_rank() == 0:
         action(path)
@@ -437,7 +455,7 @@ def on_first(action: Callable[[Path], None], path: Path) -> None:
 
 
 def remove_on_first(path: Path) -> None:
-    """What is in a directory, or all of it if it is a checkpoint's."""
+    """Removes all that is in a directory, but not the directory itself, on rank 0."""
     import shutil
 
     def empty(directory: Path) -> None:
@@ -447,11 +465,11 @@ def remove_on_first(path: Path) -> None:
     on_first(empty, path)
 
 
-# Below: the program's own process.
+# The function below runs in the process of the program.
 
 
 def start_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 1800) -> list[Any]:
-    """Calls a function of this file on every rank; returns their values."""
+    """Calls a function of this file on every rank and returns the values of all ranks."""
     sys.path.insert(0, str(ROOT))
     paths = [str(ROOT / "bench"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)

@@ -1,8 +1,8 @@
-"""Validation of a checkpoint that is not cached, at every level, against ``cat`` of its files.
+"""Compares validating a checkpoint that is not cached, at every level, with ``cat`` of its files.
 
     python bench/validate.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-Two ranks, three parts. Measured too is the memory that it needs (VmHWM), level by level, each in a fresh process.
+The checkpoint has two ranks and three parts. The memory that each level needs (VmHWM) is measured in a fresh process.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ from sampler import metered
 if TYPE_CHECKING:
     from pathlib import Path
 
-LEVELS = ("structure", "digests", "deep")
+    from zckpt.validation.report import Level
+
+LEVELS: tuple[Level, ...] = ("structure", "digests", "deep")
 BOUND_MIB = 256 + 64
 
 
-def validate(path: Path, level: str) -> None:
+def validate(path: Path, level: Level) -> None:
     report = zckpt.validate(path, level=level)
     assert report.ok, str(report)
 
 
-def memory_of(path: Path, level: str) -> dict[str, float]:
-    found: dict[str, dict[str, float]] = {}
-    with metered(found, level):
+def memory_of(path: Path, level: Level) -> dict[str, float]:
+    figures: dict[str, dict[str, float]] = {}
+    with metered(figures, level):
         validate(path, level)
-    return found[level]
+    return figures[level]
 
 
 def main() -> None:
@@ -71,8 +73,8 @@ def main() -> None:
     result.add(rounds, options.size)
     for level in LEVELS[1:]:
         result.at_least(f"validate --level {level}, against cat, cold", speedup(rounds, level, "cat"), 0.9)
-    for level, one in memory.items():
-        result.at_most(f"extra memory of validate --level {level}", one["peak_mib"], BOUND_MIB, "MiB")
+    for level, growth in memory.items():
+        result.at_most(f"extra memory of validate --level {level}", growth["peak_mib"], BOUND_MIB, "MiB")
     result.extra["memory"] = memory
     result.finish()
 

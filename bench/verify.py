@@ -1,9 +1,9 @@
-"""What checking digests costs: loads into given memory with and without them.
+"""Measures the cost of digests: compares loads into existing memory that check digests with loads that do not.
 
     python bench/verify.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-A write cannot do without digests. So their cost there is given as the time that computing them takes alone, one thread,
-over the time of the write.
+A write always computes digests. So their share of a write is given as the time that one thread takes to compute the
+digests alone, divided by the time of the write.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common import (
     CPU_PER_GIB_MAX,
     Contestant,
     Result,
-    Took,
+    Timing,
     bring_into_cache,
     cpu_per_gib,
     cut,
@@ -45,7 +45,7 @@ def main() -> None:
     options = parse_options(__doc__)
     state = make_state(options.size)
     nbytes = total_bytes(state)
-    result = Result("verify", "Digests on against off", options)
+    result = Result("verify", "With digests and without", options)
     with workspace(options, 2 * options.size) as directory:
         path = directory / "checkpoint"
 
@@ -62,20 +62,21 @@ def main() -> None:
         other = directory / "other"  # a disk may be quicker with what another contestant has just read
         write_checkpoint(other, cut(state))
 
-        def load(one: Path, *, verify: bool) -> None:
-            zckpt.open(one).load(list(state), out=state, verify=verify)
+        def load(checkpoint: Path, *, verify: bool) -> None:
+            zckpt.open(checkpoint).load(list(state), out=state, verify=verify)
 
         for group, prepare in (("cold", drop_from_cache), ("cached", bring_into_cache)):
-            # Each label with both: memory of a virtual machine is not all equally quick, nor are all places of a disk
+            # Each label loads both checkpoints, because not all memory of a virtual machine, and not all places of a
+            # disk, are equally quick.
             contestants = [
-                loading(f"{label}, {one}", one, prepare, partial(load, verify=label == ON))
-                for label, one in ((ON, path), (OFF, other), (ON, other), (OFF, path))
+                loading(f"{label}, {checkpoint}", checkpoint, prepare, partial(load, verify=label == ON))
+                for label, checkpoint in ((ON, path), (OFF, other), (ON, other), (OFF, path))
             ]
-            found = interleaved(contestants, options.runs)
+            rounds_of_both = interleaved(contestants, options.runs)
             rounds = {
                 label: [
-                    Took(*map(statistics.mean, zip(*pair, strict=True)))
-                    for pair in zip(*(found[f"{label}, {one}"] for one in (path, other)), strict=True)
+                    Timing(*map(statistics.mean, zip(*pair, strict=True)))
+                    for pair in zip(*(rounds_of_both[f"{label}, {c}"] for c in (path, other)), strict=True)
                 ]
                 for label in (ON, OFF)
             }

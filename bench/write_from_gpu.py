@@ -1,10 +1,10 @@
-"""Writing tensors on a GPU against torch.save, safetensors and PyTorch DCP. Needs a GPU.
+"""Compares writing tensors from a GPU with torch.save, safetensors and PyTorch DCP. Needs a GPU.
 
     python bench/write_from_gpu.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-All from the same device memory, all durable: the peers' files are fsynced as part of their time. The limits: one copy
-of as many bytes to pinned memory that stays the same, and direct writes of as many bytes from memory that stays the
-same. zckpt digests all that it writes, the others do not.
+All contestants write from the same device memory, and all files are durable: the time of a peer includes the fsync of
+its files. There are two limits: one copy of as many bytes to pinned memory that stays the same, and direct writes of as
+many bytes from memory that stays the same. zckpt computes digests of all that it writes, and the others do not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from common import (
     MIB,
     Contestant,
-    Raw,
     Result,
     cut,
     interleaved,
@@ -31,6 +30,7 @@ from common import (
     write_checkpoint,
 )
 from peers import SAVES
+from raw_io import Raw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,14 +55,14 @@ def main(device: str = "cuda") -> None:
                 for label, save in SAVES.items()
             ),
             Contestant(COPY, copy_to_pinned(state)),
-            Contestant(WRITE, partial(raw.write, path, nbytes), after=partial(remove, path)),
+            Contestant(WRITE, partial(raw.write, path, raw.again(nbytes)), after=partial(remove, path)),
         ]
         rounds = interleaved(contestants, options.runs)
     result = Result("write_from_gpu", "Write tensors on a GPU, durable", options)
     result.add(rounds, nbytes)
     for label in SAVES:
         result.at_least(f"write from a GPU, against {label}", speedup(rounds, "zckpt", over=label), 1)
-    slower = max((COPY, WRITE), key=lambda label: sum(took.seconds for took in rounds[label]))
+    slower = max((COPY, WRITE), key=lambda label: sum(timing.seconds for timing in rounds[label]))
     result.at_least(f"write from a GPU, against {slower}", speedup(rounds, "zckpt", over=slower), 0.9)
     result.finish()
 

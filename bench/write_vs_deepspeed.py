@@ -1,10 +1,11 @@
-"""``zckpt.write`` against ``engine.save_checkpoint`` on one ZeRO-3 engine: its default writer, and its FAST writer.
+"""Compares ``zckpt.write`` with ``engine.save_checkpoint``, by its default and its FAST writer, on a ZeRO-3 engine.
 
     python bench/write_vs_deepspeed.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-On 1 and on 2 ranks. The engine is real: a stack of Linear layers in bf16 with AdamW, after a step, its state in CPU
-memory. All is durable in the time measured: DeepSpeed's files are fsynced by the ranks that wrote them (the FAST writer
-does so itself). Raw: every rank writes as many bytes by direct I/O.
+The engine runs on 1 and on 2 ranks. It is a real one, a stack of Linear layers in bf16 with AdamW after one step, and
+its state is in CPU memory. The time of each contestant includes making its files durable: the ranks fsync the files
+that DeepSpeed has written for them (the FAST writer does so itself). "Raw" means that every rank writes as many bytes
+by direct I/O.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def main() -> None:
     result = Result("write_vs_deepspeed", "Write a ZeRO-3 engine, durable", options)
     for ranks, label in RANKS.items():
         with workspace(options, options.size) as directory:
-            found = start_ranks(write_rounds, ranks, directory, options.size, options.runs)
-        rounds = found[0]["rounds"]
-        result.add(rounds, sum(rank["bytes"] for rank in found), label)
+            by_rank = start_ranks(write_rounds, ranks, directory, options.size, options.runs)
+        rounds = by_rank[0]["rounds"]
+        result.add(rounds, sum(rank["bytes"] for rank in by_rank), label)
         for writer, bound in (("default", 1.7), ("FAST", 1.2)):
             value = speedup(rounds, "zckpt", over=f"DeepSpeed, {writer}")
             result.at_least(f"write, {label}, against save_checkpoint, {writer} writer", value, bound)

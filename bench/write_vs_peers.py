@@ -1,8 +1,9 @@
-"""Writing tensors in CPU memory against torch.save, safetensors and PyTorch DCP.
+"""Compares writing tensors in CPU memory with torch.save, safetensors and PyTorch DCP.
 
     python bench/write_vs_peers.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-All from the same memory, all durable: the peers' files are fsynced as part of their time.
+All contestants write from the same memory, and all files are durable: the time of a peer includes the fsync of its
+files.
 """
 
 from __future__ import annotations

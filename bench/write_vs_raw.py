@@ -1,9 +1,10 @@
-"""Writing a state that is in CPU memory against raw direct I/O of as many bytes.
+"""Compares writing a state that is in CPU memory with raw direct I/O of as many bytes.
 
     python bench/write_vs_raw.py [--size 3GiB] [--dir DIR] [--runs 5]
 
-zckpt's time is all that ``zckpt.write`` does, but for looking into an engine: files, digests, index, manifest, fsync of
-files and directories. Raw: ``pwritev`` with O_DIRECT of the same memory into one file in as many threads, fsync.
+zckpt does all that ``zckpt.write`` does, except for looking into an engine: it writes files, digests, the index and the
+manifest, and fsyncs files and directories. "Raw" means ``pwritev`` with O_DIRECT of the same memory into one file, in
+as many threads as zckpt uses, and an fsync.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from common import (
     CPU_PER_GIB_MAX,
     WRITE_SPEED_MIN,
     Contestant,
-    Raw,
     Result,
     cpu_per_gib,
     cut,
@@ -28,6 +28,7 @@ from common import (
     workspace,
     write_checkpoint,
 )
+from raw_io import Raw
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
         checkpoint, file = directory / "checkpoint", directory / "raw"
         rounds = interleaved(
             [
-                Contestant("raw", partial(raw.write, file, nbytes, memory_of(state)), after=partial(remove, file)),
+                Contestant("raw", partial(raw.write, file, [memory_of(state)]), after=partial(remove, file)),
                 Contestant(
                     "zckpt", partial(write_checkpoint, checkpoint, cut(state)), after=partial(remove, checkpoint)
                 ),

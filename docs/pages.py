@@ -1,7 +1,7 @@
-"""Gathers the pages of the site: what ``mkdocs.yml`` cannot say. ``make docs`` builds it.
+"""Collects the pages of the site, which ``make docs`` builds. These are hooks that ``mkdocs.yml`` names.
 
-Pages keep their places in the repository, so that their links to each other work there as well as on the site. A link
-to anything else in the repository, such as code, becomes plain text: the site has no copy of it.
+The pages keep their paths in the repository, so that links between them work both in the repository and on the site. A
+link to another file of the repository, such as code, becomes plain text, because the site has no copy of that file.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 GATHERED = (
-    "README.md", "CHANGELOG.md", "docs/**/*.md", "docs/*.svg", "docs/pictures/*", "spec/*.md", "bench/results/*.md",
-    "bench/results/*.svg",
+    "*.md", "docs/**/*.md", "docs/*.svg", "docs/pictures/*", "spec/*.md", "bench/results/*.md", "bench/results/*.svg",
 )  # fmt: skip
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Adds to the guides each page of docs/ that ``mkdocs.yml`` does not list. Its title is its first heading."""
+    """Adds each page of docs/ that ``mkdocs.yml`` does not list to the guides. Its title is its first heading."""
     assert config.nav is not None
     sections: dict[str, Any] = {title: entry for section in config.nav for title, entry in section.items()}
     listed = set(re.findall(r"docs/[\w/-]+\.md", str(sections)))
@@ -44,22 +43,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, files: Files, **_: object) -> str:
-    def text_alone(link: re.Match[str]) -> str:
+    def without_broken_link(link: re.Match[str]) -> str:
         target = normpath(join(dirname(page.file.src_uri), link[2]))
-        elsewhere = files.get_file_from_path(target) is None and (ROOT / target).exists()
-        return link[1] if elsewhere else link[0]
+        is_off_site = files.get_file_from_path(target) is None and (ROOT / target).exists()
+        return link[1] if is_off_site else link[0]
 
-    return _LINK.sub(text_alone, markdown)
+    return _LINK.sub(without_broken_link, markdown)
 
 
 def api() -> str:
-    """The page of all public names. ``__all__`` says which ones; each is described by its docstring."""
+    """Returns the page about all public names, which are those in ``__all__``. Their docstrings describe them."""
     kinds: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": []}
     for name in zckpt.__all__:
-        found = getattr(zckpt, name)
-        if isinstance(found, type):
-            kinds["Errors" if issubclass(found, zckpt.ZckptError) else "Classes"].append(name)
-        elif callable(found):
+        value = getattr(zckpt, name)
+        if isinstance(value, type):
+            kinds["Errors" if issubclass(value, zckpt.ZckptError) else "Classes"].append(name)
+        elif callable(value):
             kinds["Functions"].append(name)
     listed = (f"## {kind}\n\n" + "\n\n".join(f"::: zckpt.{name}" for name in names) for kind, names in kinds.items())
     return "# API\n\n" + "\n\n".join(listed) + "\n"

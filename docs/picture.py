@@ -1,9 +1,9 @@
-"""Draws ``architecture.svg``: a range of bytes of ``exp_avg`` from an engine to the disk and back.
+"""Draws ``architecture.svg``, the way of a range of bytes of ``exp_avg`` from an engine to the disk and back.
 
     python docs/picture.py
 
-Each box names functions and classes, and the file in which they are; ``tests/package/test_architecture.py`` looks
-whether they are there, and whether the picture is the one that this script draws.
+Each box names functions and classes, and the files in which they are defined. ``tests/package/test_architecture.py``
+checks that they are defined there, and that the picture is the one that this script draws.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 OUT = Path(__file__).with_suffix("").with_name("architecture.svg")
 COLOURS = {"plan": "#3b6fb6", "queue": "#8250a5", "copy": "#c8651b", "memory": "#5b6470", "digest": "#1a7f5a"}
 MEANINGS = {
-    "plan": "frozen data is made; no bytes move", "queue": "something waits here", "copy": "bytes move",
-    "memory": "where bytes lie", "digest": "bytes are compared, or made comparable",
+    "plan": "frozen data is made, and no bytes move", "queue": "something waits here", "copy": "bytes move",
+    "memory": "memory that holds the bytes", "digest": "digests are computed or compared",
 }  # fmt: skip
 LINE, PAD, GAP = 15, 8, 22
 
 
 @dataclass(frozen=True)
 class Box:
-    """One step: ``names`` that stand in the file ``where``, below zckpt/, and what happens, line by line."""
+    """One step of the picture. The files ``where`` of zckpt/ define the ``names``, and ``lines`` say what happens."""
 
     kind: str
     names: str
@@ -42,127 +42,127 @@ def box(kind: str, names: str, where: str, text: str) -> Box:
 
 WRITE_PLAN = [
     box("plan", "inventory, Fragment", "engines/contract.py, state/inventory.py", """
-        Elements [start, stop) of exp_avg/<name>,
-        and their data: the engine's own memory, or a
-        FileSpan of a swap file. Nothing is copied."""),
-    box("plan", "plan_shards, ShardPlan, Regions", "plan/layout.py", """
-        One file for exp_avg of this rank and tier:
-        its header, and where each fragment lies."""),
+        Elements [start, stop) of exp_avg/<name>, and
+        where they are: memory of the engine, or a
+        FileRange of a swap file. Nothing is copied."""),
+    box("plan", "plan_data_files, DataFilePlan, Regions", "plan/layout.py", """
+        One file for exp_avg of this rank and tier: its
+        header, and the position of each fragment."""),
     box("plan", "catalog", "plan/catalog.py", """
-        Ranks tell each other their files. Rank 0 makes
-        manifest and index of them, checks both, and
-        takes the lock, before a byte is written."""),
-    box("queue", "RankWrite, write_own", "writing/rank_write.py", """
-        From here on in a thread of its own if the write
-        is in the background. Waits for what is queued
-        on devices; has this rank's writes planned, and
-        carried out."""),
+        Each rank sends a record of its files. Rank 0
+        makes and checks manifest and index. It takes
+        the lock before any byte is written."""),
+    box("queue", "RankWrite, write_data_files", "writing/rank_write.py", """
+        A write in the background runs in a separate
+        thread from here on. Waits for work that is
+        queued on devices. Then plans the writes of
+        this rank, and carries them out."""),
     box("plan", "plan_writes, WritePlan, WriteOp", "plan/layout.py", """
-        Writes of up to 8 MiB, in whole blocks of 1 MiB;
-        which of them go straight from their place."""),
+        Writes of up to 8 MiB, in whole blocks of 1 MiB,
+        and which of them need no staging buffer."""),
 ]  # fmt: skip
 PIPELINE = box(
     "queue",
     "run_writes, Pipeline, Budget",
     "transfer/write.py, transfer/pipeline.py, transfer/budget.py",
     """
-    4 threads; queues: waiting, filling, full; few buffers""",
+    4 threads, a few buffers; queues: waiting, filling, full""",
 )
 RUN_READS = box(
     "queue",
     "run_reads, Budget",
     "transfer/read.py, transfer/budget.py",
     """
-    4 threads; each takes the next ReadOp when it is free""",
+    4 threads, each of which takes one ReadOp after another""",
 )
 TAKE = [
     box("copy", "_take", "transfer/write.py", """
-        host memory: nothing is done where 1 MiB or more
-        lie in one run (WriteOp.place), but for writes in
-        the background; else memmove, one copy
-        device: CopyQueue.from_device, one copy, queued
-        on a stream; many small ones are joined before
-        in a mirror on the device, one copy more
-        swap file: PageSharing.share, no copy yet, or
-        else read_from reads it into the buffer"""),
+        host memory: no copy for a run of 1 MiB or more
+        (WriteOp.place), unless the write is in the
+        background. Otherwise memmove, one copy
+        device: CopyQueue.from_device, one copy, on a
+        stream. Many small tensors are first joined on
+        the device, which is one more copy
+        swap file: PageSharing.share, no copy yet.
+        Otherwise read_from reads it into the buffer"""),
     box("memory", "StagingBuffer, StagingPool", "transfer/staging.py", """
-        In host memory, aligned to pages; pinned where a
-        device is involved. The bytes lie in it as far
-        behind the start of a page as in the file."""),
+        Host memory that is aligned to pages, and pinned for
+        copies from a device. The bytes have the same
+        position within a page as in the file."""),
     box("digest", "_put", "transfer/write.py", """
-        xxh3-128 of each block, into the rank's table. Shared
-        pages come into the buffer now, for their digests:
+        Computes xxh3-128 of each block for the rank's table.
+        Shared pages are read into the buffer for this:
         PageSharing.read_back, by direct I/O, no copy."""),
     box("copy", "LocalWriter, write, write_edges", "storage/local_writer.py", """
-        Whole pages by direct I/O: the disk takes them
-        from where they lie, no copy. A part of a page, at
-        either end, is kept until the rest of it is there.
-        Of shared pages, only such ends are written."""),
+        Whole pages by direct I/O: the disk takes them from
+        where they are, no copy. A part of a page at either
+        end is kept until the rest of the page is there.
+        Only such parts of shared pages are written."""),
 ]  # fmt: skip
 COMMIT = [
     box("queue", "LocalWriter, sync", "storage/local_writer.py", """
-        One fsync for each file; then digests.bin, and the
-        names in the directory."""),
+        One fsync for each file. Then digests.bin and the
+        directory are synced."""),
     box("queue", "Ranks, share", "ranks/collectives.py", """
         Rank 0 waits for every rank, and gets the digest of
-        each rank's table."""),
+        the digest table of each rank."""),
     box("digest", "RankWrite, commit, with_digests", "writing/rank_write.py, plan/catalog.py", """
-        Rank 0 puts index.bin and, under temporary names,
-        the manifest and latest; confirms that it still has
-        the lock; renames the manifest, which is the
-        commit, and then latest. All others wait for this."""),
+        Rank 0 writes index.bin and, under temporary names,
+        the manifest and latest. It checks that it still has
+        the lock, and renames the manifest, which is the
+        commit. Then it renames latest. All ranks wait."""),
 ]  # fmt: skip
 READ = [
-    box("copy", "Sinks, put, CopyQueue, to_device", "transfer/memory.py, transfer/devices.py", """
-        host memory: put, one copy, converts
-        device: to_device, one copy, queued on a stream;
-        many small ones, and those that are converted, go
-        through a mirror on the device, one copy more"""),
+    box("copy", "Targets, put, CopyQueue, to_device", "transfer/memory.py, transfer/devices.py", """
+        host memory: put, one copy, which also converts
+        device: to_device, one copy on a stream. Many small
+        tensors, and tensors that are converted, are first
+        copied together, which is one more copy"""),
     box("digest", "check_block", "format/digest.py", """
-        Each block against its digest (rule D003), 2 MiB
-        at a time, while they are in the processor's cache."""),
+        Compares each block with its digest (rule D003),
+        2 MiB at a time, while the processor caches them."""),
     box("memory", "StagingBuffer, StagingPool", "transfer/staging.py", """
-        Not for what can lie in the tensor as it is and is
-        in the page cache, or is aligned for direct I/O:
-        it goes straight to it, and is checked there."""),
+        Not used for bytes that go to a tensor unchanged and
+        are in the page cache or aligned for direct I/O: they
+        are read into the tensor, and checked there."""),
     box("copy", "LocalReader, read_into, read_direct", "storage/local_reader.py", """
-        Below 256 KiB, or mostly in the page cache: from
-        there, one copy. Else direct I/O: no copy.
-        To a GPU with verify=False: read_to_device, past
-        the host's memory, where GPUDirect Storage works."""),
+        Less than 256 KiB, or mostly in the page cache: one
+        copy from there. Otherwise direct I/O, no copy.
+        To a GPU with verify=False and GPUDirect Storage:
+        read_to_device, without the host's memory."""),
 ]  # fmt: skip
 READ_PLAN = [
     box("digest", "read_manifest, decode", "listing/runs.py, format/manifest.py", """
-        latest names the checkpoint. Of its manifest the
-        digest is compared, then every rule is checked;
-        only then is it looked at."""),
+        latest names the checkpoint. The digest of its
+        manifest is compared, and every rule is checked,
+        before the manifest is used."""),
     box("plan", "plan_restore, Selection", "restoring/plan.py, engines/contract.py", """
-        What the engine wants, against what is stored: all
-        that does not fit is found before the engine is
-        touched."""),
+        Compares the state of the engine with the stored
+        state. Everything that does not fit is found
+        before the engine is changed."""),
     box("memory", "Restoring, fill", "engines/contract.py", """
-        The engine's own memory, batch by batch; what is
-        swapped out is brought in, and put back."""),
-    box("plan", "Checkpoint, read, Want", "reading/checkpoint.py", """
-        Spans of tensors, and the memory they go to: has
-        the reads of a batch planned and carried out."""),
+        The memory of the engine, batch by batch. State
+        in swap files is brought in, and put back."""),
+    box("plan", "Checkpoint, read, ReadRequest", "reading/checkpoint.py", """
+        Ranges of tensors, and the memory that they go to.
+        Plans the reads of a batch, and carries them out."""),
     box("digest", "Contents, StoredPieces", "listing/contents.py, plan/reshard.py", """
-        The chunks of index.bin that list exp_avg/<name>,
-        and digests.bin of the ranks that hold parts of it.
-        The manifest has a digest of each."""),
-    box("plan", "extents, Extents", "plan/reshard.py", """
-        Wanted spans cut by stored pieces: parts of files,
-        and where in memory each of them goes."""),
+        Reads the chunks of index.bin that list
+        exp_avg/<name>, and digests.bin of the ranks that
+        hold its pieces. The manifest has their digests."""),
+    box("plan", "piece_ranges, PieceRanges", "plan/reshard.py", """
+        Divides the requested ranges by stored pieces:
+        ranges of files, and the memory for each."""),
     box("plan", "plan_reads, ReadOp, Segments", "plan/coalesce.py", """
-        Whole blocks, neighbours joined: reads of up to
-        8 MiB or 511 segments, each byte once; which of
-        them go straight to their place."""),
+        Joins neighbouring blocks: reads of up to 8 MiB or
+        511 segments, each byte once, and which of them
+        need no staging buffer."""),
 ]  # fmt: skip
 AFTER = [
     box("copy", "Restoring, set_state, finish", "engines/contract.py", """
-        When every rank has read: counters, param groups,
-        generators. When every rank has set those, weights
-        of low precision are derived from masters."""),
+        When every rank has read, counters, param groups
+        and generators are set. Then all ranks derive the
+        low-precision weights from the masters."""),
 ]  # fmt: skip
 ENGINE = ["host memory", "device memory", "swap file on NVMe"]
 FILES = ["exp_avg.safetensors", "digests.bin", "index.bin", "manifest.msgpack", "latest"]
@@ -171,7 +171,7 @@ W = [300, 360, 360, 320]
 
 
 class Drawing:
-    """The parts of the picture, in the order in which they are painted."""
+    """An SVG picture. ``parts`` are its elements, in the order in which they are drawn."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -190,44 +190,44 @@ class Drawing:
         more = ' stroke-dasharray="5 4"' if dashed else ""
         self.parts.append(f'<polyline points="{line}" fill="none" stroke="#444" marker-end="url(#end)"{more}/>')
 
-    def box(self, x: float, y: float, width: float, one: Box) -> None:
-        colour = COLOURS[one.kind]
-        self.rect(x, y, width, one.height, "white", "#b8bec6")
-        self.parts.append(f'<rect x="{x}" y="{y}" width="5" height="{one.height}" fill="{colour}"/>')
+    def box(self, x: float, y: float, width: float, step: Box) -> None:
+        colour = COLOURS[step.kind]
+        self.rect(x, y, width, step.height, "white", "#b8bec6")
+        self.parts.append(f'<rect x="{x}" y="{y}" width="5" height="{step.height}" fill="{colour}"/>')
         at = y + PAD + 11
-        self.text(x + 14, at, one.names, "name")
+        self.text(x + 14, at, step.names, "name")
         at += LINE - 1
-        self.text(x + 14, at, one.where, "where")
-        for line in one.lines:
+        self.text(x + 14, at, step.where, "where")
+        for line in step.lines:
             at += LINE
             self.text(x + 14, at, line, "what")
 
-    def around(self, x: float, y: float, width: float, height: float, one: Box) -> None:
-        """What several threads work at, behind its steps."""
+    def around(self, x: float, y: float, width: float, height: float, step: Box) -> None:
+        """Draws a box behind the steps that several threads do together."""
         self.parts.insert(
             0,
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="#f4eff8" '
-            f'stroke="{COLOURS[one.kind]}"/>',
+            f'stroke="{COLOURS[step.kind]}"/>',
         )
-        self.text(x + 12, y + 18, one.names, "name")
-        self.text(x + 12, y + 32, one.where, "where")
-        self.text(x + 12, y + 47, one.lines[0], "what")
+        self.text(x + 12, y + 18, step.names, "name")
+        self.text(x + 12, y + 32, step.where, "where")
+        self.text(x + 12, y + 47, step.lines[0], "what")
 
     def column(self, x: float, y: float, width: float, boxes: list[Box], *, up: bool = False) -> list[float]:
-        """Draws the boxes from the top down, and arrows between them; returns where each begins, and the end."""
+        """Draws the boxes from the top down, with arrows between them. Returns the top of each box, and the end."""
         tops = [y]
-        for one in boxes:
-            self.box(x, tops[-1], width, one)
-            tops.append(tops[-1] + one.height + GAP)
-        for one, (top, following) in zip(boxes, pairwise(tops[:-1]), strict=False):
-            ends = [(x + width / 2, top + one.height), (x + width / 2, following)]
+        for step in boxes:
+            self.box(x, tops[-1], width, step)
+            tops.append(tops[-1] + step.height + GAP)
+        for step, (top, following) in zip(boxes, pairwise(tops[:-1]), strict=False):
+            ends = [(x + width / 2, top + step.height), (x + width / 2, following)]
             self.arrow(*(reversed(ends) if up else ends))
         return [*tops[:-1], tops[-1] - GAP]
 
 
 def draw() -> str:
     out = Drawing()
-    headings = ["write: planned", "write: the bytes, downwards", "read: the bytes, upwards", "read: planned"]
+    headings = ["write: the plan", "write: engine to disk", "read: disk to engine", "read: the plan"]
     for x, heading in zip(X, headings, strict=True):
         out.text(x, 24, heading, "heading")
     top = 40
@@ -240,7 +240,7 @@ def draw() -> str:
         out.text(left + 22 + number * width, top + 42, name, "what")
 
     start = top + 58 + 30
-    # Bytes on their way down: the pipeline around take and put, then what makes them a checkpoint
+    # The bytes on their way to the disk: the steps of the pipeline, and then those of the commit.
     inner = start + 60
     ends = out.column(X[1] + 12, inner, W[1] - 24, TAKE)
     pipeline_end = ends[-1] + 12
@@ -248,8 +248,8 @@ def draw() -> str:
     commits = out.column(X[1] + 12, pipeline_end + GAP, W[1] - 24, COMMIT)
     out.arrow((X[1] + W[1] / 2, pipeline_end), (X[1] + W[1] / 2, pipeline_end + GAP))
     bottom = commits[-1]
-    # Bytes on their way up, as far down as the commit
-    height = sum(one.height + GAP for one in READ) - GAP + 72
+    # The bytes on their way from the disk. These steps end at the same height as the commit.
+    height = sum(step.height + GAP for step in READ) - GAP + 72
     run = bottom - height
     reads = out.column(X[2] + 12, run + 60, W[2] - 24, READ, up=True)
     out.around(X[2], run, W[2], height, RUN_READS)
@@ -261,7 +261,7 @@ def draw() -> str:
     plans = out.column(X[0], start, W[0], WRITE_PLAN)
     out.arrow((X[1], top + 40), (X[0] + W[0] / 2, top + 40), (X[0] + W[0] / 2, start), dashed=True)
     out.arrow((X[0] + W[0], plans[-2] + 20), (X[1], plans[-2] + 20))
-    room = bottom - sum(one.height + GAP for one in READ_PLAN) + GAP
+    room = bottom - sum(step.height + GAP for step in READ_PLAN) + GAP
     steps = out.column(X[3], room, W[3], READ_PLAN)
     out.arrow((right, top + 40), (X[3] - 14, top + 40), (X[3] - 14, steps[1] + 20), (X[3], steps[1] + 20), dashed=True)
     out.arrow((X[3], steps[-2] + 20), (X[2] + W[2], steps[-2] + 20))

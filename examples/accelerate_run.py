@@ -1,9 +1,9 @@
-"""Trains with Accelerate and its DeepSpeed plugin, and can be killed at any point. Started again, it goes on behind its
-last checkpoint, with the samples and the losses of a run that never stopped:
+"""Trains with Accelerate and its DeepSpeed plugin, and can be killed at any point. When it is started again, it resumes
+from its last checkpoint, with the same samples and losses as a run that never stopped:
 
     torchrun --nproc-per-node 2 -m zckpt run examples/accelerate_run.py [DIRECTORY]
 
-Each rank appends what it has trained on to DIRECTORY-<rank>.log: step, loss, numbers of the samples.
+For each step, each rank appends a line to DIRECTORY-<rank>.log: the step, the loss, and the numbers of the samples.
 """
 
 import glob
@@ -22,6 +22,8 @@ CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}
 
 
 class Place:
+    """Keeps the number of the epoch in the checkpoints."""
+
     epoch = 0
 
     def state_dict(self):
@@ -41,7 +43,7 @@ sampler = DistributedSampler(data)
 loader = StatefulDataLoader(data, batch_size=4, sampler=sampler, num_workers=1)
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-zckpt.register(model, "train", loader)  # what is registered is a part of every checkpoint, on each rank
+zckpt.register(model, "train", loader)  # the state of both objects is saved on each rank
 zckpt.register(model, "place", place)
 if saved := glob.glob(f"{run}/step*/latest"):
     accelerator.load_state(max(saved).removesuffix("/latest"))

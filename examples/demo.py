@@ -1,11 +1,11 @@
-"""The main job of zckpt, end to end, on a real run.
+"""Writes, opens and resumes a small ZeRO-3 run, and compares every bit.
 
     python examples/demo.py [--keep DIR]
 
-Two ranks under DeepSpeed ZeRO-3 train a small GPT-2 and write a checkpoint. A process that has no DeepSpeed opens it,
-loads parts of it and compares them bit for bit with what the engines held. Then fresh engines, with other random
-weights, restore it and train on: their losses must be those of the run that never stopped. Exit status 0 if every
-comparison holds.
+Two ranks with DeepSpeed ZeRO-3 train a small GPT-2 and write a checkpoint. A process without DeepSpeed opens the
+checkpoint, loads parts of it, and compares them bit for bit with what the engines held. Then new engines, with other
+random weights, restore the checkpoint and train on. Their losses must equal those of the run that never stopped. The
+exit status is 0 if every comparison holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 RANKS, BEFORE, AFTER = 2, 6, 4
 LAYER = "transformer.h.3"
-MODEL = {"vocab_size": 8192, "n_positions": 128, "n_embd": 320, "n_layer": 8, "n_head": 8}
+MODEL: dict[str, Any] = {"vocab_size": 8192, "n_positions": 128, "n_embd": 320, "n_layer": 8, "n_head": 8}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "bf16": {"enabled": True},
@@ -35,11 +35,11 @@ CONFIG = {
 }
 
 
-# What the processes do. Each leaves what it found as JSON for the program that started it.
+# These functions run in the processes of the ranks. Each result is written as JSON for the program that started them.
 
 
 def train_and_write(directory: Path) -> dict[str, Any]:
-    """One rank: train, note what the engine holds with DeepSpeed's own functions, write, train on."""
+    """One rank trains, keeps what DeepSpeed's functions read from its engine, writes a checkpoint, and trains on."""
     import torch
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -62,7 +62,7 @@ def train_and_write(directory: Path) -> dict[str, Any]:
 
 
 def restore_and_train(directory: Path) -> dict[str, Any]:
-    """One rank of a fresh run: other weights, then the checkpoint, then on from there."""
+    """One rank of a new run makes an engine with other weights, restores the checkpoint, and trains on."""
     import zckpt
 
     engine = make_engine(seed=1)
@@ -72,8 +72,8 @@ def restore_and_train(directory: Path) -> dict[str, Any]:
 
 
 def open_and_load(directory: Path) -> dict[str, Any]:
-    """One process, far from the training: no DeepSpeed, no torch.distributed."""
-    sys.modules["deepspeed"] = None  # type: ignore[assignment]  importing it would fail
+    """One process without DeepSpeed and torch.distributed opens the checkpoint, loads parts of it, and validates it."""
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]  # makes every import of it fail
     import torch
 
     import zckpt
@@ -89,15 +89,14 @@ def open_and_load(directory: Path) -> dict[str, Any]:
     first = checkpoint[f"master/{LAYER}.mlp.c_fc.weight"]
     loads = []
     for pattern in (f"master/{LAYER}.*", "exp_avg/*"):
-        was = checkpoint.io.data_bytes
+        before = checkpoint.io.data_bytes
         with measured() as cost:
             tensors = checkpoint.load(pattern)
         asked = sum(tensor.nbytes for tensor in tensors.values())
         same = all(torch.equal(tensor, held[key]) for key, tensor in tensors.items())
         expected = sum(key.startswith(pattern.removesuffix("*")) for key in held)
-        loads.append(
-            [pattern, len(tensors), asked, checkpoint.io.data_bytes - was, cost, same and len(tensors) == expected]
-        )
+        read = checkpoint.io.data_bytes - before
+        loads.append([pattern, len(tensors), asked, read, cost, same and len(tensors) == expected])
         del tensors
     with measured() as validated:
         report = zckpt.validate(directory)
@@ -125,7 +124,7 @@ def make_engine(seed: int) -> Any:
 
 
 def train(engine: Any, start: int, steps: int) -> list[float]:
-    """The losses of this rank. A step's batch depends on its number and the rank alone: two batches, in turn."""
+    """Trains, and returns the losses of this rank. Even and odd steps have different batches, and so have the ranks."""
     import torch
 
     losses = []
@@ -149,10 +148,10 @@ def versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def measured() -> Any:
-    """Seconds, and by how much the peak of this process's memory rose, as the operating system counts it."""
+    """Measures the seconds, and by how many bytes the peak of this process's resident memory rose."""
     cost: dict[str, float] = {}
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # starts VmHWM anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of the resident memory
     memory, start = resident("VmRSS"), time.perf_counter()
     yield cost
     cost["seconds"] = time.perf_counter() - start
@@ -164,7 +163,7 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-# The program: starts them, compares, and tells.
+# The program starts the processes, compares their results, and prints them.
 
 
 class Demo:
@@ -183,7 +182,7 @@ class Demo:
         self.line(f"{'ok  ' if holds else 'FAIL'} {text}")
 
     def start(self, role: str, ranks: int) -> list[dict[str, Any]]:
-        """Runs one of the functions above in ``ranks`` fresh processes; returns what each found."""
+        """Runs one of the functions above in ``ranks`` new processes, and returns the result of each."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -200,7 +199,7 @@ class Demo:
         for process in processes:
             process.wait()
         for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            leftover.unlink()  # DeepSpeed leaves 66 MiB per rank behind
+            leftover.unlink()  # DeepSpeed does not remove its buffer of 66 MiB per rank
         for rank, process in enumerate(processes):
             if process.returncode:
                 print(logs[rank].read_text()[-4000:], file=sys.stderr)
@@ -213,46 +212,47 @@ class Demo:
 
         self.title(1, f"Train: {RANKS} ranks, ZeRO-3, bf16")
         trained = self.start("train_and_write", RANKS)
-        one = trained[0]
-        self.line(f"GPT-2 shape, {MODEL['n_layer']} layers, {one['numel'] / 1e6:.1f} M parameters, random weights")
-        self.line(f"DeepSpeed {one['deepspeed']}, torch {one['torch']}, transformers {one['transformers']}")
-        self.line(f"loss on rank 0, steps 1 to {BEFORE}:  {losses(one['before'])}")
+        rank0 = trained[0]
+        self.line(f"GPT-2 shape, {MODEL['n_layer']} layers, {rank0['numel'] / 1e6:.1f} M parameters, random weights")
+        self.line(f"DeepSpeed {rank0['deepspeed']}, torch {rank0['torch']}, transformers {rank0['transformers']}")
+        self.line(f"loss on rank 0, steps 1 to {BEFORE}:  {losses(rank0['before'])}")
 
-        self.title(2, f'zckpt.write(engine, ".../{Path(one["path"]).name}")')
-        found = self.start("open_and_load", 1)[0]
+        self.title(2, f'zckpt.write(engine, ".../{Path(rank0["path"]).name}")')
+        opened = self.start("open_and_load", 1)[0]
         seconds = max(rank["write"]["seconds"] for rank in trained)
         peak = max(rank["write"]["peak"] for rank in trained)
-        self.line(f"{mib(found['size'])} in {seconds:.2f} s, on disk for good; peak extra memory {mib(peak)} per rank")
+        self.line(f"{mib(opened['size'])} in {seconds:.2f} s, durable; peak of extra memory {mib(peak)} per rank")
 
         self.title(3, "zckpt.open(run), in a process without DeepSpeed")
-        self.line(f"opened and listed in {found['open']['seconds'] * 1e3:.0f} ms")
-        for part, tensors, size, dtype in found["listing"]:
+        self.line(f"opened and listed in {opened['open']['seconds'] * 1e3:.0f} ms")
+        for part, tensors, size, dtype in opened["listing"]:
             self.line(f"{part:12} {tensors:4} tensors  {mib(size):>10}  {dtype}")
-        key, shape, pieces = found["info"]
+        key, shape, pieces = opened["info"]
         self.line(f"{key} {shape}:")
         for rank, file, offset, nbytes in pieces:
             self.line(f"    rank {rank}: bytes [{offset:,}, {offset + nbytes:,}) of {file}")
 
         self.title(4, "Checkpoint.load: only the bytes asked for")
-        for pattern, tensors, asked, read, cost, same in found["loads"]:
+        for pattern, tensors, asked, read, cost, same in opened["loads"]:
             self.line(f'load("{pattern}"): {tensors} tensors, {mib(asked)} in {cost["seconds"] * 1e3:.0f} ms')
             self.check(read <= 1.05 * asked, f"read {read / asked:.3f} x the bytes asked for")
             self.check(same, "bit for bit what the engines held")
 
         self.title(5, "zckpt.validate(path)")
         self.check(
-            found["ok"], f"{found['report'].splitlines()[-1].partition(': ')[2]}, {found['validate']['seconds']:.2f} s"
+            opened["ok"],
+            f"{opened['report'].splitlines()[-1].partition(': ')[2]}, {opened['validate']['seconds']:.2f} s",
         )
 
-        self.title(6, "zckpt.restore(engine, run), into fresh engines with other weights; then train on")
+        self.title(6, "zckpt.restore(engine, run), into new engines with other weights; then train on")
         resumed = self.start("restore_and_train", RANKS)
         seconds = max(rank["restore"]["seconds"] for rank in resumed)
         peak = max(rank["restore"]["peak"] for rank in resumed)
-        self.line(f"restored step {resumed[0]['step']} in {seconds:.2f} s; peak extra memory {mib(peak)} per rank,")
-        self.line("    the moments that a fresh engine does not have yet included")
+        self.line(f"restored step {resumed[0]['step']} in {seconds:.2f} s; peak of extra memory {mib(peak)} per rank,")
+        self.line("    including the moments that a new engine does not have yet")
         self.check(resumed[0]["client"] == {"tokens_seen": 1536}, f"client_state {resumed[0]['client']}")
         self.line(f"loss on rank 0, steps {BEFORE + 1} to {BEFORE + AFTER}")
-        self.line(f"    never stopped:  {losses(one['after'])}")
+        self.line(f"    never stopped:  {losses(rank0['after'])}")
         self.line(f"    resumed:        {losses(resumed[0]['after'])}")
         same = [rank["after"] for rank in trained] == [rank["after"] for rank in resumed]
         self.check(same, f"equal, bit for bit, on all {RANKS} ranks")
@@ -280,7 +280,7 @@ def main() -> int:
         result = globals()[options.role](options.keep)
         (options.keep / f"{options.role}-{os.environ['RANK']}.json").write_text(json.dumps(result))
         sys.stdout.flush()
-        os._exit(0)  # gloo's threads may hold up a clean exit for seconds
+        os._exit(0)  # the threads of gloo may delay a normal exit for seconds
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
         return Demo(options.keep).run()

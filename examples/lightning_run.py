@@ -1,9 +1,9 @@
-"""Trains with Lightning and its DeepSpeedStrategy, and can be killed at any point. Started again, it goes on behind its
-last checkpoint, with the samples and the losses of a run that never stopped:
+"""Trains with Lightning and its DeepSpeedStrategy, and can be killed at any point. When it is started again, it resumes
+from its last checkpoint, with the same samples and losses as a run that never stopped:
 
     torchrun --nproc-per-node 2 -m zckpt run examples/lightning_run.py [DIRECTORY]
 
-Each rank appends what it has trained on to DIRECTORY-<rank>.log: step, loss, numbers of the samples.
+For each step, each rank appends a line to DIRECTORY-<rank>.log: the step, the loss, and the numbers of the samples.
 """
 
 import glob
@@ -25,7 +25,7 @@ class Module(LightningModule):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
 
-    def train_dataloader(self):  # Lightning keeps its position on each rank in client_state
+    def train_dataloader(self):  # Lightning saves the loader's position on each rank
         torch.manual_seed(0)
         data = TensorDataset(torch.arange(104), torch.randn(104, 32))
         return StatefulDataLoader(data, batch_size=4, sampler=DistributedSampler(data), num_workers=1)

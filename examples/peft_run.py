@@ -1,9 +1,9 @@
-"""Trains LoRA adapters of PEFT with ZeRO, and can be killed at any point. Started again, it goes on behind its last
-checkpoint, with the samples and the losses of a run that never stopped. At its end it writes the adapter's folder:
+"""Trains LoRA adapters of PEFT with ZeRO, and can be killed at any point. When it is started again, it resumes from its
+last checkpoint, with the same samples and losses as a run that never stopped. At the end it exports the adapter:
 
     torchrun --nproc-per-node 2 examples/peft_run.py [DIRECTORY]
 
-Each rank appends what it has trained on to DIRECTORY-<rank>.log: step, loss, numbers of the samples.
+For each step, each rank appends a line to DIRECTORY-<rank>.log: the step, the loss, and the numbers of the samples.
 """
 
 import os
@@ -30,7 +30,8 @@ deepspeed.init_distributed()
 rank = torch.distributed.get_rank()
 
 torch.manual_seed(0)
-tokens = torch.cat([torch.arange(104)[:, None], torch.randint(104, (104, 7))], dim=1)  # the first is a sample's number
+# The first token is the sample's number.
+tokens = torch.cat([torch.arange(104)[:, None], torch.randint(104, (104, 7))], dim=1)
 sampler = DistributedSampler(tokens)
 loader = StatefulDataLoader(tokens, batch_size=4, sampler=sampler, num_workers=1)
 config = LlamaConfig(vocab_size=104, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
@@ -39,7 +40,7 @@ model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "v_p
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=CONFIG)
 
-zckpt.register(engine, "train", loader)  # from now on, each rank's position in the data is a part of every checkpoint
+zckpt.register(engine, "train", loader)  # each checkpoint now contains the position of each rank in the data
 begin = 0
 if os.path.exists(f"{run}/latest"):
     begin = zckpt.restore(engine, run)["epoch"]

@@ -1,10 +1,10 @@
 """Trains with ZeRO and a StatefulDataLoader, and can be stopped at any point, by Ctrl-C, by kill -9 or by a power cut.
-Started again, it goes on behind the last batch that its last checkpoint knows of, in the middle of an epoch, with the
-samples and the losses of a run that never stopped:
+When it is started again, it resumes from its last checkpoint, even in the middle of an epoch, with the same samples and
+losses as a run that never stopped:
 
     torchrun --nproc-per-node 2 examples/stateful_dataloader.py [DIRECTORY]
 
-Each rank appends what it has trained on to DIRECTORY-<rank>.log: step, loss, numbers of the samples.
+For each step, each rank appends a line to DIRECTORY-<rank>.log: the step, the loss, and the numbers of the samples.
 """
 
 import os
@@ -30,12 +30,12 @@ rank = torch.distributed.get_rank()
 
 torch.manual_seed(0)
 data = TensorDataset(torch.arange(104), torch.randn(104, 32))
-sampler = DistributedSampler(data)  # deals the samples out to the ranks, in another order in every epoch
+sampler = DistributedSampler(data)  # divides the samples among the ranks, in another order in each epoch
 loader = StatefulDataLoader(data, batch_size=4, sampler=sampler, num_workers=1)
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
 
-zckpt.register(engine, "train", loader)  # from now on, each rank's position in the data is a part of every checkpoint
+zckpt.register(engine, "train", loader)  # each checkpoint now contains the position of each rank in the data
 begin = 0
 if os.path.exists(f"{run}/latest"):
     begin = zckpt.restore(engine, run)["epoch"]

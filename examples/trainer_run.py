@@ -1,16 +1,17 @@
-"""Trains with Hugging Face's Trainer, and can be killed at any point. Started again, it goes on behind its last whole
-checkpoint, with the samples and the losses of a run that never stopped:
+"""Trains with Hugging Face's Trainer, and can be killed at any point. When it is started again, it resumes from its
+last whole checkpoint, with the same samples and losses as a run that never stopped:
 
-    torchrun --nproc-per-node 2 -m zckpt run examples/trainer_run.py [DIRECTORY]
+    torchrun --nproc-per-node 2 -m zckpt run --background examples/trainer_run.py [DIRECTORY]
 
-Each rank appends what it has trained on to DIRECTORY-<rank>.log: step, loss, numbers of the samples.
+For each step, each rank appends a line to DIRECTORY-<rank>.log: the step, the loss, and the numbers of the samples.
 """
 
-import glob
+import os
 import sys
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 import zckpt
 
@@ -20,12 +21,14 @@ CONFIG = {
     "zero_allow_untested_optimizer": True,
 }
 run = sys.argv[1] if len(sys.argv) > 1 else "trainer_run"
+os.makedirs(run, exist_ok=True)
 arguments = TrainingArguments(
     run,
     num_train_epochs=2,
     save_steps=3,
+    save_total_limit=2,
     per_device_train_batch_size=4,
-    ignore_data_skip=True,  # the data loader knows its place, so there is nothing to skip
+    ignore_data_skip=True,  # the data loader restores its own position
     use_cpu=not torch.cuda.is_available(),
     deepspeed=CONFIG,
 )
@@ -39,21 +42,17 @@ class Logged(Trainer):
         return loss
 
 
-class Resumable(TrainerCallback):
+class KeepPosition(TrainerCallback):
     def on_train_begin(self, args, state, control, train_dataloader, **_):
-        zckpt.register(trainer.model_wrapped, "train", train_dataloader)  # each rank's position in the data is saved
-
-    def on_save(self, args, state, control, **_):
-        torch.distributed.barrier()  # by then all ranks have written what Trainer itself puts beside zckpt's files
-        open(f"{run}/checkpoint-{state.global_step}/whole", "w").close()
+        zckpt.register(trainer.model_wrapped, "train", train_dataloader)  # saves each rank's position in the data
 
 
 torch.manual_seed(0)
 config = LlamaConfig(vocab_size=104, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 model = LlamaForCausalLM(config)
-tokens = torch.cat([torch.arange(104)[:, None], torch.randint(104, (104, 7))], dim=1)  # the first is a sample's number
-samples = [{"input_ids": one, "labels": one} for one in tokens]
-trainer = Logged(model, arguments, train_dataset=samples, callbacks=[Resumable()])
+# The first token is the sample's number.
+tokens = torch.cat([torch.arange(104)[:, None], torch.randint(104, (104, 7))], dim=1)
+samples = [{"input_ids": sample, "labels": sample} for sample in tokens]
+trainer = Logged(model, arguments, train_dataset=samples, callbacks=[KeepPosition()])
 trainer.accelerator.dataloader_config.use_stateful_dataloader = True
-whole = [mark.removesuffix("/whole") for mark in glob.glob(f"{run}/checkpoint-*/whole")]
-trainer.train(resume_from_checkpoint=max(whole, key=lambda path: int(path.rpartition("-")[2]), default=None))
+trainer.train(resume_from_checkpoint=get_last_checkpoint(run))  # the newest whole folder, or None

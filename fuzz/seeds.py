@@ -1,4 +1,5 @@
-"""Writes the seeds anew: ``python fuzz/seeds.py``. They are small and sound, from the example of the specification."""
+"""Writes the seeds: ``python fuzz/seeds.py``. They are small inputs that are valid, made from the example of the
+specification."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from zckpt.format.tree import pack  # noqa: E402
 
 EXAMPLE = ROOT / "spec" / "example" / "run" / "global_step7"
 CORPUS = ROOT / "fuzz" / "corpus"
-COLUMNS = {"name": [0, 1, 2, 3], "count": [2, 2, 1, 1], "rank": [0, 1, 0, 1, 0, 0], "tier": [0, 0, 2, 2, 0, 0]}
+COLUMNS = {"name_id": [0, 1, 2, 3], "count": [2, 2, 1, 1], "rank": [0, 1, 0, 1, 0, 0], "tier": [0, 0, 2, 2, 0, 0]}
 COLUMNS |= {"length": [4, 2, 4, 4, 0, 1], "offset": [0, 16, 8, 32, 64, 72], "block": [1, 2, 3, 4, 5, 6]}
 TREES = {
     "plain": {"step": 7, "names": ["a", b"b", None, True, -1, 0.5], 3: {}},
@@ -27,6 +28,7 @@ TREES = {
 
 
 def seeds() -> dict[str, dict[str, bytes]]:
+    """Returns the seeds of each target by their names."""
     manifest = (EXAMPLE / "manifest.msgpack").read_bytes()
     body = msgpack.unpackb(manifest)[3]
     data = EXAMPLE / "data-0123456789abcdef"

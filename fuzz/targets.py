@@ -1,7 +1,7 @@
-"""What is fuzzed: each target takes bytes and raises for whatever the format's code must not do with them.
+"""The targets that are fuzzed. Each takes bytes, and raises an exception if zckpt does with them what it must not do.
 
-Only ZckptError may come from zckpt. What it accepts another implementation accepts too, with the same values:
-safetensors a header, the independent reader of tests/ trees and whole checkpoints.
+zckpt may raise nothing but ZckptError. What it accepts, another implementation has to accept too, with the same values:
+safetensors for headers, and the independent reader of the tests for trees and whole checkpoints.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from mutate import Draw, spoil
 from tests.support.apart import Apart
 from tests.support.independent_reader import Reader
 from zckpt.errors import FormatError, StateError
+from zckpt.format import data_file as data_file_format
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
-from zckpt.format import shard as shard_format
 from zckpt.format import tree as tree_format
 from zckpt.format.digest import digest
+from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
+from zckpt.format.names import Tier
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -37,13 +39,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "spec" / "example" / "run" / "global_step7"
-SHARD = shard_format.ShardId("0123456789abcdef", 0, 2, "master", "device")
+DATA_FILE = data_file_format.DataFileId("0123456789abcdef", 0, 2, "master", Tier.DEVICE)
 DATA_BYTES_MAX = 1 << 16
 BUDGET = zckpt.Budget(nbytes=4 << 20, threads=1, direct=False)
 
 
 def header(data: bytes) -> None:
-    """The first byte says how much is made up: nothing, or the length and the padding."""
+    """Fuzzes the header of a data file. The first byte says whether the rest is all of the header, or only its text,
+    without the length and the padding."""
     raw = data[1:]
     if data[:1] >= b"\x40":
         length = -(-(8 + len(raw)) // 4096) * 4096
@@ -51,18 +54,18 @@ def header(data: bytes) -> None:
     stops = [0]
     for nbytes in (data[0] & 0x3F if data else 0, 4104 - 4096, 0):
         try:
-            found = shard_format.decode_header(raw, len(raw) + nbytes, SHARD)
+            parsed = data_file_format.decode_header(raw, len(raw) + nbytes, DATA_FILE)
         except FormatError:
             continue
-        stops = [stop for _, stop in shard_format.regions(found)]
+        stops = [stop for _, stop in data_file_format.regions(parsed)]
         assert stops == sorted(stops)
         assert stops[-1] == len(raw) + nbytes
-        others = dict(safetensors.deserialize(raw + bytes(nbytes)))
-        assert others.keys() == {entry.name for entry in found.entries}
-        for entry in found.entries:
-            other = others[entry.name]
-            assert (other["dtype"], tuple(other["shape"])) == (entry.dtype, entry.shape)
-            assert len(other["data"]) == entry.nbytes
+        tensors = dict(safetensors.deserialize(raw + bytes(nbytes)))
+        assert tensors.keys() == {entry.name for entry in parsed.entries}
+        for entry in parsed.entries:
+            tensor = tensors[entry.name]
+            assert (tensor["dtype"], tuple(tensor["shape"])) == (entry.dtype, entry.shape)
+            assert len(tensor["data"]) == entry.nbytes
 
 
 _SHAPES = ((3, 2), (4,), (0, 5), ())
@@ -70,7 +73,8 @@ _DTYPES = {"a": ("F32", "F32", "U8", "I64"), "b": ("F32", "BF16", "U8", "I64")}
 
 
 def index(data: bytes) -> None:
-    """The first byte says whether the rest is a frame or a chunk's columns, to be compressed, and its rows."""
+    """Fuzzes a chunk of the index. The first byte says how many rows it has, and whether the rest is a zstd frame, or
+    columns that are to be compressed."""
     mode, raw = data[0] if data else 0, data[1:]
     rows = 1 + mode % len(_SHAPES)
     if mode >= 0x40:
@@ -82,9 +86,10 @@ def index(data: bytes) -> None:
     chunk = Chunk(0, 0, rows, count, 0, len(frame), digest(frame))
     ids = tuple(range(rows))
     manifest = Manifest(
-        save_id=SHARD.save_id, step=0, world_size=2, block_bytes=4096, names=tuple("abcd"), shapes=_SHAPES,
+        save_id=DATA_FILE.save_id, step=0, world_size=2, block_bytes=4096, names=tuple("abcd"), shapes=_SHAPES,
         parts=tuple(Part(name, 0, ids, ids, dtypes[:rows]) for name, dtypes in _DTYPES.items()),
-        files=Files.of(File(*place, 4096 + 512, 4096, 0) for place in itertools.product((0, 1), (0, 1), (0, 2))),
+        files=Files.of(File(rank, part_id, tier, 4096 + 512, 4096, 0)
+            for rank, part_id, tier in itertools.product((0, 1), (0, 1), (Tier.DEVICE, Tier.NVME))),
         digests=(b"\0" * 16,) * 2, chunks=(chunk,), index_bytes=len(frame),
     )  # fmt: skip
     try:
@@ -102,36 +107,39 @@ def index(data: bytes) -> None:
                 assert elements == list(range(numel)), (number, bounds)
             else:
                 assert bounds == [(0, 0)]
-        item = max(shard_format.ITEM_BYTES[dtypes[row]] for dtypes in _DTYPES.values())
+        item = max(ITEM_BYTES[dtypes[row]] for dtypes in _DTYPES.values())
         for piece in pieces:
             assert piece.rank in (0, 1)
-            assert piece.tier in (0, 2)
+            assert piece.tier in (Tier.DEVICE, Tier.NVME)
             assert 0 <= piece.offset <= piece.offset + (piece.stop - piece.start) * item <= 512
 
 
 def manifest(data: bytes) -> None:
-    """The first byte says whether the rest is the file, or its body, to be given an envelope."""
+    """Fuzzes the manifest. The first byte says whether the rest is all of the file, or only the body, which is to be
+    given an envelope."""
     raw = data[1:]
     if data[:1] >= b"\x40":
         raw = msgpack.packb(["zckpt", [1, 0], digest(raw), raw])
     try:
-        found = manifest_format.decode(raw)
+        decoded = manifest_format.decode(raw)
     except FormatError:
         return
-    assert manifest_format.decode(manifest_format.encode(found)) == found
-    for file in found.files:
-        parts = found.path(file).split("/")
-        assert len(parts) == 3
-        assert not {"", ".", ".."} & {*parts}
+    assert manifest_format.decode(manifest_format.encode(decoded)) == decoded
+    for file in decoded.files:
+        components = decoded.path(file).split("/")
+        assert len(components) == 3
+        assert not {"", ".", ".."} & {*components}
 
 
-class _Reference(tuple):
-    """What a reference in a tree stands for here: its extension type and name."""
+class _Reference(tuple[int, str]):
+    """The extension type and the name of a reference in a tree, in the place of a tensor."""
 
     __slots__ = ()
 
 
 def tree(data: bytes) -> None:
+    """Fuzzes a packed tree."""
+
     def get(ext: int, name: str) -> object:
         if not name:
             raise FormatError("no such tensor", rule="T003")
@@ -141,9 +149,9 @@ def tree(data: bytes) -> None:
         value = tree_format.unpack(data, get, "a tree")
     except FormatError:
         return
-    reader = Reader.__new__(Reader)
+    reader: Any = Reader.__new__(Reader)
     reader.body, reader.tensors, reader.load = {"state": data}, _Any(), lambda key: key.removeprefix("state/")
-    assert str(reader.tree()) == str(_plain(value, lambda one: (*_Any.TENSOR[:2], one[1])))
+    assert str(reader.tree()) == str(_plain(value, lambda reference: (*_Any.TENSOR[:2], reference[1])))
     try:
         packed = tree_format.pack(value, "", lambda _, leaf: leaf if isinstance(leaf, _Reference) else None)
     except StateError as error:
@@ -153,7 +161,7 @@ def tree(data: bytes) -> None:
 
 
 class _Any:
-    """A table of tensors with every name but the empty one."""
+    """A table of tensors that has a tensor of every name except the empty one."""
 
     TENSOR = ("U8", [1], ())
 
@@ -165,7 +173,7 @@ class _Any:
 
 
 def _plain(value: Any, of_leaf: Callable[[Any], Any]) -> Any:
-    """A tree as the independent reader gives it."""
+    """Returns a tree as the independent reader returns it. ``of_leaf`` converts references, tensors and arrays."""
     if isinstance(value, (_Reference, torch.Tensor, np.ndarray)):
         return of_leaf(value)
     if isinstance(value, dict):
@@ -174,6 +182,7 @@ def _plain(value: Any, of_leaf: Callable[[Any], Any]) -> Any:
 
 
 def _raw(tensor: torch.Tensor | np.ndarray[Any, Any]) -> tuple[str, list[int], bytes]:
+    """Returns the dtype, the shape and the bytes of a tensor, as the independent reader returns them."""
     tensor = torch.as_tensor(tensor)
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return DTYPE_NAMES[tensor.dtype], list(tensor.shape), data
@@ -183,7 +192,8 @@ _SOUND = Apart.of(EXAMPLE)
 
 
 def checkpoint(data: bytes) -> None:
-    """The bytes choose what is changed in a whole checkpoint; lengths and digests are made to fit, mostly."""
+    """Fuzzes a whole checkpoint. The bytes choose what is changed in it. Most of the time, its lengths and digests are
+    corrected after that."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
         path = Path(directory) / "c"
         spoil(_SOUND.copy(), Draw(data)).write(path)
@@ -191,7 +201,8 @@ def checkpoint(data: bytes) -> None:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Reader, validator and the independent reader agree on the checkpoint, and on all that is in it."""
+    """Checks that zckpt's reader, its validator and the independent reader agree on whether a checkpoint conforms, and
+    on everything that is in it."""
     report = zckpt.validate(path)
     try:
         theirs = Reader(path)
@@ -203,30 +214,31 @@ def check_checkpoint(path: Path) -> None:
         ours = zckpt.open(path, budget=BUDGET)
         tensors = ours.load()
         pieces = [ours.load_pieces(rank) for rank in range(min(ours.world_size, 3))]
-        found = [ours.state, *map(ours.rank_state, range(ours.world_size))]
+        our_trees = [ours.state, *map(ours.rank_state, range(ours.world_size))]
     except zckpt.ZckptError:
         assert not report.ok, "the reader refuses it, the validator does not"
         return
     if theirs is None:
-        return  # what only validation finds
+        return  # Only validation finds the rule that is broken.
     assert report.ok, f"the independent reader accepts it: {report}"
     assert [key for key in theirs.tensors if not key.startswith("state/")] == list(tensors)
     for key, tensor in tensors.items():
         assert (*theirs.tensors[key][:2], theirs.load(key)) == _raw(tensor), key
-    assert str(trees) == str(_plain(found, _raw))
-    for own in pieces:
-        for (key, start, stop), piece in own.items():
+    assert str(trees) == str(_plain(our_trees, _raw))
+    for by_range in pieces:
+        for (key, start, stop), piece in by_range.items():
             assert piece.shape == (stop - start,), key
 
 
-LOSSES = ("manifest.msgpack", *(f"data-{SHARD.save_id}/{name}" for name in (
+LOSSES = ("manifest.msgpack", *(f"data-{DATA_FILE.save_id}/{name}" for name in (
     "index.bin", "rank-00000/digests.bin", "rank-00001/digests.bin", "rank-00000/master.safetensors"
 )))  # fmt: skip
+"""The files of which some are removed before a repair."""
 
 
 def repair(data: bytes) -> None:
-    """The first byte says which files are lost, and whether what cannot be verified is accepted; the rest is as for
-    ``checkpoint``."""
+    """Fuzzes a repair. The first byte says which files are removed, and whether data that cannot be verified are
+    accepted. The other bytes are as for ``checkpoint``."""
     lost = data[0] if data else 0
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
         path = Path(directory) / "c"
@@ -246,14 +258,14 @@ def repair(data: bytes) -> None:
         assert {*before.values()} <= {*after}, "what was there is gone"
         assert report.unverified == () or lost >= 0x80
         if report.unverified:
-            return  # what differs from its digest stays so
+            return  # Data that differ from their digest still do so after the repair.
         assert zckpt.validate(path, level="structure").ok
         assert not any(finding.rule.startswith("D") for finding in zckpt.validate(path).findings)
         assert zckpt.repair(path, budget=BUDGET).rebuilt == (), "it is whole"
 
 
 def latest(data: bytes) -> None:
-    """The bytes of ``latest`` in a run with checkpoints, directories of checkpoints and links to both."""
+    """Fuzzes the file ``latest`` in a run that has checkpoints, directories with checkpoints, and links to both."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
         run = Path(directory) / "run"
         for name in ("c", "a/b"):
@@ -262,18 +274,20 @@ def latest(data: bytes) -> None:
         (run / "a" / "l").symlink_to("b")
         (run / "latest").write_bytes(data)
         try:
-            found = Path(zckpt.open(run, budget=BUDGET).path).relative_to(run)
+            our_path = Path(zckpt.open(run, budget=BUDGET).path).relative_to(run)
         except (FormatError, zckpt.CheckpointNotFoundError):
-            found = None
+            our_path = None
         try:
-            other = Reader(run).root.relative_to(run)
-        except (ValueError, OSError) as error:  # the last: a name that no file can have
-            assert found is None, error
+            their_path = Reader(run).root.relative_to(run)
+        except (ValueError, OSError) as error:  # An OSError is raised for a name that no file can have.
+            assert our_path is None, error
             return
-        assert str(found) == str(other) == data.decode().removesuffix("\n")
-        assert found in (Path("c"), Path("a/b"))
+        assert str(our_path) == str(their_path) == data.decode().removesuffix("\n")
+        assert our_path in (Path("c"), Path("a/b"))
 
 
-TARGETS = {one.__name__: one for one in (header, index, manifest, tree, checkpoint, repair, latest)}
+TARGETS = {target.__name__: target for target in (header, index, manifest, tree, checkpoint, repair, latest)}
+"""The targets by name."""
 LENGTH_MAX = {"header": 4096, "index": 2048, "manifest": 4096, "tree": 1024, "checkpoint": 24, "repair": 25}
 LENGTH_MAX |= {"latest": 260}
+"""The most bytes of an input of each target."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support import accelerator
 from tests.support.cluster import Cluster
@@ -16,17 +16,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-settings.register_profile("tests", deadline=None)  # machines are shared: a slow example is no failure
+# Machines are shared, so slow examples are not a failure.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
-# A shell has what it starts in the background ignore Ctrl-C; the tests of interrupts would then interrupt nothing.
+# A process that a shell starts in the background ignores Ctrl-C, but the tests of interrupts need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Real ranks, with torch.distributed and DeepSpeed on the CPU: ``cluster.run(function, world_size, ...)``."""
-    accelerator.compiled()  # here, not in a rank, whose time is limited
+    """Starts real ranks on the CPU, with torch.distributed and DeepSpeed: ``cluster.run(function, world_size,
+    ...)``."""
+    # The accelerator is compiled here and not in a rank, because the time of a rank is limited.
+    accelerator.compiled()
     cluster = Cluster()
     yield cluster
     cluster.close()
@@ -34,7 +37,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def engines_are_adapters() -> Iterator[None]:
-    """Each write of the test may be of a ``plain_engine.Engine``."""
+    """Lets the test write a ``plain_engine.Engine``."""
     from tests.support import plain_engine
 
     with plain_engine.engines_are_adapters():
@@ -43,9 +46,8 @@ def engines_are_adapters() -> Iterator[None]:
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Path:
-    """One directory further down than pytest's: beside a checkpoint that a test writes there lies its ``latest``, which
-    makes a run of the directory above, and that is this test's alone.
-    """
+    """Returns a directory inside pytest's own ``tmp_path``. If a test writes a checkpoint to this directory itself, the
+    file ``latest`` goes into the directory above and makes it a run. Only this test uses the directory above."""
     directory = tmp_path / "t"
     directory.mkdir()
     return directory
@@ -53,16 +55,16 @@ def tmp_path(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
-    """After a test, failed and interrupted calls in it included, no thread of zckpt's goes on in this process."""
+    """Checks that no thread of zckpt runs in this process after a test, even if calls have failed or were
+    interrupted."""
     yield
     assert threads_left() == []
 
 
 @pytest.fixture(autouse=True)
 def _sim(request: pytest.FixtureRequest) -> None:
-    """Runs a test with this marker in a process of its own, which has the simulated accelerator. What its fixtures give
-    it is pickled.
-    """
+    """Runs a test that has the marker ``sim`` in a process of its own, which has the simulated accelerator. The values
+    of the test's fixtures are pickled for this."""
     if request.node.get_closest_marker("sim"):
         cluster: Cluster = request.getfixturevalue("cluster")
         test = request.node.obj
@@ -75,18 +77,25 @@ def _sim(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def _nvme(request: pytest.FixtureRequest) -> None:
-    """Skips the tests of engines that offload to NVMe where they cannot: by their marker, or by their parameters."""
+    """Skips the tests of engines that offload to NVMe if this machine cannot run them. These tests have the marker
+    ``nvme``, or a name or parameter that contains "nvme" or "disk"."""
     node = request.node
-    wanted = node.get_closest_marker("nvme") or any(word in node.name for word in ("nvme", "disk"))
-    if wanted and "cluster" in request.fixturenames:
+    needs_nvme = node.get_closest_marker("nvme") or any(word in node.name for word in ("nvme", "disk"))
+    if needs_nvme and "cluster" in request.fixturenames:
         cluster: Cluster = request.getfixturevalue("cluster")
         if not cluster.run("tests.support.ops:async_io", 1, init=False)[0]:
             pytest.skip("no NVMe offload on the CPU: needs libaio (install libaio-dev) and DeepSpeed 0.19")
 
 
+@pytest.hookimpl(tryfirst=True)  # The marker has to be there before pytest leaves tests out by their markers.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("sim") or "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    wants_linux = any(map(item.get_closest_marker, ("linux", "sim"))) or "cluster" in getattr(item, "fixturenames", ())
-    if wants_linux and sys.platform != "linux":
+    if any(map(item.get_closest_marker, ("linux", "ranks"))) and sys.platform != "linux":
         pytest.skip("needs Linux")
     if item.get_closest_marker("gpu"):
         import torch
@@ -96,7 +105,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One table of what was skipped and why; the marker ``matrix`` leaves tests out, which pytest calls deselected."""
+    """Prints a table of the skipped tests with the reasons. Tests that the marker ``matrix`` leaves out are not in it,
+    because pytest counts them as deselected."""
     where = defaultdict(list)
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -1,54 +1,59 @@
-"""zckpt: sharded, verified checkpoints of ZeRO training states.
+"""zckpt writes, restores and reads checkpoints of ZeRO training states.
 
-    zckpt.write(engine)                            every rank: sharded, atomic, durable
-    zckpt.restore(engine, path)                    every rank: from any world size, stage and offload into any other
-    zckpt.open(path).load(keys, device="cuda")     any part, any process, only the bytes asked for
-    zckpt.export(path, out, config=folder)         a model's folder as Hugging Face has it, or one file of torch's
-    zckpt.validate(path)                           against the specification
-    zckpt.report(paths, "report.html")             a page about one checkpoint, or about several of a run
-    zckpt.where(engine)                            every rank: which part of the state is in which memory and file
-    zckpt.offload(engine, directory)               every rank: live states to a local disk; zckpt.reload: and back
+Every rank of an engine makes these calls:
 
-``README.md`` says what it does, ``spec/format.md`` how its files look, and ``docs/architecture.md`` how a byte gets
-from an engine to the disk and back.
+    zckpt.write(engine)                  writes a checkpoint, which exists only once all of it is durable
+    zckpt.restore(engine, path)          restores a checkpoint of any world size, stage and offload
+    zckpt.where(engine)                  shows which part of the state is in which memory and file
+    zckpt.offload(engine, directory)     moves live states to a local disk; zckpt.reload brings them back
 
-For those who change zckpt: the modules and folders of the package, from the lowest to the highest. Each imports only
-itself and what stands above it in this table; an import for type checkers alone counts too:
+Any process can make these:
+
+    zckpt.open(path).load(keys)          loads any part of a checkpoint, and reads only the bytes of that part
+    zckpt.export(path, out)              writes the weights as a Hugging Face folder, or as one file for torch.load
+    zckpt.validate(path)                 checks a checkpoint against the specification
+    zckpt.report(paths, "report.html")   writes a page about one checkpoint, or about several of a run
+
+``README.md`` says what zckpt does, ``spec/format.md`` says what its files look like, and ``docs/architecture.md`` shows
+how a byte gets from an engine to the disk and back.
+
+This table is for people who change zckpt. It has the modules and folders of the package, from the lowest to the
+highest. Each imports only itself and the rows above it. This includes imports that are only for type checkers:
 
     version    no torch, no I/O the version of the library
-    errors     no torch, no I/O the tree of all errors, and how an error of the system becomes one of them
-    progress   no torch         what a caller is told while bytes move, and a progress bar that shows it
-    system     no torch         the calls that only Linux has, threads whose end is waited for, available memory
-    format     no torch, no I/O each file of the format as bytes: encoded, decoded, held to the rules and limits
-    state      no torch, no I/O what a rank holds of a training state: fragments of tensors, and where they are
+    errors     no torch, no I/O all errors, and how an error of the operating system becomes one of them
+    progress   no torch         the progress that a caller gets while bytes move, and a progress bar that shows it
+    system     no torch         calls that only Linux has, threads that are always joined, available memory
+    format     no torch, no I/O encodes and decodes each file of the format as bytes, and checks rules and limits
+    state      no torch, no I/O the training state of one rank: fragments of tensors, and where they are
     plan       no torch, no I/O pure functions that lay out files, plan writes and reads, select keys and reshard
-    ranks      no files         what ranks tell each other, and how each notices that another one has died
-    storage    torch late       the contract of a store, local directories, scratch files, the writer's lock
+    ranks      no files         messages between ranks, and how a rank notices that another one has died
+    storage    torch late       the contract of a store, local directories, scratch files, the lock of a writer
     transfer   -                carries out planned writes and reads: buffers, budget, copies to devices, digests
     engines    -                the contract of an engine adapter, and a folder for each framework
-    offloading -                the steps of zckpt.offload: write and read storages, free them, guard what is out
-    listing    torch late       what lies in the directory of a run, and what each checkpoint holds, without tensors
-    reading    -                what zckpt.open returns: any part of a checkpoint as tensors
+    offloading -                the steps of zckpt.offload: write and read storages, free them, watch their use
+    listing    torch late       what is in the directory of a run, and in each checkpoint, without its tensors
+    reading    -                what zckpt.open returns, which loads any part of a checkpoint as tensors
     validation -                checks a checkpoint against the specification, and reports what it has found
     repairing  -                the steps of zckpt.repair: find the data files, rebuild, compare, put in place
     writing    -                the steps of zckpt.write: collect, agree, write files, commit
-    restoring  -                the steps of zckpt.restore: match tensors, plan, say what does not fit
+    restoring  -                the steps of zckpt.restore: match tensors, plan, report what does not fit
     exporting  -                the steps of zckpt.export: name and convert tensors, lay out files, write slices
-    converting -                the steps of zckpt.convert: say what a folder is, read it, write it as a checkpoint
-    comparing  -                the steps of zckpt.diff: pair the tensors, plan what is read, compare values and trees
-    copying    -                the steps of zckpt.cp: plan what each rank's files are made of, write the files, commit
+    converting -                the steps of zckpt.convert: recognize a folder, read it, write it as a checkpoint
+    comparing  -                the steps of zckpt.diff: pair the tensors, plan the reads, compare values and trees
+    copying    -                the steps of zckpt.cp: plan the contents of each file, write the files, commit
     cleaning   -                the steps of zckpt.gc and zckpt.prune: find what to remove, and remove it under a lock
-    reporting  -                the steps of zckpt.report: look at values, gather what a page shows, write the page
+    reporting  -                the steps of zckpt.report: compute statistics, collect what a page shows, write it
     api        -                the functions that users call, a file for each task
     __init__   torch late       the public names
-    testing    -                a reference engine, and the suites that each store and each engine has to pass
+    testing    -                a reference engine, and the test suites that each store and each engine has to pass
     cli        torch late         the command line
     __main__   torch late         what `python -m zckpt` runs
 
-"no torch": it does not import torch while it runs. "no I/O": it asks the operating system for nothing, though it may
-issue a Python warning. Whatever it imports of zckpt promises the same. "torch late": it imports torch, and what
-imports torch, in functions alone, and not when it is imported itself. "no files": it opens no file itself.
-``tests/package/test_imports.py`` reads this table and fails for every import that breaks it.
+"no torch": the module does not import torch while it runs. "no I/O": it does not call the operating system, but it may
+issue a Python warning. What it imports of zckpt makes the same promise. "torch late": it imports torch, and modules
+that import torch, only inside of functions, and not while it is imported itself. "no files": it does not open files
+itself. ``tests/package/test_imports.py`` reads this table, and fails for every import that the table does not allow.
 """
 
 from __future__ import annotations
@@ -223,17 +228,17 @@ _LATE = {
     "transfer.budget": ["Budget"],
     "validation.report": ["Finding", "Observation", "Report"],
 }
-"""The same imports as those for type checkers above. Each is done when one of its names is first asked for, because
-most of them import torch, which takes longer than much of what the command line does."""
+"""The public names by module. These are the imports above for type checkers. Each module is imported when one of its
+names is first used, because most of these modules import torch, which takes longer than many commands."""
 _HOME = {name: module for module, names in _LATE.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

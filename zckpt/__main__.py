@@ -1,3 +1,5 @@
+"""Runs the command line, as ``python -m zckpt``."""
+
 import sys
 
 from zckpt.cli import main

@@ -1,32 +1,30 @@
-"""Every error that zckpt raises.
+"""Every error class of zckpt.
 
     ZckptError
-    ├── CheckpointNotFoundError      (FileNotFoundError)   nothing there that could be opened
-    │   └── UnfinishedWriteError                           data without a manifest: a write that never committed
+    ├── CheckpointNotFoundError      (FileNotFoundError)   there is no checkpoint at the path
+    │   └── UnfinishedWriteError                           there are data, but no manifest
     ├── CheckpointExistsError        (FileExistsError)     a write would replace a checkpoint
     ├── LockedError                  (BlockingIOError)     another process is writing the same checkpoint
-    ├── FormatError                  (ValueError)          bytes that break a rule of the specification
-    │   ├── VersionError                                   written by a newer format version
-    │   ├── FeatureError                                   needs a feature that this reader does not know
-    │   ├── MissingFileError                               the manifest names a file that is not there
-    │   ├── SizeError                                      a file is shorter or longer than recorded
+    ├── FormatError                  (ValueError)          a checkpoint breaks a rule of the specification
+    │   ├── VersionError                                   it has a major version that this reader does not know
+    │   ├── FeatureError                                   it requires a feature that this reader does not know
+    │   ├── MissingFileError                               a file that the manifest implies does not exist
+    │   ├── SizeError                                      a file is shorter or longer than it must be
     │   └── DigestError                                    bytes differ from their recorded digest
-    ├── RepairError                  (RuntimeError)        a checkpoint cannot be rebuilt from what is there
-    ├── KeyNotFoundError             (KeyError)            no such key; names the nearest ones
-    ├── CastError                    (TypeError)           a dtype that cannot be converted without nonsense
-    ├── StateError                   (TypeError)           a value that the state tree cannot hold
-    ├── OffloadedError               (RuntimeError)        state that a call needs is on disk, or was lost there
-    ├── DeviceError                  (RuntimeError)        a device that is not there, fails, or is full
-    ├── UnsupportedError             (NotImplementedError) an engine or mode that is not supported, by name
-    ├── MismatchError                (ValueError)          engine and checkpoint do not fit; lists everything
+    ├── RepairError                  (RuntimeError)        a checkpoint cannot be rebuilt from the files that are left
+    ├── KeyNotFoundError             (KeyError)            the checkpoint has no tensor with this key
+    ├── CastError                    (TypeError)           the conversion between two dtypes makes no sense
+    ├── StateError                   (TypeError)           a state tree cannot contain a value
+    ├── OffloadedError               (RuntimeError)        a call needs state that is on disk, or was lost there
+    ├── DeviceError                  (RuntimeError)        a device does not exist, fails or is full
+    ├── UnsupportedError             (NotImplementedError) zckpt does not support an engine or one of its modes
+    ├── MismatchError                (ValueError)          engine and checkpoint do not fit each other
     ├── RankError                    (RuntimeError)        another rank failed, or the ranks disagree
     │   └── TagError                 (AssertionError)      the ranks save under different tags
-    └── StorageError                 (OSError)             the operating system refused a read or a write
-        └── NoSpaceError                                   no space, quota or file size limit reached
+    └── StorageError                 (OSError)             the operating system refused to read or write
+        └── NoSpaceError                                   the disk is full, or a quota or file size limit is reached
 
-Each also derives from the builtin a caller would expect. Each carries, where they are known, ``file``, ``key``,
-``start``/``stop`` (a half-open byte range of ``file``), ``rule`` (an id from ``spec/``), ``rank`` and ``hint`` (what to
-do).
+In brackets is the builtin exception that the class also derives from, so that callers can catch that.
 """
 
 from __future__ import annotations
@@ -41,7 +39,28 @@ if TYPE_CHECKING:
 
 
 class ZckptError(Exception):
-    """Base of every error that zckpt raises on purpose."""
+    """The base class of every error that zckpt raises on purpose.
+
+    ``str(error)`` contains the message, those of the attributes below that are known, and the hint. An attribute is
+    None if it is not known.
+    """
+
+    message: str
+    """What went wrong."""
+    file: str | None
+    """The path of the file that the error is about."""
+    key: str | None
+    """The key of the tensor that the error is about, or the path to a value in a state tree."""
+    start: int | None
+    """The first byte of ``file`` that the error is about, counted from 0."""
+    stop: int | None
+    """The byte of ``file`` behind the last one that the error is about."""
+    rule: str | None
+    """The id of the rule of the specification that is broken, such as ``"D003"``."""
+    rank: int | None
+    """The rank that the error is about."""
+    hint: str | None
+    """What the user can do."""
 
     def __init__(
         self,
@@ -79,15 +98,15 @@ class ZckptError(Exception):
 
 
 class CheckpointNotFoundError(ZckptError, FileNotFoundError):
-    """Nothing that could be opened at this path."""
+    """There is no checkpoint at this path."""
 
 
 class UnfinishedWriteError(CheckpointNotFoundError):
-    """Data of a write that never committed: there is no manifest."""
+    """There are data at this path, but no manifest: a write has not committed, or the manifest was lost."""
 
 
 class CheckpointExistsError(ZckptError, FileExistsError):
-    """A checkpoint is already at this path and ``overwrite`` was not asked for."""
+    """There is a checkpoint at this path already, and the caller has not asked to overwrite it."""
 
 
 class LockedError(ZckptError, BlockingIOError):
@@ -95,45 +114,45 @@ class LockedError(ZckptError, BlockingIOError):
 
 
 class FormatError(ZckptError, ValueError):
-    """Bytes that break a rule of the specification."""
+    """A checkpoint breaks a rule of the specification. ``rule`` is the id of the rule."""
 
 
 class VersionError(FormatError):
-    """A format version that this reader does not know."""
+    """A checkpoint has a major version of the format that this version of zckpt does not know."""
 
 
 class FeatureError(FormatError):
-    """A required feature that this reader does not know."""
+    """A checkpoint requires a feature of the format that this version of zckpt does not know."""
 
 
 class MissingFileError(FormatError):
-    """The manifest names a file that is not there."""
+    """A file that the manifest implies does not exist."""
 
 
 class SizeError(FormatError):
-    """A file is shorter or longer than recorded."""
+    """A file is shorter or longer than the manifest or the specification says."""
 
 
 class DigestError(FormatError):
-    """Bytes differ from their recorded digest."""
+    """Bytes of a checkpoint differ from their recorded digest, so they are damaged."""
 
 
 class RepairError(ZckptError, RuntimeError):
-    """A checkpoint cannot be rebuilt from what is there; the message lists every reason."""
+    """A checkpoint cannot be rebuilt from the files that are left. The message lists every reason."""
 
 
 class KeyNotFoundError(ZckptError, KeyError):
-    """No such key in the checkpoint."""
+    """The checkpoint has no tensor with this key. The hint names the nearest keys."""
 
-    __str__ = ZckptError.__str__  # KeyError would show the repr
+    __str__ = ZckptError.__str__  # KeyError's own method returns the repr of the message.
 
 
 class CastError(ZckptError, TypeError):
-    """A dtype conversion that makes no sense, such as float to bool."""
+    """A conversion between two dtypes makes no sense, such as one from float to bool."""
 
 
 class StateError(ZckptError, TypeError):
-    """A value that the state tree cannot hold; ``key`` is the path to it."""
+    """A state tree cannot contain a value. ``key`` is the path to that value."""
 
 
 class OffloadedError(ZckptError, RuntimeError):
@@ -141,36 +160,37 @@ class OffloadedError(ZckptError, RuntimeError):
 
 
 class DeviceError(ZckptError, RuntimeError):
-    """A device that does not exist, that bytes cannot be copied to and from, or that has too little memory; or host
-    memory that cannot be pinned for the copies."""
+    """A device does not exist, has too little memory, or refuses copies to or from it; or host memory cannot be pinned
+    for such copies."""
 
 
 class UnsupportedError(ZckptError, NotImplementedError):
-    """An engine, optimizer or mode that zckpt does not support, by name."""
+    """zckpt does not support an engine, an optimizer or a mode. The message names it."""
 
 
 class MismatchError(ZckptError, ValueError):
-    """Engine and checkpoint do not fit; the message lists every difference."""
+    """What was asked for does not fit the checkpoint, such as an engine of another model, a slice of another shape, or
+    memory of another size. The message names the differences, or the first few of them."""
 
 
 class RankError(ZckptError, RuntimeError):
-    """Another rank failed, or the ranks disagree."""
+    """Another rank failed, or the ranks disagree about what they do."""
 
 
 class TagError(RankError, AssertionError):
-    """The ranks save one checkpoint under different tags. DeepSpeed raises an AssertionError then, so this is one."""
+    """The ranks save one checkpoint under different tags. It is an AssertionError because DeepSpeed raises one then."""
 
 
 class StorageError(ZckptError, OSError):
-    """The operating system refused a read or a write; ``__cause__`` is its error."""
+    """The operating system refused to read or write a file. ``__cause__`` is its error."""
 
 
 class NoSpaceError(StorageError):
-    """No space left, quota exceeded, or a file size limit reached."""
+    """There is no space left on the disk, or a quota or a limit for the size of files is reached."""
 
 
 def warn(message: str) -> None:
-    """Gives a UserWarning whose place is the line outside of zckpt that has called zckpt."""
+    """Issues a UserWarning. Its place is the line of the caller's code that has called zckpt."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "zckpt":
         frame, level = frame.f_back, level + 1
@@ -183,7 +203,10 @@ def count(number: int, what: str) -> str:
 
 
 def first_few(things: Sequence[object], count: int, rest: str = " and {} more") -> str:
-    """At most ``count`` of ``things``, for a message. If there are more, ``rest`` follows, with their number."""
+    """Returns the first ``count`` of ``things`` for a message, separated by commas.
+
+    If there are more of them, ``rest`` follows. Their number takes the place of ``{}`` in it.
+    """
     return ", ".join(map(str, things[:count])) + (rest.format(len(things) - count) if len(things) > count else "")
 
 
@@ -199,7 +222,7 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def from_os_error(
     error: OSError, doing: str, file: str, start: int | None = None, stop: int | None = None
 ) -> StorageError:
-    """The ``StorageError`` for an ``OSError`` met while ``doing`` ("write", "fsync", ...) at ``file``."""
+    """Returns the StorageError for an OSError. ``doing`` says what was refused, such as "write" or "fsync"."""
     reason = error.strerror or str(error)
     if error.errno in _NO_SPACE:
         return NoSpaceError(

@@ -1,46 +1,83 @@
-"""Writes the example of spec/format.md anew: ``python spec/example/make.py DIRECTORY``.
+"""Writes the examples of ``spec/format.md`` to another directory: ``python spec/example/make.py DIRECTORY``.
 
-The files in ``run/`` were made by it once and stay as they are: they pin version 1.0. Another zstd may
-compress the index to other bytes; everything else comes out the same.
+It has written the files in ``run/`` and ``second/`` once. They never change, because they pin version 1.0 of the
+format. Another version of zstd may compress the index to other bytes, and then the manifest differs too.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections import Counter, OrderedDict
+from pathlib import Path
 
 import torch
 
 from zckpt.format import tree
-from zckpt.plan import catalog
-from zckpt.state.inventory import BUFFER, MASTER, STATE, Fragment
+from zckpt.format.names import Tier
+from zckpt.plan import catalog, layout
+from zckpt.state.inventory import BUFFER, MASTER, STATE, FileRange, Fragment
 from zckpt.testing.fragments import write_fragments
 
 SAVE_ID = "0123456789abcdef"
 WORLD_SIZE = 2
+WRITER = {"created": "2026-01-01T00:00:00+00:00"}
 W = {MASTER: torch.tensor([1.0, -2.0, 3.5]), "exp_avg": torch.tensor([0.25, 0.5, -0.75])}
 B = [torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([1.0, 3.0], dtype=torch.bfloat16)]
 SPLIT = [(0, 2), (2, 3)]
 SEEN = torch.tensor(1234567)
 STATE_TREE = {"engine": {"steps": 7}, "client_state": {"betas": (0.5, 0.25), "seen": SEEN}}
 
+SECOND_SAVE_ID = "00000000000000aa"
+LONG = torch.arange(1025, dtype=torch.float32)
+"""It has one element more than a block of 4096 bytes can contain."""
+SWAP_OFFSET = 24
+"""The byte of the swap file at which ``LONG`` begins. The writer puts a filler of this many bytes before it."""
+ARRAY = torch.tensor([5, -6], dtype=torch.int16)
+SECOND_TREE = {"array": ARRAY, "big": 1 << 64, "counts": Counter({"a": 2}), "order": OrderedDict({"z": 1})}
+
 
 def fragments(rank: int) -> list[Fragment]:
+    """Returns what a rank of the first example holds."""
     start, stop = SPLIT[rank]
-    found = [Fragment(part, "w", (3,), "F32", start, stop, data=whole[start:stop]) for part, whole in W.items()]
-    found.append(Fragment(BUFFER, "b", (2,), "BF16", 0, 2, copy=rank, data=B[rank]))
+    of_rank = [Fragment(part, "w", (3,), "F32", start, stop, data=whole[start:stop]) for part, whole in W.items()]
+    of_rank.append(Fragment(BUFFER, "b", (2,), "BF16", 0, 2, copy=rank, data=B[rank]))
     packed = torch.frombuffer(bytearray(tree.pack({"seed": 10 + rank}, "", lambda path, leaf: None)), dtype=torch.uint8)
-    found.append(Fragment(STATE, f"rank/{rank}", tuple(packed.shape), "U8", 0, packed.numel(), "host", data=packed))
+    of_rank.append(
+        Fragment(STATE, f"rank/{rank}", tuple(packed.shape), "U8", 0, packed.numel(), Tier.HOST, data=packed)
+    )
     if rank == 0:
-        found.append(Fragment(STATE, "tree/0/0", (), "I64", 0, 1, "host", data=SEEN.reshape(1)))
-    return found
+        of_rank.append(Fragment(STATE, "tree/0/0", (), "I64", 0, 1, Tier.HOST, data=SEEN.reshape(1)))
+    return of_rank
+
+
+def second_fragments(swap_file: Path) -> list[Fragment]:
+    """Returns what the only rank of the second example holds. It writes the swap file."""
+    swap_file.write_bytes(bytes(SWAP_OFFSET) + LONG.numpy().tobytes())
+    swapped = FileRange(str(swap_file), SWAP_OFFSET, LONG.numel() * LONG.itemsize)
+    return [
+        Fragment(MASTER, "m", (1025,), "F32", 0, 1025, Tier.NVME, data=swapped),
+        Fragment(BUFFER, "none", (0, 2), "BF16", 0, 0, data=torch.empty(0, dtype=torch.bfloat16)),
+        Fragment(STATE, "tree/0/0", (2,), "I16", 0, 2, Tier.HOST, data=ARRAY),
+    ]
 
 
 def main(directory: str) -> None:
-    target = os.path.join(os.path.abspath(directory), "global_step7")
+    """Writes both examples into ``directory``."""
+    target = os.path.join(os.path.abspath(directory), "run", "global_step7")
     state = tree.pack(STATE_TREE, "", lambda path, leaf: (tree.TENSOR, "tree/0/0"))
-    about = catalog.About(7, 4096, {"head": "w"}, state, {"created": "2026-01-01T00:00:00+00:00"})
+    about = catalog.SaveMetadata(7, 4096, {"head": "w"}, state, WRITER)
     write_fragments(target, [fragments(rank) for rank in range(WORLD_SIZE)], about, SAVE_ID, latest=True)
+
+    # Without this, the writer puts no filler before fewer than 64 KiB of adjacent bytes of a swap file.
+    layout.SHARED_BYTES_MIN = 4096
+    target = os.path.join(os.path.abspath(directory), "second", "global_step8")
+    state = tree.pack({"client_state": SECOND_TREE}, "", lambda path, leaf: (tree.NDARRAY, "tree/0/0"))
+    about = catalog.SaveMetadata(8, 4096, {}, state, WRITER)
+    with tempfile.TemporaryDirectory() as scratch:
+        ranks = [second_fragments(Path(scratch, "swap"))]
+        write_fragments(target, ranks, about, SECOND_SAVE_ID, latest=True)
 
 
 if __name__ == "__main__":

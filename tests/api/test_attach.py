@@ -1,4 +1,5 @@
-"""save_checkpoint and load_checkpoint with zckpt behind them mean what they mean in DeepSpeed; partial restores."""
+"""The save_checkpoint and load_checkpoint of an attached engine do what DeepSpeed's own do. A checkpoint can also be
+restored in part."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from deepspeed.runtime.config import ValidationMode
 
 import zckpt
 from tests.support.models import batch, make_engine, train
-from tests.support.runs import AFTER, BEFORE, assert_same, held, logical, settings, weights
+from tests.support.runs import AFTER, BEFORE, assert_same, logical, settings, tensors_of, weights
 from zckpt.api import attach as attaching
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def run_with(directory: str, stage: int, attached: bool) -> dict[str, Any]:
-    """A run that saves twice under one tag, then goes on."""
+    """Saves twice under one tag and once more under another, then trains on. Returns what the saves returned, the state
+    and the losses."""
     engine = make_engine(stage=stage, groups=stage == 3, scheduler=True)
     if attached:
         assert zckpt.attach(engine) is engine
@@ -64,16 +66,16 @@ def test_a_run_is_saved_and_loaded_as_deepspeed_does(cluster: Cluster, tmp_path:
     stock = cluster.run(run_with, 2, theirs, stage, False)
     assert [rank["saved"] for rank in run] == [rank["saved"] for rank in stock]
     assert [rank["losses"] for rank in run] == [rank["losses"] for rank in stock]
-    scripts = {name for name in os.listdir(theirs) if name.endswith(".py")}  # DeepSpeed's own converters
+    scripts = {name for name in os.listdir(theirs) if name.endswith(".py")}  # DeepSpeed copies its own converters there
     assert set(os.listdir(ours)) == set(os.listdir(theirs)) - scripts
     assert (Path(ours) / "latest").read_text().strip() == (Path(theirs) / "latest").read_text() == "best"
     for trained in (0, 2):
-        for one, other in zip(run, cluster.run(load_with, 2, ours, stage, trained, {}), strict=True):
-            assert other["path"] == os.path.join(ours, "best")
-            assert other["client"] == {"epoch": 3}
-            assert_same(one["state"][0], other["after"][0])
-            assert one["state"][1] == other["after"][1]
-            assert one["losses"] == other["losses"]
+        for saved, loaded in zip(run, cluster.run(load_with, 2, ours, stage, trained, {}), strict=True):
+            assert loaded["path"] == os.path.join(ours, "best")
+            assert loaded["client"] == {"epoch": 3}
+            assert_same(saved["state"][0], loaded["after"][0])
+            assert saved["state"][1] == loaded["after"][1]
+            assert saved["losses"] == loaded["losses"]
 
 
 @pytest.mark.parametrize(
@@ -84,23 +86,23 @@ def test_a_run_is_saved_and_loaded_as_deepspeed_does(cluster: Cluster, tmp_path:
         ({"load_optimizer_states": False, "load_lr_scheduler_states": False}, True, False),
     ],
 )
-def test_parts_of_a_checkpoint(
+def test_options_of_load_checkpoint_restore_a_part(
     cluster: Cluster, tmp_path: Path, options: dict[str, Any], counters: bool, scheduler: bool
 ) -> None:
     run = cluster.run(run_with, 2, str(tmp_path), 3, True)
-    for one, other in zip(run, cluster.run(load_with, 2, str(tmp_path), 3, 2, options), strict=True):
-        for key, tensor in other["after"][0].items():
-            source = one["state"][0] if key.startswith("master/") else other["before"][0]
+    for saved, loaded in zip(run, cluster.run(load_with, 2, str(tmp_path), 3, 2, options), strict=True):
+        for key, tensor in loaded["after"][0].items():
+            source = saved["state"][0] if key.startswith("master/") else loaded["before"][0]
             assert torch.equal(tensor, source[key]), key
-        from_checkpoint, own = one["state"][1], other["before"][1]
+        from_checkpoint, from_engine = saved["state"][1], loaded["before"][1]
         for name in ("global_steps", "global_samples"):
-            assert other["after"][1][name] == (from_checkpoint if counters else own)[name]
-        assert other["after"][1]["scheduler"] == (from_checkpoint if scheduler else own)["scheduler"]
+            assert loaded["after"][1][name] == (from_checkpoint if counters else from_engine)[name]
+        assert loaded["after"][1]["scheduler"] == (from_checkpoint if scheduler else from_engine)["scheduler"]
 
 
 @contextmanager
-def said_on_rank_0(engine: Any, message: str) -> Iterator[None]:
-    """A warning on rank 0, and none on the others."""
+def warns_on_rank_0(engine: Any, message: str) -> Iterator[None]:
+    """Expects a warning on rank 0, and none on the other ranks."""
     if engine.global_rank == 0:
         with pytest.warns(UserWarning, match=message):
             yield
@@ -112,19 +114,19 @@ def stock_folder_and_detach(directory: str) -> None:
     engine = make_engine()
     train(engine, 2)
     engine.save_checkpoint(directory)
-    before = held(engine)
+    before = tensors_of(engine)
     other = zckpt.attach(make_engine(seed=1))
-    with said_on_rank_0(engine, "there is no .*latest"):
+    with warns_on_rank_0(engine, "there is no .*latest"):
         assert other.load_checkpoint(directory + "-nowhere") == (None, None)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # a warning on rank 0 that is an error reaches all ranks
+        warnings.simplefilter("error", UserWarning)  # rank 0's warning, now an error, reaches all ranks
         with pytest.raises((UserWarning, zckpt.RankError), match=r"there is no .*latest"):
             other.load_checkpoint(directory + "-nowhere")
         with pytest.raises((UserWarning, zckpt.RankError), match="different tags"):
             other.save_checkpoint(directory, tag=f"rank{engine.global_rank}")
     path, _ = other.load_checkpoint(directory)
     assert path.endswith(".pt")
-    assert_same(before, held(other))
+    assert_same(before, tensors_of(other))
     with pytest.raises(zckpt.CheckpointNotFoundError):
         other.load_checkpoint(directory, tag="nothing")
     other.save_checkpoint(directory, tag="ours")
@@ -132,7 +134,7 @@ def stock_folder_and_detach(directory: str) -> None:
     torch.distributed.barrier()
     if engine.global_rank == 0:
         latest.write_text("ours \n\n")
-    with pytest.raises((zckpt.FormatError, zckpt.RankError), match="L001"):  # as zckpt.open reads it
+    with pytest.raises((zckpt.FormatError, zckpt.RankError), match="L001"):  # zckpt.open raises the same
         other.load_checkpoint(directory)
     with pytest.raises(zckpt.UnsupportedError, match="custom_load_fn"):
         other.load_checkpoint(directory, tag="ours", custom_load_fn=print)
@@ -141,7 +143,7 @@ def stock_folder_and_detach(directory: str) -> None:
     assert not (Path(directory) / "theirs" / "manifest.msgpack").exists()
 
 
-def test_old_folders_are_deepspeeds_and_detach_undoes_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_deepspeed_loads_its_own_folders_and_detach_undoes_attach(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(stock_folder_and_detach, 2, str(tmp_path / "run"))
 
 
@@ -160,7 +162,7 @@ def save_as_deepspeed_would(directory: str) -> None:
         engine.save_checkpoint(directory, tag=f"of-{rank}")
     assert isinstance(caught.value, AssertionError)
     validation["tag_validation"] = ValidationMode.WARN
-    with said_on_rank_0(engine, "saved under rank 0's tag"):
+    with warns_on_rank_0(engine, "saved under rank 0's tag"):
         engine.save_checkpoint(directory, tag=f"of-{rank}", save_latest=False)
     validation["tag_validation"] = ValidationMode.IGNORE
     with warnings.catch_warnings():
@@ -174,12 +176,13 @@ def save_as_deepspeed_would(directory: str) -> None:
         engine.save_checkpoint("" if rank == 1 else directory)
 
     engine.backward(engine(**batch(engine, 2)))
-    with said_on_rank_0(engine, r"does not hold gradients that no optimizer step has used yet \([^)]*\)$"):
+    with warns_on_rank_0(engine, r"does not hold gradients that no optimizer step has used yet \([^)]*\)$"):
         engine.save_checkpoint(directory, tag="between", save_latest=False)
 
 
 def load_as_deepspeed_would(directory: str) -> None:
-    """Rank 1 sees neither ``latest`` nor manifests, as where a network file system shows it an older state."""
+    """Loads what ``save_as_deepspeed_would`` has saved. Rank 1 finds neither ``latest`` nor a manifest, as on a network
+    file system that still shows it an older state."""
     engine = zckpt.attach(make_engine(seed=1))
     rank, find = engine.global_rank, attaching._find
     with mock.patch.object(attaching, "_find", find if rank == 0 else lambda *arguments: (None, False)):
@@ -212,7 +215,7 @@ def load_on_fewer_ranks(directory: str) -> None:
     assert engine.load_checkpoint(directory)[0] == os.path.join(directory, "of-0")
 
 
-def test_what_differs_by_rank_and_rank_0_decides(cluster: Cluster, tmp_path: Path) -> None:
+def test_values_that_differ_by_rank_and_that_rank_0_decides(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(save_as_deepspeed_would, 2, str(tmp_path))
     cluster.run(load_as_deepspeed_would, 2, str(tmp_path))
     cluster.run(load_on_fewer_ranks, 1, str(tmp_path))
@@ -241,14 +244,14 @@ def save_over_deepspeeds_and_without_an_optimizer(directory: str) -> None:
     other = zckpt.attach(make_engine(seed=2, scheduler=True))
     with pytest.raises(zckpt.MismatchError, match="optimizer: none in the checkpoint") as caught:
         other.load_checkpoint(directory, "weights")
-    for said in ("load_module_only=True restores the weights alone", "load_optimizer_states=False also the counters"):
-        assert said in str(caught.value)
+    for hint in ("load_module_only=True restores the weights alone", "load_optimizer_states=False also the counters"):
+        assert hint in str(caught.value)
     for options in ({"load_module_only": True}, {"load_optimizer_states": False}):
         other.load_checkpoint(directory, "weights", **options)
         assert_same(weights(engine), weights(other))
 
 
-def test_deepspeeds_files_are_replaced_where_asked_for_and_weights_alone_are_a_state(
+def test_deepspeeds_files_are_replaced_on_request_and_an_engine_without_optimizer_is_saved(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     cluster.run(save_over_deepspeeds_and_without_an_optimizer, 1, str(tmp_path))
@@ -272,8 +275,8 @@ def test_frozen_weights_can_be_left_out(cluster: Cluster, tmp_path: Path) -> Non
     saved = cluster.run(save_without_frozen, 2, str(tmp_path))[0]
     assert not [key for key in zckpt.open(tmp_path) if key.startswith("param/")]
     outcomes = cluster.outcomes(load_without_frozen, 2, str(tmp_path), True)
-    assert all("missing: param/frozen.weight" in outcome.error for outcome in outcomes)
-    assert all("  load_module_strict=False leaves out what does not fit" in outcome.error for outcome in outcomes)
+    assert all("missing: param/frozen.weight" in str(outcome.error) for outcome in outcomes)
+    assert all("  load_module_strict=False leaves out what does not fit" in str(outcome.error) for outcome in outcomes)
     before, after = cluster.run(load_without_frozen, 2, str(tmp_path), False)[0]
     for name, tensor in after.items():
         source = before if name.startswith(("frozen.", "unused.")) else saved
@@ -305,7 +308,7 @@ def test_a_warm_start_takes_the_weights_alone(cluster: Cluster, tmp_path: Path, 
         assert steps == 0
 
 
-def test_a_part_that_is_not_there_is_named(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_part_that_the_checkpoint_lacks_is_named(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(write_weights, 2, str(tmp_path / "c"))
     for outcome in cluster.outcomes(warm_start, 2, str(tmp_path / "c"), parts=["mastre"]):
-        assert "the checkpoint has no part mastre; it has master, exp_avg" in outcome.error
+        assert "the checkpoint has no part mastre; it has master, exp_avg" in str(outcome.error)

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint: the right error, with what is needed to find the fault, and nothing hangs."""
+"""Each kind of damage to a checkpoint raises the right error, which says where the fault is. Nothing hangs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -32,6 +33,7 @@ from zckpt.errors import (
 )
 from zckpt.format import names
 from zckpt.format.digest import digest
+from zckpt.format.names import Tier
 from zckpt.plan import catalog
 from zckpt.testing.fragments import write_fragments
 
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-SHAPES = {"a": (60, 50), "b": (6,)}  # rank 0 and 1 have equal shares of both
+SHAPES = {"a": (60, 50), "b": (6,)}  # ranks 0 and 1 have equal shares of both
 BUFFERS = {"mean": [torch.zeros(2), torch.ones(2)]}
 
 
@@ -49,7 +51,7 @@ def nothing_hangs() -> Iterator[None]:
         raise TimeoutError("the test hangs")
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(30)
+    signal.alarm(600)  # long, because a busy machine may be slow
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -68,7 +70,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 class Place:
-    """A copy of the checkpoint that may be spoilt, and its files by short names."""
+    """A copy of the checkpoint that a test may damage, and short names for its files."""
 
     def __init__(self, original: Written, path: Path) -> None:
         shutil.copytree(original.path, path)
@@ -92,14 +94,15 @@ class Place:
         self.edit_manifest("digests.1", digest(self.table.read_bytes()))
 
     def edit_header(self, file: Path, old: str, new: str) -> None:
-        """Of rank 1, its length unchanged; the digest is made to fit."""
+        """Replaces a text in the header of a file of rank 1. The header keeps its length, and its digest is made to
+        fit."""
         raw = file.read_bytes()
         assert raw[:4096].count(old.encode()) == 1
         header = raw[:4096].replace(old.encode(), new.encode())
         header = header.rstrip(b" ").ljust(4096)
         file.write_bytes(header + raw[4096:])
         manifest = zckpt.open(self.path).manifest
-        paths = [self.path / manifest.path(one) for one in manifest.files]
+        paths = [self.path / manifest.path(record) for record in manifest.files]
         block = manifest.files[paths.index(file)].first_block
         self.edit_table(lambda table: table[: 16 * block] + digest(header) + table[16 * block + 16 :])
 
@@ -119,6 +122,15 @@ def grow(file: Path, nbytes: int = 1) -> None:
         end.write(b"\0" * nbytes)
 
 
+def replace_one(place: Place, name: str, how: str) -> None:
+    replace(place.master[1] if name == "master" else getattr(place, name), how)
+
+
+def make_with_a_pipe(path: Path) -> None:
+    path.mkdir()
+    os.mkfifo(path / "latest")
+
+
 def replace(file: Path, how: str) -> None:
     moved = file.with_name("moved")
     file.rename(moved)
@@ -130,30 +142,30 @@ def replace(file: Path, how: str) -> None:
         os.mkfifo(file)
     elif how == "socket":
         here = os.getcwd()
-        os.chdir(file.parent)  # a socket's path must be short
+        os.chdir(file.parent)  # the path of a socket must be short
         try:
-            with socket.socket(socket.AF_UNIX) as one:
-                one.bind(file.name)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(file.name)
         finally:
             os.chdir(here)
     else:
         file.mkdir()
 
 
-def swap(one: Path, other: Path) -> None:
-    first, second = one.read_bytes(), other.read_bytes()
-    one.write_bytes(second)
-    other.write_bytes(first)
+def swap(file_a: Path, file_b: Path) -> None:
+    first, second = file_a.read_bytes(), file_b.read_bytes()
+    file_a.write_bytes(second)
+    file_b.write_bytes(first)
 
 
 def mix_saves(place: Place) -> None:
     other = write_state(place.path.with_name("other"), 2, SHAPES, parts=("master", "exp_avg"), seed=1)
-    shutil.copy(other.path / names.shard_path(other.save_id, 1, "master", "device"), place.master[1])
+    shutil.copy(other.path / names.data_file_path(other.save_id, 1, "master", Tier.DEVICE), place.master[1])
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is spoilt, what a reader says to it, and which rules a validator finds broken."""
+    """A way to damage a checkpoint, the error that a reader raises, and the rules that a validator finds broken."""
 
     spoil: Callable[[Place], object]
     error: type[FormatError] | None
@@ -162,12 +174,12 @@ class Case:
     key: str | None = None
     span: tuple[int, int] | None = None
     found: set[str] | None = None
-    """Where a validator finds others than a reader."""
+    """The rules that a validator finds broken. None means that it finds ``rule`` alone."""
 
 
-def unseen(spoil: Callable[[Place], object], *found: str) -> Case:
-    """What a reader that loads need not look at."""
-    return Case(spoil, None, None, found=set(found))
+def unseen(spoil: Callable[[Place], object], *findings: str) -> Case:
+    """Returns a case that only a validator notices, because a load does not need the damaged bytes."""
+    return Case(spoil, None, None, found=set(findings))
 
 
 MASTER_1 = "rank-00001/master.safetensors"
@@ -175,7 +187,7 @@ CASES = {
     # Wrong versions
     "newer version": Case(lambda p: edit_version(p, [2, 0]), VersionError, "M002", "manifest.msgpack"),
     "feature": Case(lambda p: p.edit_manifest("requires", ["telepathy"]), FeatureError, "M006", "manifest.msgpack"),
-    # Bits
+    # Flipped bits and broken manifests
     "manifest flip": Case(lambda p: flip(p.manifest, 99), DigestError, "M003", "manifest.msgpack"),
     "manifest cut": Case(lambda p: cut(p.manifest), FormatError, "M001", "manifest.msgpack"),
     "manifest empty": Case(lambda p: p.manifest.write_bytes(b""), FormatError, "M001", "manifest.msgpack"),
@@ -183,9 +195,9 @@ CASES = {
     "table flip": Case(lambda p: flip(p.table, 5), DigestError, "D002", "rank-00001/digests.bin"),
     "data flip": Case(lambda p: flip(p.master[1], 8192), DigestError, "D003", MASTER_1, "master/a", (8192, 10096)),
     "last bit": Case(lambda p: flip(p.master[1], -1), DigestError, "D003", MASTER_1, "master/b", (10096, 10108)),
-    "header flip": unseen(lambda p: flip(p.master[1], 4000), "S002"),
-    "other name": unseen(lambda p: flip(p.master[1], p.master[1].read_bytes().index(b'"b@') + 1), "S006"),
-    # Lengths
+    "header flip": unseen(lambda p: flip(p.master[1], 4000), "D003"),
+    "other name": unseen(lambda p: flip(p.master[1], p.master[1].read_bytes().index(b'"b@') + 1), "D003"),
+    # Missing files and wrong lengths
     "data missing": Case(lambda p: p.master[1].unlink(), MissingFileError, "F001", MASTER_1),
     "data short": Case(lambda p: cut(p.master[1]), SizeError, "F003", MASTER_1),
     "data long": Case(lambda p: grow(p.master[1]), SizeError, "F003", MASTER_1),
@@ -197,17 +209,17 @@ CASES = {
     "table short": Case(lambda p: cut(p.table, 16), DigestError, "D002", "rank-00001/digests.bin"),
     "table long": Case(lambda p: grow(p.table), SizeError, "D001", "rank-00001/digests.bin"),
     "rank missing": Case(lambda p: shutil.rmtree(p.master[1].parent), MissingFileError, "F001", "rank-00001"),
-    # Files of other places
-    "ranks swapped": Case(lambda p: swap(*p.master), DigestError, "D003", "master.safetensors", found={"S006"}),
-    "another save": Case(mix_saves, DigestError, "D003", MASTER_1, "master/a", found={"S006"}),
+    # Files that belong elsewhere
+    "ranks swapped": Case(lambda p: swap(*p.master), DigestError, "D003", "master.safetensors"),
+    "another save": Case(mix_saves, DigestError, "D003", MASTER_1, "master/a"),
     "another part": Case(
         lambda p: shutil.copy(p.master[1].with_name("exp_avg.safetensors"), p.master[1]),
-        *(DigestError, "D003", MASTER_1, "master/a", None, {"S006"}),
+        *(DigestError, "D003", MASTER_1, "master/a"),
     ),
-    # No regular files
+    # Files that are not regular files
     **{
         f"{name} as {how}": Case(
-            lambda p, name=name, how=how: replace(getattr(p, name)[1] if name == "master" else getattr(p, name), how),
+            partial(replace_one, name=name, how=how),
             *(FormatError, "F002", {"table": "digests.bin", "master": MASTER_1}.get(name, name)),
         )
         for name in ("manifest", "index", "table", "master")
@@ -216,7 +228,7 @@ CASES = {
     "data directory as link": Case(lambda p: replace(p.data, "link"), FormatError, "F002", "data-"),
     "rank directory as link": Case(lambda p: replace(p.table.parent, "link"), FormatError, "F002", "rank-00001"),
     "rank directory as pipe": Case(lambda p: replace(p.table.parent, "pipe"), FormatError, "F002", "rank-00001"),
-    # Sound digests over what is wrong
+    # Wrong contents whose digests fit
     "table and more": unseen(lambda p: p.edit_table(lambda t: t + b"\0" * 16), "D001"),
     "table and less": unseen(lambda p: p.edit_table(lambda t: t[:-16]), "D001"),
     "blocks elsewhere": Case(
@@ -245,7 +257,8 @@ def edit_version(place: Place, version: list[int]) -> None:
 
 
 def add_filler(place: Place, content: bytes) -> None:
-    """To the last file of rank 1, whose digests are the last of its table."""
+    """Adds a filler to the last file of rank 1. The digests of this file are the last ones of the rank's digest
+    table."""
     raw = place.state.read_bytes()
     header = json.loads(raw[8:4096])
     stop = len(raw) - 4096
@@ -266,7 +279,7 @@ def place(original: Written, tmp_path: Path) -> Place:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_reader_says_what_is_wrong(original: Written, place: Place, name: str) -> None:
+def test_a_reader_raises_the_right_error(original: Written, place: Place, name: str) -> None:
     case = CASES[name]
     case.spoil(place)
 
@@ -297,7 +310,7 @@ def test_a_reader_says_what_is_wrong(original: Written, place: Place, name: str)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_validator_reports_what_is_wrong(place: Place, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_validator_reports_the_broken_rules(place: Place, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     case = CASES[name]
     case.spoil(place)
     report = zckpt.validate(place.path)
@@ -307,17 +320,17 @@ def test_a_validator_reports_what_is_wrong(place: Place, name: str, capsys: pyte
     assert all(case.file in (finding.file or "") for finding in report.findings)
     assert main(["validate", str(place.path)]) == (1 if expected else 0)
     out = capsys.readouterr().out
-    assert all(rule in out for rule in expected)
+    assert all(str(rule) in out for rule in expected)
     assert (": valid (" in out.splitlines()[-1]) == (not expected)
 
 
-def test_features_are_named(place: Place) -> None:
+def test_unknown_features_are_named(place: Place) -> None:
     place.edit_manifest("requires", ["telepathy", "zstd"])
     with pytest.raises(FeatureError, match="telepathy, zstd"):
         zckpt.open(place.path)
 
 
-def test_without_data_only_the_rest_is_checked(place: Place) -> None:
+def test_the_level_structure_does_not_read_tensors(place: Place) -> None:
     flip(place.master[1], 8192)
     report = zckpt.validate(place.path, level="structure")
     assert report.ok
@@ -327,31 +340,31 @@ def test_without_data_only_the_rest_is_checked(place: Place) -> None:
     assert not zckpt.validate(place.path, level="structure").ok
 
 
-def test_every_fault_is_found_not_only_the_first(place: Place) -> None:
+def test_a_validator_finds_every_fault(place: Place) -> None:
     flip(place.master[0], -1)
     flip(place.master[1], 8192)
     flip(place.master[1], -1)
     flip(place.state, -1)
-    found = [(finding.rule, finding.key, finding.file) for finding in zckpt.validate(place.path).findings]
-    assert [rule for rule, _, _ in found[:4]] == ["D003"] * 4
-    assert len({file for _, _, file in found}) >= 3
+    findings = [(finding.rule, finding.key, finding.file) for finding in zckpt.validate(place.path).findings]
+    assert [rule for rule, _, _ in findings[:4]] == ["D003"] * 4
+    assert len({file for _, _, file in findings}) >= 3
 
 
-def write_trees(path: str, root: bytes, own: torch.Tensor) -> None:
-    state = fragment("state", "rank/0", own, 0, own.numel())
-    write_fragments(path, [[state]], catalog.About(0, 1 << 20, {}, root, {}))
+def write_trees(path: str, root: bytes, rank_tree: torch.Tensor) -> None:
+    state = fragment("state", "rank/0", rank_tree, 0, rank_tree.numel())
+    write_fragments(path, [[state]], catalog.SaveMetadata(0, 1 << 20, {}, root, {}))
 
 
 @pytest.mark.parametrize(
-    "own", [torch.zeros(3).bfloat16(), torch.zeros((1, 1), dtype=torch.uint8)], ids=["dtype", "shape"]
+    "rank_tree", [torch.zeros(3).bfloat16(), torch.zeros((1, 1), dtype=torch.uint8)], ids=["dtype", "shape"]
 )
-def test_trees_that_are_no_bytes_are_reported(tmp_path: Path, own: torch.Tensor) -> None:
-    write_trees(str(tmp_path / "c"), b"\xc0", own)
+def test_trees_that_are_not_stored_as_bytes_are_reported(tmp_path: Path, rank_tree: torch.Tensor) -> None:
+    write_trees(str(tmp_path / "c"), b"\xc0", rank_tree)
     assert [finding.rule for finding in zckpt.validate(tmp_path / "c").findings] == ["T001"]
 
 
 @pytest.mark.parametrize(
-    ("rule", "root", "own"),
+    ("rule", "root", "rank_tree"),
     [
         ("T001", b"\xc1", b"\xc0"),
         ("T001", b"\xc0", b"\xc1"),
@@ -361,9 +374,9 @@ def test_trees_that_are_no_bytes_are_reported(tmp_path: Path, own: torch.Tensor)
         ("T003", b"\xc0", msgpack.packb([msgpack.ExtType(2, b"nothing")])),
     ],
 )
-def test_broken_trees_are_reported(tmp_path: Path, rule: str, root: bytes, own: bytes) -> None:
+def test_broken_trees_are_reported(tmp_path: Path, rule: str, root: bytes, rank_tree: bytes) -> None:
     path = str(tmp_path / "c")
-    write_trees(path, root, torch.tensor(list(own), dtype=torch.uint8))
+    write_trees(path, root, torch.tensor(list(rank_tree), dtype=torch.uint8))
     assert [finding.rule for finding in zckpt.validate(path).findings] == [rule]
     checkpoint = zckpt.open(path)
     with pytest.raises(FormatError) as caught:
@@ -385,7 +398,7 @@ def test_broken_trees_are_reported(tmp_path: Path, rule: str, root: bytes, own: 
         ),
         (lambda path: (path.mkdir(), (path / "latest").write_text("gone\n")), CheckpointNotFoundError, "gone"),
         (lambda path: (path.mkdir(), (path / "latest").symlink_to("nowhere")), FormatError, "F002"),
-        (lambda path: (path.mkdir(), os.mkfifo(path / "latest")), FormatError, "F002"),
+        (make_with_a_pipe, FormatError, "F002"),
     ],
     ids=["missing", "file", "empty", "dangling", "unfinished", "deepspeed", "latest", "latest-link", "latest-pipe"],
 )
@@ -419,7 +432,7 @@ def test_a_damaged_tensor_does_not_keep_others_from_loading(original: Written, p
         checkpoint.load("master/a")
     damaged = checkpoint.load("master/a", verify=False)["master/a"]
     assert int((damaged != original.full["master/a"]).sum()) == 1
-    for rows, sound in ((slice(0, 30), True), (slice(51, 60), False)):  # only the blocks that are touched are checked
+    for rows, sound in ((slice(0, 30), True), (slice(51, 60), False)):  # only the blocks of these rows are checked
         if sound:
             assert checkpoint.load_slice("master/a", rows).equal(original.full["master/a"][rows])
         else:
@@ -428,7 +441,7 @@ def test_a_damaged_tensor_does_not_keep_others_from_loading(original: Written, p
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_file_that_is_cut_off_while_it_is_open(place: Place, verify: bool) -> None:
+def test_a_file_that_is_cut_off_while_the_checkpoint_is_open(place: Place, verify: bool) -> None:
     checkpoint = zckpt.open(place.path)
     checkpoint.load()
     os.truncate(place.master[1], 9000)
@@ -440,7 +453,7 @@ def test_a_file_that_is_cut_off_while_it_is_open(place: Place, verify: bool) -> 
 
 def run_cli(*arguments: str) -> tuple[int, str]:
     ran = subprocess.run(
-        [sys.executable, "-m", "zckpt", *arguments], capture_output=True, check=False, text=True, timeout=100
+        [sys.executable, "-m", "zckpt", *arguments], capture_output=True, check=False, text=True, timeout=600
     )
     return ran.returncode, ran.stdout + ran.stderr
 

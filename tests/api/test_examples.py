@@ -1,4 +1,5 @@
-"""The examples with frameworks: killed at any point, they go on with the sample and the loss that come next."""
+"""The examples with frameworks can be killed at any point. They go on with the next sample, and with the same loss as a
+run that was not killed."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from tests.support.interrupted import EPOCH, Ends, assert_goes_on_as_if_never_stopped, interruptions, run_example
+from tests.support.lightning import let_lightning_use_cpus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,44 +22,33 @@ EXAMPLES = {
     "peft_run.py": "peft",
     "lightning_run.py": "lightning",
 }
-"""Each with the package that it shows."""
+"""The examples, each with the package that it shows."""
 ALONE = "peft_run.py"
-"""Calls zckpt itself. The others need `zckpt run`."""
+"""The example that calls zckpt itself. The others need `zckpt run`."""
 
 
 def run_one(example: str, run: str, ends: Ends | None) -> None:
     if example == "lightning_run.py":
         let_lightning_use_cpus()
-    run_example(example, run, ends, attach=example != ALONE)
-
-
-def let_lightning_use_cpus() -> None:
-    """Leaves out the check that the accelerator is CUDA's, and numbers the devices, as CUDA's are."""
-    from lightning.pytorch import strategies
-
-    class OnCpus(strategies.DeepSpeedStrategy):
-        def setup_environment(self) -> None:
-            self.parallel_devices = [torch.device("cpu", number) for number in range(2)]
-            strategies.DDPStrategy.setup_environment(self)
-
-    strategies.DeepSpeedStrategy = OnCpus
+    options = ["--background"] if example == "trainer_run.py" else []
+    run_example(example, run, ends, None if example == ALONE else options)
 
 
 def assert_survives(cluster: Cluster, directory: Path, example: str, steps: tuple[int, ...], seed: int) -> None:
-    """Ends a run behind each of the steps, and compares all that it has logged with a run that nobody ends."""
+    """Kills a run after each of the steps, and compares what it has logged with the log of a run that nobody kills."""
     if not find_spec(EXAMPLES[example]):
         pytest.skip(f"needs {EXAMPLES[example]}")
     through, run = directory / "through", directory / "run"
     cluster.run(run_one, 2, example, str(through), None, init=False)
     for ends in interruptions(steps, seed):
-        # Lightning hangs where a single rank gets a SIGTERM: then the end of the timeout kills the run
+        # Lightning hangs if only one rank gets a SIGTERM. The timeout then kills the run.
         outcomes = cluster.outcomes(run_one, 2, example, str(run), ends, init=False, timeout=40, grace=2)
         assert outcomes[ends[0]].failed, "it was stopped"
     cluster.run(run_one, 2, example, str(run), None, init=False)
     assert_goes_on_as_if_never_stopped(run, through, len(steps))
     if example == ALONE:
-        expected, found = (one / "adapter" / "adapter_model.safetensors" for one in (through, run))
-        assert expected.read_bytes() == found.read_bytes(), "the adapters, bit for bit"
+        expected, actual = (run_directory / "adapter" / "adapter_model.safetensors" for run_directory in (through, run))
+        assert expected.read_bytes() == actual.read_bytes(), "the adapters, bit for bit"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

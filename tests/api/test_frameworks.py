@@ -1,4 +1,5 @@
-"""Frameworks that make the engine themselves: ``zckpt run`` and attach_all() put zckpt behind their checkpoints."""
+"""Some frameworks make the engine themselves. ``zckpt run`` and attach_all() let such an engine save and load with
+zckpt."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 import zckpt
 from tests.support.launches import SCRIPTS, launch
 from tests.support.models import Mlp, Odd, make_engine, train
-from tests.support.runs import assert_same, held
+from tests.support.runs import assert_same, tensors_of
 from zckpt.cli import main
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ def save_and_load_in_attached_engines(directory: str) -> None:
     engine.save_checkpoint(directory)
     other = make_engine(model="odd", seed=1)
     other.load_checkpoint(directory)
-    assert_same(held(engine), held(other))
+    assert_same(tensors_of(engine), tensors_of(other))
 
-    # What was imported before reads the folders of both, and finds the same weights in them
+    # Functions that were imported before attach_all() read the folders of both, and find the same weights in them
     zckpt.detach(engine).save_checkpoint(directory + "-theirs")
     ours = get_fp32_state_dict_from_zero_checkpoint(directory)
     theirs = get_fp32_state_dict_from_zero_checkpoint(directory + "-theirs")
@@ -64,7 +65,8 @@ def test_every_engine_made_after_attach_all_is_attached(cluster: Cluster, tmp_pa
 
 
 def assert_converted(run: Path, by_deepspeed: dict[str, torch.Tensor]) -> None:
-    """zckpt's own functions find what DeepSpeed's have found in the same folder."""
+    """Checks that zckpt's replacements for DeepSpeed's conversion functions find the same weights as DeepSpeed's own,
+    which have read the same folder."""
     weights = zckpt.get_fp32_state_dict_from_zero_checkpoint(run)
     assert_same(weights, by_deepspeed)
     lazy = zckpt.get_fp32_state_dict_from_zero_checkpoint(run, "global_step2", lazy_mode=True)
@@ -93,15 +95,15 @@ def assert_converted(run: Path, by_deepspeed: dict[str, torch.Tensor]) -> None:
 
 def run_command(arguments: list[str]) -> Any:
     os.chdir(SCRIPTS)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
         try:
             status: object = main(arguments)
         except SystemExit as end:
             status = end.code
     out = Path(arguments[-1])
-    found = json.loads(out.read_text()) if out.exists() else None
-    return status, hasattr(deepspeed.initialize, "__wrapped__"), found, said.getvalue()
+    output = json.loads(out.read_text()) if out.exists() else None
+    return status, hasattr(deepspeed.initialize, "__wrapped__"), output, stderr.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -113,53 +115,55 @@ def run_command(arguments: list[str]) -> Any:
         pytest.param(["run"], ["show.py"], ["--fail"], id="failing"),
     ],
 )
-def test_a_script_finds_what_python_would_give_it(
+def test_a_script_gets_the_same_name_path_and_arguments_as_from_python(
     cluster: Cluster, tmp_path: Path, before: list[str], script: list[str], after: list[str]
 ) -> None:
     out = str(tmp_path / "found.json")
-    ((status, attaches, found, said),) = cluster.run(run_command, 1, [*before, *script, *after, out], init=False)
+    ((status, attaches, output, stderr),) = cluster.run(run_command, 1, [*before, *script, *after, out], init=False)
     local_rank = ["--local_rank=1"] if "--local_rank=1" in before else []
     assert (status, attaches) == (3 if "--fail" in after else 0, True)
-    assert found["name"] == "__main__"
-    assert found["path"] == str(SCRIPTS)
+    assert output["name"] == "__main__"
+    assert output["path"] == str(SCRIPTS)
     name = str(SCRIPTS / "show.py") if "-m" in before else script[0]
-    assert found["argv"] == [name, *local_rank, *after, out]
+    assert output["argv"] == [name, *local_rank, *after, out]
     attached, nothing = "attached a DeepSpeedEngine", "nothing was attached: the script made no engine"
     died = "--fail" in after
-    assert (said.count(attached), said.count(nothing)) == (("--engine" in after), not died and "--engine" not in after)
+    assert (stderr.count(attached), stderr.count(nothing)) == (
+        ("--engine" in after),
+        not died and "--engine" not in after,
+    )
 
 
 @pytest.mark.parametrize("script", [[str(SCRIPTS / "show.py")], ["-m", "show"]])
 def test_an_error_of_a_script_is_reported_as_python_does(cluster: Cluster, tmp_path: Path, script: list[str]) -> None:
     out = str(tmp_path / "found.json")
-    ((status, _, _, said),) = cluster.run(run_command, 1, ["run", *script, "--raise", out], init=False)
+    ((status, _, _, stderr),) = cluster.run(run_command, 1, ["run", *script, "--raise", out], init=False)
     assert status == 1
-    assert said.startswith("Traceback (most recent call last):\n  File ")
-    assert said.splitlines()[1].startswith(f'  File "{SCRIPTS}/show.py", line')
-    assert said.endswith("ValueError: the script's own\n"), "and not that nothing was attached"
+    assert stderr.startswith("Traceback (most recent call last):\n  File ")
+    assert stderr.splitlines()[1].startswith(f'  File "{SCRIPTS}/show.py", line')
+    assert stderr.endswith("ValueError: the script's own\n"), "and not that nothing was attached"
 
 
 @pytest.mark.parametrize("arguments", [["nosuch.py"], ["-m", "nosuch"], ["-m", "nosuch.at.all"], ["-m", "json"], ["."]])
-def test_what_cannot_be_run_is_a_message(
+def test_a_script_that_cannot_be_run_is_reported_in_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert main(["run", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("zckpt run: ")
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("zckpt run: ")
+    assert stderr.count("\n") == 1
     assert not hasattr(deepspeed.initialize, "__wrapped__")
 
 
-def assert_equal_checkpoints(one: Path, other: Path) -> None:
-    expected, found = zckpt.open(one), zckpt.open(other)
-    assert found.world_size == 2
-    assert_same(expected.load(), found.load())
-    for checkpoint in (expected, found):
-        del checkpoint.state["engine"]["counters"][
-            "micro_steps"
-        ]  # of no meaning where, as here, Accelerate counts them
-    assert expected.state == found.state
+def assert_equal_checkpoints(expected_path: Path, found_path: Path) -> None:
+    expected, actual = zckpt.open(expected_path), zckpt.open(found_path)
+    assert actual.world_size == 2
+    assert_same(expected.load(), actual.load())
+    for checkpoint in (expected, actual):
+        # The engine does not use this counter, because Accelerate counts micro steps itself.
+        del checkpoint.state["engine"]["counters"]["micro_steps"]
+    assert expected.state == actual.state
 
 
 @pytest.mark.matrix

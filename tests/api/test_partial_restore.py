@@ -1,4 +1,5 @@
-"""A checkpoint that fits an engine in part: what is said of it, by whom, and what the result tells."""
+"""Restores of a checkpoint that fits the engine only in part: which rank says what does not fit, and what the result
+contains."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from torch import nn
 
 import zckpt
 from tests.support import models
+from tests.support.fragments import data_of
 from tests.support.models import Mlp, make_engine, train
-from tests.support.runs import assert_same, held, inner
+from tests.support.runs import assert_same, inner, tensors_of
 from tests.support.runs import weights as weights_of
 from zckpt.api.restore import restore_engine
 from zckpt.api.write import write_engine
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Deep(nn.Module):
-    """More tensors than one message shows. ``extra``: one more layer, and a buffer."""
+    """A model that has more tensors than one message shows. With ``extra``, it has one more layer and a buffer."""
 
     def __init__(self, width: int = 8, extra: bool = False, prefix: str = "layers") -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class Deep(nn.Module):
 
 
 class Pair(nn.Module):
-    """A weight of ``rows``, and a bias that is of the same size in all of them."""
+    """A model of a weight with ``rows`` rows and a bias, which always has the same size."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Pair(nn.Module):
 
 def engine_of(module: nn.Module, stage: int = 2, **options: Any) -> Any:
     original = models.make_model
-    models.make_model = lambda name: module
+    models.make_model = lambda model: module
     try:
         return make_engine(stage=stage, **options)
     finally:
@@ -64,10 +66,10 @@ def engine_of(module: nn.Module, stage: int = 2, **options: Any) -> Any:
 
 
 def refused(engine: Any, path: str, **options: Any) -> tuple[str, str]:
-    before, steps = held(engine), engine.global_steps
+    before, steps = tensors_of(engine), engine.global_steps
     with pytest.raises(zckpt.ZckptError) as caught:
         zckpt.restore(engine, path, **options)
-    after = held(engine)
+    after = tensors_of(engine)
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert engine.global_steps == steps
     return type(caught.value).__name__, str(caught.value)
@@ -78,20 +80,20 @@ def restore_in_part(path: str) -> dict[str, Any]:
     train(engine, 2)
     zckpt.write(engine, path)
     wide, renamed = engine_of(Deep(width=16)), engine_of(Deep(prefix="base_model"))
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "wide": refused(wide, path),
         "wide, in part": refused(wide, path, strict=False),
         "renamed": refused(renamed, path),
         "renamed, in part": refused(renamed, path, strict=False),
         "nothing asked for": dict(zckpt.restore(renamed, path, parts=[], strict=False)),
     }
-    found["a buffer alone"] = refused(engine_of(Deep(width=16, extra=True)), path, strict=False)
+    results["a buffer alone"] = refused(engine_of(Deep(width=16, extra=True)), path, strict=False)
 
     zckpt.write(engine, f"{path}-master", parts=["master"])
     untrained = engine_of(Deep(extra=True))
     for name, other in {"fresh": untrained, "trained": engine}.items():
         for strict in (True, False):
-            found[f"masters alone, {name}, {strict}"] = refused(other, f"{path}-master", strict=strict)
+            results[f"masters alone, {name}, {strict}"] = refused(other, f"{path}-master", strict=strict)
     assert zckpt.restore(engine, f"{path}-master", parts=["master"]).kept == {}
 
     zckpt.write(engine, f"{path}-lost")
@@ -99,7 +101,7 @@ def restore_in_part(path: str) -> dict[str, Any]:
         os.remove(f"{path}-lost/manifest.msgpack")
         zckpt.repair(f"{path}-lost")
     torch.distributed.barrier()
-    found["lost state"] = refused(untrained, f"{path}-lost")
+    results["lost state"] = refused(untrained, f"{path}-lost")
     assert dict(zckpt.restore(untrained, f"{path}-lost", parts=["master"])) == {}
     assert_same(weights_of(untrained), weights_of(engine))
 
@@ -107,22 +109,22 @@ def restore_in_part(path: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         result = zckpt.restore(smaller, path, strict=False)
-    found["unexpected"] = (result.restored, result.kept, result.unexpected)
-    found["said"] = [str(one.message) for one in warned if "in part" in str(one.message)]
-    assert all(one.filename == __file__ for one in warned if "in part" in str(one.message))
+    results["unexpected"] = (result.restored, result.kept, result.unexpected)
+    results["said"] = [str(warning.message) for warning in warned if "in part" in str(warning.message)]
+    assert all(warning.filename == __file__ for warning in warned if "in part" in str(warning.message))
     zckpt.write(smaller, f"{path}-smaller", client_state={"a": 1})
-    own = {f.key: f.data for f in adapt(engine).inventory(None).fragments if "exp_avg/extra." in f.key}
-    for data in own.values():
+    extra_moments = {f.key: data_of(f) for f in adapt(engine).inventory(None).fragments if "exp_avg/extra." in f.key}
+    for data in extra_moments.values():
         data.fill_(3)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         result = zckpt.restore(engine, f"{path}-smaller", strict=False)
-        assert all(data.eq(3).all() for data in own.values())
+        assert all(data.eq(3).all() for data in extra_moments.values())
         again = zckpt.restore(smaller, f"{path}-smaller", strict=False)
-    found["kept"] = (result.restored, result.kept, result.unexpected)
-    found["also said"] = [str(one.message) for one in warned if "in part" in str(one.message)]
-    found["whole"] = (dict(again), {part: len(names) for part, names in again.restored.items()}, again.kept)
-    return found
+    results["kept"] = (result.restored, result.kept, result.unexpected)
+    results["also said"] = [str(warning.message) for warning in warned if "in part" in str(warning.message)]
+    results["whole"] = (dict(again), {part: len(names) for part, names in again.restored.items()}, again.kept)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ def in_part(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[
     return cluster.run(restore_in_part, 2, str(tmp_path_factory.mktemp("part") / "c"))
 
 
-def test_a_mismatch_is_grouped_and_said_by_one_rank(in_part: list[dict[str, Any]]) -> None:
+def test_a_mismatch_is_grouped_and_one_rank_lists_it(in_part: list[dict[str, Any]]) -> None:
     kind, text = in_part[0]["wide"]
     assert kind == "MismatchError"
     assert " strict=False" not in text
@@ -162,10 +164,13 @@ def test_a_restore_of_nothing_is_refused(in_part: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", ["fresh", "trained"])
 @pytest.mark.parametrize("strict", [True, False])
-def test_masters_alone_are_no_state_to_train_on_from(in_part: list[dict[str, Any]], name: str, strict: bool) -> None:
-    (kind, text), (other_kind, other) = (one[f"masters alone, {name}, {strict}"] for one in in_part)
+def test_masters_alone_do_not_resume_a_run(in_part: list[dict[str, Any]], name: str, strict: bool) -> None:
+    (kind, text), (other_kind, other) = (results[f"masters alone, {name}, {strict}"] for results in in_part)
     assert kind == other_kind == "MismatchError"
-    assert "9 more: not restored, though the optimizer's scalars would be" in text
+    why = (
+        "the checkpoint leaves out exp_avg, exp_avg_sq, without which" if strict else "9 more: not restored, though the"
+    )
+    assert why in text
     for said in (text, other):
         assert 'parts=["master"] restores the weights alone' in said
         assert "strict=False" not in said
@@ -185,7 +190,7 @@ def test_the_result_says_what_was_restored(in_part: list[dict[str, Any]]) -> Non
     layers = {f"layers.{number}.{kind}" for number in range(4) for kind in ("weight", "bias")}
     extra = {"extra.weight", "extra.bias"}
     moments = ("exp_avg", "exp_avg_sq")
-    assert [one["unexpected"] for one in in_part] == [in_part[0]["unexpected"]] * 2
+    assert [results["unexpected"] for results in in_part] == [in_part[0]["unexpected"]] * 2
     restored, kept, unexpected = in_part[0]["unexpected"]
     assert {part: set(names) for part, names in restored.items()} == dict.fromkeys(("master", *moments), layers)
     assert kept == {}
@@ -205,49 +210,50 @@ def test_the_result_says_what_was_restored(in_part: list[dict[str, Any]]) -> Non
     assert in_part[0]["whole"] == ({"a": 1}, {"master": 8, "exp_avg": 8, "exp_avg_sq": 8}, {})
 
 
-def restore_beside_a_kept_weight(path: str) -> None:
+def restore_all_but_one_weight(path: str) -> None:
     saved, engine = (engine_of(Pair(rows), groups=True) for rows in (8, 16))
     train(saved, 2)
     zckpt.write(saved, path)
     train(engine, 5)
     first, second = inner(engine).param_groups
     first["lr"] = second["lr"] = 0.5
-    before = held(engine)
+    before = tensors_of(engine)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         result = zckpt.restore(engine, path, strict=False)
-    (said,) = [str(one.message) for one in warned if "in part" in str(one.message)]
-    assert "3 of the checkpoint are left out (1 of master, 1 of exp_avg, 1 of exp_avg_sq: weight)" in said
+    (message,) = [str(warning.message) for warning in warned if "in part" in str(warning.message)]
+    assert "3 of the checkpoint are left out (1 of master, 1 of exp_avg, 1 of exp_avg_sq: weight)" in message
     parts = ("master", "exp_avg", "exp_avg_sq")
     assert result.restored == dict.fromkeys(parts, ("bias",))
     assert result.kept == result.unexpected == dict.fromkeys(parts, ("weight",))
-    expected = {key: value for key, value in (before | held(saved)).items() if "bias" in key[0] or key[2] == 128}
-    assert_same(held(engine), expected)
+    expected = {key: value for key, value in (before | tensors_of(saved)).items() if "bias" in key[0] or key[2] == 128}
+    assert_same(tensors_of(engine), expected)
     assert [int(inner(engine).state[group["params"][0]]["step"]) for group in (first, second)] == [5, 2]
     assert (first["lr"], second["lr"]) == (0.5, 2e-2)
 
 
 def test_a_kept_weight_keeps_its_optimizer_state(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.run(restore_beside_a_kept_weight, 1, str(tmp_path / "c"))
+    cluster.run(restore_all_but_one_weight, 1, str(tmp_path / "c"))
 
 
 class Strided(Mlp):
-    """Buffers that are no contiguous memory of their own."""
+    """A model whose buffers have no contiguous memory of their own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("table", torch.zeros(4, 6))
-        self.register_buffer("turned", self.table.t())
-        self.register_buffer("column", self.table[:, 2])
+        table = torch.zeros(4, 6)
+        self.register_buffer("table", table)
+        self.register_buffer("turned", table.t())
+        self.register_buffer("column", table[:, 2])
         self.register_buffer("one", torch.zeros(1).expand(5))
         self.register_buffer("several", torch.zeros(1).expand(5))
-        self.whole = torch.zeros(6, 4)  # no buffer, but what `part` is a view of
+        self.whole = torch.zeros(6, 4)  # `part` is a view of this tensor, which is not a buffer
         self.register_buffer("part", self.whole[:, 1:3])
         self.register_buffer("mirrored", torch.zeros(3, dtype=torch.complex64).conj())
 
 
 def restore_strided(path: str) -> None:
-    module = Strided()
+    module: Any = Strided()
     engine = engine_of(module, stage=0)
     module.table.copy_(torch.arange(24).view(4, 6))
     module.part.copy_(torch.arange(12).view(6, 2))
@@ -269,7 +275,7 @@ def restore_strided(path: str) -> None:
     assert module.mirrored.tolist() == [1 + 2j, 3 - 4j, 5j]
     assert shared.tolist() == [0]
     assert all(buffer.data_ptr() == memory[name] for name, buffer in module.named_buffers() if name != "several")
-    module.table.add_(1)  # and its views follow
+    module.table.add_(1)  # this changes its views too
     assert module.turned.tolist() == module.table.t().tolist()
     assert module.column.tolist() == module.table[:, 2].tolist()
     assert module.one.stride() == (0,)
@@ -279,20 +285,20 @@ def test_strided_buffers_are_filled_in_place(cluster: Cluster, tmp_path: Path) -
     cluster.run(restore_strided, 1, str(tmp_path / "c"))
 
 
-def restore_client_state(path: str, own: bool, write: bool) -> tuple[dict[str, Any], list[str]]:
+def restore_client_state(path: str, own_client_state: bool, write: bool) -> tuple[dict[str, Any], list[str]]:
     engine = make_engine(stage=2)
     rank = torch.distributed.get_rank()
     if write:
-        late = {"position": 7} if rank else None  # rank 0 has none, and so does not speak for rank 1
+        late = {"position": 7} if rank else None  # rank 0 has none, which must not decide for rank 1
         write_engine(engine, f"{path}-late", WriteOptions(client_state=late, each_client_state=True))
         assert restore_engine(engine, f"{path}-late", Request(own_client_state=True))[0] == (late or {})
         state = {"step": 1, "position": rank, "order": torch.arange(rank + 1)}
         write_engine(engine, path, WriteOptions(client_state=state, each_client_state=True))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        result, _ = restore_engine(engine, path, Request(own_client_state=own))
+        result, _ = restore_engine(engine, path, Request(own_client_state=own_client_state))
     result["order"] = result["order"].tolist()
-    return dict(result), [str(one.message) for one in warned if "client_state" in str(one.message)]
+    return dict(result), [str(warning.message) for warning in warned if "client_state" in str(warning.message)]
 
 
 def test_each_rank_gets_its_own_client_state_again(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,21 +1,25 @@
-"""A signal that is about to end a job: one last checkpoint, right after the same step on all ranks."""
+"""After a signal that is about to end the job, all ranks write one last checkpoint, right after the same step."""
 
 from __future__ import annotations
 
 import base64
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
 
 import zckpt
-from tests.support.cluster import free_port
+from tests.support.cluster import held_port
 from tests.support.launches import SCRIPTS
 from tests.support.models import make_engine, train
 from tests.support.slow_writes import slow
@@ -23,11 +27,11 @@ from zckpt.ranks import last_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from multiprocessing.synchronize import Event
 
     from tests.support.cluster import Cluster
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 600
 
 
 def send(after_seconds: float = 0) -> None:
@@ -38,8 +42,9 @@ def send(after_seconds: float = 0) -> None:
 
 
 def until_preempted(run: str, who: list[int], step: int, *, times: int = 1, background: bool = False) -> dict[str, Any]:
-    """Trains until the process is to end. The ranks ``who`` get the signal in step ``step``."""
-    engine, losses, status = make_engine(stage=2, scheduler=True), [], None
+    """Trains until the process is to end. The ranks in ``who`` send themselves the signal in step ``step``."""
+    engine, status = make_engine(stage=2, scheduler=True), None
+    losses: list[float] = []
     earlier: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: earlier.append(1))
     zckpt.on_preemption(engine, client_state=lambda: {"losses": list(losses)})
@@ -84,41 +89,111 @@ def never_stopped(steps: int) -> list[float]:
 def test_all_ranks_write_after_the_same_step(
     cluster: Cluster, tmp_path: Path, who: list[int], step: int, times: int, background: bool
 ) -> None:
-    found = cluster.run(until_preempted, 2, str(tmp_path), who, step, times=times, background=background)
-    steps = {one["step"] for one in found}
+    results = cluster.run(until_preempted, 2, str(tmp_path), who, step, times=times, background=background)
+    steps = {result["step"] for result in results}
     assert len(steps) == 1, "both ranks have stopped after the same step"
     (last,) = steps
     assert last > step
-    for rank, one in enumerate(found):
-        assert one["status"] == 143
-        assert one["earlier"] == (times if rank in who else 0) + 1, "the handler of before, and after the end again"
-        assert len(one["losses"]) == last - 1, "the process ends inside of the step"
+    for rank, result in enumerate(results):
+        assert result["status"] == 143
+        assert result["earlier"] == (times if rank in who else 0) + 1, "the handler of before, and after the end again"
+        assert len(result["losses"]) == last - 1, "the process ends inside of the step"
     assert zckpt.validate(tmp_path / "checkpoints" / f"global_step{last}").ok
     assert zckpt.open(tmp_path / "checkpoints").step == last
     expected = cluster.run(never_stopped, 2, last + 4)
     assert cluster.run(resume, 2, str(tmp_path), 4) == [losses[last:] for losses in expected]
 
 
-def stay(run: str) -> tuple[bool, int, object, bool]:
-    """Without the end of the process: the loop ends because of ``requested``, on all ranks after the same step."""
+def stay(run: str) -> tuple[bool, int, object, bool, str]:
+    """Does not end the process. The loop ends because of ``requested``, on all ranks after the same step."""
     engine = make_engine(stage=1, config={"gradient_accumulation_steps": 2})
-    preemption = zckpt.on_preemption(engine, os.path.join(run, "last"), client_state={"a": 1}, exit=False)
-    assert not preemption.requested
+    path = lambda: os.path.join(run, f"last{engine.global_steps}")  # noqa: E731
+    preemption = zckpt.on_preemption(engine, path, client_state={"a": 1}, exit=False)
+    at_once = preemption.requested
+    assert not at_once
     if dist.get_rank() == 1:
         send(after_seconds=0.3)
-    for number in range(3000):
-        train(engine, 1, number)
-        if preemption.requested:
-            break
-        time.sleep(0.01)
-    last = zckpt.open(os.path.join(run, "last"))
+    with redirect_stderr(StringIO()) as said:
+        for number in range(3000):
+            train(engine, 1, number)
+            if preemption.requested:
+                break
+            time.sleep(0.01)
+    last = zckpt.open(path())
     step, restored = last.step, dict(last.state["client_state"])
     assert engine.micro_steps % 2 == 0
-    return preemption.requested, engine.global_steps - step, restored, "step" in vars(engine)
+    message = next((line for line in said.getvalue().splitlines() if line.startswith("zckpt:")), "")
+    return (
+        preemption.requested,
+        engine.global_steps - step,
+        restored,
+        "step" in vars(engine),
+        message.replace(path(), "it"),
+    )
 
 
-def test_a_loop_that_ends_by_itself(cluster: Cluster, tmp_path: Path) -> None:
-    assert cluster.run(stay, 2, str(tmp_path)) == [(True, 0, {"a": 1}, False)] * 2
+def test_a_loop_can_end_itself(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = cluster.run(stay, 2, str(tmp_path))
+    assert first[:-1] == second[:-1] == (True, 0, {"a": 1}, False)
+    assert first[-1] == "zckpt: after the signal 15, the last checkpoint is it"
+    assert second[-1] == ""
+
+
+def restore_after_the_signal(run: str) -> tuple[int, int]:
+    """The signal comes before the engine is restored, and therefore before its first step. Returns how many micro steps
+    had been taken when the last checkpoint was written, and the step of that checkpoint."""
+    engine = make_engine(stage=1, config={"gradient_accumulation_steps": 3})
+    train(engine, 6)
+    first = zckpt.write(engine, os.path.join(run, "first"))
+    fresh = make_engine(stage=1, config={"gradient_accumulation_steps": 3})
+    preemption = zckpt.on_preemption(fresh, os.path.join(run, "last"), exit=False)
+    send()
+    while preemption._last_step._last is None:  # Meanwhile the ranks agree on the next step.
+        time.sleep(0.01)
+    zckpt.restore(fresh, first)
+    for number in range(30):
+        train(fresh, 1, number)
+        if preemption.requested:
+            return number + 1, zckpt.open(os.path.join(run, "last")).step
+    return -1, -1
+
+
+def test_no_last_step_in_the_middle_of_accumulation(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.run(restore_after_the_signal, 2, str(tmp_path)) == [(3, 3)] * 2
+
+
+def sleep(ready: Event) -> None:
+    ready.set()
+    time.sleep(600)
+
+
+def train_with_other_signals(run: str) -> list[object]:
+    """Lists a signal twice, forks a child and ends it, and sends each rank another signal."""
+    engine = make_engine(stage=1)
+    path = os.path.join(run, "last")
+    with pytest.raises(ValueError, match="SIGKILL"):
+        zckpt.on_preemption(engine, path, signals=[signal.SIGTERM, signal.SIGKILL])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    preemption = zckpt.on_preemption(engine, path, signals=[signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1], exit=False)
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    child = fork.Process(target=sleep, args=(ready,))
+    child.start()
+    ready.wait()  # Python loses a signal that reaches a child before it runs.
+    child.terminate()
+    child.join(30)
+    child.kill()
+    dist.barrier()
+    os.kill(os.getpid(), (signal.SIGTERM, signal.SIGUSR1)[dist.get_rank()])
+    while not preemption.requested:
+        train(engine, 1)
+    return [child.exitcode, zckpt.open(path).step == engine.global_steps, preemption._last_step.reason]
+
+
+def test_repeated_and_different_signals_and_a_forked_child(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = cluster.run(train_with_other_signals, 2, str(tmp_path))
+    assert first == second
+    assert first[:2] == [-signal.SIGTERM, True]
 
 
 def cancelled(run: str) -> int:
@@ -134,51 +209,73 @@ def cancelled(run: str) -> int:
     return len(earlier)
 
 
-def test_nothing_is_left_of_what_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+def cancelled_while_the_ranks_agree(run: str) -> bool:
+    """Rank 1 has cancelled, and therefore does not answer."""
+    engine = make_engine(stage=1)
+    preemption = zckpt.on_preemption(engine, os.path.join(run, "last"))
+    if dist.get_rank() == 0:
+        send()
+        while not preemption._last_step._counting.locked():  # until the thread of this rank waits for an answer
+            time.sleep(0.01)
+    preemption.cancel()
+    return preemption._last_step._worker.wait(60)
+
+
+def test_cancel_ends_the_thread(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.run(cancelled_while_the_ranks_agree, 2, str(tmp_path)) == [True, True]
+
+
+def test_after_cancel_a_signal_does_what_it_did_before(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.run(cancelled, 2, str(tmp_path)) == [1, 1]
 
 
 def left_alone(run: str) -> str:
-    """The other rank does not answer."""
+    """Rank 0 gets the signal, but rank 1 does not answer. Returns the error that this rank raises, or an empty text.
+
+    Rank 0 ends rank 1, which would wait for it in the next step.
+    """
     last_step.AGREE_SECONDS = 2
-    last_step.GRACE_SECONDS = 1
+    pids = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
     engine = make_engine(stage=1)
     preemption = zckpt.on_preemption(engine, os.path.join(run, "last"))
     train(engine, 1)
     if dist.get_rank() == 1:
         preemption.cancel()
-    else:
+    dist.barrier()
+    if dist.get_rank() == 0:
         send()
-        time.sleep(1)
+        while preemption._last_step._last is None:
+            time.sleep(0.01)
     try:
-        for number in range(20):
-            train(engine, 1, number)
-            dist.barrier()
-            if number == 0:
-                time.sleep(4)
+        train(engine, 20, 1)
     except zckpt.RankError as error:
-        dist.barrier()
+        os.kill(pids[1], signal.SIGKILL)
         return str(error)
     return ""
 
 
-@pytest.mark.matrix  # half a minute: the other rank waits for the one that has given up
 def test_a_rank_that_does_not_answer_is_not_waited_for(cluster: Cluster, tmp_path: Path) -> None:
-    outcomes = cluster.outcomes(left_alone, 2, str(tmp_path), timeout=30)
+    outcomes = cluster.outcomes(left_alone, 2, str(tmp_path))
     assert "could not agree on a last step" in str(outcomes[0].value)
     assert not (tmp_path / "last").exists()
 
 
-# As users start it
+# Under the launchers that users start
 
 
-def started(launcher: str, run: Path) -> subprocess.Popen[bytes]:
+def started(launcher: str, port: int, workers: int, run: Path) -> subprocess.Popen[bytes]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     world = base64.urlsafe_b64encode(b'{"localhost": [0, 1]}').decode()
-    # What the command `deepspeed` starts on each machine; it does not pass signals on itself.
+    # The command `deepspeed` starts this on each machine. The command itself does not pass signals on.
     deepspeed = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--no_local_rank"]
-    deepspeed += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    command = [*(torchrun if launcher == "torchrun" else deepspeed), str(SCRIPTS / "preempted.py"), str(run)]
+    deepspeed += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    command = [
+        *(torchrun if launcher == "torchrun" else deepspeed),
+        str(SCRIPTS / "preempted.py"),
+        str(workers),
+        str(run),
+    ]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
@@ -195,21 +292,32 @@ def statuses(run: Path) -> Iterator[str]:
         yield (run / f"status-{rank}").read_text()
 
 
-@pytest.mark.parametrize("to", ["launcher", pytest.param("rank 1", marks=pytest.mark.matrix)])
+def children(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+@pytest.mark.parametrize(
+    "to",
+    ["launcher", *(pytest.param(to, marks=pytest.mark.matrix) for to in ("rank 1", "rank 1 and the workers"))],
+)
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.matrix)])
 def test_under_a_launcher(tmp_path: Path, launcher: str, to: str) -> None:
-    process = started(launcher, tmp_path)
-    try:
-        wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
-        pid = process.pid if to == "launcher" else int((tmp_path / "pid-1").read_text())
-        os.kill(pid, signal.SIGTERM)
-        assert process.wait(LIMIT_SECONDS) != 0
-    finally:
-        process.kill()
-        process.wait()
-    one, other = statuses(tmp_path)
-    assert one == other
-    status, step = one.split()
-    assert status == "143"
+    """The launcher also sends the signal to the workers of data loaders."""
+    with held_port() as port:
+        process = started(launcher, port, 1, tmp_path)
+        try:
+            wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
+            ranks = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
+            workers = [pid for rank in ranks for pid in children(rank)] if "workers" in to else []
+            for pid in (*workers, process.pid if to == "launcher" else ranks[1]):
+                os.kill(pid, signal.SIGTERM)
+            assert process.wait(LIMIT_SECONDS) != 0
+        finally:
+            process.kill()
+            process.wait()
+    first, second = statuses(tmp_path)
+    assert first == second
+    status, step = first.split()
+    assert status == str(128 + signal.SIGTERM)
     assert zckpt.open(tmp_path / "checkpoints").step == int(step)
     assert zckpt.validate(tmp_path / "checkpoints").ok

@@ -1,4 +1,4 @@
-"""What each rank has of its own: written by every rank, returned to the same one, and readable for any."""
+"""The state that each rank passes to a write is returned to the same rank, and can be read for any rank."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def state_of(rank: int) -> dict[str, Any]:
     }
 
 
-def told(value: Any) -> Any:
-    """Can be compared, and has the types."""
+def plain(value: Any) -> Any:
+    """Returns the value in a form that can be compared and that includes the types."""
     if isinstance(value, dict):
-        return type(value).__name__, [(key, told(item)) for key, item in value.items()]
+        return type(value).__name__, [(key, plain(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, [told(item) for item in value]
+        return type(value).__name__, [plain(item) for item in value]
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return type(value).__name__, str(value.dtype), value.tolist()
     return value
 
 
 def read_back(rank: int) -> Any:
-    return told({**state_of(rank), "since": f"2026-01-0{1 + rank}"})
+    return plain({**state_of(rank), "since": f"2026-01-0{1 + rank}"})
 
 
 def write(path: str, engine: Any, **options: Any) -> None:
@@ -67,9 +67,9 @@ def restore(path: str, engine: Any) -> tuple[Any, list[Any], int, Any]:
     for beyond in (len(ranks), -len(ranks) - 1):
         with pytest.raises(IndexError, match="there is no rank"):
             ranks[beyond]
-    assert [told(one) for one in ranks[::-1]] == [told(ranks[rank]) for rank in reversed(range(len(ranks)))]
-    assert told(ranks[-1]) == told(ranks[len(ranks) - 1])
-    return told(ranks.own), [told(one) for one in ranks], len(ranks), told(zckpt.open(path).client_rank_state(0))
+    assert [plain(state) for state in ranks[::-1]] == [plain(ranks[rank]) for rank in reversed(range(len(ranks)))]
+    assert plain(ranks[-1]) == plain(ranks[len(ranks) - 1])
+    return plain(ranks.own), [plain(state) for state in ranks], len(ranks), plain(zckpt.open(path).client_rank_state(0))
 
 
 def write_reference(path: str, options: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ def restore_reference(path: str) -> Any:
 @pytest.mark.parametrize(
     "options", [{}, {"background": True}, {"background": True, "snapshot": "lazy"}], ids=["now", "copy", "lazy"]
 )
-def test_each_rank_gets_its_own_again_and_can_read_that_of_any(
+def test_each_rank_gets_its_own_state_back_and_can_read_that_of_any(
     cluster: Cluster, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     path = str(tmp_path / "c")
@@ -91,9 +91,9 @@ def test_each_rank_gets_its_own_again_and_can_read_that_of_any(
     assert zckpt.validate(path).ok
     states = [read_back(0), read_back(1)]
     for readers in (2, 1, 3) if not options else (2,):
-        for rank, found in enumerate(cluster.run(restore_reference, readers, path)):
-            own = states[rank] if readers == 2 else None
-            assert found == (own, states, 2, states[0])
+        for rank, result in enumerate(cluster.run(restore_reference, readers, path)):
+            expected_state = states[rank] if readers == 2 else None
+            assert result == (expected_state, states, 2, states[0])
 
 
 def in_each_stage(path: str) -> None:
@@ -101,8 +101,8 @@ def in_each_stage(path: str) -> None:
         engine = make_engine(stage=stage)
         train(engine, 1)
         write(f"{path}/{stage}", engine)
-        own, states, size, _ = restore(f"{path}/{stage}", engine)
-        assert own == states[engine_rank()] == read_back(engine_rank())
+        rank_state, states, size, _ = restore(f"{path}/{stage}", engine)
+        assert rank_state == states[engine_rank()] == read_back(engine_rank())
         assert size == 2
 
 
@@ -122,9 +122,9 @@ def test_tensors_on_a_device(tmp_path: Path, background: bool) -> None:
     at.zero_()
     if isinstance(written, zckpt.PendingWrite):
         written.wait()
-    own = zckpt.restore(engine, tmp_path / "c", with_rank_state=True)[1].own
-    assert own is not None
-    assert (own["at"].device.type, own["at"].tolist(), own["half"].tolist()) == (
+    rank_state = zckpt.restore(engine, tmp_path / "c", with_rank_state=True)[1].own
+    assert rank_state is not None
+    assert (rank_state["at"].device.type, rank_state["at"].tolist(), rank_state["half"].tolist()) == (
         "cpu", list(range(500)), list(range(0, 500, 2)),
     )  # fmt: skip
 
@@ -150,22 +150,22 @@ def write_or_fail(path: str) -> None:
     assert (ranks.own, list(ranks)) == (None, [None, None])
 
 
-def test_what_one_rank_gives_may_be_wrong_or_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_state_of_one_rank_may_be_wrong_or_missing(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(write_or_fail, 2, str(tmp_path))
     with pytest.raises(IndexError, match="there is no rank 2: ranks 0 to 1 have written"):
         zckpt.open(tmp_path / "partly").client_rank_state(2)
 
 
-def test_only_what_is_asked_for_is_read(tmp_path: Path, engines_are_adapters: None) -> None:
+def test_only_the_state_that_is_asked_for_is_read(tmp_path: Path, engines_are_adapters: None) -> None:
     class WithHistory(Engine):
         def rank_state(self) -> dict[str, object]:
             return {"history": torch.zeros(1 << 20)}
 
     zckpt.write(WithHistory(), tmp_path / "c", rank_state={"at": torch.ones(3)})
     checkpoint = zckpt.open(tmp_path / "c")
-    found = checkpoint.client_rank_state(0)
-    assert found is not None
-    assert found["at"].tolist() == [1, 1, 1]
+    rank_state = checkpoint.client_rank_state(0)
+    assert rank_state is not None
+    assert rank_state["at"].tolist() == [1, 1, 1]
     assert checkpoint.io.bytes_read < 1 << 20
     assert checkpoint.rank_state(0)["history"].numel() == 1 << 20
     before = checkpoint.io.bytes_read
@@ -173,30 +173,31 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, engines_are_adapters: No
     assert (len(ranks), checkpoint.io.bytes_read) == (1, before)
 
 
-def test_a_generator_takes_its_state_again(tmp_path: Path, engines_are_adapters: None) -> None:
-    """Torch reads it from where the storage of the tensor begins."""
+def test_a_generator_accepts_its_state_from_a_checkpoint(tmp_path: Path, engines_are_adapters: None) -> None:
+    """Torch reads the state from where the storage of the tensor begins, whatever the offset of the tensor is."""
     generator = torch.Generator().manual_seed(7)
     state = {"before": torch.ones(3), "generator": generator.get_state()}
     zckpt.write(Engine(), tmp_path / "c", rank_state=state, client_state=state)
     expected = torch.randn(5, generator=generator)
     checkpoint = zckpt.open(tmp_path / "c")
-    for found in (checkpoint.client_rank_state(0), checkpoint.state["client_state"]):
-        assert found["generator"].storage_offset() == 0
-        generator.set_state(found["generator"])
+    states: list[Any] = [checkpoint.client_rank_state(0), checkpoint.state["client_state"]]
+    for generator_state in states:
+        assert generator_state["generator"].storage_offset() == 0
+        generator.set_state(generator_state["generator"])
         assert torch.equal(torch.randn(5, generator=generator), expected)
 
 
-def test_copies_and_repairs_keep_it(tmp_path: Path, engines_are_adapters: None) -> None:
+def test_copies_and_repairs_keep_the_state(tmp_path: Path, engines_are_adapters: None) -> None:
     zckpt.write(Engine(), tmp_path / "c", rank_state=state_of(0))
     zckpt.cp(tmp_path / "c", tmp_path / "whole")
     zckpt.cp(tmp_path / "c", tmp_path / "chosen", "master/*")
     (tmp_path / "c" / "manifest.msgpack").unlink()
     zckpt.repair(tmp_path / "c")
     for name in ("c", "whole", "chosen"):
-        assert told(zckpt.open(tmp_path / name).client_rank_state(0)) == read_back(0)
+        assert plain(zckpt.open(tmp_path / name).client_rank_state(0)) == read_back(0)
 
 
-def test_a_tree_that_holds_no_map_there_is_a_format_error(tmp_path: Path, engines_are_adapters: None) -> None:
+def test_a_tree_in_which_it_is_not_a_map_is_a_format_error(tmp_path: Path, engines_are_adapters: None) -> None:
     class Other(Engine):
         def rank_state(self) -> dict[str, object]:
             return {"client_rank_state": [1]}

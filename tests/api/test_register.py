@@ -1,4 +1,5 @@
-"""Objects that are saved and restored with an engine on each rank, whoever calls for that."""
+"""Objects that are registered with an engine are saved and restored with it on each rank, whoever calls the write and
+the restore."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 
 import zckpt
 from tests.support.models import make_engine, train
-from tests.support.reference_engine import held
+from tests.support.reference_engine import tensors_of
 from tests.support.states import same_all
 from zckpt.testing import ReferenceEngine
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Position:
-    """Where this rank is in the data."""
+    """The place of this rank in the data. ``fails`` names the method that raises."""
 
     def __init__(self, at: int = 0, fails: str = "") -> None:
         self.at, self.fails = at, fails
@@ -52,32 +53,32 @@ def with_position(at: int = 0, *, seed: int = 0, **options: Any) -> tuple[Refere
     return engine, position
 
 
-def said_by(action: Any) -> list[str]:
+def warnings_of(action: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         action()
-    return [str(one.message) for one in warned if issubclass(one.category, UserWarning)]
+    return [str(warning.message) for warning in warned if issubclass(warning.category, UserWarning)]
 
 
 def write_and_restore(path: str) -> None:
     engine, position = with_position(10 + rank())
     other = Position(20 + rank())
-    zckpt.register(engine, "train", position)  # again: nothing changes
+    zckpt.register(engine, "train", position)  # a second time, which changes nothing
     zckpt.register(engine, "validate", other)
     zckpt.write(engine, path, rank_state={"mine": rank()})
     assert zckpt.open(path).client_rank_state(1 - rank()).keys() == {"mine", "train", "validate"}  # type: ignore[union-attr]
     position.at = other.at = 0
-    assert said_by(lambda: zckpt.restore(engine, path, parts=["master"])) == []
+    assert warnings_of(lambda: zckpt.restore(engine, path, parts=["master"])) == []
     assert (position.loaded, other.loaded) == ([], []), "a warm start begins anew"
     zckpt.restore(engine, path, with_rank_state=True)
     assert (position.loaded, other.loaded) == ([10 + rank()], [20 + rank()])
 
 
-def test_each_rank_has_its_own(cluster: Cluster, tmp_path: Path) -> None:
+def test_each_rank_gets_its_own_state(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(write_and_restore, 2, str(tmp_path / "c"))
 
 
-def test_what_cannot_be_registered() -> None:
+def test_objects_and_names_that_cannot_be_registered() -> None:
     engine, position = with_position()
     with pytest.raises(ValueError, match="another object is registered as 'train'"):
         zckpt.register(engine, "train", Position())
@@ -97,7 +98,7 @@ def fail_on_one_rank(path: str) -> None:
     assert not Path(path).exists()
     torch.distributed.barrier()
     engine, position = with_position(1)
-    with pytest.raises(ValueError if rank() == 0 else zckpt.RankError, match="rank_state has train"):
+    with pytest.raises(ValueError if rank() == 0 else zckpt.RankError, match="rank_state has 'train'"):
         zckpt.write(engine, path, rank_state={"train": 1} if rank() == 0 else None)
     zckpt.write(engine, path)
     position.fails = "load_state_dict" if rank() == 1 else ""
@@ -114,25 +115,25 @@ def restore_without_a_state(path: str) -> None:
     zckpt.write(engine, path)
     engine, position = with_position(seed=1)
     more = Position()
-    if rank() == 1:  # one rank alone wants what is not there
+    if rank() == 1:  # only this rank registers an object that was not saved
         zckpt.register(engine, "more", more)
-    before = {key: tensor.clone() for key, tensor in held(engine).items()}
-    with pytest.raises(zckpt.MismatchError if rank() else zckpt.RankError, match="no state of more, registered"):
+    before = {key: tensor.clone() for key, tensor in tensors_of(engine).items()}
+    with pytest.raises(zckpt.MismatchError if rank() else zckpt.RankError, match="no state of 'more', registered"):
         zckpt.restore(engine, path)
-    assert same_all(held(engine), before)
+    assert same_all(tensors_of(engine), before)
     assert position.loaded == []
     zckpt.restore(engine, path, strict=False)
     assert (position.loaded, more.loaded) == ([5], [])
 
 
-def test_a_name_that_the_checkpoint_lacks_is_no_silent_loss(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_name_that_the_checkpoint_lacks_is_an_error(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(restore_without_a_state, 2, str(tmp_path / "c"))
     path = zckpt.write(ReferenceEngine(), tmp_path / "without")
     engine, _ = with_position()
     with pytest.raises(zckpt.MismatchError, match="to begin anew with such an object, register it after the restore"):
         zckpt.restore(engine, path)
-    (said,) = said_by(lambda: zckpt.restore(engine, path, strict=False))
-    assert "no state of train, registered" in said
+    (message,) = warnings_of(lambda: zckpt.restore(engine, path, strict=False))
+    assert "no state of 'train', registered" in message
 
 
 def restore_elsewhere(path: str, write: bool) -> list[str]:
@@ -140,26 +141,26 @@ def restore_elsewhere(path: str, write: bool) -> list[str]:
     if write:
         zckpt.write(engine, path)
         return []
-    said = said_by(lambda: zckpt.restore(engine, path))
+    messages = warnings_of(lambda: zckpt.restore(engine, path))
     assert position.loaded == []
     unregistered = ReferenceEngine()
-    assert said_by(lambda: zckpt.restore(unregistered, path)) == said
-    assert said_by(lambda: zckpt.restore(unregistered, path, with_rank_state=True)) == []
-    assert said_by(lambda: unregistered.train(1)) == []
-    return said
+    assert warnings_of(lambda: zckpt.restore(unregistered, path)) == messages
+    assert warnings_of(lambda: zckpt.restore(unregistered, path, with_rank_state=True)) == []
+    assert warnings_of(lambda: unregistered.train(1)) == []
+    return messages
 
 
-def test_another_number_of_ranks_gets_none(cluster: Cluster, tmp_path: Path) -> None:
+def test_another_number_of_ranks_gets_no_state(cluster: Cluster, tmp_path: Path) -> None:
     path = str(tmp_path / "c")
     cluster.run(restore_elsewhere, 2, path, True)
     first, *others = cluster.run(restore_elsewhere, 3, path, False)
     assert len(first) == 1
     assert "each of the 2 ranks" in first[0]
-    assert "of train; these are 3 ranks, and none of them gets one" in first[0]
+    assert "of its own ('train'); these are 3 ranks, and none of them gets any" in first[0]
     assert others == [[], []]
 
 
-def test_an_object_may_come_after_the_restore(tmp_path: Path) -> None:
+def test_an_object_may_be_registered_after_the_restore(tmp_path: Path) -> None:
     engine, _ = with_position(7)
     path = zckpt.write(engine, tmp_path / "c", rank_state={"mine": 1})
     engine = ReferenceEngine(seed=1)
@@ -168,19 +169,19 @@ def test_an_object_may_come_after_the_restore(tmp_path: Path) -> None:
     zckpt.register(engine, "train", late)
     zckpt.register(engine, "other", Position())
     assert late.loaded == [7]
-    (said,) = said_by(lambda: engine.train(2))
-    assert "has a state of mine of each rank, which nothing has taken" in said
+    (message,) = warnings_of(lambda: engine.train(2))
+    assert "has values of each rank that nothing has taken ('mine')" in message
     too_late = Position()
     zckpt.register(engine, "mine", too_late)
     assert too_late.loaded == [], "of a step that is over"
 
     for options in ({"with_rank_state": True}, {"parts": ["master"]}):
         engine = ReferenceEngine(seed=1)
-        zckpt.restore(engine, path, **options)  # type: ignore[call-overload]
-        assert said_by(lambda engine=engine: engine.train(1)) == []
+        zckpt.restore(engine, path, **options)
+        assert warnings_of(lambda engine=engine: engine.train(1)) == []
 
 
-def test_a_second_restore_replaces_what_the_first_has_found(tmp_path: Path) -> None:
+def test_a_second_restore_replaces_the_states_of_the_first(tmp_path: Path) -> None:
     for at in (3, 4):
         zckpt.write(with_position(at)[0], tmp_path / f"{at}")
     zckpt.write(ReferenceEngine(), tmp_path / "none")
@@ -193,7 +194,7 @@ def test_a_second_restore_replaces_what_the_first_has_found(tmp_path: Path) -> N
     engine = ReferenceEngine()
     for name in ("3", "none"):
         zckpt.restore(engine, tmp_path / name)
-    assert said_by(lambda: engine.train(1)) == []
+    assert warnings_of(lambda: engine.train(1)) == []
 
 
 def test_nothing_keeps_an_engine_alive(tmp_path: Path) -> None:
@@ -203,10 +204,10 @@ def test_nothing_keeps_an_engine_alive(tmp_path: Path) -> None:
     zckpt.restore(engine, tmp_path / "c")
     unclaimed = ReferenceEngine()
     zckpt.restore(unclaimed, tmp_path / "c")
-    dead = [weakref.ref(one) for one in (engine, position, unclaimed)]
+    dead = [weakref.ref(owner) for owner in (engine, position, unclaimed)]
     del engine, position, unclaimed
     gc.collect()
-    assert [one() for one in dead] == [None, None, None]
+    assert [reference() for reference in dead] == [None, None, None]
 
 
 def save_and_load(directory: str) -> None:
@@ -222,20 +223,24 @@ def save_and_load(directory: str) -> None:
     assert late.loaded == [30 + rank()]
     third, later = zckpt.attach(make_engine(stage=3, seed=2)), Position()
     third.load_checkpoint(directory)
-    said = said_by(lambda: train(third, 1))
-    assert [one for one in said if "nothing has taken" in one] == said[:1] == said if rank() == 0 else said == []
+    messages = warnings_of(lambda: train(third, 1))
+    assert (
+        [text for text in messages if "nothing has taken" in text] == messages[:1] == messages
+        if rank() == 0
+        else messages == []
+    )
     third.load_checkpoint(directory)
     zckpt.register(third, "train", later)
     assert later.loaded == [30 + rank()]
-    assert said_by(lambda: train(third, 1)) == []
+    assert warnings_of(lambda: train(third, 1)) == []
 
     zckpt.detach(engine).save_checkpoint(f"{directory}-theirs")
-    with pytest.raises(zckpt.MismatchError, match="DeepSpeed's own format, which has no state of train"):
+    with pytest.raises(zckpt.MismatchError, match="DeepSpeed's own format, which has no state of 'train'"):
         other.load_checkpoint(f"{directory}-theirs")
     fourth = zckpt.attach(make_engine(stage=2, seed=3))
     fourth.load_checkpoint(f"{directory}-theirs")
     zckpt.register(fourth, "train", Position())
 
 
-def test_attached_engines_save_and_load_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_attached_engines_save_and_load_registered_objects(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(save_and_load, 2, str(tmp_path / "run"))

@@ -1,4 +1,5 @@
-"""Manifests, indexes and digest tables rebuilt from data files: what comes back, what is lost, what is refused."""
+"""zckpt.repair rebuilds manifests, indexes and digest tables from data files, and says what is lost. It refuses what it
+cannot rebuild."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ WORLD_SIZE = 3
 @pytest.fixture
 def written(tmp_path: Path) -> Written:
     buffers = {"own": [torch.full((5,), float(rank)) for rank in range(WORLD_SIZE)]}
-    more = {"aliases": {"tied": "big"}, "client_state": {"x": 1}}
+    more: dict[str, Any] = {"aliases": {"tied": "big"}, "client_state": {"x": 1}}
     return write_state(tmp_path / "c", WORLD_SIZE, layout="random", buffers=buffers, step=9, **more)
 
 
@@ -48,7 +49,7 @@ def data(written: Written) -> Path:
     return written.path / f"data-{written.save_id}"
 
 
-def shard(written: Written, rank: int = 1) -> Path:
+def data_file(written: Written, rank: int = 1) -> Path:
     return max((data(written) / f"rank-{rank:05d}").glob("*master.safetensors"), key=lambda file: file.stat().st_size)
 
 
@@ -76,7 +77,7 @@ def assert_same_tensors(written: Written, path: Path | None = None) -> None:
     assert zckpt.validate(path or written.path).ok
 
 
-def test_nothing_is_done_to_what_is_sound(written: Written) -> None:
+def test_a_sound_checkpoint_is_not_changed(written: Written) -> None:
     before = {path: path.read_bytes() for path in written.path.rglob("*") if path.is_file()}
     report = zckpt.repair(written.path)
     assert (report.rebuilt, report.kept, report.lost, report.unverified) == ((), (), (), ())
@@ -104,7 +105,7 @@ def test_a_manifest(written: Written, damage: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "flipped", "short"])
-def test_an_index(written: Written, damage: str) -> None:
+def test_an_index_is_rebuilt(written: Written, damage: str) -> None:
     before, index = zckpt.open(written.path).manifest, data(written) / "index.bin"
     raw = index.read_bytes()
     spoil(index, damage)
@@ -118,8 +119,8 @@ def test_an_index(written: Written, damage: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "flipped"])
-def test_a_digest_table(written: Written, damage: str) -> None:
-    """The manifest has its digest: what is computed from the data is verified by that."""
+def test_a_digest_table_is_rebuilt(written: Written, damage: str) -> None:
+    """The manifest has the digest of the table. It verifies the table that is computed from the data."""
     table = data(written) / "rank-00001" / "digests.bin"
     raw = table.read_bytes()
     spoil(table, damage)
@@ -131,7 +132,7 @@ def test_a_digest_table(written: Written, damage: str) -> None:
     assert_same_tensors(written)
 
 
-def test_everything_but_the_data(written: Written) -> None:
+def test_everything_but_the_data_is_rebuilt(written: Written) -> None:
     for file in [written.path / "manifest.msgpack", *data(written).rglob("*.bin")]:
         file.unlink()
     with pytest.raises(RepairError, match="no sound digest table") as caught:
@@ -147,7 +148,7 @@ def test_everything_but_the_data(written: Written) -> None:
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_damaged_data_stays_damaged(written: Written, lost: bool) -> None:
-    flip(shard(written), -1)
+    flip(data_file(written), -1)
     (written.path / "manifest.msgpack" if lost else data(written) / "index.bin").unlink()
     with pytest.raises(RepairError, match=r"master\.safetensors: bytes .* are damaged"):
         zckpt.repair(written.path)
@@ -156,8 +157,8 @@ def test_damaged_data_stays_damaged(written: Written, lost: bool) -> None:
     assert [finding.rule for finding in zckpt.validate(written.path).findings] == ["D003"]
 
 
-def test_what_is_missing_is_listed(written: Written) -> None:
-    """By what the tensors need and what the digest tables cover, even without a manifest."""
+def test_missing_ranks_are_listed(written: Written) -> None:
+    """Even without a manifest, the tensors and the digest tables show that a rank is missing."""
     manifest = written.path / "manifest.msgpack"
     raw = manifest.read_bytes()
     shutil.rmtree(data(written) / "rank-00002")
@@ -173,7 +174,8 @@ def test_what_is_missing_is_listed(written: Written) -> None:
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_one_missing_file_is_noticed(written: Written, lost: bool) -> None:
-    (data(written) / "rank-00001" / "buffer.safetensors").unlink()  # a copy of a tensor: there is no gap without it
+    # The file has a further copy of a tensor. No elements are missing without it.
+    (data(written) / "rank-00001" / "buffer.safetensors").unlink()
     (written.path / "manifest.msgpack" if lost else data(written) / "index.bin").unlink()
     with pytest.raises(
         RepairError, match="rank-00001: it has no sound digest table" if lost else "buffer.* is missing"
@@ -183,7 +185,7 @@ def test_one_missing_file_is_noticed(written: Written, lost: bool) -> None:
 
 @pytest.mark.parametrize("damage", ["first digest", "one too many", "one too few"])
 def test_a_table_that_does_not_fit_verifies_nothing(written: Written, damage: str) -> None:
-    """Without a manifest. One digest too many may be that of a missing file."""
+    """There is no manifest. If a table has one digest too many, this may be the digest of a missing file."""
     (written.path / "manifest.msgpack").unlink()
     table = data(written) / "rank-00001" / "digests.bin"
     raw = table.read_bytes()
@@ -195,8 +197,8 @@ def test_a_table_that_does_not_fit_verifies_nothing(written: Written, damage: st
     assert_same_tensors(written)
 
 
-def test_a_gap_is_refused_whatever_is_accepted(written: Written) -> None:
-    shard(written).unlink()
+def test_missing_elements_are_refused_even_if_unverified_data_are_accepted(written: Written) -> None:
+    data_file(written).unlink()
     (written.path / "manifest.msgpack").unlink()
     with pytest.raises(RepairError, match="I005"):
         zckpt.repair(written.path, accept_unverified=True)
@@ -205,12 +207,12 @@ def test_a_gap_is_refused_whatever_is_accepted(written: Written) -> None:
 
 def test_files_of_two_saves_are_refused(written: Written, tmp_path: Path) -> None:
     other = write_state(tmp_path / "other", WORLD_SIZE, layout="random", seed=0)
-    shutil.copy(shard(other), shard(written))
+    shutil.copy(data_file(other), data_file(written))
     (written.path / "manifest.msgpack").unlink()
     with pytest.raises(RepairError, match=r"S006.*master"):
         zckpt.repair(written.path, accept_unverified=True)
     smaller = write_state(tmp_path / "smaller", 2)
-    shutil.copy(shard(smaller), shard(written))
+    shutil.copy(data_file(smaller), data_file(written))
     with pytest.raises(RepairError, match="files are of several saves"):
         zckpt.repair(written.path)
     shutil.copytree(tmp_path / "other" / f"data-{other.save_id}", written.path / f"data-{other.save_id}")
@@ -220,7 +222,7 @@ def test_files_of_two_saves_are_refused(written: Written, tmp_path: Path) -> Non
     assert other.save_id in str(caught.value)
 
 
-def test_another_directory(written: Written, tmp_path: Path) -> None:
+def test_a_repair_into_another_directory(written: Written, tmp_path: Path) -> None:
     flip(written.path / "manifest.msgpack", 100)
     before = {path: path.read_bytes() for path in written.path.rglob("*") if path.is_file()}
     report = zckpt.repair(written.path, output=tmp_path / "new")
@@ -229,22 +231,22 @@ def test_another_directory(written: Written, tmp_path: Path) -> None:
     assert (report.path, report.kept) == (str(tmp_path / "new"), ())
     with pytest.raises(CheckpointExistsError):
         zckpt.repair(written.path, output=tmp_path / "new")
-    report = zckpt.repair(tmp_path / "new", output=tmp_path / "third")  # a sound one is copied
+    report = zckpt.repair(tmp_path / "new", output=tmp_path / "third")  # a sound checkpoint is copied
     assert_same_tensors(written, tmp_path / "third")
 
 
-def lost(operation: Any, file: str) -> None:
-    """A disk that loses what it was given, and says nothing."""
+def lose(operation: Any, file: str) -> None:
+    """Acts as a disk that loses what it is given, without an error."""
 
 
-def misplaced(operation: Any, file: str) -> None:
-    """A disk that has something else in the end."""
+def change_last_byte(operation: Any, file: str) -> None:
+    """Acts as a disk that in the end has other bytes than those it was given."""
     operation()
     flip(Path(file), -1)
 
 
-def too_short(operation: Any, file: str) -> int:
-    """A read that returns fewer bytes, once the copy has begun."""
+def read_too_little(operation: Any, file: str) -> int:
+    """Acts as a disk that returns one byte too few for each read, once the copy has begun."""
     begun = any(Path(file).parents[3].glob("new/*/*/*.safetensors"))
     return int(operation()) - begun
 
@@ -252,15 +254,15 @@ def too_short(operation: Any, file: str) -> int:
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(too_short, names=("read_into",), path=os.path.join("c", "data-"), lasting=True),
-        Fault(lost, names=("write",), path="new", at=2),
-        Fault(misplaced, names=("sync",), path="new", at=2),
-        Fault(lost, names=("write",), path="new", lasting=True),
+        Fault(read_too_little, names=("read_into",), path=os.path.join("c", "data-"), lasting=True),
+        Fault(lose, names=("write",), path="new", at=2),
+        Fault(change_last_byte, names=("sync",), path="new", at=2),
+        Fault(lose, names=("write",), path="new", lasting=True),
         Fault(REFUSED, names=("commit",), path=os.path.join("new", "manifest.msgpack")),
     ],
     ids=["a short read", "lost", "misplaced", "all lost", "the manifest"],
 )
-def test_a_copy_that_differs_is_no_checkpoint(written: Written, tmp_path: Path, fault: Fault) -> None:
+def test_a_repair_that_writes_other_bytes_leaves_no_checkpoint(written: Written, tmp_path: Path, fault: Fault) -> None:
     with faulty(fault), pytest.raises((StorageError, FormatError)):
         zckpt.repair(written.path, output=tmp_path / "new")
     assert not (tmp_path / "new").exists(), "nothing is left that could be taken for a checkpoint"
@@ -277,8 +279,8 @@ def test_the_output_is_not_the_checkpoint_itself(written: Written) -> None:
     assert zckpt.repair(written.path).rebuilt
 
 
-def test_a_world_size_that_cannot_be_is_none(written: Written) -> None:
-    """It comes from the headers alone, where the manifest is lost."""
+def test_an_impossible_world_size_is_refused(written: Written) -> None:
+    """Without a manifest, the world size comes from the headers alone."""
     (written.path / "manifest.msgpack").unlink()
     for file in data(written).rglob("*.safetensors"):
         raw = file.read_bytes()
@@ -289,7 +291,7 @@ def test_a_world_size_that_cannot_be_is_none(written: Written) -> None:
         zckpt.repair(written.path, accept_unverified=True)
 
 
-def test_the_manifest_comes_last(written: Written) -> None:
+def test_the_manifest_is_written_last(written: Written) -> None:
     for file in [written.path / "manifest.msgpack", *data(written).rglob("*.bin")]:
         file.unlink()
     with faulty() as operations:
@@ -321,14 +323,14 @@ def test_large_blocks_and_the_command_line(tmp_path: Path, capsys: pytest.Captur
     assert "lost        step" in capsys.readouterr().out
     assert same_all(zckpt.open(written.path).load(), written.full)
     assert zckpt.open(written.path).manifest.block_bytes == 1 << 20
-    shard(written).unlink()
+    data_file(written).unlink()
     (written.path / "manifest.msgpack").unlink()
     assert main(["repair", str(written.path), "--accept-unverified"]) == 2
     assert "cannot be rebuilt" in capsys.readouterr().err
 
 
-def test_a_manifest_that_contradicts_the_files_is_not_built_upon(tmp_path: Path) -> None:
-    """Two files' digests at one place in the table."""
+def test_a_manifest_that_contradicts_the_files_is_refused(tmp_path: Path) -> None:
+    """According to the manifest, the digests of two files are at the same place in the table."""
     path = tmp_path / "c"
     shutil.copytree(BROKEN / "sound", path)
     apart = Apart.of(path)
@@ -337,7 +339,7 @@ def test_a_manifest_that_contradicts_the_files_is_not_built_upon(tmp_path: Path)
     apart.write(path)
     next(path.glob("*/index.bin")).unlink()
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    with pytest.raises(RepairError):  # as damaged, if the digest of the one file has come after that of the other
+    with pytest.raises(RepairError):  # one file seems damaged, because the table has the digest of the other
         zckpt.repair(path)
     with pytest.raises(RepairError, match=r"(?s)D001 .*begin at.*take the manifest away"):
         zckpt.repair(path, accept_unverified=True)

@@ -1,9 +1,11 @@
-"""A restore that fails on one rank, wherever that is: every rank raises, none waits, and the next restore works."""
+"""If a restore fails on one rank, at whatever point, every rank raises an error, no rank waits, and the next restore
+works."""
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ import torch
 
 import zckpt
 from tests.support.models import make_engine, train
-from tests.support.runs import assert_same, held, settings
+from tests.support.runs import assert_same, settings, tensors_of
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -41,28 +43,36 @@ POINTS = (
     f"{DEEPSPEED}.restoring.DeepSpeedRestoring._restore_scheduler",
     f"{DEEPSPEED}.replicas.gathering",
     f"{DEEPSPEED}.zero12.Zero12.before_restore",
+    f"{DEEPSPEED}.zero12.Zero12.after_masters",
     f"{DEEPSPEED}.zero12.Zero12.after_fill",
     f"{DEEPSPEED}.zero12.Zero12._drop_gradients",
     f"{DEEPSPEED}.bf16_optimizer.Bf16Optimizer._drop_gradients",
     f"{DEEPSPEED}.zero3.Zero3.before_restore",
     f"{DEEPSPEED}.zero3.Zero3._derive_weights",
-    f"{DEEPSPEED}.zero3.Zero3.after_fill",
+    f"{DEEPSPEED}.zero3.Zero3.after_masters",
     f"{DEEPSPEED}.stage0.Unwrapped.after_fill",
     f"{DEEPSPEED}.stage0.PerParameter.after_fill",
 )
-"""What a rank does in a restore and that can fail on it alone."""
+"""The functions that a rank calls in a restore and that can fail on one rank alone."""
+CONCURRENT = {name for name in POINTS if name.endswith(("read", "after_masters", "_derive_weights", "_drop_gradients"))}
+"""The functions of ``POINTS`` that run in a second thread beside the others. So one of them may begin after another
+function has failed."""
 
 
 @contextmanager
 def failing(at: int | None) -> Iterator[list[str]]:
-    """Has the call number ``at`` of all these fail. Yields the list of those that have begun."""
+    """Makes call number ``at`` of all functions in ``POINTS`` fail, counted from 0. Yields the list of the calls that
+    have begun."""
     calls: list[str] = []
+    lock = threading.Lock()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            calls.append(name)
-            if len(calls) - 1 == at:
+            with lock:
+                calls.append(name)
+                fails = len(calls) - 1 == at
+            if fails:
                 raise MemoryError(name)
             return function(*args, **options)
 
@@ -77,11 +87,11 @@ def failing(at: int | None) -> Iterator[list[str]]:
 
 
 def fail_everywhere(path: str, setup: dict[str, Any]) -> set[str]:
-    """Restores again and again, and each time rank 1 fails a call later. Returns where it has failed."""
+    """Restores again and again. Each time, rank 1 fails one call later. Returns the functions that were called."""
     engine = make_engine(**setup)
     train(engine, 1)
     zckpt.write(engine, path)
-    expected, expected_settings = held(engine), settings(engine)
+    expected, expected_settings = tensors_of(engine), settings(engine)
     train(engine, 1, 1)
     with failing(None) as points:
         zckpt.restore(engine, path, rng=True)
@@ -94,12 +104,12 @@ def fail_everywhere(path: str, setup: dict[str, Any]) -> set[str]:
             pytest.raises(MemoryError if fails else zckpt.RankError) as caught,
         ):
             zckpt.restore(engine, path, rng=True)
-        assert not fails or calls[at:] == [str(caught.value)]
+        assert not fails or (calls[at] == str(caught.value) and CONCURRENT.issuperset(calls[at + 1 :]))
         assert fails or getattr(caught.value, "rank", None) == 1
     zckpt.restore(engine, path, rng=True)
-    found = held(engine)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    tensors = tensors_of(engine)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[key], expected[key]) for key in expected)
     assert settings(engine) == expected_settings
     train(engine, 1, 1)
     return set(points)
@@ -120,8 +130,8 @@ EVERY_COMMIT = ("2-factored", "3", "0-fp16")
 @pytest.mark.parametrize(
     "setup", [name if name in EVERY_COMMIT else pytest.param(name, marks=pytest.mark.matrix) for name in SETUPS]
 )
-def test_a_failure_at_any_point_is_every_ranks(cluster: Cluster, tmp_path: Path, setup: str) -> None:
-    points = cluster.run(fail_everywhere, 2, str(tmp_path / "c"), SETUPS[setup], timeout=300)[1]
+def test_a_failure_at_any_point_is_an_error_on_every_rank(cluster: Cluster, tmp_path: Path, setup: str) -> None:
+    points = cluster.run(fail_everywhere, 2, str(tmp_path / "c"), SETUPS[setup])[1]
     wrapper = {"0": "stage0", "1": "zero12", "2": "zero12", "3": "zero3"}[setup[0]]
     assert any(wrapper in point for point in points)
     assert len(points) > 8
@@ -133,22 +143,22 @@ def restore_two(path: str) -> str:
     for name in ("a", "b"):
         zckpt.write(engine, f"{path}/{name}")
     train(engine, 1)
-    before = held(engine)
+    before = tensors_of(engine)
     seen = f"{path}/{'ab'[engine.global_rank]}"
     with mock.patch("zckpt.api.restore.find", return_value=open_store(seen)), pytest.raises(zckpt.RankError) as caught:
         zckpt.restore(engine, path)
-    assert_same(held(engine), before)
+    assert_same(tensors_of(engine), before)
     return str(caught.value)
 
 
-def test_ranks_that_see_two_checkpoints_at_one_path(cluster: Cluster, tmp_path: Path) -> None:
-    for message in cluster.run(restore_two, 2, str(tmp_path), timeout=60):
+def test_ranks_that_see_different_checkpoints_at_one_path(cluster: Cluster, tmp_path: Path) -> None:
+    for message in cluster.run(restore_two, 2, str(tmp_path)):
         assert "different checkpoints" in message
 
 
 def restore_damaged(path: str) -> list[tuple[str, int | None, str]]:
-    """Restores what an optimizer has bound to its flats, of which one byte has changed in a tensor of rank 1's; then a
-    checkpoint of which a file is missing."""
+    """Restores a checkpoint in which one byte of a tensor of rank 1 has changed. The optimizer has bound this tensor to
+    its flat buffers. Then removes a data file and restores again."""
     engine = make_engine(stage=2, optimizer="factored")
     train(engine, 1)
     zckpt.write(engine, path)
@@ -157,7 +167,7 @@ def restore_damaged(path: str) -> list[tuple[str, int | None, str]]:
         contents = zckpt.open(path).contents
         part = contents.manifest.parts[contents.manifest.part_ids["state"]]
         (name, *_) = (
-            name for name in map(contents.manifest.names.__getitem__, part.names) if name.startswith("tree/1/")
+            name for name in map(contents.manifest.names.__getitem__, part.name_ids) if name.startswith("tree/1/")
         )
         piece = contents.find("state", name).pieces[0]  # type: ignore[union-attr]
         with (Path(path) / piece.file).open("r+b") as file:
@@ -182,7 +192,7 @@ def restore_damaged(path: str) -> list[tuple[str, int | None, str]]:
 
 def test_a_damaged_tensor_of_one_ranks_tree(cluster: Cluster, tmp_path: Path) -> None:
     path = str(tmp_path / "c")
-    (first, missing), (second, missing_too) = cluster.run(restore_damaged, 2, path, timeout=60)
+    (first, missing), (second, missing_too) = cluster.run(restore_damaged, 2, path)
     assert first[:2] == ("RankError", 1)
     assert second[0] == "DigestError"
     assert "DigestError" in first[2]

@@ -1,4 +1,5 @@
-"""What has not changed since an earlier checkpoint is not written again, and each checkpoint stays whole by itself."""
+"""A write does not write data again that has not changed since an earlier checkpoint. Each checkpoint is still complete
+by itself."""
 
 from __future__ import annotations
 
@@ -14,12 +15,16 @@ import pytest
 import torch
 
 import zckpt
+from tests.support import accelerator
 from tests.support.independent_reader import Reader
 from tests.support.memory_store import in_memory
-from tests.support.plain_engine import Engine, everything
+from tests.support.plain_engine import Engine, engines_are_adapters, everything
+from tests.support.progress import RecordedProgress
 from tests.support.states import fragment, same_all
 from zckpt.cli import main
 from zckpt.format import names
+from zckpt.format.digest import digest
+from zckpt.format.names import Tier
 from zckpt.transfer import write as transfer
 
 if TYPE_CHECKING:
@@ -29,22 +34,22 @@ pytestmark = pytest.mark.usefixtures("engines_are_adapters")
 
 MIB = 1 << 20
 FROZEN = 3 * MIB + 12
-"""Bytes, in several reads of 1 MiB."""
+"""The number of bytes of the frozen tensor. It needs several reads of 1 MiB."""
 
 
 class Tuned(Engine):
-    """Most of its weights are frozen, in two tensors."""
+    """An engine most of whose weights are frozen. The frozen weights are two tensors."""
 
     def __init__(self, frozen: int = FROZEN, step: int = 5) -> None:
         super().__init__(256 << 10, step=step)
         self.parts = ("master", "exp_avg", "param")
         self.frozen = torch.randn(frozen // 4)
         self.more = torch.arange(1000.0)
-        self.tier = "device"
+        self.tier = Tier.DEVICE
 
     def fragments(self) -> list[Fragment]:
-        own = [("frozen", self.frozen), ("more", self.more)]
-        param = [fragment("param", name, value, 0, len(value), self.tier) for name, value in own]
+        unchanged = [("frozen", self.frozen), ("more", self.more)]
+        param = [fragment("param", name, value, 0, len(value), self.tier) for name, value in unchanged]
         return [*super().fragments(), *param]
 
     def train(self) -> None:
@@ -52,25 +57,27 @@ class Tuned(Engine):
 
     @property
     def full(self) -> dict[str, torch.Tensor]:
-        return {f"{one.part}/{one.name}": one.data for one in self.fragments() if isinstance(one.data, torch.Tensor)}
+        return {f"{f.part}/{f.name}": f.data for f in self.fragments() if isinstance(f.data, torch.Tensor)}
 
 
 def data_file(path: str | Path, part: str = "param") -> Path:
-    (found,) = Path(path).glob(f"data-*/rank-00000/*{part}.safetensors")
-    return found
+    (file,) = Path(path).glob(f"data-*/rank-00000/*{part}.safetensors")
+    return file
 
 
 def shared(path: str | Path) -> set[str]:
-    """The parts whose file an earlier save has written, as manifest and headers say."""
+    """Returns the parts whose file an earlier save has written. The manifest and the header of each file have to agree
+    about this."""
     manifest = zckpt.open(path).manifest
-    parts = {manifest.parts[file.part].name: file.origin for file in manifest.files}
+    parts = {manifest.parts[file.part_id].name: file.origin for file in manifest.files}
     for part, origin in parts.items():
         assert f'"zckpt.save_id":"{origin or manifest.save_id}"'.encode() in data_file(path, part).read_bytes()[:4096]
     return {part for part, origin in parts.items() if origin}
 
 
 def assert_holds(path: str | Path, full: dict[str, torch.Tensor]) -> None:
-    """By the library, by the validator and by a reader that was written from the specification."""
+    """Checks the tensors with the library, with the validator and with a reader that was written from the specification
+    alone."""
     report = zckpt.validate(path)
     assert report.ok, str(report)
     assert same_all(zckpt.open(path).load(), full)
@@ -88,7 +95,7 @@ def engine() -> Tuned:
     return Tuned()
 
 
-def test_what_has_not_changed_is_shared(engine: Tuned, tmp_path: Path) -> None:
+def test_a_file_that_has_not_changed_is_shared(engine: Tuned, tmp_path: Path) -> None:
     first, before = zckpt.write(engine, tmp_path / "run" / "a"), engine.full
     engine.train()
     second = zckpt.write(engine, tmp_path / "run" / "b")
@@ -102,7 +109,7 @@ def test_what_has_not_changed_is_shared(engine: Tuned, tmp_path: Path) -> None:
     origins = {file.origin for file in zckpt.open(third).manifest.files}
     assert origins == {"", zckpt.open(first).manifest.save_id}, "of the save that wrote it, however long ago"
     assert data_file(third).stat().st_nlink == 3
-    # Each is whole by itself: deleted, moved, copied
+    # Each checkpoint is complete by itself, although others were deleted, moved or copied
     shutil.rmtree(first)
     Path(second).rename(tmp_path / "moved")
     shutil.copytree(third, tmp_path / "copied")
@@ -123,16 +130,18 @@ def test_a_frozen_tensor_that_has_changed_after_all_is_written(engine: Tuned, tm
     assert_holds(second, engine.full)
 
 
-def test_where_all_has_changed_next_to_nothing_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_everything_has_changed_almost_nothing_is_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Tuned(30 * MIB)
     first = zckpt.write(engine, tmp_path / "a")
     engine.train()
     engine.frozen = engine.frozen + 1
-    digested, real = [0], transfer.digest
+    digested = [0]
 
     def counted(data: Any) -> bytes:
         digested[0] += len(data)
-        return real(data)
+        return digest(data)
 
     monkeypatch.setattr(transfer, "digest", counted)
     second = zckpt.write(engine, tmp_path / "b", budget=zckpt.Budget(2 * MIB, threads=1))
@@ -150,7 +159,7 @@ def change_size(engine: Tuned) -> None:
 
 
 def change_tier(engine: Tuned) -> None:
-    engine.tier = "host"
+    engine.tier = Tier.HOST
 
 
 def change_dtype(engine: Tuned) -> None:
@@ -158,7 +167,7 @@ def change_dtype(engine: Tuned) -> None:
 
 
 @pytest.mark.parametrize("change", [change_shape, change_size, change_tier, change_dtype])
-def test_another_layout_is_written(engine: Tuned, tmp_path: Path, change: Any) -> None:
+def test_a_file_with_another_layout_is_written(engine: Tuned, tmp_path: Path, change: Any) -> None:
     zckpt.write(engine, tmp_path / "a")
     engine.train()
     change(engine)
@@ -179,6 +188,9 @@ def test_the_caller_chooses_the_earlier_checkpoint(engine: Tuned, tmp_path: Path
     assert zckpt.open(tmp_path / "one" / "c").manifest.files.shared.keys() == {
         zckpt.open(tmp_path / "one" / "b").manifest.save_id
     }
+    other.frozen = other.frozen + 1
+    zckpt.write(other, tmp_path / "one" / "d", reuse=None)
+    assert "param" in shared(zckpt.write(engine, tmp_path / "one" / "e")), "its own last one comes first"
     with pytest.raises(zckpt.CheckpointNotFoundError):
         zckpt.write(engine, tmp_path / "d", reuse=tmp_path / "none")
     assert not (tmp_path / "d").exists()
@@ -186,7 +198,7 @@ def test_the_caller_chooses_the_earlier_checkpoint(engine: Tuned, tmp_path: Path
 
 
 @pytest.mark.parametrize("damage", ["manifest", "table", "short", "gone", "link"])
-def test_what_cannot_be_read_is_not_taken_over(engine: Tuned, tmp_path: Path, damage: str) -> None:
+def test_a_file_that_cannot_be_read_is_not_shared(engine: Tuned, tmp_path: Path, damage: str) -> None:
     first = zckpt.write(engine, tmp_path / "a")
     frozen = data_file(first)
     if damage == "manifest":
@@ -212,10 +224,11 @@ def no_links(*_: object) -> None:
 
 
 @pytest.mark.parametrize("why", ["too many links", "another file system"])
-def test_where_there_are_no_links_the_bytes_are_written(
+def test_without_links_the_bytes_are_written(
     engine: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """The file is the same, header and all, and the manifest as well."""
+    """The new file has the bytes of the earlier one, including its header. The manifest says the same as with a
+    link."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
         first = zckpt.write(engine, (Path(elsewhere) if why == "another file system" else tmp_path) / "a")
         engine.train()
@@ -241,7 +254,7 @@ def test_a_store_of_another_kind(engine: Tuned) -> None:
 
 
 @pytest.mark.parametrize("snapshot", ["copy", "lazy"])
-def test_in_the_background(engine: Tuned, tmp_path: Path, snapshot: Any) -> None:
+def test_files_are_shared_in_the_background(engine: Tuned, tmp_path: Path, snapshot: Any) -> None:
     engine.refuse_lazy = engine.before_change = lambda *_: None  # type: ignore[attr-defined]
     for step, tag in enumerate("abc"):
         pending = zckpt.write(engine, tmp_path / tag, background=True, snapshot=snapshot)
@@ -252,7 +265,26 @@ def test_in_the_background(engine: Tuned, tmp_path: Path, snapshot: Any) -> None
         engine.train()
 
 
-def test_one_that_replaces_the_earlier_one(engine: Tuned, tmp_path: Path) -> None:
+@pytest.mark.sim
+@pytest.mark.parametrize("background", [False, True])
+def test_weights_on_a_device(tmp_path: Path, background: bool) -> None:
+    engine = Tuned()
+    engine.frozen, engine.more = (tensor.to(accelerator.DEVICE_TYPE) for tensor in (engine.frozen, engine.more))
+    engine.devices = (engine.frozen.device,)  # type: ignore[assignment]
+    expected_of: dict[str, set[str]] = {"a": set(), "b": {"param"}, "c": {"master", "exp_avg"}}
+    for tag, expected in expected_of.items():
+        with engines_are_adapters():  # The test does not run in the process of its fixtures.
+            zckpt.write(engine, tmp_path / tag, background=background)
+        zckpt.wait()
+        assert shared(tmp_path / tag) == expected
+        assert_holds(tmp_path / tag, {key: tensor.cpu() for key, tensor in engine.full.items()})
+        if tag == "a":
+            engine.train()
+        else:
+            engine.frozen[FROZEN // 8] += 1
+
+
+def test_a_checkpoint_that_replaces_the_earlier_one(engine: Tuned, tmp_path: Path) -> None:
     for number in range(3):
         zckpt.write(engine, tmp_path / "a", overwrite=True)
         assert shared(tmp_path / "a") == ({"param"} if number else set())
@@ -261,15 +293,19 @@ def test_one_that_replaces_the_earlier_one(engine: Tuned, tmp_path: Path) -> Non
         engine.train()
 
 
-def test_nothing_is_left_to_write(tmp_path: Path) -> None:
+def test_all_files_may_be_shared(tmp_path: Path) -> None:
     engine = Tuned()
     zckpt.write(engine, tmp_path / "a")
-    second = zckpt.write(engine, tmp_path / "b")
+    progress = RecordedProgress()
+    second = zckpt.write(engine, tmp_path / "b", progress=progress)
     assert shared(second) == {"master", "exp_avg", "param"}
+    assert progress.assert_complete("write") > FROZEN
     assert_holds(second, engine.full)
 
 
-def test_what_info_and_prune_say_of_it(engine: Tuned, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_info_and_prune_say_about_shared_files(
+    engine: Tuned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     for tag in "abc":
         last = zckpt.write(engine, run / tag)
@@ -277,24 +313,26 @@ def test_what_info_and_prune_say_of_it(engine: Tuned, tmp_path: Path, capsys: py
     frozen = data_file(last).stat().st_size
     assert main(["info", str(run / "a")]) == 0
     assert "shared      3.0 MiB of them" in capsys.readouterr().out
-    told = zckpt.prune(run, keep_last=1, dry_run=True)
-    assert told.shared_bytes == 2 * frozen, "the one that is kept has it"
-    assert 0 < told.nbytes < frozen
-    assert "more bytes stay, because other checkpoints share them" in str(told)
+    planned = zckpt.prune(run, keep_last=1, dry_run=True)
+    assert planned.shared_bytes == 2 * frozen, "the one that is kept has it"
+    assert 0 < planned.nbytes < frozen
+    assert "more bytes stay, because other checkpoints share them" in str(planned)
     done = zckpt.prune(run, keep_last=1)
-    assert done == replace(told, dry_run=False)
+    assert done == replace(planned, dry_run=False)
     assert zckpt.validate(run).ok
     assert data_file(run / "c").stat().st_nlink == 1
     zckpt.write(engine, run / "d", latest=False)
     (run / "latest").unlink()
-    (run / "c" / names.MANIFEST).unlink()  # what is left of both is garbage, the last link included
+    (run / "c" / names.MANIFEST).unlink()  # now gc may remove both, and with them the last link to the file
     (run / "d" / names.MANIFEST).unlink()
-    found = zckpt.gc(run, discard=["c", "d"])
-    assert found.shared_bytes == frozen
-    assert found.nbytes > frozen
+    planned = zckpt.gc(run, discard=["c", "d"], dry_run=True)
+    removed = zckpt.gc(run, discard=["c", "d"])
+    assert removed == replace(planned, dry_run=False)
+    assert removed.shared_bytes == frozen
+    assert removed.nbytes > frozen
 
 
-def test_copies(engine: Tuned, tmp_path: Path) -> None:
+def test_copies_of_checkpoints_that_share_files(engine: Tuned, tmp_path: Path) -> None:
     zckpt.write(engine, tmp_path / "run" / "a")
     engine.train()
     source = zckpt.write(engine, tmp_path / "run" / "b")
@@ -312,7 +350,7 @@ def test_copies(engine: Tuned, tmp_path: Path) -> None:
     assert zckpt.validate(tmp_path / "some").ok
 
 
-def test_damage_hits_all_that_share_and_a_copy_ends_at_it(engine: Tuned, tmp_path: Path) -> None:
+def test_damage_is_found_in_all_checkpoints_that_share_the_file_and_ends_a_copy(engine: Tuned, tmp_path: Path) -> None:
     first = zckpt.write(engine, tmp_path / "a")
     alone = zckpt.cp(first, tmp_path / "alone", share=False)
     engine.train()
@@ -320,7 +358,7 @@ def test_damage_hits_all_that_share_and_a_copy_ends_at_it(engine: Tuned, tmp_pat
     with data_file(first).open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"!")
-    assert [[one.rule for one in zckpt.validate(path).findings] for path in (first, second, alone)] == [
+    assert [[finding.rule for finding in zckpt.validate(path).findings] for path in (first, second, alone)] == [
         ["D003"], ["D003"], []
     ]  # fmt: skip
     with pytest.raises(zckpt.DigestError):
@@ -330,7 +368,7 @@ def test_damage_hits_all_that_share_and_a_copy_ends_at_it(engine: Tuned, tmp_pat
 
 @pytest.mark.parametrize("lost", ["manifest", "index", "table", "both"])
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_repair_changes_no_file_that_is_shared(engine: Tuned, tmp_path: Path, lost: str, elsewhere: bool) -> None:
+def test_a_repair_changes_no_shared_file(engine: Tuned, tmp_path: Path, lost: str, elsewhere: bool) -> None:
     first, before = zckpt.write(engine, tmp_path / "a"), engine.full
     engine.train()
     second = Path(zckpt.write(engine, tmp_path / "b"))
@@ -342,7 +380,7 @@ def test_a_repair_changes_no_file_that_is_shared(engine: Tuned, tmp_path: Path, 
     if lost == "index":
         next(second.glob("data-*/index.bin")).write_bytes(b"nothing")
     output = tmp_path / "whole" if elsewhere else None
-    if lost == "both":  # nothing says that it belongs there
+    if lost == "both":  # nothing proves that the shared file belongs there
         with pytest.raises(zckpt.RepairError, match="no digest table lists it"):
             zckpt.repair(second, output=output, accept_unverified=True)
         return
@@ -356,14 +394,14 @@ def test_a_repair_changes_no_file_that_is_shared(engine: Tuned, tmp_path: Path, 
     assert zckpt.repair(report.path).rebuilt == ()
 
 
-def test_a_file_that_belongs_elsewhere_is_no_shared_one(engine: Tuned, tmp_path: Path) -> None:
-    """Of another save, of the same rank, part, tier and layout."""
+def test_a_file_that_belongs_elsewhere_is_not_taken_for_a_shared_one(engine: Tuned, tmp_path: Path) -> None:
+    """The file belongs to another save, and has the same rank, part, tier and layout."""
     first = zckpt.write(engine, tmp_path / "a")
     engine.train()
     engine.frozen = engine.frozen + 1
     second = Path(zckpt.write(engine, tmp_path / "b"))
     shutil.copy(data_file(first), data_file(second))
-    assert "S006" in {one.rule for one in zckpt.validate(second).findings}
+    assert {finding.rule for finding in zckpt.validate(second).findings} == {"D003"}, "its header has other digests"
     with pytest.raises(zckpt.RepairError):
         zckpt.repair(second, accept_unverified=True)
     (second / names.MANIFEST).unlink()
@@ -371,10 +409,8 @@ def test_a_file_that_belongs_elsewhere_is_no_shared_one(engine: Tuned, tmp_path:
         zckpt.repair(second, accept_unverified=True)
 
 
-def test_nobody_writes_into_a_file_that_is_there(
-    engine: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever is done to a checkpoint that shares files, the other one has the same bytes in the same files."""
+def test_nothing_writes_into_an_existing_file(engine: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is done to a checkpoint that shares files, the other checkpoint keeps its files, with the same bytes."""
     first = Path(zckpt.write(engine, tmp_path / "run" / "a"))
     inodes = {file: file.stat().st_ino for file in first.rglob("*") if file.is_file()}
     old = everything(first)

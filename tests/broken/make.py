@@ -1,210 +1,64 @@
-"""One broken checkpoint for each way to break a rule: ``python tests/broken/make.py`` writes them all anew.
+"""Writes a broken checkpoint for each way to break a rule.
 
-Each is ``sound/`` with one thing wrong, and lies in a directory named by the rule and by what is wrong. Lengths and
-digests are made to fit, so that nothing but the one rule is broken. Those that are large are made by the test.
+``python tests/broken/make.py`` writes all fixtures, and the list of them in ``spec/fixtures.json``.
+``python tests/broken/make.py NAME DIRECTORY`` writes one fixture to another place.
+
+Each fixture is the checkpoint ``sound/`` with one defect. Its directory is named after the rule that it breaks and
+after the defect. Lengths and digests are made to fit, so that no other rule is broken, or none that a reader checks
+before. Large fixtures are not committed. The tests make them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
+import xxhash
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from tests.support.apart import Apart, columns, digest, envelope, frame, write  # noqa: E402
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-SOUND = HERE / "sound"
-MANIFEST, DATA = "manifest.msgpack", "data-0123456789abcdef"
-INDEX, TABLE, OTHER_TABLE = f"{DATA}/index.bin", f"{DATA}/rank-00000/digests.bin", f"{DATA}/rank-00001/digests.bin"
-MASTER, STATE, OTHER = range(3)
-"""Data files: rank 0's master, [w@0:2, v, e], and state, [tree/0/0, rank/0]; rank 1's master, [w@2:3]."""
-PATHS = [f"{DATA}/rank-{name}.safetensors" for name in ("00000/master", "00000/host.state", "00001/master")]
-
-
-@dataclass(frozen=True)
-class Case:
-    """How a sound checkpoint is spoilt before it is put together, and after.
-
-    ``loads``: whether a load does not find the rule broken though it is of those that a reader checks (its detail is
-    for validation). ``large``: not committed. ``at``: where in the fixture the checkpoint lies.
-    """
-
-    spoil: Callable[[Apart], object] = lambda apart: None
-    after: Callable[[Path], object] = lambda path: None
-    loads: bool = False
-    large: bool = False
-    at: str = "."
-
-
-def body(*way: Any, loads: bool = False, large: bool = False) -> Case:
-    """Another value, the last of the way, in the manifest's body; None removes the field."""
-    *way, last, value = way
-
-    def spoil(apart: Apart) -> None:
-        apart.seal -= {"bytes"} | ({"index"} if way[:1] == ["chunks"] or last == "index_bytes" else set())
-        holder = apart.body
-        for key in way:
-            holder = holder[key]
-        if value is None:
-            del holder[last]
-        else:
-            holder[last] = value(holder[last]) if callable(value) else value
-
-    return Case(spoil, loads=loads, large=large)
-
-
-def manifest(change: Callable[[bytes], bytes]) -> Case:
-    return Case(after=lambda path: write(path / MANIFEST, change((path / MANIFEST).read_bytes())))
-
-
-def repack(change: Callable[[bytes], bytes], large: bool = False) -> Case:
-    """Other bytes as the body, in a sound envelope."""
-    case = manifest(lambda raw: envelope(change(msgpack.unpackb(raw)[3])))
-    return Case(after=case.after, large=large)
-
-
-def rows(number: int, **changed: list[int]) -> Case:
-    return Case(lambda apart: apart.index[number].update(changed))
-
-
-def chunk(make: Callable[[bytes], bytes]) -> Case:
-    """Another frame with the content of the first chunk."""
-    return Case(lambda apart: apart.frames.update({0: make(columns(apart.index[0]))}))
-
-
-def header(file: int, *way: Any) -> Case:
-    """Another value, the last of the way, in a header; None removes it. Digests are of the sound file's blocks."""
-    *way, last, value = way
-
-    def spoil(apart: Apart) -> None:
-        holder = apart.files[file].header
-        for key in way:
-            holder = holder[key]
-        if value is None:
-            del holder[last]
-        else:
-            holder[last] = value
-
-    return Case(spoil, reseal)
-
-
-def text(file: int, old: str, new: str) -> Case:
-    """Other text in a header."""
-
-    def after(path: Path) -> None:
-        raw = (path / PATHS[file]).read_bytes()
-        assert old.encode() in raw[:4096]
-        head = raw[:4096].replace(old.encode(), new.encode(), 1).rstrip(b" ").ljust(4096)
-        assert len(head) == 4096
-        write(path / PATHS[file], head + raw[4096:])
-        reseal(path)
-
-    return Case(after=after)
-
-
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Another body, with its digest."""
-    found = msgpack.unpackb(msgpack.unpackb((path / MANIFEST).read_bytes())[3])
-    change(found)
-    write(path / MANIFEST, envelope(msgpack.packb(found)))
-
-
-def retable(path: Path, rank: int, table: bytes) -> None:
-    write(path / DATA / f"rank-{rank:05d}" / "digests.bin", table)
-    edit(path, lambda found: found["digests"].__setitem__(rank, digest(table)))
-
-
-def reseal(path: Path) -> None:
-    """Makes the digests fit the bytes of the files as they are, in the blocks of the sound ones."""
-    sound = Apart.of(SOUND)
-    for rank, files in enumerate((sound.files[:2], sound.files[2:])):
-        table = []
-        for one in files:
-            raw, at = (path / DATA / one.name).read_bytes(), 0
-            for block in one.blocks(4096):
-                table.append(digest(raw[at : at + len(block)]))
-                at += len(block)
-        retable(path, rank, b"".join(table))
-
-
-def file(path: str, change: Callable[[bytes], bytes], *, loads: bool = False) -> Case:
-    """Other bytes in a file, and nothing made to fit."""
-    return Case(after=lambda at: write(at / path, change((at / path).read_bytes())), loads=loads)
-
-
-def link(path: str) -> Case:
-    def after(at: Path) -> None:
-        place = at / path
-        place.rename(place.with_name("moved"))
-        place.symlink_to("moved")
-
-    return Case(after=after)
-
-
-def latest(content: bytes) -> Case:
-    return Case(after=lambda path: write(path.parent / "latest", content), at="c")
-
-
-def nested_latest(link: str | None = None) -> Case:
-    """A ``latest`` of two components, of which one may be a link."""
-
-    def after(path: Path) -> None:
-        run = path.parents[1]
-        write(run / "latest", b"epoch0/step1\n")
-        if link is not None:
-            (run / link).rename(run / "moved")
-            (run / link).symlink_to(os.path.relpath(run / "moved", (run / link).parent))
-
-    return Case(after=after, at="epoch0/step1")
-
-
-def tree(value: Any, *, large: bool = False) -> Case:
-    """Another root tree; bytes are packed already."""
-    return Case(lambda apart: setattr(apart, "state", value() if callable(value) else value), large=large)
-
-
-def filler(nbytes: int, dtype: str = "U8", content: bytes = b"\0") -> Case:
-    """One more entry, at the end of rank 1's file."""
-
-    def spoil(apart: Apart) -> None:
-        found = apart.files[OTHER]
-        found.header["@"] = {"dtype": dtype, "shape": [nbytes], "data_offsets": [4, 4 + nbytes]}
-        found.data += content.rjust(nbytes, b"\0")
-
-    return Case(spoil)
-
-
-def flip(path: str, at: int, *, loads: bool = False) -> Case:
-    def change(raw: bytes) -> bytes:
-        spoilt = bytearray(raw)
-        spoilt[at] ^= 1
-        return bytes(spoilt)
-
-    return file(path, change, loads=loads)
-
-
-def nested(levels: int) -> Any:
-    value: Any = 0
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
-def tuples(levels: int, raw: bytes) -> bytes:
-    for _ in range(levels):
-        raw = msgpack.packb(msgpack.ExtType(3, b"\x91" + raw))
-    return raw
+from tests.support.apart import Apart, frame, write  # noqa: E402
+from tests.support.spoil import (  # noqa: E402
+    DATA,
+    INDEX,
+    MANIFEST,
+    MASTER,
+    OLDER,
+    OTHER,
+    OTHER_TABLE,
+    PATHS,
+    SOUND,
+    STATE,
+    TABLE,
+    Case,
+    blocked,
+    body,
+    chunk,
+    edit,
+    file,
+    filler,
+    flip,
+    header,
+    latest,
+    link,
+    make_a_directory_of_the_index,
+    manifest,
+    nested,
+    nested_latest,
+    repack,
+    retable,
+    rows,
+    shared,
+    sparse,
+    text,
+    tree,
+    tuples,
+)
 
 
 def three_copies(apart: Apart) -> None:
@@ -214,7 +68,7 @@ def three_copies(apart: Apart) -> None:
 
 
 def many_chunks(apart: Apart) -> None:
-    """2050, of which two new parts share all but two: 4098 to be checked."""
+    """Makes 2050 chunks. Two new parts share 2048 of them, so that 4098 chunks have to be checked."""
     ids = [*range(5, 5 + 2048)]
     apart.body["names"] += [f"t{i}" for i in ids]
     columns = {"names": ids, "shapes": [2] * len(ids), "dtypes": ["U8"] * len(ids)}
@@ -227,8 +81,48 @@ def many_chunks(apart: Apart) -> None:
             apart.body["chunks"][column].append(value)
 
 
+def two_huge_copies(apart: Apart) -> None:
+    """Gives a tensor two whole copies, which have 2^62 elements together."""
+    apart.body["shapes"][0] = [1 << 61]
+    apart.body["parts"][0]["dtypes"][0] = "U8"
+    apart.index[0]["length"][:2] = [1 << 61, 1 << 61]
+
+
+def two_huge_tensors(apart: Apart) -> None:
+    """Gives a chunk two rows, which have 2^62 elements only together."""
+    apart.body["shapes"][:2] = [[1 << 61], [1 << 61]]
+    apart.body["parts"][0]["dtypes"][:2] = ["U8", "U8"]
+    apart.index[0]["length"][:3] = [1 << 60, 1 << 60, 1 << 61]
+
+
+def booleans(apart: Apart) -> None:
+    """Makes v a BOOL tensor that has bytes other than 0 and 1."""
+    apart.body["shapes"][1] = [8]
+    apart.body["parts"][0]["dtypes"][1] = "BOOL"
+    apart.index[0]["length"][2] = 8
+    apart.files[MASTER].header["v"] |= {"dtype": "BOOL", "shape": [8]}
+    apart.files[MASTER].data[8:16] = bytes([0, 1, 2, 127, 128, 255, 0, 1])
+
+
+def checksum(content: bytes) -> bytes:
+    """Returns a zstd frame with a content checksum."""
+    raw = bytearray(frame(content))
+    raw[4] |= 4
+    return bytes(raw) + (xxhash.xxh64_intdigest(content) & 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def other_integers(raw: bytes) -> bytes:
+    """Returns the body with the same numbers in other forms, which are signed, or wider than they have to be."""
+    forms = {b"\xa4step\x07": b"\xa4step\xd0\x07", b"\xaaworld_size\x02": b"\xaaworld_size\xd3" + b"\2".rjust(8, b"\0")}
+    forms[b"\xa4rank\x93\0\0\1"] = b"\xa4rank\xdc\0\3\xd1\0\0\xce\0\0\0\0\xd2\0\0\0\1"
+    for short, long in forms.items():
+        assert raw.count(short) == 1
+        raw = raw.replace(short, long)
+    return raw
+
+
 def two_at_one_place(apart: Apart) -> None:
-    """v is longer and lies where w lies: together they are more than the file has."""
+    """Makes v longer and puts it at the place of w, so that both together have more bytes than the file."""
     apart.body["shapes"][1] = [4]
     apart.index[0].update(length=[2, 1, 4, 0], offset=[0, 0, 0, 16])
 
@@ -245,28 +139,10 @@ def rank_tree_of_integers(apart: Apart) -> None:
 
 
 def digest_between(path: Path) -> None:
-    """One that is nobody's, between those of rank 0's files."""
+    """Puts a digest of no block between the digests of rank 0's two files."""
     table = (path / TABLE).read_bytes()
     retable(path, 0, table[:48] + b"\0" * 16 + table[48:])
-    edit(path, lambda found: found["files"]["first_block"].__setitem__(STATE, 4))
-
-
-def sparse(path: str, nbytes: int) -> Case:
-    return Case(after=lambda at: os.truncate(at / path, nbytes), large=True)
-
-
-OLDER = "fedcba9876543210"
-
-
-def shared(listed: Any, *, header: str = OLDER, own: bool = False) -> Case:
-    """``header``: the save id in the header of rank 0's master, which ``listed`` says of it. ``own``: without the
-    feature."""
-
-    def spoil(apart: Apart) -> None:
-        apart.files[MASTER].header["__metadata__"]["zckpt.save_id"] = header
-        apart.body |= {"requires": [] if own else ["shared-files"]} | ({} if listed is None else {"shared": listed})
-
-    return Case(spoil)
+    edit(path, lambda body: body["files"]["first_block"].__setitem__(STATE, 4))
 
 
 EMPTY_PART: dict[str, Any] = {"layout": 2, "names": [], "shapes": [], "dtypes": []}
@@ -300,8 +176,13 @@ CASES: dict[str, Case] = {
     "M001-version": body("version", [1, 1]),
     "M001-no-bytes": manifest(lambda raw: b""),
     "M001-announced": manifest(lambda raw: raw[:1] + b"\xdd\xff\xff\xff\xff" * 99),
+    "M001-cut": manifest(lambda raw: raw[:-1]),
+    "M002-cut": manifest(lambda raw: raw[:7] + b"\x92\2\0"),
+    "M002-more-bytes": manifest(lambda raw: b"\x92" + raw[1:7] + b"\x92\2\0\xc1"),
+    "M002-negative": manifest(lambda raw: raw[:7] + b"\x92\1\xff" + raw[10:]),
     "M002-major": Case(lambda apart: setattr(apart, "version", [2, 0])),
     "M003-flip": flip(MANIFEST, -3),
+    "M003-long-form": manifest(lambda raw: b"\xdc\0\4" + raw[1:-1] + b"\0"),
     "M004-long": sparse(MANIFEST, (256 << 20) + 1),
     "M005-duplicate-key": repack(lambda raw: b"\xde" + (17).to_bytes(2, "big") + raw[3:] + b"\xa4step\x07"),
     "M005-missing": body("writer", None),
@@ -316,6 +197,8 @@ CASES: dict[str, Case] = {
     "M005-large-blocks": body("block_bytes", (1 << 26) + 4096),
     "M005-odd-blocks": body("block_bytes", 4100),
     "M005-columns": body("files", "tier", [0, 1]),
+    "M005-shared-number": shared({5: [MASTER]}),
+    "M005-save-id": body("save_id", None),
     "M005-shared": shared(None),
     "M005-shared-files": shared({OLDER: [True]}),
     "M005-layout": body("parts", 0, "layout", (1 << 22) + 1),
@@ -328,11 +211,14 @@ CASES: dict[str, Case] = {
     "M005-containers": repack(
         lambda raw: b"\xde\0\x11" + raw[3:] + b"\xa4more\xdd\0\x40\0\0" + b"\x80" * (1 << 22), large=True
     ),
+    "M006-before-the-rest": Case(lambda apart: apart.body.update(requires=["pieces"], names=1, chunks=None)),
     "M006-feature": body("requires", ["zstd"]),
     "M007-name": body("names", 1, "w"),
     "M007-part": body("parts", 1, "name", "master"),
     "M008-dimensions": body("shapes", 0, [1] * 64 + [3]),
     "M008-negative": body("shapes", 0, [-3]),
+    "M008-boolean": body("shapes", 0, [True]),
+    "M008-no-array": body("shapes", 0, 3),
     "M008-elements": body("shapes", 0, [1 << 32, 1 << 32]),
     "M008-bytes": body("shapes", 0, [1 << 60]),
     "M008-empty": body("shapes", 2, [0, 1 << 61, 2]),
@@ -378,7 +264,9 @@ CASES: dict[str, Case] = {
     "I005-overlap": rows(0, length=[2, 2, 2, 0]),
     "I005-nothing": rows(1, length=[1, 0]),
     "I005-copies": Case(three_copies),
+    "I005-sum": Case(two_huge_copies),
     "I005-wrapped": rows(0, length=[(1 << 64) - 1, 4, 2, 0]),
+    "I006-large": Case(two_huge_tensors),
     "I006-outside": rows(0, offset=[0, 4, 8, 16]),
     "I006-wrapped": rows(0, offset=[(1 << 64) - 8, 0, 8, 16]),
     "I006-unlisted": rows(0, tier=[0, 2, 0, 0]),
@@ -394,6 +282,9 @@ CASES: dict[str, Case] = {
     "F002-manifest": link(MANIFEST),
     "F002-rank": link(f"{DATA}/rank-00001"),
     "F002-save": link(DATA),
+    "F002-component": blocked(".", f"{DATA}/rank-00001"),
+    "F002-directory": Case(after=make_a_directory_of_the_index),
+    "F002-latest-component": blocked("epoch0/step1", "epoch0"),
     "F002-latest": nested_latest(link="epoch0"),
     "F002-latest-last": nested_latest(link="epoch0/step1"),
     "F003-short": file(PATHS[OTHER], lambda raw: raw[:-1]),
@@ -401,6 +292,7 @@ CASES: dict[str, Case] = {
     "F003-sparse": sparse(PATHS[OTHER], 1 << 40),
     "S001-long": file(PATHS[OTHER], lambda raw: (100_003_832).to_bytes(8, "little") + raw[8:]),
     "S002-duplicate": text(OTHER, '"shape": [1]', '"shape": [1], "shape": [1]'),
+    "S002-escaped": text(OTHER, '"w@2:3"', '"w@2:3": 0, "\\u0077@2:3"'),
     "S002-padding": text(OTHER, "}}    ", "}}   x"),
     "S002-not-a-number": text(OTHER, '"shape": [1]', '"shape": [NaN]'),
     "S002-minus-zero": text(OTHER, "[0, 4]", "[-0, 4]"),
@@ -441,6 +333,7 @@ CASES: dict[str, Case] = {
     "D002-flip": flip(OTHER_TABLE, 3),
     "D003-data": flip(PATHS[OTHER], -1),
     "D003-header": file(PATHS[OTHER], lambda raw: raw.replace(b'"pt"', b'"pu"'), loads=True),
+    "D003-json": file(PATHS[OTHER], lambda raw: raw.replace(b'{"__', b"{,__"), loads=True),
     "T001-duplicate": tree(b"\x82\1\0\1\0"),
     "T001-key": tree({None: 0}),
     "T001-extension": tree(msgpack.ExtType(6, b"")),
@@ -448,10 +341,15 @@ CASES: dict[str, Case] = {
     "T001-fits": tree(msgpack.ExtType(4, b"18446744073709551615")),
     "T001-key-extension": tree({msgpack.ExtType(4, b"-7"): 0}),
     "T001-digits": tree(msgpack.ExtType(4, b"9" * 4001)),
+    "T001-reference-text": tree(msgpack.ExtType(1, b"\xff")),
+    "T001-array-text": tree(msgpack.ExtType(2, b"\xff")),
+    "T001-integer-text": tree(msgpack.ExtType(4, b"1\xff")),
+    "T001-named-map": tree(msgpack.ExtType(5, msgpack.packb(["dict", {}]))),
     "T001-announced": tree(b"\xdd\xff\xff\xff\xff" * 99),
     "T001-more-bytes": tree(b"\0\0"),
     "T001-rank": Case(rank_tree_of_integers),
     "T002-deep": tree(nested(65)),
+    "T002-deeper-than-parsers": tree(b"\x91" * 5000 + b"\0"),
     "T002-deep-tuples": tree(tuples(65, b"\0")),
     "T003-nothing": tree(msgpack.ExtType(1, b"tree/0/1")),
     "T003-twice": tree([REFERENCE, REFERENCE]),
@@ -459,12 +357,20 @@ CASES: dict[str, Case] = {
     "T004-bytes": tree(lambda: tuples(6, msgpack.packb(bytes(45 << 20))), large=True),
     "T004-containers": tree(lambda: b"\xdd\0\x40\0\0" + b"\x90" * (1 << 22), large=True),
 }
-SOUND_CASES = {"sound-nested": nested_latest(), "sound-shared": shared({OLDER: [MASTER]})}
-"""What is not broken, though a reader might think so."""
+SOUND_CASES = {
+    "sound-booleans": Case(booleans),
+    "sound-checksum": chunk(checksum),
+    "sound-extension": body("more", msgpack.ExtType(5, b"\x82\0\0\0\0\xc1")),
+    "sound-integers": repack(other_integers),
+    "sound-keys": body(5, 1),
+    "sound-nested": nested_latest(),
+    "sound-shared": shared({OLDER: [MASTER]}),
+}
+"""Checkpoints that conform, though a reader might take them for broken ones."""
 
 
 def make(name: str, directory: Path) -> None:
-    """The fixture ``name`` in ``directory``, which does not exist."""
+    """Writes the fixture ``name`` to ``directory``, which must not exist."""
     case = (CASES | SOUND_CASES)[name]
     path = directory / case.at
     apart = Apart.of(SOUND)
@@ -473,8 +379,34 @@ def make(name: str, directory: Path) -> None:
     case.after(path)
 
 
+VALIDATED = frozenset({"I001", "S001", "S002", "S004", "S005", "S006", "S007", "S008"})
+"""The rules that no loader has to check."""
+CONFORMING = ["broken/sound", "golden/v1/run", "golden/v1-shared/run"]
+"""Directories of tests/ with checkpoints that conform, and that this program does not make."""
+
+
+def listed() -> dict[str, Any]:
+    """Returns the content of ``spec/fixtures.json``: every fixture, and the rule that a reader has to report."""
+    fixtures = []
+    for name, case in (CASES | SOUND_CASES).items():
+        rule = None if name in SOUND_CASES else name.partition("-")[0]
+        loader = rule is not None and rule not in VALIDATED and not case.loads
+        place = None if case.large else f"../tests/broken/{name}"
+        fixtures.append({"name": name, "directory": place, "rule": rule, "loader": loader})
+    for place in CONFORMING:
+        fixtures.append({"name": place, "directory": f"../tests/{place}", "rule": None, "loader": False})
+    for name in ("run", "second"):
+        fixtures.append({"name": name, "directory": f"example/{name}", "rule": None, "loader": False})
+    return {"fixtures": fixtures}
+
+
 if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        make(sys.argv[1], Path(sys.argv[2]))
+        sys.exit()
     for name, case in (CASES | SOUND_CASES).items():
         shutil.rmtree(HERE / name, ignore_errors=True)
         if not case.large:
             make(name, HERE / name)
+    lines = ",\n".join(f"    {json.dumps(fixture)}" for fixture in listed()["fixtures"])
+    write(HERE.parents[1] / "spec" / "fixtures.json", f'{{\n  "fixtures": [\n{lines}\n  ]\n}}\n'.encode())

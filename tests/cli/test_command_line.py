@@ -1,4 +1,4 @@
-"""What all commands have in common: help, examples, exit statuses, completion, and what they import."""
+"""Features of all commands: help, examples, exit statuses, completion, and few imports."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from zckpt.cli import COMMANDS, main, make_parser
 
 SOUND = Path(__file__).parents[1] / "broken" / "sound"
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+USAGES = re.findall(r"^```text\nzckpt (\w+)(.*)\n```$", OPERATIONS.read_text(), re.MULTILINE)
 
 
 def zckpt(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zckpt", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
 
 def examples(name: str) -> list[str]:
@@ -29,25 +32,35 @@ def examples(name: str) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
-def subparser(name: str):
+def subparser(name: str) -> Any:
+    commands: Any
     (commands,) = (action for action in make_parser([name])._actions if action.dest == "command")
     return commands.choices[name]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_says_what_it_does_and_its_examples_can_be_parsed(name: str, capsys) -> None:
+def test_every_command_says_what_it_does_and_its_examples_can_be_parsed(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert subparser(name).description in shown
-    found = examples(name)
-    assert len(found) >= 2
-    for line in found:
+    lines = examples(name)
+    assert len(lines) >= 2
+    for line in lines:
         assert line in shown
         words = shlex.split(re.split(r" [|>] ", line)[0])
         arguments = make_parser(words).parse_args(words[words.index("zckpt") + 1 :])
         assert arguments.command == name
+
+
+@pytest.mark.parametrize(("name", "arguments"), USAGES, ids=[name for name, _ in USAGES])
+def test_the_usage_that_a_page_shows_has_all_options_of_the_command(name: str, arguments: str) -> None:
+    options = {option for action in subparser(name)._actions for option in action.option_strings}
+    long_options = {option for option in options if option.startswith("--")}
+    assert {*re.findall(r"--[\w-]+", arguments)} == long_options - {"--help"}
 
 
 def test_the_list_of_commands_imports_none_of_them() -> None:
@@ -65,8 +78,10 @@ assert not {f"zckpt.cli.{name}" for name in COMMANDS} & {*sys.modules}
     assert {*COMMANDS} <= {*shown.split()}
 
 
-def test_exit_statuses(tmp_path: Path, capsys) -> None:
-    """One process as a user starts it; the others are calls, since each process would import torch."""
+def test_the_exit_status_says_whether_a_command_found_damage_or_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first command is a process, as a user starts it. The others are calls, because a process imports torch."""
     damaged = zckpt("validate", str(SOUND.parent / "D002-flip"))
     assert (damaged.returncode, damaged.stderr) == (1, "")
     assert "D002" in damaged.stdout
@@ -87,7 +102,9 @@ def test_exit_statuses(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     "command", [["export", "a", "b", "--format", "pt", "--config", "c"], ["convert", "a", "b", "--stage", "3"]]
 )
-def test_arguments_that_contradict_each_other_are_an_error_and_no_answer(command: list[str], capsys) -> None:
+def test_arguments_that_contradict_each_other_are_an_error_and_no_answer(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -102,16 +119,18 @@ def test_an_error_of_a_script_keeps_its_traceback_and_exit_status(tmp_path: Path
     assert "Traceback" in ended.stderr
 
 
-def test_only_arguments_that_are_required_are_asked_for(capsys) -> None:
+def test_only_arguments_that_are_required_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     for command, missing in ((["diff", "a"], "b"), (["cp", "a"], "destination"), (["ls"], "path")):
         with pytest.raises(SystemExit):
             main(command)
         assert f"are required: {missing}\n" in capsys.readouterr().err
 
 
-def test_other_formats_are_named_by_every_command(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_other_formats_are_named_by_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    known = {
+    formats = {
         "a checkpoint in DeepSpeed's own format": "mp_rank_00_model_states.pt",
         "a Hugging Face model": "config.json model.safetensors",
         "an adapter of PEFT": "adapter_config.json adapter_model.safetensors",
@@ -119,7 +138,7 @@ def test_other_formats_are_named_by_every_command(tmp_path: Path, capsys, monkey
         "a checkpoint of Orbax": "_CHECKPOINT_METADATA",
         "a checkpoint of Megatron-LM": "latest_checkpointed_iteration.txt",
     }
-    for number, (what, files) in enumerate(known.items()):
+    for number, (what, files) in enumerate(formats.items()):
         source = tmp_path / str(number)
         source.mkdir()
         for name in files.split():
@@ -134,7 +153,9 @@ def test_other_formats_are_named_by_every_command(tmp_path: Path, capsys, monkey
     assert not (tmp_path / "out").exists()
 
 
-def test_the_hints_of_conversions_are_for_a_shell_too(tmp_path: Path, capsys) -> None:
+def test_the_hints_of_conversions_name_options_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(tmp_path / "new")
     assert main(["convert", str(SOUND), path]) == 2
     assert "--to deepspeed" in capsys.readouterr().err
@@ -143,13 +164,15 @@ def test_the_hints_of_conversions_are_for_a_shell_too(tmp_path: Path, capsys) ->
     assert "overwrite=True (--overwrite)" in capsys.readouterr().err
 
 
-def test_a_defect_of_a_command_is_no_answer(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("zckpt.diff", lambda *_, **__: {}["no such key"])
+def test_a_defect_of_a_command_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("zckpt.diff", lambda *_, **__: {"": 0}["no such key"])
     assert main(["diff", "a", "b"]) == 2
     assert "KeyError: 'no such key'" in capsys.readouterr().err
 
 
-def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
+def test_a_command_ends_quietly_if_the_reader_of_its_output_goes_away() -> None:
     command = [sys.executable, "-m", "zckpt", "info", str(SOUND)]
     reading, writing = os.pipe()
     os.close(reading)
@@ -160,7 +183,7 @@ def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_shells_complete_commands_and_options(capsys) -> None:
+def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("shtab")
     scripts = {}
     for shell in ("bash", "zsh", "tcsh"):
@@ -173,7 +196,7 @@ def test_shells_complete_commands_and_options(capsys) -> None:
     assert subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout == "validate\n"
 
 
-def test_arguments_without_sense_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_of_a_senseless_argument_explains_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("nan", "-1", "x"):
         with pytest.raises(SystemExit):
             main(["diff", str(SOUND), str(SOUND), "--rtol", wrong])

@@ -1,4 +1,4 @@
-"""Commands that read many bytes, under a launcher: the ranks share the work, and the loss of one is an error."""
+"""Commands that read many bytes share the work between the ranks of a launcher, and the loss of a rank is an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.support.cluster import ROOT, free_port
+from tests.support.cluster import ROOT, held_port
 from tests.support.converting import TAG, save_both
 from tests.support.faults import Fault, faulty, kill
 from tests.support.litter import tree
@@ -40,15 +40,17 @@ COMMANDS = {
     "convert": (["convert", f"stock/{TAG}", "made/new"], ("write",)),
     "convert-back": (["convert", "own", "made", "--to", "deepspeed", "--tag", "new"], READS),
 }
-"""The arguments of each, and the operations on a store by which a rank does its share of the work."""
+"""The arguments of each command, and the operations on a store by which a rank does its share of the work."""
 BUDGET = {"ZCKPT_BUDGET_BYTES": str(8 << 20)}
-"""So little that a comparison of these small checkpoints is made in several parts."""
+"""A budget that is so small that a comparison of these small checkpoints is made in several parts."""
 each_command = pytest.mark.parametrize("name", COMMANDS)
 
 
 @pytest.fixture(scope="module")
 def furnished(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a checkpoint of one rank, of more ranks, of an engine, and of the same engine in DeepSpeed's own format."""
+    """Returns a directory with four checkpoints: of one rank, of three ranks, of an engine, and of the same engine in
+    DeepSpeed's own format.
+    """
     path = tmp_path_factory.mktemp("launched")
     tensors = {f"layers.{number}.weight": torch.randn(70, 200) for number in range(4)}
     write_state(path / "one", 1, tensors)
@@ -58,7 +60,10 @@ def furnished(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def run(directory: Path, arguments: list[str], counted: tuple[str, ...], dies: bool = False) -> tuple[Any, ...]:
-    """The exit status of a command, what it prints on stdout and stderr, and how often it does what is counted."""
+    """Runs a command. Rank 1 dies at its second operation that is counted, if ``dies`` is true.
+
+    Returns the exit status, the output on stdout and stderr, and the number of operations of the names ``counted``.
+    """
     os.chdir(directory)
     os.environ.update(BUDGET)
     heartbeat.PERIOD_SECONDS = 0.2
@@ -71,7 +76,7 @@ def run(directory: Path, arguments: list[str], counted: tuple[str, ...], dies: b
 
 
 def files(path: Path) -> dict[str, bytes]:
-    return {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*") if one.is_file()}
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 @each_command
@@ -79,9 +84,11 @@ def test_ranks_share_the_work(
     cluster: Cluster, furnished: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments, counted = COMMANDS[name]
-    alone, together = ([re.sub("^made", str(tmp_path / where), one) for one in arguments] for where in "at")
+    alone, together = ([re.sub("^made", str(tmp_path / where), word) for word in arguments] for where in "at")
     monkeypatch.chdir(furnished)
-    monkeypatch.setenv("ZCKPT_BUDGET_BYTES", "")  # is put back
+    # What ``run`` sets is removed afterwards.
+    monkeypatch.setenv("ZCKPT_BUDGET_BYTES", "")
+    monkeypatch.setattr(heartbeat, "PERIOD_SECONDS", heartbeat.PERIOD_SECONDS)
     status, expected, _, work = run(furnished, alone, counted)
     first, second = cluster.run(run, 2, furnished, together, counted, init=False)
     assert (status, first[0], second[0]) == (name == "diff",) * 3
@@ -97,23 +104,25 @@ def test_ranks_share_the_work(
     else:
         assert zckpt.validate(tmp_path / "t" / "new").ok
         assert zckpt.diff(tmp_path / "a" / "new", tmp_path / "t" / "new").equal
-    assert not [one for one in tmp_path.rglob("*") if one.name.endswith(".tmp")]
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
-def sound(found: Any) -> Any:
-    """What a command says without what depends on the number of ranks: bytes that are read twice, and how sums were
-    rounded."""
-    if isinstance(found, dict):
-        return {name: sound(value) for name, value in found.items() if name not in ("bytes_read", "mean", "norm")}
-    return [sound(one) for one in found] if isinstance(found, list) else found
+def sound(output: Any) -> Any:
+    """Returns the output of a command without the figures that depend on the number of ranks.
+
+    These figures are the number of bytes read, because some bytes are read twice, and sums, which are rounded.
+    """
+    if isinstance(output, dict):
+        return {name: sound(value) for name, value in output.items() if name not in ("bytes_read", "mean", "norm")}
+    return [sound(value) for value in output] if isinstance(output, list) else output
 
 
 @each_command
 def test_the_loss_of_a_rank_is_an_error(cluster: Cluster, furnished: Path, tmp_path: Path, name: str) -> None:
     arguments, counted = COMMANDS[name]
-    arguments = [re.sub("^made", str(tmp_path), one) for one in arguments]
+    arguments = [re.sub("^made", str(tmp_path), word) for word in arguments]
     before = tree(furnished), tree(tmp_path)
-    first, second = cluster.outcomes(run, 2, furnished, arguments, counted, dies=True, init=False, grace=30)
+    first, second = cluster.outcomes(run, 2, furnished, arguments, counted, dies=True, init=False)
     assert (first.error, second.signal) == (None, signal.SIGKILL)
     status, out, err, _ = first.value
     assert (status, out) == (2, "")
@@ -122,37 +131,37 @@ def test_the_loss_of_a_rank_is_an_error(cluster: Cluster, furnished: Path, tmp_p
 
 
 def launch(directory: Path, arguments: list[str], **environment: str) -> list[subprocess.CompletedProcess[str]]:
-    """By two launchers, as on two machines of one rank each."""
+    """Runs a command under two launchers, as on two machines of one rank each."""
     script = str(ROOT / "tests" / "support" / "scripts" / "command.py")
-    port = str(free_port())
-    own = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    own |= {**BUDGET, **environment}
-    nodes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
-             "--master-addr=127.0.0.1", f"--master-port={port}", script, *arguments],
-            cwd=directory, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for node in range(2)
-    ]  # fmt: skip
-    try:
-        shown = [node.communicate(timeout=120) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    return [subprocess.CompletedProcess([], node.returncode, *one) for node, one in zip(nodes, shown, strict=True)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    variables |= {**BUDGET, **environment}
+    with held_port() as port:
+        nodes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+                 "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", script, *arguments],
+                cwd=directory, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for node in range(2)
+        ]  # fmt: skip
+        try:
+            outputs = [node.communicate(timeout=600) for node in nodes]
+        finally:
+            for node in nodes:
+                node.kill()
+    return [subprocess.CompletedProcess([], node.returncode, *out) for node, out in zip(nodes, outputs, strict=True)]
 
 
 MATRIX = pytest.mark.matrix
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one == "cp" else MATRIX) for one in COMMANDS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "cp" else MATRIX) for name in COMMANDS])
 def test_several_machines_share_the_work(furnished: Path, tmp_path: Path, name: str) -> None:
     arguments, _ = COMMANDS[name]
-    arguments = [re.sub("^made", str(tmp_path), one) for one in arguments]
+    arguments = [re.sub("^made", str(tmp_path), word) for word in arguments]
     first, second = launch(furnished, arguments)
-    failed = [name == "diff"] * 2  # whose exit status 1 is a failure for a launcher
+    failed = [name == "diff"] * 2  # a launcher takes the exit status 1 of diff for a failure
     assert [bool(first.returncode), bool(second.returncode)] == failed, first.stderr + second.stderr
     assert bool(first.stdout)
     assert not second.stdout, "rank 0 prints"
@@ -165,7 +174,7 @@ def test_several_machines_share_the_work(furnished: Path, tmp_path: Path, name: 
 @each_command
 def test_the_loss_of_a_machine_is_an_error(furnished: Path, tmp_path: Path, name: str) -> None:
     arguments, counted = COMMANDS[name]
-    arguments = [re.sub("^made", str(tmp_path), one) for one in arguments]
+    arguments = [re.sub("^made", str(tmp_path), word) for word in arguments]
     before = tree(tmp_path)
     first, second = launch(furnished, arguments, DIES=",".join(counted))
     assert first.returncode != 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.support.litter import write_steps
 from tests.support.states import Written, write_state
 from zckpt.cli import main
 from zckpt.format import names
@@ -48,8 +51,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     )
 
 
-def ran(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
-    """What a command prints: on stdout, or on stderr if it fails."""
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    """Runs a command and returns its output on stdout, or on stderr if its exit status is not 0."""
     capsys.readouterr()
     assert main(arguments) == status
     shown = capsys.readouterr()
@@ -57,9 +60,9 @@ def ran(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) ->
     return shown.err if status else shown.out
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """What a command says to a script: one line of JSON, as strict parsers understand it."""
-    shown = ran(capsys, *arguments, "--json")
+def json_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """Runs a command with ``--json`` and returns its output, which has to be one line of JSON for strict parsers."""
+    shown = output_of(capsys, *arguments, "--json")
     assert shown.count("\n") == 1
 
     def refuse(constant: str) -> None:
@@ -71,15 +74,15 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 # info
 
 
-def test_info_of_a_checkpoint(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "info", str(written.path))
+def test_info_of_a_checkpoint_has_its_facts(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    info = json_of(capsys, "info", str(written.path))
     checkpoint = zckpt.open(written.path)
-    assert (found["step"], found["world_size"], found["save_id"]) == (5, WORLD_SIZE, written.save_id)
-    assert found["writer"] == dict(checkpoint.manifest.writer)
-    assert (found["files"], found["nbytes"]) == (len(checkpoint.manifest.files), checkpoint.nbytes)
-    assert (found["problem"], found["locked_by"], found["leftovers"]) == (None, None, [])
-    assert 0 <= found["age_seconds"] < 600
-    parts = {part.pop("name"): part for part in found["parts"]}
+    assert (info["step"], info["world_size"], info["save_id"]) == (5, WORLD_SIZE, written.save_id)
+    assert info["writer"] == dict(checkpoint.manifest.writer)
+    assert (info["files"], info["nbytes"]) == (len(checkpoint.manifest.files), checkpoint.nbytes)
+    assert (info["problem"], info["locked_by"], info["leftovers"]) == (None, None, [])
+    assert 0 <= info["age_seconds"] < 86_400
+    parts = {part.pop("name"): part for part in info["parts"]}
     assert tuple(parts) == checkpoint.parts
     for name, part in parts.items():
         infos = [info for info in checkpoint.values() if info.part == name]
@@ -87,73 +90,84 @@ def test_info_of_a_checkpoint(written: Written, capsys: pytest.CaptureFixture[st
         assert part["nbytes"] == sum(info.nbytes for info in infos)
         assert part["numel"] == sum(math.prod(info.shape) for info in infos)
         assert part["dtypes"] == ["float32"]
-    shown = ran(capsys, "info", str(written.path))
-    assert all(one in shown for one in (str(written.path), written.save_id, "exp_avg_sq  ", "by a test"))
-    assert all(one in shown for one in ("complete    yes", "locked      no"))
+    shown = output_of(capsys, "info", str(written.path))
+    assert all(text in shown for text in (str(written.path), written.save_id, "exp_avg_sq  ", "by a test"))
+    assert all(text in shown for text in ("complete    yes", "locked      no"))
 
 
 @pytest.mark.parametrize("file", ["*/rank-00001/master.safetensors", "*/rank-00002/digests.bin", "*/index.bin"])
 @pytest.mark.parametrize("gone", [True, False], ids=["gone", "cut off"])
-def test_info_says_what_is_incomplete(tmp_path: Path, file: str, gone: bool, capsys: Any) -> None:
+def test_info_names_a_file_that_is_incomplete(tmp_path: Path, file: str, gone: bool, capsys: Any) -> None:
     written = write_state(tmp_path / "c", WORLD_SIZE)
-    (found,) = written.path.glob(file)
+    (path,) = written.path.glob(file)
     if gone:
-        found.unlink()
+        path.unlink()
     else:
-        found.write_bytes(found.read_bytes()[:-1])
-    problem = told(capsys, "info", str(written.path))["problem"]
-    assert found.name in problem
-    assert f"complete    no: {problem.splitlines()[0]}" in ran(capsys, "info", str(written.path))
+        path.write_bytes(path.read_bytes()[:-1])
+    problem = json_of(capsys, "info", str(written.path))["problem"]
+    assert path.name in problem
+    assert f"complete    no: {problem.splitlines()[0]}" in output_of(capsys, "info", str(written.path))
 
 
-def test_info_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_of_a_run_lists_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2, 3):
         write_state(tmp_path / f"global_step{step}", 2, {"a": (5,)}, step=step, latest=step == 2)
+        os.utime(tmp_path / f"global_step{step}" / names.MANIFEST, (1e9 + step,) * 2)
     (tmp_path / "global_step2" / names.data_dir("0" * 16)).mkdir()
     (tmp_path / "global_step9" / names.data_dir("1" * 16)).mkdir(parents=True)
     (tmp_path / "not one").mkdir()
     lock = WriteLock(open_store(tmp_path / "global_step3"))
     with lock:
-        found = told(capsys, "info", str(tmp_path))
-        shown = ran(capsys, "info", str(tmp_path))
-    assert found["latest"] == "global_step2"
-    by_path = {one["path"]: one for one in found["checkpoints"]}
+        info = json_of(capsys, "info", str(tmp_path))
+        shown = output_of(capsys, "info", str(tmp_path))
+    assert info["latest"] == "global_step2"
+    by_path = {checkpoint["path"]: checkpoint for checkpoint in info["checkpoints"]}
     assert list(by_path) == ["global_step3", "global_step2", "global_step1", "global_step9"], "newest first"
     assert [by_path[f"global_step{step}"]["step"] for step in (1, 2, 3, 9)] == [1, 2, 3, None]
-    assert [one["is_latest"] for one in by_path.values()] == [False, True, False, False]
+    assert [checkpoint["is_latest"] for checkpoint in by_path.values()] == [False, True, False, False]
     assert by_path["global_step1"]["nbytes"] == zckpt.open(tmp_path / "global_step1").nbytes
     assert by_path["global_step2"]["leftovers"] == [names.data_dir("0" * 16)]
     assert by_path["global_step9"]["problem"] == "there is no manifest"
     assert f"process {os.getpid()} on " in by_path["global_step3"]["locked_by"]
     assert "locked by process" in shown
     assert "global_step9/data-1111111111111111" in shown
-    assert told(capsys, "info", str(tmp_path))["checkpoints"][0]["locked_by"] is None
+    assert json_of(capsys, "info", str(tmp_path))["checkpoints"][0]["locked_by"] is None
 
 
-def test_info_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no checkpoint is here" in ran(capsys, "info", str(tmp_path), status=2)
+def test_info_orders_checkpoints_by_their_commits_however_long_it_looks_at_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_steps(tmp_path, 1, 2, 3)
+    clock = itertools.count(2e9, 1000)
+    monkeypatch.setattr("zckpt.listing.summary.time", SimpleNamespace(time=lambda: next(clock)))
+    checkpoints = json_of(capsys, "info", str(tmp_path))["checkpoints"]
+    assert [checkpoint["path"] for checkpoint in checkpoints] == ["s3", "s2", "s1"]
+
+
+def test_info_of_another_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no checkpoint is here" in output_of(capsys, "info", str(tmp_path), status=2)
     (tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
-    assert "DeepSpeed's own format" in ran(capsys, "info", str(tmp_path), status=2)
-    assert "does not exist" in ran(capsys, "ls", str(tmp_path / "nothing"), status=2)
+    assert "DeepSpeed's own format" in output_of(capsys, "info", str(tmp_path), status=2)
+    assert "does not exist" in output_of(capsys, "ls", str(tmp_path / "nothing"), status=2)
 
 
 # ls
 
 
-def test_ls_says_of_each_tensor_what_the_checkpoint_does(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "ls", str(written.path))
+def test_ls_shows_the_facts_of_each_tensor(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json_of(capsys, "ls", str(written.path))
     checkpoint = zckpt.open(written.path)
-    assert [one["key"] for one in found] == list(checkpoint)
-    for one, info in zip(found, checkpoint.values(), strict=True):
-        assert (one["dtype"], tuple(one["shape"]), one["nbytes"]) == ("float32", info.shape, info.nbytes)
-        assert f"torch.{one['dtype']}" == str(info.dtype)
-        assert one["pieces"] == len(info.pieces)
-        assert (one["ranks"], one["first_rank"], one["last_rank"]) == (
+    assert [row["key"] for row in rows] == list(checkpoint)
+    for row, info in zip(rows, checkpoint.values(), strict=True):
+        assert (row["dtype"], tuple(row["shape"]), row["nbytes"]) == ("float32", info.shape, info.nbytes)
+        assert f"torch.{row['dtype']}" == str(info.dtype)
+        assert row["pieces"] == len(info.pieces)
+        assert (row["ranks"], row["first_rank"], row["last_rank"]) == (
             len(info.ranks), min(info.ranks), max(info.ranks)
         )  # fmt: skip
-        assert set(one["tiers"]) == {piece.tier for piece in info.pieces}
-        assert one["other_names"] == (["tied"] if info.name == "big" else [])
-    lines = ran(capsys, "ls", str(written.path.parent)).splitlines()
+        assert set(row["tiers"]) == {piece.tier for piece in info.pieces}
+        assert row["other_names"] == (["tied"] if info.name == "big" else [])
+    lines = output_of(capsys, "ls", str(written.path.parent)).splitlines()
     assert lines[0].split() == ["size", "dtype", "shape", "ranks", "key"]
     assert [line.split()[-1] for line in lines[1:-2]] == list(checkpoint)
     assert lines[-1].startswith(f"{len(checkpoint)} tensors, ")
@@ -161,19 +175,19 @@ def test_ls_says_of_each_tensor_what_the_checkpoint_does(written: Written, capsy
 
 def test_ls_selects_and_sorts(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(written.path)
-    assert [one["key"] for one in told(capsys, "ls", path, "master/a.*")] == ["master/a.bias", "master/a.weight"]
-    both = told(capsys, "ls", path, "--long", "master/one", "exp_avg/scalar", "--sort=key")
-    assert [one["key"] for one in both] == ["exp_avg/scalar", "master/one"]
-    sizes = [one["nbytes"] for one in told(capsys, "ls", path, "--sort", "size")]
+    assert [row["key"] for row in json_of(capsys, "ls", path, "master/a.*")] == ["master/a.bias", "master/a.weight"]
+    selected = json_of(capsys, "ls", path, "--long", "master/one", "exp_avg/scalar", "--sort=key")
+    assert [row["key"] for row in selected] == ["exp_avg/scalar", "master/one"]
+    sizes = [row["nbytes"] for row in json_of(capsys, "ls", path, "--sort", "size")]
     assert sizes == sorted(sizes, reverse=True)
-    ranks = [one["ranks"] for one in told(capsys, "ls", path, "--sort", "ranks")]
+    ranks = [row["ranks"] for row in json_of(capsys, "ls", path, "--sort", "ranks")]
     assert ranks == sorted(ranks, reverse=True)
-    assert "master/big = tied" in ran(capsys, "ls", path, "--long", "master/big")
-    assert "nearest are: master/big" in ran(capsys, "ls", path, "master/bigg", status=2)
+    assert "master/big = tied" in output_of(capsys, "ls", path, "--long", "master/big")
+    assert "nearest are: master/big" in output_of(capsys, "ls", path, "master/bigg", status=2)
 
 
 def test_ls_shows_modules_with_their_sums(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = ran(capsys, "ls", str(written.path), "master/*", "buffer/*", "--tree").splitlines()
+    lines = output_of(capsys, "ls", str(written.path), "master/*", "buffer/*", "--tree").splitlines()
     total = 4 * (63 * 63 + 63)
     assert f"│   ├── a  2 tensors, {total / 1024:.1f} KiB" in lines
     assert "│   │   └── weight  float32 [63, 63], 15.5 KiB" in lines
@@ -183,21 +197,20 @@ def test_ls_shows_modules_with_their_sums(written: Written, capsys: pytest.Captu
 # show
 
 
-def test_show_of_one_tensor(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
-    ((found, *others),) = [told(capsys, "show", str(written.path), "master/big")]
-    assert not others
+def test_show_of_one_tensor_has_its_pieces_and_statistics(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = json_of(capsys, "show", str(written.path), "master/big")
     value = written.full["master/big"].double()
     pieces = zckpt.open(written.path)["master/big"].pieces
-    assert [(one["rank"], one["start"], one["stop"], one["file"], one["offset"]) for one in found["pieces"]] == [
-        (one.rank, one.start, one.stop, one.file, one.offset) for one in pieces
+    assert [(p["rank"], p["start"], p["stop"], p["file"], p["offset"]) for p in row["pieces"]] == [
+        (piece.rank, piece.start, piece.stop, piece.file, piece.offset) for piece in pieces
     ]
-    assert (found["min"], found["max"]) == (float(value.min()), float(value.max()))
-    assert found["mean"] == pytest.approx(float(value.mean()), rel=1e-9)
-    assert found["norm"] == pytest.approx(float(value.norm()), rel=1e-12)
-    assert (found["nan"], found["inf"], found["zeros"]) == (0, 0, 0)
-    shown = ran(capsys, "show", str(written.path), "master/tied")
-    assert f"min       {found['min']:.6g}" in shown
-    assert all(one.file in shown for one in pieces)
+    assert (row["min"], row["max"]) == (float(value.min()), float(value.max()))
+    assert row["mean"] == pytest.approx(float(value.mean()), rel=1e-9)
+    assert row["norm"] == pytest.approx(float(value.norm()), rel=1e-12)
+    assert (row["nan"], row["inf"], row["zeros"]) == (0, 0, 0)
+    shown = output_of(capsys, "show", str(written.path), "master/tied")
+    assert f"min       {row['min']:.6g}" in shown
+    assert all(piece.file in shown for piece in pieces)
 
 
 ODD = [0.0, -0.0, 1.5, -3.0, math.nan, math.inf, -math.inf, math.nan, 0.5, 6.0]
@@ -209,32 +222,34 @@ def test_show_counts_values_of_every_dtype(tmp_path: Path, name: str, capsys: py
     odd = torch.tensor(ODD if dtype.is_floating_point or dtype.is_complex else [0, 1, 1, 0, 1])
     value = odd.to(torch.float32 if dtype.is_floating_point else odd.dtype).to(dtype)
     write_state(tmp_path / "c", 2, {"a": value.repeat(1000)}, parts=("master",))
-    (found,) = told(capsys, "show", str(tmp_path / "c"), "master/*")
+    (row,) = json_of(capsys, "show", str(tmp_path / "c"), "master/*")
     plain = torch.view_as_real(value) if dtype.is_complex else value
     plain = plain.double()
     finite = plain[plain.isfinite()]
-    assert found["nan"] == 1000 * int(plain.isnan().sum())
-    assert found["inf"] == 1000 * int(plain.isinf().sum())
-    assert found["zeros"] == 1000 * int((finite == 0).sum())
-    assert (found["min"], found["max"]) == (float(finite.min()), float(finite.max()))
-    assert found["mean"] == pytest.approx(float(finite.mean()), rel=1e-12)
-    assert found["norm"] == pytest.approx(float(finite.norm()) * math.sqrt(1000), rel=1e-12)
+    assert row["nan"] == 1000 * int(plain.isnan().sum())
+    assert row["inf"] == 1000 * int(plain.isinf().sum())
+    assert row["zeros"] == 1000 * int((finite == 0).sum())
+    assert (row["min"], row["max"]) == (float(finite.min()), float(finite.max()))
+    assert row["mean"] == pytest.approx(float(finite.mean()), rel=1e-12)
+    assert row["norm"] == pytest.approx(float(finite.norm()) * math.sqrt(1000), rel=1e-12)
 
 
-def test_show_of_several_tensors_and_of_nothing_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_of_several_tensors_leaves_out_figures_that_are_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tensors = {
         "nan": torch.full((3,), math.nan),
         "empty": torch.empty(0, 3),
         "huge": torch.full((2,), 1e300, dtype=torch.float64),
     }
     write_state(tmp_path / "c", 2, tensors, parts=("master",))
-    found = {one["key"]: one for one in told(capsys, "show", str(tmp_path / "c"), "master/*")}
-    assert [found[f"master/{name}"]["mean"] for name in ("nan", "empty", "huge")] == [None, None, 1e300]
-    assert found["master/huge"]["norm"] is None
-    assert found["master/nan"]["nan"] == 3
-    heading, *lines = ran(capsys, "show", str(tmp_path / "c"), "master/*").splitlines()
+    rows = {row["key"]: row for row in json_of(capsys, "show", str(tmp_path / "c"), "master/*")}
+    assert [rows[f"master/{name}"]["mean"] for name in ("nan", "empty", "huge")] == [None, None, 1e300]
+    assert rows["master/huge"]["norm"] is None
+    assert rows["master/nan"]["nan"] == 3
+    heading, *lines = output_of(capsys, "show", str(tmp_path / "c"), "master/*").splitlines()
     assert heading.split() == ["min", "max", "mean", "norm", "NaN", "infinite", "zeros", "key"]
-    assert {line.split()[-1] for line in lines} == found.keys()
+    assert {line.split()[-1] for line in lines} == rows.keys()
 
 
 @pytest.mark.parametrize("layout", ["zero3", "random"])
@@ -243,16 +258,18 @@ def test_show_reads_every_byte_once_and_holds_little(tmp_path: Path, layout: str
     written = write_state(tmp_path / "c", WORLD_SIZE, layout=layout)
     checkpoint = zckpt.open(written.path)
     infos = list(checkpoint.values())
-    found = list(statistics.stretches(checkpoint, infos))
-    covered = {number: [one[1:] for one in found if one.number == number] for number in range(len(infos))}
+    stretches = list(statistics.stretches(checkpoint, infos))
+    covered = {
+        number: [stretch[1:] for stretch in stretches if stretch.number == number] for number in range(len(infos))
+    }
     for number, info in enumerate(infos):
         bounds = [0, *(stop for _, stop in covered[number])]
         assert [start for start, _ in covered[number]] == bounds[:-1]
         assert bounds[-1] == math.prod(info.shape)
-    assert max(one.stop - one.start for one in found) * 4 <= 3 * 4096
-    assert len(found) > len(infos)
+    assert max(stretch.stop - stretch.start for stretch in stretches) * 4 <= 3 * 4096
+    assert len(stretches) > len(infos)
     seen: list[int] = []
-    statistics.statistics(checkpoint, infos, found, seen.append)
+    statistics.statistics(checkpoint, infos, stretches, seen.append)
     assert checkpoint.io.data_bytes == sum(seen) == sum(info.nbytes for info in infos)
 
 
@@ -261,16 +278,18 @@ def shown(path: str, *arguments: str) -> tuple[int, str, str]:
         return main(["show", path, *arguments]), out.getvalue(), err.getvalue()
 
 
-def test_a_launcher_s_ranks_look_together(cluster: Cluster, written: Written, capsys: Any, monkeypatch: Any) -> None:
-    alone = told(capsys, "show", str(written.path), "*/*")
+def test_the_ranks_of_a_launcher_share_the_work_of_show(
+    cluster: Cluster, written: Written, capsys: Any, monkeypatch: Any
+) -> None:
+    alone = json_of(capsys, "show", str(written.path), "*/*")
     first, second = cluster.run(shown, 2, str(written.path), "*/*", "--json", init=False)
     assert second == (0, "", ""), "rank 0 prints"
     together = json.loads(first[1])
-    assert [one["key"] for one in together] == [one["key"] for one in alone]
-    for one, other in zip(alone, together, strict=True):
+    assert [row["key"] for row in together] == [row["key"] for row in alone]
+    for row, expected in zip(together, alone, strict=True):
         for number in ("min", "max", "nan", "inf", "zeros", "pieces"):
-            assert one[number] == other[number]
-        assert one["norm"] == pytest.approx(other["norm"])
+            assert row[number] == expected[number]
+        assert row["norm"] == pytest.approx(expected["norm"])
     for status, out, err in cluster.run(shown, 2, str(written.path), "no/such key", init=False):
         assert (status, out) == (2, "")
         assert "no key matches 'no/such key'" in err
@@ -280,16 +299,16 @@ def test_a_launcher_s_ranks_look_together(cluster: Cluster, written: Written, ca
 
 
 def test_state_is_what_was_written(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "state", str(written.path), "client_state")
-    assert found == {
+    state = json_of(capsys, "state", str(written.path), "client_state")
+    assert state == {
         "epoch": 3,
         "a.b": {"7": [1, 2]},
         "tensors": [{"dtype": "int64", "shape": [2, 3]}, {"dtype": "float32", "shape": [4]}],
         "odd": ["nan", "inf", {"base64": "AAE="}, 1 << 70, None, True],
         "long": list(range(100)),
     }
-    assert told(capsys, "state", str(written.path)) == {"engine": None, "client_state": found}
-    lines = ran(capsys, "state", str(written.path)).splitlines()
+    assert json_of(capsys, "state", str(written.path)) == {"engine": None, "client_state": state}
+    lines = output_of(capsys, "state", str(written.path)).splitlines()
     for line in (
         "├── engine: None",
         "    ├── epoch: 3",
@@ -309,12 +328,12 @@ def test_state_is_what_was_written(written: Written, capsys: pytest.CaptureFixtu
         ("client_state.tensors[0]", {"dtype": "int64", "shape": [2, 3]}),
     ],
 )
-def test_state_at_a_path(written: Written, where: str, expected: Any, capsys: Any) -> None:
-    assert told(capsys, "state", str(written.path), where) == expected
+def test_state_shows_the_value_at_a_path(written: Written, where: str, expected: Any, capsys: Any) -> None:
+    assert json_of(capsys, "state", str(written.path), where) == expected
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "message"),
     [
         ("client", "it has 'engine', 'client_state'"),
         ("client_state.long[100]", "it has 100 elements"),
@@ -323,14 +342,14 @@ def test_state_at_a_path(written: Written, where: str, expected: Any, capsys: An
         ("client_state[", "'[' is not a step of a path"),
     ],
 )
-def test_state_where_nothing_is(written: Written, where: str, said: str, capsys: Any) -> None:
-    assert said in ran(capsys, "state", str(written.path), where, status=2)
+def test_state_at_a_path_without_a_value_is_an_error(written: Written, where: str, message: str, capsys: Any) -> None:
+    assert message in output_of(capsys, "state", str(written.path), where, status=2)
 
 
-def test_state_of_a_rank(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_shows_the_state_of_a_rank(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(WORLD_SIZE):
-        assert told(capsys, "state", str(written.path), "--rank", str(rank)) == {"rank": rank}
-    assert "there is no state of rank 3" in ran(capsys, "state", str(written.path), "--rank", "3", status=2)
+        assert json_of(capsys, "state", str(written.path), "--rank", str(rank)) == {"rank": rank}
+    assert "there is no state of rank 3" in output_of(capsys, "state", str(written.path), "--rank", "3", status=2)
 
 
 def test_the_state_of_a_rank_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,13 +358,13 @@ def test_the_state_of_a_rank_is_verified(tmp_path: Path, capsys: pytest.CaptureF
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    assert "the data is damaged (rule D003" in ran(capsys, "state", str(written.path), "--rank", "1", status=2)
+    assert "the data is damaged (rule D003" in output_of(capsys, "state", str(written.path), "--rank", "1", status=2)
 
 
-# What it costs
+# Imports
 
 
-def test_nothing_imports_torch(written: Written) -> None:
+def test_commands_that_read_no_tensors_do_not_import_torch(written: Written) -> None:
     code = """
 import sys
 from zckpt.cli import main
@@ -357,10 +376,10 @@ for words in ("info", "info --json", "ls --long", "ls --tree", "ls --json", "sta
     subprocess.run([sys.executable, "-c", code, str(written.path)], check=True, stdout=subprocess.DEVNULL)
 
 
-# texts of others
+# Texts from a checkpoint
 
 
-def test_what_a_terminal_would_obey_is_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     odd = "line\nbreak \x1b[31m \x9b \u202e"
     state = {odd: odd, "inner": {odd: {odd: [1]}}}
     path = write_state(tmp_path / odd / "c", 1, {"a": (2,)}, client_state=state).path

@@ -1,4 +1,5 @@
-"""Folders that are no checkpoint of a known format, are damaged, or were made to do harm."""
+"""zckpt.convert refuses folders that are not a checkpoint of a known format, that are damaged, or that were made to do
+harm."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from tests.support.deepspeed_folders import Runs, make_folder, model_state, refu
 from zckpt.converting.restricted_pickle import TorchFiles
 
 
-def test_a_sound_one(tmp_path: Path) -> None:
-    """What the others are damaged copies of."""
+def test_a_sound_folder(tmp_path: Path) -> None:
+    """The other tests damage copies of such a folder."""
     converted = zckpt.convert(make_folder(tmp_path / "source", 2, epoch=7), tmp_path / "converted")
     assert converted.found_format == "DeepSpeed checkpoint, ZeRO stage 2"
     ck = zckpt.open(converted.path)
@@ -27,7 +28,7 @@ def test_a_sound_one(tmp_path: Path) -> None:
     assert ck.load("exp_avg/weight")["exp_avg/weight"].flatten().tolist() == [1, 1, 1, 1, 2, 2, 2, 2]
     assert ck.state["client_state"] == {"epoch": 7}
     assert ck.manifest.writer["missing"] == "; ".join(converted.missing)
-    assert any("random number" in one for one in converted.missing)
+    assert any("random number" in line for line in converted.missing)
     with pytest.raises(zckpt.CheckpointExistsError):
         zckpt.convert(tmp_path / "source", tmp_path / "converted")
     zckpt.convert(tmp_path / "source", tmp_path / "converted", overwrite=True)
@@ -53,16 +54,16 @@ def test_nothing_in_a_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_values_that_a_client_state_may_have(tmp_path: Path) -> None:
     import numpy as np
 
-    client_state = {
+    client_state: dict[str, Any] = {
         "array": np.arange(6, dtype=">i4").reshape(2, 3), "number": np.float64(2.5), "text": np.str_("word"),
         "path": Path("a/b"), "set": {1, 2}, "bytes": b"\x00\xff", "tensor": torch.arange(3)[1:],
         "scalar": torch.tensor(4),
     }  # fmt: skip
     converted = zckpt.convert(make_folder(tmp_path / "source", **client_state), tmp_path / "converted")
-    found = zckpt.open(converted.path).state["client_state"]
-    assert np.array_equal(found.pop("array"), np.arange(6).reshape(2, 3))
-    assert found.pop("tensor").tolist() == [1, 2]
-    assert found == {
+    actual = zckpt.open(converted.path).state["client_state"]
+    assert np.array_equal(actual.pop("array"), np.arange(6).reshape(2, 3))
+    assert actual.pop("tensor").tolist() == [1, 2]
+    assert actual == {
         "number": 2.5, "text": "word", "path": "a/b", "set": [1, 2], "bytes": b"\x00\xff", "scalar": torch.tensor(4),
     }  # fmt: skip
 
@@ -95,7 +96,7 @@ def test_files_of_two_checkpoints(tmp_path: Path) -> None:
     refused(source, zckpt.FormatError, "two checkpoints")
 
 
-def test_ranks_that_differ_in_what_is_kept_once(tmp_path: Path) -> None:
+def test_ranks_that_differ_in_the_learning_rate(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "source", 2)
     state = zero_state(1, 2)
     state["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] = 0.2
@@ -113,7 +114,7 @@ def test_ranks_that_differ_in_what_is_kept_once(tmp_path: Path) -> None:
         ({"module": None}, "pipeline"),
     ],
 )
-def test_what_zckpt_has_no_place_for(tmp_path: Path, more: dict[str, Any], match: str) -> None:
+def test_states_that_zckpt_cannot_hold(tmp_path: Path, more: dict[str, Any], match: str) -> None:
     refused(make_folder(tmp_path / "source", **more), zckpt.UnsupportedError, match)
 
 
@@ -128,7 +129,7 @@ def test_what_zckpt_has_no_place_for(tmp_path: Path, more: dict[str, Any], match
         ({"global_steps": "three"}, zckpt.FormatError),
     ],
 )
-def test_a_model_state_that_is_none(tmp_path: Path, more: dict[str, Any], error: type[Exception]) -> None:
+def test_a_wrong_model_state(tmp_path: Path, more: dict[str, Any], error: type[Exception]) -> None:
     refused(make_folder(tmp_path / "source", **more), error)
 
 
@@ -175,15 +176,15 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         zckpt.convert(tmp_path / "new", tmp_path / "newer")
 
 
-def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
+def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="to='deepspeed'"):
         zckpt.convert(tmp_path, tmp_path / "new", stage=2)
     with pytest.raises(ValueError, match="to must be"):
         zckpt.convert(tmp_path, tmp_path / "new", to="dcp")  # type: ignore[arg-type]
 
 
-def test_a_destination_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that fails leaves nothing, and no half of a checkpoint."""
+def test_a_destination_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write fails, and leaves nothing."""
     import resource
 
     source = make_folder(tmp_path / "source", module={"weight": torch.ones(4, 2), "mean": torch.zeros(1 << 20)})
@@ -204,7 +205,8 @@ def archive(path: Path, raw: bytes, **records: bytes) -> Path:
 
 
 class Storage:
-    """Pickled as torch does it: by what ``persistent_id`` returns."""
+    """Stands for a storage of torch. It is pickled as torch does it: ``persistent_id`` returns what is pickled
+    instead."""
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
@@ -230,7 +232,7 @@ class StoragePickler(pickle.Pickler):
 )
 def test_a_tensor_beyond_its_storage(tmp_path: Path, numel: int, offset: int, size: Any, stride: Any) -> None:
     raw = io.BytesIO()
-    rebuild = torch._utils._rebuild_tensor_v2  # type: ignore[attr-defined]
+    rebuild = torch._utils._rebuild_tensor_v2
     StoragePickler(raw, 2).dump(Runs(rebuild, Storage(numel), offset, size, stride, False, {}))
     path = archive(tmp_path / "file.pt", raw.getvalue(), _0=bytes(32))
     with pytest.raises(zckpt.FormatError):
@@ -241,13 +243,13 @@ def test_a_tensor_beyond_its_storage(tmp_path: Path, numel: int, offset: int, si
     "raw",
     [
         b"\x80\x02r\xff\xff\xff\x7f.",  # a memo of 2**31 entries
-        b"\x80\x02]q\x00h\x00a.",  # a list in itself
+        b"\x80\x02]q\x00h\x00a.",  # a list that contains itself
         b"\x80\x02\x8a\xff",  # a number that is cut off
-        b"\x80\x02X\xff\xff\xff\x7f.",  # text that is not there
-        b"\x80\x02}q\x00(K\x01h\x00u.",  # a dict in itself
+        b"\x80\x02X\xff\xff\xff\x7f.",  # a text whose bytes are missing
+        b"\x80\x02}q\x00(K\x01h\x00u.",  # a dict that contains itself
         b"\x80\x09.",
         b"",
-        b"\x80\x02ctorch\nSize\n}b.",  # the state of a class
+        b"\x80\x02ctorch\nSize\n}b.",  # a state that is set on a class
     ],
 )
 def test_a_pickle_of_nonsense(tmp_path: Path, raw: bytes) -> None:

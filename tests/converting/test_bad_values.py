@@ -1,4 +1,4 @@
-"""Folders whose files can be read, and in which one value is not what DeepSpeed puts there."""
+"""zckpt.convert on folders whose files can be read, but in which one value is not what DeepSpeed writes there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = kinds()
 
 
 def entries(tree: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to each value in nested containers."""
+    """Yields the way to each value in nested containers, as keys and indexes."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
     for key, value in items:
         yield (*way, key)
@@ -38,7 +38,8 @@ def entries(tree: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(tree: Any, way: tuple[Any, ...], value: Any) -> Any:
-    """A copy of ``tree`` with another value there, or without it."""
+    """Returns a copy of ``tree`` in which ``value`` is at the end of ``way``. If ``value`` is GONE, the entry is
+    missing there."""
     if not way:
         return value
     key, *rest = way
@@ -56,14 +57,13 @@ def cases(kind: str) -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def check(folder: Path, source: Path, **options: Any) -> bool:
-    """Whether it is converted. If not, it is a clear error that names the file, and nothing is left."""
-    destination = folder / "converted"
+    """Returns whether the folder can be converted. If not, the error has to be clear and to name the file, and nothing
+    may be left."""
+    destination, refused = folder / "converted", None
     try:
         converted = zckpt.convert(source, destination, **options)
     except zckpt.ZckptError as error:
         refused = error
-    else:
-        refused = None
     if refused is not None:
         assert not isinstance(refused, StorageError)
         assert not isinstance(refused, FormatError) or str(refused.file).startswith(str(source)), refused
@@ -77,7 +77,7 @@ def check(folder: Path, source: Path, **options: Any) -> bool:
 
 @pytest.mark.parametrize("share", [61, pytest.param(5, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_value_may_be_another(tmp_path: Path, kind: str, share: int) -> None:
+def test_any_value_may_be_wrong(tmp_path: Path, kind: str, share: int) -> None:
     source = tmp_path / "source"
     for file, tree in KINDS[kind].items():
         (source / file).parent.mkdir(parents=True, exist_ok=True)
@@ -96,10 +96,9 @@ def test_any_value_may_be_another(tmp_path: Path, kind: str, share: int) -> None
 
 
 @pytest.mark.parametrize("share", [41, pytest.param(3, marks=pytest.mark.matrix)])
-def test_of_a_hugging_face_model(tmp_path: Path, share: int) -> None:
+def test_any_value_of_a_hugging_face_model_may_be_wrong(tmp_path: Path, share: int) -> None:
     source = tmp_path / "model"
-    sizes = {"vocab_size": 8, "n_positions": 4, "n_embd": 4, "n_layer": 1, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=2))
     model.save_pretrained(source)
     (source / "model.safetensors").unlink()
     weights, config = model.state_dict(), json.loads((source / "config.json").read_text())
@@ -107,10 +106,10 @@ def test_of_a_hugging_face_model(tmp_path: Path, share: int) -> None:
     assert check(tmp_path, source)
     plain = [other for other in OTHERS if isinstance(other, (type(None), bool, int, float, str, list, dict))]
     for key, other in [(key, other) for key in config for other in [*plain, GONE]][::share]:
-        large = type(other) is int and other > 7  # a model of that size takes long to refuse
+        large = type(other) is int and other > 7  # a model of that size would take long to refuse
         (source / "config.json").write_text(json.dumps(changed(config, (key,), 9 if large else other)))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # transformers warns of what it makes of some
+            warnings.simplefilter("ignore")  # transformers warns about some of the values
             check(tmp_path, source)
     (source / "config.json").write_text(json.dumps(config))
     for way, other in [(way, other) for way in [(), *((name,) for name in weights)] for other in OTHERS][::share]:
@@ -120,7 +119,7 @@ def test_of_a_hugging_face_model(tmp_path: Path, share: int) -> None:
 
 @pytest.mark.parametrize("share", [97, pytest.param(5, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_of_a_checkpoint_that_becomes_a_folder(tmp_path: Path, stage: int, share: int) -> None:
+def test_any_value_of_a_checkpoint_that_becomes_a_folder_may_be_wrong(tmp_path: Path, stage: int, share: int) -> None:
     names = ["a", "b"]
     state = {
         "counters": {"global_steps": 5, "global_samples": 40, "micro_steps": 5, "skipped_steps": 0},
@@ -141,7 +140,7 @@ def test_of_a_checkpoint_that_becomes_a_folder(tmp_path: Path, stage: int, share
         "scheduler": {"class": "WarmupLR", "state": {"last_batch_iteration": 3}},
     }  # fmt: skip
     path = tmp_path / "run" / "here"
-    kept = [one for one in OTHERS if not isinstance(one, torch.Size)]
+    kept = [value for value in OTHERS if not isinstance(value, torch.Size)]
     write_state(path, 2, {"a": (3, 5), "b": (7,)}, engine_state=state)
     assert check(tmp_path, path, to="deepspeed")
     for way, other in [(way, other) for way in entries(state) for other in kept][::share]:

@@ -1,5 +1,5 @@
-"""There and back: DeepSpeed to zckpt to DeepSpeed, and zckpt to DeepSpeed to zckpt. What comes out trains on, bit for
-bit, as the run that never stopped."""
+"""Conversions from DeepSpeed to zckpt and back, and from zckpt to DeepSpeed and back. A run that resumes from the
+result trains on, bit for bit, as a run that never stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SHAPE: dict[str, Any] = {"model": "gpt2", "groups": True, "scheduler": True}
 MODES: dict[str, dict[str, Any]] = {
     f"{stage}-{dtype}{'-cpu' if offload else ''}": {
-        **SHAPE, "stage": stage, "dtype": dtype, "frozen": stage > 0,  # without ZeRO, names are found by shapes
+        **SHAPE, "stage": stage, "dtype": dtype, "frozen": stage > 0,  # at stage 0, convert finds the names by shapes
         **({"offload_optimizer": CPU} if offload else {}), **({"offload_param": CPU} if offload and stage == 3 else {}),
     }
     for stage, dtype, offload in itertools.product(range(4), ("fp32", "bf16", "fp16"), (False, True))
@@ -45,10 +45,10 @@ def save_and_go_on(folder: str, setup: dict[str, Any], swap: str) -> dict[str, A
 
 
 def go_on(engine: Any) -> dict[str, Any]:
-    torch.manual_seed(engine.global_rank)  # which no folder of DeepSpeed's has
-    found = {"losses": train(engine, AFTER, BEFORE), **everything(engine)}
-    found["settings"].pop("micro_steps")  # neither does it have these
-    return found
+    torch.manual_seed(engine.global_rank)  # because DeepSpeed's folders have no random states
+    results = {"losses": train(engine, AFTER, BEFORE), **everything(engine)}
+    results["settings"].pop("micro_steps")  # DeepSpeed's folders lack this counter too
+    return results
 
 
 def load(folder: str, setup: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_there_and_back(cluster: Cluster, tmp_path: Path, mode: str) -> None:
     converted = zckpt.convert(tmp_path / "stock", tmp_path / "converted")
     missing = zckpt.convert(converted.path, tmp_path / "there and back", to="deepspeed").missing
     on_nvme = setup.get("offload_optimizer") == NVME
-    assert on_nvme == any("offload to NVMe" in one for one in missing)
+    assert on_nvme == any("offload to NVMe" in line for line in missing)
     # Stock DeepSpeed does not resume engines that offload to NVMe.
     there = {**setup, "offload_optimizer": CPU} if on_nvme else setup
     assert_same(through, cluster.run(load, 2, str(tmp_path / "there and back"), there))
@@ -88,12 +88,12 @@ def test_there_and_back(cluster: Cluster, tmp_path: Path, mode: str) -> None:
 
 
 def assert_same(through: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
-    """On each rank, all that the engine holds."""
-    for one, other in zip(through, resumed, strict=True):
-        assert one.keys() == other.keys()
-        assert not [key for key in one if one[key] != other[key]]
+    """Checks on each rank that both engines hold the same."""
+    for expected, actual in zip(through, resumed, strict=True):
+        assert expected.keys() == actual.keys()
+        assert not [key for key in expected if expected[key] != actual[key]]
 
 
 def setup_of(path: Path | str) -> Any:
-    """The settings on which DeepSpeed's files depend."""
+    """Returns the settings on which DeepSpeed's files depend."""
     return zckpt.open(path).state["engine"]["deepspeed"]

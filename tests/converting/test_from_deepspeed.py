@@ -1,5 +1,5 @@
-"""Folders that DeepSpeed itself has saved: what becomes of them is what zckpt would have written, and a run resumes
-from it as if it had never stopped."""
+"""zckpt.convert turns a folder that DeepSpeed itself has saved into what zckpt would have written. A run resumes from
+it as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -61,28 +61,29 @@ def test_a_conversion_is_what_zckpt_would_have_written(cluster: Cluster, tmp_pat
     through = cluster.run(converting.save_both, 2, str(tmp_path), setup, swaps[0])
     converted = zckpt.convert(tmp_path / "stock", tmp_path / "converted")
     assert zckpt.validate(converted.path, level="deep").ok
-    same_checkpoints(zckpt.open(tmp_path / "own"), zckpt.open(converted.path))
+    assert_same_checkpoints(zckpt.open(tmp_path / "own"), zckpt.open(converted.path))
 
     resumed = cluster.run(converting.restore, 2, converted.path, setup, swaps[1])
-    for rank, (one, other) in enumerate(zip(through, resumed, strict=True)):
-        assert one["losses"] == other["losses"]
+    for rank, (expected, actual) in enumerate(zip(through, resumed, strict=True)):
+        assert expected["losses"] == actual["losses"]
         for when in ("before", "after"):
-            same_state(*(without_buffers(run[when], setup, rank) for run in (one, other)))
-        assert other["client"]["note"] == "made by a test"
-        assert torch.equal(other["client"]["where"], torch.arange(3))
+            assert_same_state(*(without_buffers(run[when], setup, rank) for run in (expected, actual)))
+        assert actual["client"]["note"] == "made by a test"
+        assert torch.equal(actual["client"]["where"], torch.arange(3))
 
 
 @pytest.mark.parametrize("mode", ["0-fp16-torch", "2-fp32", "3-fp32"])
 @pytest.mark.matrix
 def test_a_run_resumes_as_from_the_folder_itself(cluster: Cluster, tmp_path: Path, mode: str) -> None:
-    """With an optimizer that keeps nothing which DeepSpeed does not save: its own resume is no better."""
+    """The optimizer keeps nothing that DeepSpeed does not save. So DeepSpeed's own resume from the folder is as good as
+    zckpt's from the conversion."""
     cluster.run(converting.save_both, 2, str(tmp_path), MODES[mode])
     converted = zckpt.convert(tmp_path / "stock", tmp_path / "converted")
     stock = cluster.run(converting.load_stock, 2, str(tmp_path / "stock"), MODES[mode])
     resumed = cluster.run(converting.restore, 2, converted.path, MODES[mode])
-    for one, other in zip(stock, resumed, strict=True):
-        assert one["losses"] == other["losses"]
-        same_state(one["after"], other["after"])
+    for expected, actual in zip(stock, resumed, strict=True):
+        assert expected["losses"] == actual["losses"]
+        assert_same_state(expected["after"], actual["after"])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,8 @@ def test_a_run_resumes_as_from_the_folder_itself(cluster: Cluster, tmp_path: Pat
     ],
 )
 def test_universal_checkpoints(cluster: Cluster, tmp_path: Path, mode: str) -> None:
-    """What DeepSpeed's own converter makes of a folder: for this one, it has everything that the folder had."""
+    """DeepSpeed's own converter makes a Universal Checkpoint of a folder. In these modes, it has everything that the
+    folder had."""
     through = cluster.run(converting.save_both, 2, str(tmp_path), MODES[mode])
     cluster.run(
         converting.make_universal, 1, str(tmp_path / "stock" / converting.TAG), str(tmp_path / "all" / "at"), init=False
@@ -102,25 +104,25 @@ def test_universal_checkpoints(cluster: Cluster, tmp_path: Path, mode: str) -> N
     converted = zckpt.convert(tmp_path / "all", tmp_path / "converted")
     assert converted.found_format.startswith("Universal Checkpoint")
     assert zckpt.validate(converted.path, level="deep").ok
-    same_checkpoints(zckpt.open(tmp_path / "own"), zckpt.open(converted.path))
+    assert_same_checkpoints(zckpt.open(tmp_path / "own"), zckpt.open(converted.path))
     resumed = cluster.run(converting.restore, 2, converted.path, MODES[mode])
-    for one, other in zip(through, resumed, strict=True):
-        assert one["losses"] == other["losses"]
-        same_state(one["after"], other["after"])
+    for expected, actual in zip(through, resumed, strict=True):
+        assert expected["losses"] == actual["losses"]
+        assert_same_state(expected["after"], actual["after"])
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.matrix)])
-def test_memory_is_the_budgets(tmp_path: Path, stage: int) -> None:
-    """However large the tensors are, as the operating system counts."""
+def test_memory_is_bounded_by_the_budget(tmp_path: Path, stage: int) -> None:
+    """The operating system counts the memory. The need for it does not depend on the size of the tensors."""
     budget = zckpt.Budget(nbytes=8 << 20)
     for name, numel in (("small", 8), ("large", 16 << 20)):
-        weights = {"module": {"weight": torch.zeros(numel, dtype=torch.float16)}, "buffer_names": []}
+        weights: dict[str, Any] = {"module": {"weight": torch.zeros(numel, dtype=torch.float16)}, "buffer_names": []}
         inner, masters = deepspeed_folders.adam(length=numel), [torch.zeros(numel)]
         folder = tmp_path / name
         folder.mkdir()
         if stage:
             model = deepspeed_folders.model_state(**weights, param_shapes=[{"weight": torch.Size([numel])}])
-            zero = {"base_optimizer_state": inner, "single_partition_of_fp32_groups": masters}
+            zero: dict[str, Any] = {"base_optimizer_state": inner, "single_partition_of_fp32_groups": masters}
             torch.save(deepspeed_folders.zero_state(**zero), folder / deepspeed_folders.OPTIMIZER)
         else:
             flat = {"optimizer_state_dict": inner, "fp32_groups_flat": masters, "cur_scale": 1.0}
@@ -134,51 +136,54 @@ def test_memory_is_the_budgets(tmp_path: Path, stage: int) -> None:
 
 
 def without_buffers(state: tuple[Any, ...], setup: dict[str, Any], rank: int) -> tuple[Any, ...]:
-    """Up to stage 2, DeepSpeed saves those of rank 0 alone."""
+    """Returns the state without its buffers on ranks other than 0. Up to stage 2, DeepSpeed saves only the buffers of
+    rank 0."""
     if rank == 0 or setup.get("stage", 3) == 3:
         return state
     return {key: value for key, value in state[0].items() if not key[0].startswith("buffer/")}, *state[1:]
 
 
-def same_state(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    if all(isinstance(value, str) for value in one[0].values()):  # fingerprints, of what is in files
-        assert one[0] == other[0]
+def assert_same_state(expected: tuple[Any, ...], actual: tuple[Any, ...]) -> None:
+    # Fingerprints stand for tensors that are in files.
+    if all(isinstance(value, str) for value in expected[0].values()):
+        assert expected[0] == actual[0]
     else:
-        assert_same(one[0], other[0])
-    assert_same(one[1], other[1])
-    assert one[2] == other[2]
+        assert_same(expected[0], actual[0])
+    assert_same(expected[1], actual[1])
+    assert expected[2] == actual[2]
 
 
-def same_checkpoints(own: zckpt.Checkpoint, converted: zckpt.Checkpoint) -> None:
-    """Equal in all but what the folder has not: random generators, and a few settings."""
-    facts = [{key: (info.shape, info.dtype, info.part) for key, info in one.items()} for one in (own, converted)]
+def assert_same_checkpoints(written: zckpt.Checkpoint, converted: zckpt.Checkpoint) -> None:
+    """Checks that the checkpoints are equal, except for what DeepSpeed's folder lacks: random states, and a few
+    settings."""
+    facts = [{key: (info.shape, info.dtype, info.part) for key, info in ck.items()} for ck in (written, converted)]
     assert facts[0] == facts[1]
-    assert (own.step, own.world_size, own.parts) == (converted.step, converted.world_size, converted.parts)
-    assert own.aliases == converted.aliases
-    one, other = own.load(), converted.load()
-    for key in one:
-        if key.startswith("buffer/") or one[key].numel():
-            assert one[key].dtype == other[key].dtype, key
-            assert torch.equal(bits(one[key]), bits(other[key])), key
-    states = [plain(ck.state) for ck in (own, converted)]
+    assert (written.step, written.world_size, written.parts) == (converted.step, converted.world_size, converted.parts)
+    assert written.aliases == converted.aliases
+    own_tensors, converted_tensors = written.load(), converted.load()
+    for key in own_tensors:
+        if key.startswith("buffer/") or own_tensors[key].numel():
+            assert own_tensors[key].dtype == converted_tensors[key].dtype, key
+            assert torch.equal(bits(own_tensors[key]), bits(converted_tensors[key])), key
+    states = [plain(ck.state) for ck in (written, converted)]
     scalers = []
     for state in states:
         del state["engine"]["counters"]["micro_steps"]
         scalers.append(state["engine"].pop("scaler"))
     scales = [None if scaler is None else scaler["values"]["cur_scale"] for scaler in scalers]
     assert scales[0] == scales[1]
-    if states[1]["engine"]["optimizer"]["class"] is None:  # one of the caller's own
+    if states[1]["engine"]["optimizer"]["class"] is None:  # the caller made the optimizer
         assert states[0]["engine"]["optimizer"].pop("class") == "Factored"
         del states[1]["engine"]["optimizer"]["class"]
     assert states[0] == states[1]
-    assert files(own) == files(converted)
+    assert files(written) == files(converted)
 
 
 def files(checkpoint: zckpt.Checkpoint) -> set[tuple[str, int, int]]:
-    """Part, tier and rank of each."""
-    parts = [one.name for one in checkpoint.manifest.parts]
-    found = {(parts[file.part], file.tier, file.rank) for file in checkpoint.manifest.files}
-    return {one for one in found if one[0] not in ("state", "buffer")}
+    """Returns part, tier and rank of each data file, except for those of trees and buffers."""
+    parts = [part.name for part in checkpoint.manifest.parts]
+    places = {(parts[file.part_id], file.tier, file.rank) for file in checkpoint.manifest.files}
+    return {file for file in places if file[0] not in ("state", "buffer")}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,7 +191,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain(value: Any) -> Any:
-    """A tree that can be compared."""
+    """Returns the tree in a form that can be compared."""
     if isinstance(value, torch.Tensor):
         return ("tensor", str(value.dtype), value.tolist())
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The folder of a Hugging Face model becomes a checkpoint of weights, which a run begins with."""
+"""zckpt.convert turns the folder of a Hugging Face model into a checkpoint of weights, from which a run can begin."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from tests.support.cluster import Cluster
 
 
-def made(folder: Path, **options: Any) -> GPT2LMHeadModel:
-    """A model like that of ``make_engine(model="gpt2")``, saved."""
+def save_model(folder: Path, **options: Any) -> GPT2LMHeadModel:
+    """Makes a model like that of ``make_engine(model="gpt2")``, and saves it."""
     torch.manual_seed(5)
-    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
     model.save_pretrained(folder, **options)
     return model
 
@@ -33,54 +32,54 @@ def made(folder: Path, **options: Any) -> GPT2LMHeadModel:
 def begin(path: str, stage: int) -> dict[str, torch.Tensor]:
     engine = make_engine(stage, model="gpt2", frozen=True, seed=1)
     zckpt.restore(engine, path, parts=zckpt.open(path).parts)
-    found = weights(engine)
+    actual = weights(engine)
     train(engine, 1)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}])
-def test_the_same_weights(tmp_path: Path, options: dict[str, Any]) -> None:
-    model = made(tmp_path / "model", **options)
+def test_the_checkpoint_has_the_same_weights(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = save_model(tmp_path / "model", **options)
     assert (len(list((tmp_path / "model").glob("*.safetensors"))) > 1) == bool(options)
     converted = zckpt.convert(tmp_path / "model", tmp_path / "new")
     assert converted.found_format == "Hugging Face model"
     assert zckpt.validate(converted.path).ok
-    found = zckpt.open(converted.path).state_dict()
-    assert found.keys() == model.state_dict().keys()
+    actual = zckpt.open(converted.path).state_dict()
+    assert actual.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
-        assert torch.equal(found[name], tensor)
+        assert torch.equal(actual[name], tensor)
 
 
 def test_weights_in_a_pickle(tmp_path: Path) -> None:
-    model = made(tmp_path / "model")
+    model = save_model(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
-    found = zckpt.open(zckpt.convert(tmp_path / "model", tmp_path / "new").path).state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    actual = zckpt.open(zckpt.convert(tmp_path / "model", tmp_path / "new").path).state_dict()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_run_begins_with_them(cluster: Cluster, tmp_path: Path) -> None:
-    model = made(tmp_path / "model")
+def test_a_run_begins_with_the_weights(cluster: Cluster, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
     converted = zckpt.convert(tmp_path / "model", tmp_path / "new")
-    for found in cluster.run(begin, 2, converted.path, 3):
-        assert all(torch.equal(found[name], p.bfloat16()) for name, p in model.named_parameters())
+    for actual in cluster.run(begin, 2, converted.path, 3):
+        assert all(torch.equal(actual[name], p.bfloat16()) for name, p in model.named_parameters())
 
 
-def test_there_is_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made(tmp_path / "model")
+def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path / "model")
     monkeypatch.setattr(LocalStore, "free_bytes", lambda store: 1000)
     with pytest.raises(zckpt.NoSpaceError, match="bytes are needed, and 1,000 are free"):
         zckpt.convert(tmp_path / "model", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_damage(tmp_path: Path) -> None:
-    made(tmp_path / "model")
+def test_damaged_folders_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     os.truncate(file, file.stat().st_size - 1)
     with pytest.raises(zckpt.FormatError, match="cut off"):
         zckpt.convert(tmp_path / "model", tmp_path / "new")
-    made(tmp_path / "model")
+    save_model(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"n_layer": 3}))
     with pytest.raises(zckpt.UnsupportedError, match="not those of the model"):

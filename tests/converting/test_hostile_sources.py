@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 MODEL_STATES = "mp_rank_00_model_states.pt"
 
 
-def doubled(value: Any, times: int, kind: Callable[[Any], Any] = list) -> Any:
+def nested_twice(value: Any, times: int, kind: Callable[[Any], Any] = list) -> Any:
     for _ in range(times):
         value = kind((value, value))
     return value
 
 
-def in_itself() -> list[Any]:
+def list_that_contains_itself() -> list[Any]:
     value: list[Any] = []
     value.append(value)
     return value
@@ -42,44 +42,44 @@ MANY = list(range(1000))
 @pytest.mark.parametrize(
     "value",
     [
-        doubled(0, 40),
-        doubled([0], 40),
-        doubled((0,), 40, tuple),
-        doubled({0: 0}, 40, lambda pair: {0: pair[0], 1: pair[1]}),
-        in_itself(),
+        nested_twice(0, 40),
+        nested_twice([0], 40),
+        nested_twice((0,), 40, tuple),
+        nested_twice({0: 0}, 40, lambda pair: {0: pair[0], 1: pair[1]}),
+        list_that_contains_itself(),
         [MANY] * 10_000,
         [Runs(list, LONG)] + [Runs(list, LONG) for _ in range(100)],
     ],
 )
-def test_a_list_in_many_places(tmp_path: Path, value: object) -> None:
+def test_values_that_contain_the_same_value_too_often(tmp_path: Path, value: object) -> None:
     refused(make_folder(tmp_path / "source", extra=value), zckpt.FormatError, "in so many places")
 
 
 def test_a_tuple_that_would_be_hashed_without_end(tmp_path: Path) -> None:
-    """The pickle is of a dict with the key 0. That the key is the tuple is put into its bytes."""
-    key = b"K\x00\x85" + b"2\x86" * 60  # (0,), and 60 times: twice the same, of which a tuple is made
+    """The bytes of the pickle are those of a dict whose key is the nested tuple. Its hash would take 2^60 steps."""
+    key = b"K\x00\x85" + b"2\x86" * 60  # (0,), and then 60 times a tuple that has the last tuple twice
     source = make_folder(tmp_path / "source")
     rezip(source, "data.pkl", lambda _: b"\x80\x02}" + key + b"K\x01s.")
     refused(source, zckpt.FormatError, "in so many places")
 
 
-def test_what_is_in_two_places_is_kept(tmp_path: Path) -> None:
+def test_a_value_in_two_places_is_converted(tmp_path: Path) -> None:
     import numpy as np
 
     array, numbers = np.arange(3), [1, 2, 3]
     shared = (array, numbers)
     source = make_folder(tmp_path / "source", one=shared, other=shared, grid=torch.zeros(2, 1).expand(2, 3))
-    found = zckpt.open(zckpt.convert(source, tmp_path / "converted").path).state["client_state"]
-    assert found["grid"].tolist() == [[0.0] * 3] * 2
+    actual = zckpt.open(zckpt.convert(source, tmp_path / "converted").path).state["client_state"]
+    assert actual["grid"].tolist() == [[0.0] * 3] * 2
     for name in ("one", "other"):
-        assert found[name][0].tolist() == [0, 1, 2]
-        assert found[name][1] == numbers
+        assert actual[name][0].tolist() == [0, 1, 2]
+        assert actual[name][1] == numbers
 
 
 @pytest.mark.parametrize("name", ["module", "extra"])
 def test_a_tensor_of_far_more_elements_than_are_stored(tmp_path: Path, name: str) -> None:
     large = torch.zeros(1).expand(10**14)
-    value = {"weight": large} if name == "module" else [large]
+    value: Any = {"weight": large} if name == "module" else [large]
     refused(make_folder(tmp_path / "source", **{name: value}), zckpt.FormatError, "more elements than are stored")
 
 
@@ -95,22 +95,22 @@ def test_copies_of_tensors_are_bounded_together(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("ranks", [0, (1 << 20) + 1, 10**9])
-def test_a_number_of_ranks_that_no_run_has(tmp_path: Path, ranks: int) -> None:
+def test_an_impossible_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     source = make_folder(tmp_path / "source", dp_world_size=ranks)
     for file in source.glob("*optim_states.pt"):
-        file.unlink()  # so that it is of stage 0
+        file.unlink()  # so that the stage is 0
     refused(source, zckpt.FormatError, f"the run had {ranks} ranks")
 
 
 def rezip(source: Path, changed: str, change: Callable[[bytes], bytes], method: int = zipfile.ZIP_STORED) -> None:
-    """Changes a record of the model states."""
+    """Changes a record in the file of the model states."""
     path = source / MODEL_STATES
     with zipfile.ZipFile(path) as archive:
         records = {info.filename: archive.read(info) for info in archive.infolist()}
     with zipfile.ZipFile(path, "w") as archive:
         for name, raw in records.items():
-            own = name.endswith(changed)
-            archive.writestr(name, change(raw) if own else raw, method if own else zipfile.ZIP_STORED)
+            is_changed = name.endswith(changed)
+            archive.writestr(name, change(raw) if is_changed else raw, method if is_changed else zipfile.ZIP_STORED)
 
 
 @pytest.mark.parametrize("name", ["byteorder", "data.pkl"])
@@ -177,7 +177,7 @@ def test_a_universal_checkpoint_whose_names_lead_elsewhere(tmp_path: Path) -> No
         {"shared_params": [1]},
     ],
 )
-def test_values_that_cannot_be(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_impossible_values(tmp_path: Path, more: dict[str, Any]) -> None:
     source = make_folder(tmp_path / "source", **more)
     try:
         zckpt.convert(source, tmp_path / "converted")
@@ -187,14 +187,14 @@ def test_values_that_cannot_be(tmp_path: Path, more: dict[str, Any]) -> None:
     assert zckpt.validate(tmp_path / "converted").ok
 
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1,
     "vocab_size": 10, "n_positions": 4,
 }  # fmt: skip
 
 
 def hugging_face(folder: Path, header: dict[str, Any], config: object = None) -> Path:
-    """A model with one file of 1,000 bytes, whose header is this one."""
+    """Makes the folder of a model. Its file has this header, and 1,000 bytes after it."""
     folder.mkdir()
     if config is not None:
         (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
@@ -236,19 +236,19 @@ def test_a_configuration_of_no_model(tmp_path: Path, config: object, error: type
         [],
     ],
 )
-def test_a_header_that_cannot_be(tmp_path: Path, entry: object) -> None:
+def test_an_impossible_header(tmp_path: Path, entry: object) -> None:
     source = hugging_face(tmp_path / "source", {"transformer.wte.weight": entry}, CONFIG)
     refused(source, zckpt.FormatError)
 
 
-def test_a_header_of_deep_json(tmp_path: Path) -> None:
+def test_a_header_of_deeply_nested_json(tmp_path: Path) -> None:
     source = hugging_face(tmp_path / "source", {}, CONFIG)
     (source / "model.safetensors").write_bytes(len(DEEP).to_bytes(8, "little") + DEEP.encode())
     refused(source, zckpt.FormatError)
 
 
 def spoiled(raw: bytes, random: random.Random) -> bytes:
-    """Some bits are flipped, bytes replaced or taken out, or the end is cut off."""
+    """Returns the bytes with some bits flipped, with some bytes replaced, removed or added, or cut off."""
     changed = bytearray(raw)
     for _ in range(random.choice((1, 1, 3, 20))):
         if not changed:
@@ -269,7 +269,7 @@ def spoiled(raw: bytes, random: random.Random) -> bytes:
 
 
 def attempt(source: Path, destination: Path) -> bool:
-    """Whether a source that was spoiled can be converted. If it cannot, nothing may be left."""
+    """Returns whether a spoiled source can be converted. If it cannot, nothing may be left."""
     try:
         zckpt.convert(source, destination, overwrite=True)
     except zckpt.ZckptError:
@@ -284,7 +284,7 @@ def attempt(source: Path, destination: Path) -> bool:
 @pytest.mark.parametrize("cases", [15, pytest.param(400, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("kind", ["deepspeed", "hugging face"])
 def test_spoiled_sources(tmp_path: Path, kind: str, cases: int) -> None:
-    """Whatever the bytes are: the result is whole and valid, or there is a ZckptError and nothing is left."""
+    """Either the result is complete and valid, or there is a ZckptError and nothing is left."""
     chance = random.Random(cases)
     source = tmp_path / "source"
     if kind == "deepspeed":
@@ -295,12 +295,12 @@ def test_spoiled_sources(tmp_path: Path, kind: str, cases: int) -> None:
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
         model.save_pretrained(source)
         files = [source / "model.safetensors", source / "config.json"]
-    found = set()
+    outcomes = set()
     for _ in range(cases):
         path = chance.choice(files)
         sound = path.read_bytes()
         path.write_bytes(spoiled(sound, chance))
-        found.add(attempt(source, tmp_path / "converted"))
+        outcomes.add(attempt(source, tmp_path / "converted"))
         path.write_bytes(sound)
     assert attempt(source, tmp_path / "converted")
-    assert found == {False, True}, "some bytes matter, and some do not"
+    assert outcomes == {False, True}, "some bytes matter, and some do not"

@@ -1,4 +1,5 @@
-"""Folders in DeepSpeed's own format, made from checkpoints: stock ``engine.load_checkpoint`` resumes from them."""
+"""zckpt.convert makes folders in DeepSpeed's own format from checkpoints. Stock ``engine.load_checkpoint`` resumes from
+them."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from tests.support.models import OPTIMIZERS, make_engine, make_model, train
 from tests.support.runs import AFTER, BEFORE, everything, settings
 from tests.support.states import write_state
 from zckpt.errors import CheckpointExistsError, FormatError, NoSpaceError, UnsupportedError
+from zckpt.storage.local_store import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -71,7 +73,8 @@ def marked(every: Iterable[tuple[Any, ...]], on_every_commit: Collection[tuple[A
 
 
 def go_on(engine: Any) -> dict[str, Any]:
-    """What the engine holds, then its next steps. No folder of DeepSpeed's has random states."""
+    """Returns what the engine holds, its next losses, and what it holds then. Sets the random states, because
+    DeepSpeed's folders have none."""
     before = held(engine)
     torch.manual_seed(engine.global_rank)
     losses = train(engine, AFTER, BEFORE)
@@ -79,7 +82,8 @@ def go_on(engine: Any) -> dict[str, Any]:
 
 
 def held(engine: Any) -> dict[str, Any]:
-    """DeepSpeed does not restore the counter of micro steps; where no gradients are accumulated, it says nothing."""
+    """Returns what the engine holds, without ``lr`` and the counter of micro steps. DeepSpeed does not restore this
+    counter, which means nothing if no gradients are accumulated."""
     about = {key: value for key, value in settings(engine).items() if key not in ("micro_steps", "lr")}
     return {**everything(engine), "settings": about}
 
@@ -110,10 +114,10 @@ def get_and_go_on(source: str, setup: dict[str, Any], *, stock: bool) -> dict[st
 
 
 def assert_goes_on_alike(through: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
-    for one, other in zip(through, resumed, strict=True):
-        assert one["before"] == other["before"]
-        assert one["losses"] == other["losses"]
-        assert one["after"] == other["after"]
+    for expected, actual in zip(through, resumed, strict=True):
+        assert expected["before"] == actual["before"]
+        assert expected["losses"] == actual["losses"]
+        assert expected["after"] == actual["after"]
 
 
 @pytest.mark.parametrize(
@@ -130,23 +134,24 @@ def test_stock_deepspeed_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, m
     missing = zckpt.convert(path, folder, to="deepspeed").missing
     assert any("random number generators" in line for line in missing)
     resumed = cluster.run(load_and_go_on, 2, folder, setup)
-    if setup["stage"] < 3 and shape == "odd":  # whose buffers differ: there is a place for rank 0's alone
+    if setup["stage"] < 3 and shape == "odd":  # the folder holds only the buffers of rank 0
         through, resumed = through[:1], resumed[:1]
         assert any("running_mean" in line for line in missing)
     assert_goes_on_alike(through, resumed)
-    for one in resumed:
-        assert one["client"]["note"] == [1, "two"]
-        assert torch.equal(one["client"]["where"], torch.arange(3))
+    for state in resumed:
+        assert state["client"]["note"] == [1, "two"]
+        assert torch.equal(state["client"]["where"], torch.arange(3))
 
 
 @pytest.mark.parametrize(("source", "ranks", "target", "new_ranks"), marked(RESHARDED, [RESHARDED[0], RESHARDED[2]]))
 def test_another_stage_and_world_size(
     cluster: Cluster, tmp_path: Path, source: str, ranks: int, target: str, new_ranks: int
 ) -> None:
-    """Stock DeepSpeed has and does, bit for bit, what an engine has and does that zckpt has restored."""
+    """The engine that stock DeepSpeed has resumed equals the one that zckpt has restored, and so do their next steps,
+    bit for bit."""
     shape = {"model": "gpt2", "frozen": True, "groups": True, "scheduler": True, "optimizer": "torch_adamw"}
     path, folder = str(tmp_path / "run" / "global_step3"), str(tmp_path / "deepspeed")
-    kept = ("sub_group_size", "round_robin_gradients", "parameter_alignment")  # those of the run are kept
+    kept = ("sub_group_size", "round_robin_gradients", "parameter_alignment")  # the conversion keeps these settings
     there = {**{key: value for key, value in MODES[target].items() if key in kept}, **MODES[source]}
     here = {**there, **MODES[target]}
     cluster.run(write_and_go_on, ranks, path, {**shape, **there})
@@ -165,8 +170,8 @@ LOSSY: dict[str, dict[str, Any]] = {
     "2-muon": {"stage": 2, "optimizer": "muon", "model": "gpt2", "groups": True},
     "2-muon-cpu": {"stage": 2, "optimizer": "muon", "model": "gpt2", "groups": True, **CPU},
 }
-"""Of these, DeepSpeed itself loses something: the products that its Adam in C++ keeps, and the dtype of the momentum of
-Muon."""
+"""Modes in which DeepSpeed itself loses something: the products that its Adam in C++ keeps, or the dtype of the
+momentum of Muon."""
 
 
 @pytest.mark.parametrize("mode", marked([(mode,) for mode in LOSSY], [("2-adam",)]))
@@ -181,10 +186,10 @@ def test_stock_deepspeed_goes_on_as_from_its_own_folder(cluster: Cluster, tmp_pa
 
 
 def make_with_frozen(seed: int = 0) -> Any:
-    """At stage 0 in fp32, with an optimizer that was given the frozen parameters too."""
+    """Makes an engine of stage 0 in fp32. Its optimizer was given the frozen parameters too."""
     torch.manual_seed(seed)
-    model = make_model("mlp")
-    frozen, trained = list(model.layers[0].parameters()), list(model.layers[2].parameters())  # type: ignore[union-attr]
+    model: Any = make_model("mlp")
+    frozen, trained = list(model.layers[0].parameters()), list(model.layers[2].parameters())
     for parameter in frozen:
         parameter.requires_grad_(False)
     groups = [{"params": [*frozen, trained[0]]}, {"params": [trained[1]], "lr": 2e-2}]
@@ -232,13 +237,13 @@ def test_the_client_state_of_each_rank(cluster: Cluster, tmp_path: Path, stage: 
     assert cluster.run(load_own, 2, str(tmp_path / "out"), stage) == told
     if stage == 3:
         converted = zckpt.convert(tmp_path / "stock", tmp_path / "converted").path
-        for number, source in enumerate([tmp_path / "run", converted]):
+        for number, source in enumerate([str(tmp_path / "run"), converted]):
             missing = zckpt.convert(source, tmp_path / f"on one {number}", to="deepspeed", world_size=1).missing
             assert "the client_state of ranks other than 0" in missing
 
 
 def write_run(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """A checkpoint as a run of ZeRO-3 in bf16 leaves it, without an engine. Returns its tensors by key."""
+    """Writes a checkpoint like that of a run with ZeRO-3 in bf16, without an engine. Returns its tensors by key."""
     moments = ["exp_avg", "exp_avg_sq"]
     state = {
         "counters": {"global_steps": 5, "global_samples": 40, "micro_steps": 5, "skipped_steps": 0},
@@ -254,10 +259,10 @@ def write_run(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch
     return write_state(path, 2, shapes, engine_state=state, client_state={"module": 1, "epoch": 2}).full
 
 
-def load(path: Path) -> dict[str, object]:
-    found: dict[str, object] = torch.load(path, weights_only=False)
-    assert [str(one) for one in torch.load(path, weights_only=False, mmap=True)] == [str(one) for one in found]
-    return found
+def load(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(path, weights_only=False)
+    assert [str(key) for key in torch.load(path, weights_only=False, mmap=True)] == [str(key) for key in content]
+    return content
 
 
 def test_the_files_are_those_of_torch(tmp_path: Path) -> None:
@@ -279,9 +284,9 @@ def test_the_files_are_those_of_torch(tmp_path: Path) -> None:
         assert len(zero["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]) == (6 if rank == 2 else 8)
 
 
-def test_memory_is_the_budgets(tmp_path: Path) -> None:
+def test_memory_is_bounded_by_the_budget(tmp_path: Path) -> None:
     path = tmp_path / "run" / "global_step5"
-    write_run(path, {"a": (24 << 20,)})  # 96 MiB, in each of three parts
+    write_run(path, {"a": (24 << 20,)})  # 96 MiB in each of three parts
     budget = zckpt.Budget(nbytes=16 << 20)
     small = tmp_path / "small" / "global_step5"
     write_run(small, {"a": (1000,)})
@@ -290,7 +295,7 @@ def test_memory_is_the_budgets(tmp_path: Path) -> None:
     assert grown < budget.nbytes + (8 << 20)
 
 
-def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     path, out = tmp_path / "run" / "global_step5", tmp_path / "not" / "yet"
     write_run(path, {"a": (300, 50)})
     data = next(path.glob("data-*/rank-00001/exp_avg_sq.safetensors"))
@@ -329,23 +334,33 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, name: str) -> None:
     assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
 
 
+def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run" / "global_step5", {"a": (300, 50)})
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda store: 1000)
+    with pytest.raises(NoSpaceError, match="bytes are needed, and 1,000 are free"):
+        zckpt.convert(tmp_path / "run", tmp_path / "out", to="deepspeed")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.linux
 @pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.matrix)])
-def test_a_killed_conversion_is_in_nobody_s_way(tmp_path: Path, every: int) -> None:
-    """Killed before any of its operations on the store: then ``latest`` names a whole folder, or there is none."""
+def test_after_a_killed_conversion_the_next_one_works(tmp_path: Path, every: int) -> None:
+    """Each conversion is killed before another one of its operations on the store. Afterwards ``latest`` names a
+    complete folder, or does not exist."""
     path, out = tmp_path / "run" / "global_step5", tmp_path / "out"
     write_run(path, {"a": (30, 50), "b": (7,)})
+    one_thread = zckpt.Budget(threads=1)  # so that each conversion has the same operations
     with faulty() as operations:
-        whole = zckpt.convert(path, tmp_path / "once", to="deepspeed").path
+        whole = zckpt.convert(path, tmp_path / "once", to="deepspeed", budget=one_thread).path
     expected = {file.name: file.read_bytes() for file in Path(whole).iterdir()}
     count = len(operations.done)
     assert count > 20
     finished = 0
-    for at in sorted({*range(0, count, every), *range(count - 4, count)}):  # those around the end in any case
+    for at in sorted({*range(0, count, every), *range(count - 4, count)}):  # the last four are always tried
 
         def convert(at: int = at) -> None:
             with faulty(Fault(kill, at)):
-                zckpt.convert(path, out, to="deepspeed", budget=zckpt.Budget(threads=1))
+                zckpt.convert(path, out, to="deepspeed", budget=one_thread)
 
         result_of(fork(convert))
         if (out / "latest").exists():
@@ -353,11 +368,12 @@ def test_a_killed_conversion_is_in_nobody_s_way(tmp_path: Path, every: int) -> N
             assert (out / "latest").read_text() == "global_step5"
         zckpt.convert(path, out, to="deepspeed", overwrite=True)
         assert {file.name: file.read_bytes() for file in (out / "global_step5").iterdir()} == expected
+        assert not list(out.glob("global_step5.*"))
         shutil.rmtree(out)
     assert finished < 4
 
 
-def test_what_came_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_a_file_that_somebody_else_has_written_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     path, out = tmp_path / "run" / "global_step5", tmp_path / "out"
     write_run(path, {"a": (3,)})
 
@@ -372,7 +388,10 @@ def test_what_came_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointExistsError, match="something else"):
         zckpt.convert(path, out, to="deepspeed", progress=Meanwhile())
-    assert [str(one.relative_to(out)) for one in sorted(out.rglob("*"))] == ["global_step5", "global_step5/thesis.txt"]
+    assert [str(entry.relative_to(out)) for entry in sorted(out.rglob("*"))] == [
+        "global_step5",
+        "global_step5/thesis.txt",
+    ]
 
 
 def test_places_and_sources_that_are_refused(tmp_path: Path) -> None:
@@ -389,7 +408,8 @@ def test_places_and_sources_that_are_refused(tmp_path: Path) -> None:
     for tag in ("..", "a/..", "", "latest", "a/b", "/tmp/a", "a\0b"):
         with pytest.raises(ValueError, match="tag"):
             zckpt.convert(path, tmp_path / "out", to="deepspeed", tag=tag)
-    for wrong in ({"stage": 4}, {"world_size": 0}):
+    refused: tuple[dict[str, Any], ...] = ({"stage": 4}, {"world_size": 0})
+    for wrong in refused:
         with pytest.raises(ValueError, match="must be"):
             zckpt.convert(path, tmp_path / "out", to="deepspeed", **wrong)
     write_state(tmp_path / "weights", 2, {"a": (3,)}, parts=["master"])

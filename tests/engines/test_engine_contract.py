@@ -1,4 +1,4 @@
-"""The contract that every engine's adapter keeps, on the reference engine and on DeepSpeed's in a few modes."""
+"""The reference engine and DeepSpeed's engine, in a few modes, keep the contract of engine adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TestReferenceEngineAlone(EngineContract):
-    """In this process."""
+    """Runs the tests of the contract in this process, as the only rank."""
 
     @classmethod
     def make(cls, seed: int) -> ReferenceEngine:

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a model's adapters."""
+"""Checkpoints of models with PEFT's adapters, and adapters that begin from a checkpoint of their base model."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_a_checkpoint_keeps_the_configuration_of_each_adapter(cluster: Cluster, 
     assert list(kept) == ["default", "second"]
     for name, folder in {"default": ".", "second": "second"}.items():
         saved = json.loads((tmp_path / "saved" / folder / "adapter_config.json").read_text())
-        saved["target_modules"].sort()  # a set, which has no order
+        saved["target_modules"].sort()  # PEFT writes a set, which has no order
         assert json.loads(kept[name]) == saved
     assert names.ADAPTERS not in zckpt.open(tmp_path / "none").state
 
 
 def _begin_from_the_base(directory: Path, stage: int) -> None:
-    """As docs/lora.md says it."""
+    """Loads the base weights from a checkpoint as docs/lora.md describes it."""
     import deepspeed
 
     from tests.support.lora import make_base, make_engine
@@ -48,7 +48,7 @@ def _begin_from_the_base(directory: Path, stage: int) -> None:
     base = make_base(seed=5).bfloat16()
     config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
     optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-    wanted = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
+    expected = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
     trained, *_ = deepspeed.initialize(model=base, model_parameters=base.parameters(), config=config | optimizer)
     zckpt.write(trained, directory / "base")
     engine = make_engine("plain", stage)
@@ -61,10 +61,10 @@ def _begin_from_the_base(directory: Path, stage: int) -> None:
             with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
                 checkpoint.load(key, out={key: parameter.data})
             loaded[base_name] = parameter
-    assert loaded.keys() == wanted.keys()
+    assert loaded.keys() == expected.keys()
     for name, parameter in loaded.items():
         with deepspeed.zero.GatheredParameters(parameter):
-            assert torch.equal(parameter, wanted[name])
+            assert torch.equal(parameter, expected[name])
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.matrix), 3])

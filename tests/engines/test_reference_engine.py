@@ -1,4 +1,4 @@
-"""The reference engine, beyond the contract of engines: in the background, at any number of ranks, on devices."""
+"""Tests of the reference engine beyond the contract of engines: background writes, numbers of ranks, and devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 import zckpt
 from tests.support import accelerator
-from tests.support.reference_engine import held
+from tests.support.reference_engine import tensors_of
 from tests.support.states import same_all
 from zckpt.engines import adapt, group_of
 from zckpt.state.inventory import BUFFER, MASTER
@@ -25,7 +25,7 @@ BEFORE, AFTER = 3, 2
 
 
 def whole(ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What is the same at every number of ranks, put together."""
+    """Returns the state that is the same at every number of ranks. The pieces of all ranks are joined."""
     return {
         key: torch.cat([rank[key] for rank in ranks]) if key.startswith(("master/", "exp_avg", "param/")) else first
         for key, first in ranks[0].items()
@@ -40,10 +40,10 @@ def device_of_rank(kind: str) -> str:
 def write_and_go_on(path: str, options: dict[str, Any], kind: str = "cpu") -> list[dict[str, torch.Tensor]]:
     engine = ReferenceEngine(device=device_of_rank(kind))
     engine.train(BEFORE)
-    states = [held(engine)]
+    states = [tensors_of(engine)]
     written = zckpt.write(engine, path, client_state={"epoch": 3}, **options)
     engine.train(AFTER)
-    states.append(held(engine))
+    states.append(tensors_of(engine))
     if isinstance(written, zckpt.PendingWrite):
         written.wait()
     return states
@@ -53,9 +53,9 @@ def restore_and_go_on(path: str, rng: bool, kind: str = "cpu") -> list[dict[str,
     engine = ReferenceEngine(device=device_of_rank(kind), seed=1)
     engine.train(1)
     assert zckpt.restore(engine, path, rng=rng) == {"epoch": 3}
-    states = [held(engine)]
+    states = [tensors_of(engine)]
     engine.train(AFTER)
-    return [*states, held(engine)]
+    return [*states, tensors_of(engine)]
 
 
 SNAPSHOTS: dict[str, dict[str, Any]] = {
@@ -71,14 +71,14 @@ def test_what_is_resumed_goes_on_as_what_never_stopped(cluster: Cluster, tmp_pat
     assert zckpt.validate(path).ok
     assert zckpt.open(path).parts == adapt(ReferenceEngine()).parts
     resumed = cluster.run(restore_and_go_on, 2, path, True)
-    for one, other in zip(through, resumed, strict=True):
-        assert all(map(same_all, one, other))
+    for uninterrupted, restored in zip(through, resumed, strict=True):
+        assert all(map(same_all, uninterrupted, restored))
     assert not same_all(through[0][0], through[0][1])
     assert not torch.equal(through[0][0]["buffer/running_mean"], through[1][0]["buffer/running_mean"])
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 5), (4, 1)])
-def test_it_goes_on_at_another_number_of_ranks(cluster: Cluster, tmp_path: Path, writers: int, readers: int) -> None:
+def test_a_run_goes_on_at_another_number_of_ranks(cluster: Cluster, tmp_path: Path, writers: int, readers: int) -> None:
     path = str(tmp_path / "c")
     through = cluster.run(write_and_go_on, writers, path, {})
     resumed = cluster.run(restore_and_go_on, readers, path, False)
@@ -96,7 +96,10 @@ def test_each_rank_has_a_device_of_its_own(cluster: Cluster, tmp_path: Path) -> 
         for when in (0, 1):
             assert same_all(whole([rank[when] for rank in through]), whole([rank[when] for rank in resumed]))
             if readers == 2:
-                assert all(same_all(one[when], other[when]) for one, other in zip(through, resumed, strict=True))
+                assert all(
+                    same_all(uninterrupted[when], restored[when])
+                    for uninterrupted, restored in zip(through, resumed, strict=True)
+                )
 
 
 def test_adapt_finds_the_reference_engine() -> None:
@@ -108,7 +111,7 @@ def test_adapt_finds_the_reference_engine() -> None:
     assert group_of({}) is None
 
 
-def test_what_keeps_no_values_is_not_restored(tmp_path: Path) -> None:
+def test_tensors_without_memory_are_not_restored(tmp_path: Path) -> None:
     path = zckpt.write(ReferenceEngine(), tmp_path / "c")
     engine = ReferenceEngine(seed=1)
     engine.tensors[BUFFER]["running_mean"] = torch.empty(63, device="meta")
@@ -118,6 +121,6 @@ def test_what_keeps_no_values_is_not_restored(tmp_path: Path) -> None:
     assert torch.equal(engine.tensors[MASTER]["bias"], before)
 
 
-def test_it_has_no_methods_to_attach_to() -> None:
+def test_the_reference_engine_cannot_be_attached() -> None:
     with pytest.raises(zckpt.UnsupportedError, match="has no save_checkpoint and load_checkpoint"):
         zckpt.attach(ReferenceEngine())

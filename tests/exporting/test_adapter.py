@@ -1,4 +1,5 @@
-"""Adapters: the folder that ``PeftModel.save_pretrained`` writes, of a checkpoint and of a live engine."""
+"""zckpt.export writes an adapter as the folder that ``PeftModel.save_pretrained`` writes, from a checkpoint and from a
+live engine."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.support.cluster import Cluster
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -39,8 +40,7 @@ def tied() -> Any:
 
 
 def gpt2() -> Any:
-    sizes = {"vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
-    return GPT2LMHeadModel(GPT2Config(**sizes))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1))
 
 
 def mixtral() -> Any:
@@ -78,12 +78,14 @@ def check_names(model: Any) -> None:
         expected = get_peft_model_state_dict(model, model.state_dict(keep_vars=True), adapter)
         plan = plan_adapter(sources, {**aliases, **more}, adapter, configs)
         (file,) = plan.files
-        found = {tensor.name: tensors[tensor.runs[0].source] for tensor in file.tensors.values() if tensor.runs}
-        assert found.keys() == expected.keys()
-        assert all(found[key] is expected[key] for key in expected)
+        source_of_name = {
+            tensor.name: tensors[tensor.runs[0].source] for tensor in file.tensors.values() if tensor.runs
+        }
+        assert source_of_name.keys() == expected.keys()
+        assert all(source_of_name[key] is expected[key] for key in expected)
 
 
-@pytest.mark.filterwarnings("ignore")  # PEFT tells what it saves and expects
+@pytest.mark.filterwarnings("ignore")  # PEFT warns about what it saves and expects
 @pytest.mark.parametrize("what", MODELS)
 def test_the_tensors_are_those_that_peft_saves(what: str) -> None:
     make, config = MODELS[what]
@@ -124,18 +126,17 @@ def test_an_adapters_folder_is_that_of_save_pretrained(cluster: Cluster, tmp_pat
         for path in (of_checkpoint, tmp_path / "live" / adapter):
             assert (path / "adapter_model.safetensors").read_bytes() == weights
             written, saved = json.loads((path / "adapter_config.json").read_text()), json.loads(config)
-            saved["target_modules"].sort()  # a set, which has no order
+            saved["target_modules"].sort()  # PEFT writes a set, in any order
             assert written == saved
     loaded = peft.PeftModel.from_pretrained(lora.make_base(), tmp_path / "live" / "default")
     loaded.load_adapter(tmp_path / "of_checkpoint" / "second", adapter_name="second")
     again = tmp_path / "again"
-    loaded.bfloat16().save_pretrained(again)
-    for folder in (".", "second"):
-        name = "adapter_model.safetensors"
-        assert (again / folder / name).read_bytes() == (tmp_path / "saved" / folder / name).read_bytes()
+    loaded.bfloat16().save_pretrained(str(again))
+    for name in ("adapter_model.safetensors", "second/adapter_model.safetensors"):
+        assert (again / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
 
 
-def test_what_is_no_adapter(tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_exported(tmp_path: Path) -> None:
     sources = {"a.weight": SourceTensor("F32", (2, 2))}
     with pytest.raises(zckpt.UnsupportedError, match="the model has no adapter"):
         plan_adapter(sources, {}, "default", {})

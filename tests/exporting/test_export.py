@@ -1,4 +1,4 @@
-"""zckpt.export gives the bytes that save_pretrained gives, and the tensors that zero_to_fp32 gives."""
+"""zckpt.export writes the bytes that save_pretrained writes, and the tensors that DeepSpeed's zero_to_fp32 finds."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CASES = [
 ]
 
 
-def assert_same_files(found: Path, expected: Path) -> None:
-    ours, theirs = content(found), content(expected)
+def assert_same_files(actual: Path, expected: Path) -> None:
+    ours, theirs = content(actual), content(expected)
     assert list(ours) == list(theirs)
     assert [name for name in ours if ours[name] != theirs[name]] == []
 
@@ -40,23 +40,23 @@ def test_a_checkpoint_becomes_what_save_pretrained_writes(
 ) -> None:
     cluster.run(write_both, 2, str(tmp_path), kind, stage)
     state = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "deepspeed"))
-    if stage == 1:  # DeepSpeed keeps frozen weights for zero_to_fp32 from stage 2 on, such as one of HRM-Text's
+    if stage == 1:  # DeepSpeed saves frozen weights for zero_to_fp32 only from stage 2 on; HRM-Text has one
         saved = torch.load(tmp_path / "deepspeed" / "global_step1" / "mp_rank_00_model_states.pt", weights_only=False)
         state = {name: tensor.float() for name, tensor in saved["module"].items()} | state
     model = make_hugging_face(kind)
     model.load_state_dict(state)
     for number, (dtype, size) in enumerate([("fp32", "5GB"), ("bf16", "40KB")]):
         model = model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
-        expected, found = tmp_path / f"expected{number}", tmp_path / f"found{number}"
+        expected, actual = tmp_path / f"expected{number}", tmp_path / f"found{number}"
         model.save_pretrained(expected, max_shard_size=size)
         exported = zckpt.export(
-            tmp_path / "zckpt", found, dtype=dtype, config=expected, max_shard_size=size,
+            tmp_path / "zckpt", actual, dtype=dtype, config=expected, max_shard_size=size,
             budget=zckpt.Budget(8 << 20, 2),
         )  # fmt: skip
-        assert_same_files(found, expected)
+        assert_same_files(actual, expected)
         assert exported.files == tuple(sorted(os.listdir(expected)))
         assert exported.nbytes == sum(map(len, content(expected).values()))
-        loaded = type(model).from_pretrained(found)
+        loaded = type(model).from_pretrained(actual)
         assert {name: tensor.dtype for name, tensor in loaded.state_dict().items()} == {
             name: tensor.dtype for name, tensor in model.state_dict().items()
         }
@@ -77,11 +77,11 @@ def export_on_all(checkpoint: str, out: str, config: str) -> list[str]:
 def test_ranks_share_the_files(cluster: Cluster, tmp_path: Path) -> None:
     model = make_hugging_face("mixtral")
     write_model(tmp_path / "zckpt", model)
-    expected, found = tmp_path / "expected", tmp_path / "found"
+    expected, actual = tmp_path / "expected", tmp_path / "found"
     model.to(torch.bfloat16).save_pretrained(expected, max_shard_size="60KB")
-    told = cluster.run(export_on_all, 3, str(tmp_path / "zckpt"), str(found), str(expected))
-    assert told == [sorted(os.listdir(expected))] * 3
-    assert_same_files(found, expected)
+    names = cluster.run(export_on_all, 3, str(tmp_path / "zckpt"), str(actual), str(expected))
+    assert names == [sorted(os.listdir(expected))] * 3
+    assert_same_files(actual, expected)
 
 
 def test_a_failure_of_one_rank_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_failure_of_one_rank_leaves_nothing(cluster: Cluster, tmp_path: Path) 
     assert sorted(os.listdir(tmp_path)) == ["config", "latest", "zckpt"]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_hugging_face("gpt2")
     write_model(tmp_path / "zckpt", model)
     model.save_pretrained(tmp_path / "expected")

@@ -1,4 +1,5 @@
-"""Every kind of model becomes the files that its save_pretrained writes, byte for byte, in bounded memory."""
+"""zckpt.export writes every kind of model as the files that its save_pretrained writes, byte for byte, and in bounded
+memory."""
 
 from __future__ import annotations
 
@@ -33,15 +34,15 @@ CASES = [
 def test_the_files_are_those_of_save_pretrained(
     tmp_path: Path, kind: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "WINDOW_BYTES_MAX", 10_000)  # so that tensors are cut
+    monkeypatch.setattr(writing, "WINDOW_BYTES_MAX", 10_000)  # so small that tensors are cut
     model = make_hugging_face(kind)
     write_model(tmp_path / "ckpt", model, layout=layout)
     model.to(torch.bfloat16)
     for size in ("5GB", "60KB", "1KB"):
-        expected, found = tmp_path / f"expected-{size}", tmp_path / f"found-{size}"
+        expected, actual = tmp_path / f"expected-{size}", tmp_path / f"found-{size}"
         model.save_pretrained(expected, max_shard_size=size)
-        zckpt.export(tmp_path / "ckpt", found, dtype="bf16", config=expected, max_shard_size=size, budget=SMALL)
-        ours, theirs = content(found), content(expected)
+        zckpt.export(tmp_path / "ckpt", actual, dtype="bf16", config=expected, max_shard_size=size, budget=SMALL)
+        ours, theirs = content(actual), content(expected)
         assert list(ours) == list(theirs)
         assert [name for name in ours if ours[name] != theirs[name]] == []
 
@@ -56,7 +57,7 @@ def test_weights_that_are_not_tied_though_the_configuration_says_so_are_both_wri
 
 
 def test_experts_are_read_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the tensors that hold all experts of a layer is ever whole in memory."""
+    """A tensor that holds all experts of a layer is never completely in memory."""
     model = make_hugging_face("mixtral")
     write_model(tmp_path / "ckpt", model)
     model.save_pretrained(tmp_path / "expected")
@@ -75,7 +76,7 @@ def test_experts_are_read_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert content(tmp_path / "found") == content(tmp_path / "expected")
 
 
-def test_the_tokenizers_files_are_taken_along_and_the_rest_is_not(tmp_path: Path) -> None:
+def test_files_of_the_tokenizer_are_copied_and_other_files_are_not(tmp_path: Path) -> None:
     model = make_hugging_face("gpt2")
     write_model(tmp_path / "ckpt", model)
     model.save_pretrained(tmp_path / "model")
@@ -101,7 +102,7 @@ def test_the_tokenizers_files_are_taken_along_and_the_rest_is_not(tmp_path: Path
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == 7
 
 
-def test_the_configuration_says_which_dtype_the_weights_have(tmp_path: Path) -> None:
+def test_the_new_configuration_has_the_dtype_of_the_weights(tmp_path: Path) -> None:
     model = make_hugging_face("gpt2")
     write_model(tmp_path / "ckpt", model)
     model.save_pretrained(tmp_path / "model")
@@ -112,7 +113,7 @@ def test_the_configuration_says_which_dtype_the_weights_have(tmp_path: Path) -> 
 
 
 def test_without_a_configuration_tensors_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)  # to import it is an error
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)  # importing transformers raises an error
     written = write_state(tmp_path / "ckpt", parts=["master"], buffers={"mean": [torch.arange(9)] * 3})
     zckpt.export(tmp_path / "ckpt", tmp_path / "out", max_shard_size=20_000, dtype="bf16")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -120,7 +121,7 @@ def test_without_a_configuration_tensors_keep_their_names(tmp_path: Path, monkey
     assert index["weight_map"].keys() == names.keys()
     assert index["metadata"]["total_parameters"] == sum(tensor.numel() for tensor in written.full.values())
     safetensors = pytest.importorskip("safetensors.torch")
-    loaded = {}
+    loaded: dict[str, torch.Tensor] = {}
     for file in set(index["weight_map"].values()):
         loaded |= safetensors.load_file(tmp_path / "out" / file)
     for name, key in names.items():
@@ -129,7 +130,7 @@ def test_without_a_configuration_tensors_keep_their_names(tmp_path: Path, monkey
     assert "config.json" not in os.listdir(tmp_path / "out")
 
 
-def test_a_model_with_code_of_its_own_keeps_its_names_and_its_code_is_not_run(tmp_path: Path) -> None:
+def test_the_code_of_a_model_is_not_run_and_its_tensors_keep_their_names(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     config = {"architectures": ["MyModel"], "auto_map": {"AutoModel": "modeling.MyModel"}, "dtype": "float32"}

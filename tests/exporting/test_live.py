@@ -1,4 +1,5 @@
-"""Exports of live engines: what ``save_pretrained`` writes of the same model, from ranks that have parts of it."""
+"""An export of a live engine writes what ``save_pretrained`` of the same model writes, although each rank has only a
+part of it."""
 
 from __future__ import annotations
 
@@ -40,22 +41,24 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "stage", "shard"), CASES)
+@pytest.mark.parametrize(("kind", "stage", "data_file"), CASES)
 def test_the_files_are_those_of_save_pretrained(
-    cluster: Cluster, tmp_path: Path, kind: str, stage: int, shard: str
+    cluster: Cluster, tmp_path: Path, kind: str, stage: int, data_file: str
 ) -> None:
-    exported, other = cluster.run(export_both, 2, kind, stage, tmp_path, shard)
+    exported, other = cluster.run(export_both, 2, kind, stage, tmp_path, data_file)
     assert exported == other
     saved = files(tmp_path / "saved")
     assert files(tmp_path / "exported") == saved
     assert exported.files == tuple(saved)
     assert exported.nbytes == sum(map(len, saved.values()))
-    assert any("-of-" in name for name in saved) == (shard != "1GB")
+    assert any("-of-" in name for name in saved) == (data_file != "1GB")
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
-    zckpt.export(tmp_path / "checkpoint", tmp_path / "of_checkpoint", config=tmp_path / "saved", max_shard_size=shard)
+    zckpt.export(
+        tmp_path / "checkpoint", tmp_path / "of_checkpoint", config=tmp_path / "saved", max_shard_size=data_file
+    )
     assert files(tmp_path / "of_checkpoint") == files(tmp_path / "fp32")
     tensors = torch.load(tmp_path / "model.pt", weights_only=True)
-    if kind == "gpt2":  # whose names in memory are those in files
+    if kind == "gpt2":  # the names in its files are those in memory
         weights = [load_file(path) for path in (tmp_path / "saved").glob("*.safetensors")]
         assert {name: tensor for part in weights for name, tensor in part.items()}.keys() <= tensors.keys()
         assert all(torch.equal(tensor, tensors[name]) for part in weights for name, tensor in part.items())
@@ -71,18 +74,19 @@ def export_with_a_fault(directory: Path, name: str, who: int) -> tuple[str, list
     fault = Fault(NO_SPACE, names=(name,), path="model-")
     with faulty(fault if engine.rank == who else None), pytest.raises((OSError, RuntimeError)) as caught:
         zckpt.export(engine, directory / "out", max_shard_size=8000, overwrite=True)
-    left = Ranks().share(lambda: sorted(path.name for path in directory.rglob("*")), "look")[0]
+    Ranks().gather(b"")  # until each rank has ended its export, another rank may still be removing files
+    left = Ranks().first(lambda: sorted(path.name for path in directory.rglob("*")), "look")
     zckpt.export(engine, directory / "again", max_shard_size=8000)
     return f"{type(caught.value).__name__}: {caught.value}", left
 
 
 @pytest.mark.parametrize("name", ["create", "write", "sync"])
-def test_a_rank_that_fails_ends_the_export_on_all_and_leaves_the_earlier_one(
+def test_if_a_rank_fails_the_export_ends_on_all_and_the_earlier_one_stays(
     cluster: Cluster, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").write_text("an earlier export")
-    outcomes = cluster.run(export_with_a_fault, 3, tmp_path, name, 2, timeout=30)
+    outcomes = cluster.run(export_with_a_fault, 3, tmp_path, name, 2)
     for rank, (error, left) in enumerate(outcomes):
         expected = "NoSpaceError: cannot do" if rank == 2 else "RankError: rank 2 failed to"
         assert error.startswith(expected)
@@ -90,8 +94,9 @@ def test_a_rank_that_fails_ends_the_export_on_all_and_leaves_the_earlier_one(
     assert (tmp_path / "out" / "model.safetensors").read_text() == "an earlier export"
 
 
-def die_or_see(directory: Path) -> tuple[int | None, list[str]]:
-    """Rank 1 dies while it writes the second of three slices of its file."""
+def export_until_rank_1_dies(directory: Path) -> tuple[int | None, list[str]]:
+    """Rank 1 dies while it writes the second of three slices of its file. Returns the rank that the error of another
+    rank names, and the names of the files that are left."""
     heartbeat.PERIOD_SECONDS = 0.2
     shapes = {f"weight{number}": (1024, 513) for number in range(24)}
     engine, budget = ReferenceEngine(shapes, frozen=shapes), zckpt.Budget(32 << 20, threads=1)
@@ -101,20 +106,18 @@ def die_or_see(directory: Path) -> tuple[int | None, list[str]]:
     return caught.value.rank, sorted(path.name for path in directory.rglob("*"))
 
 
-def test_a_rank_that_is_killed_ends_the_export_on_all_and_leaves_the_earlier_one(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_if_a_rank_is_killed_the_export_ends_on_all_and_the_earlier_one_stays(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").write_text("an earlier export")
-    first, second, third = cluster.outcomes(die_or_see, 3, tmp_path, timeout=60, grace=30)
+    first, second, third = cluster.outcomes(export_until_rank_1_dies, 3, tmp_path)
     assert second.signal == signal.SIGKILL
     assert first.value == (1, ["model.safetensors", "out"]), first
     assert third.value[0] == 1
     assert (tmp_path / "out" / "model.safetensors").read_text() == "an earlier export"
 
 
-class Fails:
-    """A progress that fails on one rank."""
+class FailingProgress:
+    """A progress object that raises an error in the method ``call`` on one rank."""
 
     def __init__(self, call: str, rank: int) -> None:
         self.call, self.rank = call, rank
@@ -135,24 +138,24 @@ class Fails:
 
 def export_with_a_progress_that_fails(directory: Path, call: str) -> str:
     with pytest.raises((ValueError, zckpt.RankError)) as caught:
-        zckpt.export(ReferenceEngine(), directory / "out", max_shard_size=8000, progress=Fails(call, 0))
-    Ranks().share(lambda: None, "go on")  # all are still there
+        zckpt.export(ReferenceEngine(), directory / "out", max_shard_size=8000, progress=FailingProgress(call, 0))
+    Ranks().share(lambda: None, "go on")  # all ranks still take part
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 @pytest.mark.parametrize("call", ["begin", "advance", "end"])
-def test_a_progress_that_fails_on_one_rank_ends_the_export_on_all(cluster: Cluster, tmp_path: Path, call: str) -> None:
-    first, second = cluster.run(export_with_a_progress_that_fails, 2, tmp_path, call, timeout=30)
+def test_if_the_progress_fails_on_one_rank_the_export_ends_on_all(cluster: Cluster, tmp_path: Path, call: str) -> None:
+    first, second = cluster.run(export_with_a_progress_that_fails, 2, tmp_path, call)
     assert first == "ValueError: a broken bar"
     assert second.startswith("RankError: rank 0 failed to")
     assert not (tmp_path / "out").exists()
 
 
 def export_with_an_argument_of_one_rank(directory: Path, arguments: dict[str, Any]) -> str:
-    own = arguments if torch.distributed.get_rank() == 1 else {}
+    arguments_of_rank = arguments if torch.distributed.get_rank() == 1 else {}
     with pytest.raises((ValueError, zckpt.RankError)) as caught:
-        zckpt.export(directory / "ckpt", directory / "out", **own)
-    Ranks().share(lambda: None, "go on")  # all are still there
+        zckpt.export(directory / "ckpt", directory / "out", **arguments_of_rank)
+    Ranks().share(lambda: None, "go on")  # all ranks still take part
     return type(caught.value).__name__
 
 
@@ -160,12 +163,12 @@ def export_with_an_argument_of_one_rank(directory: Path, arguments: dict[str, An
     ("arguments", "error"),
     [({"max_shard_size": "x"}, "ValueError"), ({"dtype": "float7"}, "ValueError"), ({"dtype": "bf16"}, "RankError")],
 )
-def test_an_argument_of_one_rank_is_an_error_on_all(
+def test_an_argument_that_only_one_rank_passes_is_an_error_on_all(
     cluster: Cluster, tmp_path: Path, arguments: dict[str, Any], error: str
 ) -> None:
     write_state(tmp_path / "ckpt", parts=["master"])
-    found = cluster.run(export_with_an_argument_of_one_rank, 2, tmp_path, arguments, timeout=30)
-    assert found == ["RankError", error]
+    errors = cluster.run(export_with_an_argument_of_one_rank, 2, tmp_path, arguments)
+    assert errors == ["RankError", error]
 
 
 def die_before_the_directory_is_made(directory: Path) -> list[str]:
@@ -184,7 +187,7 @@ def die_before_the_directory_is_made(directory: Path) -> list[str]:
 
 def test_a_rank_that_dies_before_the_first_byte_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
     write_state(tmp_path / "ckpt", parts=["master"])
-    first, second = cluster.outcomes(die_before_the_directory_is_made, 2, tmp_path, timeout=60, grace=30)
+    first, second = cluster.outcomes(die_before_the_directory_is_made, 2, tmp_path)
     assert second.signal == signal.SIGKILL
     assert first.value == ["ckpt", "latest"], first
 
@@ -193,7 +196,7 @@ def export_of_different_checkpoints(directory: Path) -> str:
     ranks = Ranks()
     with pytest.raises(zckpt.RankError, match="different checkpoints") as caught:
         zckpt.export(zckpt.open(directory / f"step{ranks.rank}"), directory / "out")
-    zckpt.export(directory / f"step{ranks.rank}", directory / "out", max_shard_size=8000)  # rank 0 finds it for all
+    zckpt.export(directory / f"step{ranks.rank}", directory / "out", max_shard_size=8000)  # rank 0 opens it for all
     return str(caught.value)
 
 
@@ -202,43 +205,46 @@ def test_ranks_never_mix_two_checkpoints(cluster: Cluster, tmp_path: Path) -> No
         write_state(tmp_path / f"step{step}", parts=["master"], seed=step)
     cluster.run(export_of_different_checkpoints, 2, tmp_path)
     expected = zckpt.open(tmp_path / "step0").state_dict()
-    found = {
+    exported = {
         name: tensor for path in (tmp_path / "out").glob("*.safetensors") for name, tensor in load_file(path).items()
     }
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
 def convert(directory: Path) -> bool:
-    """A conversion whose outputs are in the files of two ranks, beside tensors that need none."""
+    """Exports with a conversion whose outputs are in the files of two ranks. One file also has a tensor that needs no
+    conversion. Returns whether the files are right."""
     engine, ranks = ReferenceEngine(), Ranks()
     source = EngineSource(engine, None, None, ranks)
-    own = source.sources
+    tensors = source.sources
     conversion = Conversion(
-        ("weight", "embedding"), ("a", "b"), lambda found: {"a": found["weight"].T, "b": found["embedding"].flip(0)}
+        ("weight", "embedding"), ("a", "b"), lambda given: {"a": given["weight"].T, "b": given["embedding"].flip(0)}
     )
     bias = OutputTensor("bias", "BF16", (65,), (Run("bias", 0, 65),))
     files = [
         safetensors_file("0.safetensors", [OutputTensor("a", "BF16", (65, 63), None), bias]),
-        safetensors_file("1.safetensors", [OutputTensor("b", "BF16", own["embedding"].shape, None)]),
+        safetensors_file("1.safetensors", [OutputTensor("b", "BF16", tensors["embedding"].shape, None)]),
     ]
     write_from_ranks(open_store(directory), files, [conversion], source, ranks, None)
     zckpt.export(engine, directory / "plain")
-    plain, *found = (
+    plain, *converted = (
         load_file(directory / name) for name in ("plain/model.safetensors", "0.safetensors", "1.safetensors")
     )
     expected = {"a": plain["weight"].T, "b": plain["embedding"].flip(0), "bias": plain["bias"]}
     return (
-        all(torch.equal(tensor, expected[name]) for file in found for name, tensor in file.items()) and len(found) == 2
+        all(torch.equal(tensor, expected[name]) for file in converted for name, tensor in file.items())
+        and len(converted) == 2
     )
 
 
-def test_tensors_that_have_to_be_whole_are_converted_by_who_writes_them(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_rank_that_writes_a_converted_tensor_converts_it(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.run(convert, 2, tmp_path) == [True, True]
 
 
-def grow(directory: Path, budget_bytes: int) -> tuple[int, int]:
-    """The bytes by which an export lets the memory of this rank grow at most, and what it has exported."""
+def measure_growth(directory: Path, budget_bytes: int) -> tuple[int, int]:
+    """Returns by how many bytes the memory of this rank grows at most during an export, and how many bytes were
+    exported."""
     shapes = {f"weight{number}": (2048, 2048) for number in range(16)}
     zckpt.export(ReferenceEngine(), directory / "small", budget=zckpt.Budget(budget_bytes, threads=1))
     engine = ReferenceEngine(shapes, frozen=shapes)
@@ -253,6 +259,6 @@ def grow(directory: Path, budget_bytes: int) -> tuple[int, int]:
 @pytest.mark.linux
 def test_memory_is_bounded_by_the_budget(cluster: Cluster, tmp_path: Path) -> None:
     budget_bytes = 16 << 20
-    for growth, exported_bytes in cluster.run(grow, 2, tmp_path, budget_bytes):
+    for growth, exported_bytes in cluster.run(measure_growth, 2, tmp_path, budget_bytes):
         assert exported_bytes > 128 << 20
         assert growth < budget_bytes

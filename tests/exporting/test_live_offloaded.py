@@ -1,4 +1,4 @@
-"""Exports of live engines whose states lie in host memory, on NVMe, or where ``zckpt.offload`` has moved them."""
+"""Exports of live engines whose state is in host memory, on NVMe, or where ``zckpt.offload`` has moved it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import zckpt
 from tests.support.models import make_engine, train
 from tests.support.offload import CPU, NVME, ODD, PARAM_DISK, WIDE
-from tests.support.runs import assert_at_rest, fingerprint, told
+from tests.support.runs import assert_at_rest, fingerprint, fingerprints_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,10 +33,11 @@ CASES = [
 
 
 def export(directory: Path, setup: dict[str, Any], moved: str) -> dict[str, str]:
-    """What DeepSpeed says that the engine holds, before; an export leaves it as it is."""
+    """Exports the engine. Returns fingerprints of what DeepSpeed says that the engine held before the export, and
+    checks that the export has changed nothing."""
     engine = make_engine(**setup, swap=str(directory / "swap"))
     train(engine, 2)
-    before = told(engine)
+    before = fingerprints_of(engine)
     if moved == "offload":
         zckpt.offload(engine, directory / "scratch")
     elif moved:
@@ -48,20 +49,20 @@ def export(directory: Path, setup: dict[str, Any], moved: str) -> dict[str, str]
     elif moved:
         engine.reload_states()
     assert_at_rest(engine)
-    assert told(engine) == before
+    assert fingerprints_of(engine) == before
     train(engine, 1, 2)
     return before
 
 
 @pytest.mark.parametrize(("setup", "moved"), CASES)
-def test_the_weights_are_those_that_the_engine_trains(
+def test_the_exported_weights_are_those_of_the_engine(
     cluster: Cluster, tmp_path: Path, setup: dict[str, Any], moved: str
 ) -> None:
     before, _ = cluster.run(export, 2, tmp_path, setup, moved)
-    own, fp32 = (load(tmp_path / name) for name in ("own", "fp32"))
-    assert own.keys() == fp32.keys()
-    for name, tensor in own.items():
-        if name in ("running_mean", "batches"):  # as rank 0 has it
+    exported, fp32 = (load(tmp_path / name) for name in ("own", "fp32"))
+    assert exported.keys() == fp32.keys()
+    for name, tensor in exported.items():
+        if name in ("running_mean", "batches"):  # rank 0's values are exported
             assert fingerprint(tensor) == before[f"buffer/{name}"]
         elif tensor.numel():
             assert fingerprint(tensor) == before[f"param/{name}"]

@@ -1,4 +1,5 @@
-"""The plan of an export: files as the safetensors library writes them, runs of views, windows."""
+"""The plan of an export: files as the safetensors library writes them, the runs of elements that make up a view, and
+the windows in which a file is written."""
 
 from __future__ import annotations
 
@@ -55,17 +56,19 @@ def test_tensors_are_split_as_by_hugging_face() -> None:
         bytes_max = choice.randrange(1, 300)
         tensors = [output(f"t{number}", "U8", (size,)) for number, size in enumerate(sizes)]
         theirs = huggingface_hub.split_torch_state_dict_into_shards(
-            {one.name: torch.zeros(one.shape, dtype=torch.uint8, device="meta") for one in tensors},
+            {tensor.name: torch.zeros(tensor.shape, dtype=torch.uint8, device="meta") for tensor in tensors},
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=bytes_max,
         )
-        shards = split_into_files(tensors, bytes_max)
-        files = safetensors_files(shards)
-        ours = {file.name: [one.name for one in shard] for file, shard in zip(files, shards, strict=True)}
+        data_files = split_into_files(tensors, bytes_max)
+        files = safetensors_files(data_files)
+        ours = {
+            file.name: [tensor.name for tensor in data_file] for file, data_file in zip(files, data_files, strict=True)
+        }
         assert ours == theirs.filename_to_tensors
 
 
-def test_the_runs_of_a_view_are_its_elements() -> None:
+def test_the_runs_of_a_view_have_its_elements() -> None:
     whole = torch.arange(4 * 6 * 5).view(4, 6, 5)
     views = [
         whole, whole[1:3], whole[:, 2:4], whole[:, :, 1:3], whole[2], whole[:, 3], whole.transpose(0, 1),
@@ -73,14 +76,14 @@ def test_the_runs_of_a_view_are_its_elements() -> None:
     ]  # fmt: skip
     for view in views:
         runs = runs_of_view("w", view.shape, view.stride(), int(view.storage_offset()))
-        found = [element for run in runs for element in range(run.start, run.stop)]
-        assert found == view.flatten().tolist()
+        elements = [element for run in runs for element in range(run.start, run.stop)]
+        assert elements == view.flatten().tolist()
         assert len(runs) <= count_runs(view.shape, view.stride())
     assert len(runs_of_view("w", (4, 6, 5), (30, 5, 1), 0)) == 1
 
 
 @pytest.mark.parametrize("bytes_max", [8, 64, 100, 1 << 20])
-def test_windows_cover_a_file_once_in_its_order(bytes_max: int) -> None:
+def test_windows_cover_each_byte_of_a_file_once_and_in_order(bytes_max: int) -> None:
     views = {"half": (Run("w", 0, 20), Run("w", 40, 60)), "whole": (Run("v", 0, 77),), "empty": ()}
     file = safetensors_file(
         "x",
@@ -91,34 +94,36 @@ def test_windows_cover_a_file_once_in_its_order(bytes_max: int) -> None:
     content = {source: torch.arange(100, dtype=torch.float16) + number for number, source in enumerate("wv")}
     expected = header + b"".join(
         content[run.source][run.start : run.stop].numpy().tobytes()
-        for one in file.tensors.values()
-        for run in one.runs or ()
+        for tensor in file.tensors.values()
+        for run in tensor.runs or ()
     )
-    found, cuts = b"", []
+    joined, cuts = b"", []
 
     def cut(source: str, start: int, stop: int) -> int:
         cuts.append((source, start, stop))
         return max(start + 1, stop - stop % 3)
 
     for window in windows(file, bytes_max, cut):
-        assert window.start == len(found)
-        for one in window.parts:
-            assert window.start + one.offset == len(found)
-            values = content[one.source][one.start : one.stop].numpy().tobytes() if one.known is None else one.known
-            assert len(values) == one.nbytes
-            found += values
-        assert window.start + window.nbytes == len(found)
+        assert window.start == len(joined)
+        for part in window.parts:
+            assert window.start + part.offset == len(joined)
+            values = (
+                content[part.source][part.start : part.stop].numpy().tobytes() if part.known is None else part.known
+            )
+            assert len(values) == part.nbytes
+            joined += values
+        assert window.start + window.nbytes == len(joined)
         assert window.nbytes <= bytes_max
-    assert found == expected
+    assert joined == expected
     assert bool(cuts) == (bytes_max <= 100)
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("5GB", 5 * 10**9), (" 1.5 mb", 1_500_000), ("77", 77), (12, 12)])
-def test_sizes(text: int | str, nbytes: int) -> None:
+def test_sizes_are_read(text: int | str, nbytes: int) -> None:
     assert size_in_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "5 GiB", "-1", 0, "GB", "1e9", "0KB"])
-def test_what_is_no_size(text: int | str) -> None:
+def test_wrong_sizes_are_refused(text: int | str) -> None:
     with pytest.raises(ValueError, match="a size must be"):
         size_in_bytes(text)

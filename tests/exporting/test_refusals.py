@@ -1,4 +1,4 @@
-"""What cannot be exported is refused before anything is written, and a failure leaves nothing half done."""
+"""What cannot be exported is refused before anything is written. An export that fails leaves no incomplete files."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from tests.support.states import write_state
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from zckpt.api.export import Format
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The folder of a model, and beside it a checkpoint, ``ckpt``."""
+    """Returns the folder of a model. Next to it is a checkpoint of the model, ``ckpt``."""
     made = make_hugging_face("gpt2")
     write_model(tmp_path / "ckpt", made)
     made.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
-def refused(tmp_path: Path, error: type[Exception], match: str, **options: Any) -> None:
+def assert_refused(tmp_path: Path, error: type[Exception], match: str, **options: Any) -> None:
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(error, match=match):
         zckpt.export(tmp_path / "ckpt", tmp_path / "out", **options)
@@ -41,45 +43,51 @@ def edit(model: Path, **changes: object) -> None:
 
 def test_a_configuration_of_another_model(tmp_path: Path, model: Path) -> None:
     edit(model, n_embd=48)
-    refused(tmp_path, zckpt.MismatchError, r"shapes differ.*wte.weight is \[64, 48\].* \[64, 32\] here", config=model)
+    assert_refused(
+        tmp_path, zckpt.MismatchError, r"shapes differ.*wte.weight is \[64, 48\].* \[64, 32\] here", config=model
+    )
     edit(model, n_embd=32, n_layer=12)
-    refused(tmp_path, zckpt.MismatchError, "the source lacks 12 tensors: transformer.h.11.ln_1.weight", config=model)
+    assert_refused(
+        tmp_path, zckpt.MismatchError, "the source lacks 12 tensors: transformer.h.11.ln_1.weight", config=model
+    )
     edit(model, n_layer=10)
-    refused(tmp_path, zckpt.MismatchError, "the model of the configuration lacks 12 tensors", config=model)
+    assert_refused(tmp_path, zckpt.MismatchError, "the model of the configuration lacks 12 tensors", config=model)
 
 
-def test_a_configuration_that_no_model_can_be_made_of(tmp_path: Path, model: Path) -> None:
+def test_a_configuration_of_no_model(tmp_path: Path, model: Path) -> None:
     edit(model, architectures=["NoSuchModel"])
-    refused(tmp_path, zckpt.UnsupportedError, "has no model 'NoSuchModel'", config=model)
+    assert_refused(tmp_path, zckpt.UnsupportedError, "has no model 'NoSuchModel'", config=model)
     edit(model, architectures=None)
-    refused(tmp_path, zckpt.UnsupportedError, '"architectures": ', config=model)
+    assert_refused(tmp_path, zckpt.UnsupportedError, '"architectures": ', config=model)
     edit(model, architectures=["GPT2LMHeadModel"], n_head=0)
-    refused(tmp_path, zckpt.FormatError, "transformers makes no model of it", config=model)
+    assert_refused(tmp_path, zckpt.FormatError, "transformers makes no model of it", config=model)
     edit(model, quantization_config={"quant_method": "fp8"})
-    refused(tmp_path, zckpt.UnsupportedError, "quantized", config=model)
+    assert_refused(tmp_path, zckpt.UnsupportedError, "quantized", config=model)
     (model / "config.json").write_text("{")
-    refused(tmp_path, zckpt.MismatchError, "not JSON", config=model)
+    assert_refused(tmp_path, zckpt.MismatchError, "not JSON", config=model)
     (model / "config.json").unlink()
-    refused(tmp_path, zckpt.StorageError, "config=.* has to be the folder of the model", config=model)
+    assert_refused(tmp_path, zckpt.StorageError, "config=.* has to be the folder of the model", config=model)
 
 
 def test_without_transformers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    refused(tmp_path, zckpt.UnsupportedError, "pip install 'transformers>=5'", config=model)
+    assert_refused(tmp_path, zckpt.UnsupportedError, "pip install 'transformers>=5'", config=model)
 
 
-def test_arguments(tmp_path: Path, model: Path) -> None:
-    refused(tmp_path, ValueError, "format must be one of hf, pt", format="onnx")
-    refused(tmp_path, ValueError, "dtype must be one of", dtype="float7")
-    refused(tmp_path, ValueError, "a size must be", max_shard_size="5 gigs")
-    refused(tmp_path, ValueError, "only with format 'hf'", format="pt", config=model)
+def test_wrong_arguments(tmp_path: Path, model: Path) -> None:
+    assert_refused(tmp_path, ValueError, "format must be one of hf, pt", format="onnx")
+    assert_refused(tmp_path, ValueError, "dtype must be one of", dtype="float7")
+    assert_refused(tmp_path, ValueError, "a size must be", max_shard_size="5 gigs")
+    assert_refused(tmp_path, ValueError, "only with format 'hf'", format="pt", config=model)
+    with pytest.raises(ValueError, match="makes a directory: pass format='pt'"):
+        zckpt.export(tmp_path / "ckpt", tmp_path / "out.pt")
     with pytest.raises(zckpt.UnsupportedError, match="file system"):
         zckpt.export(tmp_path / "ckpt", "s3://bucket/out")
 
 
 def test_a_checkpoint_without_weights(tmp_path: Path) -> None:
     write_state(tmp_path / "ckpt", parts=["exp_avg"])
-    refused(tmp_path, zckpt.KeyNotFoundError, "no weights: its parts are exp_avg")
+    assert_refused(tmp_path, zckpt.KeyNotFoundError, "no weights: its parts are exp_avg")
 
 
 def test_damage_is_found_and_leaves_nothing(tmp_path: Path) -> None:
@@ -87,15 +95,15 @@ def test_damage_is_found_and_leaves_nothing(tmp_path: Path) -> None:
     (file,) = (tmp_path / "ckpt").glob("data-*/rank-00001/master.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[:-100] + b"\x5a" + whole[-99:])
-    refused(tmp_path, zckpt.DigestError, "master/")
-    refused(tmp_path, zckpt.DigestError, "master/", format="pt")
+    assert_refused(tmp_path, zckpt.DigestError, "master/")
+    assert_refused(tmp_path, zckpt.DigestError, "master/", format="pt")
     file.write_bytes(whole[:-1])
-    refused(tmp_path, zckpt.SizeError, "bytes long")
+    assert_refused(tmp_path, zckpt.SizeError, "bytes long")
 
 
 @pytest.mark.parametrize("format", ["hf", "pt"])
 @pytest.mark.parametrize(("name", "fault"), [("write", NO_SPACE), ("create", NO_SPACE), ("sync", BROKEN)])
-def test_an_earlier_export_survives_a_failure(tmp_path: Path, format: str, name: str, fault: Any) -> None:  # noqa: A002
+def test_an_earlier_export_survives_a_failure(tmp_path: Path, format: Format, name: str, fault: Any) -> None:  # noqa: A002
     write_state(tmp_path / "ckpt", parts=["master"])
     zckpt.export(tmp_path / "ckpt", tmp_path / "out", format=format)
     out = tmp_path / "out"
@@ -111,19 +119,19 @@ def test_an_earlier_export_survives_a_failure(tmp_path: Path, format: str, name:
     assert sorted(os.listdir(tmp_path)) == there
 
 
-def test_what_is_there_is_replaced_only_if_it_is_an_export_and_on_request(tmp_path: Path) -> None:
+def test_only_an_export_is_replaced_and_only_on_request(tmp_path: Path) -> None:
     write_state(tmp_path / "ckpt", parts=["master"])
     out = tmp_path / "out"
     out.mkdir()
-    zckpt.export(tmp_path / "ckpt", out)  # an empty directory holds nothing that could be lost
+    zckpt.export(tmp_path / "ckpt", out)  # an empty directory has nothing that could be lost
     before = content(out)
-    refused(tmp_path, zckpt.CheckpointExistsError, "something is there already")
-    refused(tmp_path, zckpt.CheckpointExistsError, "there is a directory, and the export is a file", format="pt")
+    assert_refused(tmp_path, zckpt.CheckpointExistsError, "something is there already")
+    assert_refused(tmp_path, zckpt.CheckpointExistsError, "there is a directory, and the export is a file", format="pt")
     (out / "thesis.tex").write_text("the only copy")
-    refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: thesis.tex", overwrite=True)
+    assert_refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: thesis.tex", overwrite=True)
     (out / "thesis.tex").unlink()
     (out / "figures").mkdir()
-    refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: figures", overwrite=True)
+    assert_refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: figures", overwrite=True)
     (out / "figures").rmdir()
     (out / "model-00001-of-00002.safetensors").write_text("of an earlier one, in more files")
     zckpt.export(tmp_path / "ckpt", out, overwrite=True)
@@ -133,7 +141,7 @@ def test_what_is_there_is_replaced_only_if_it_is_an_export_and_on_request(tmp_pa
     assert zckpt.validate(tmp_path / "ckpt").ok
 
 
-def test_what_came_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_a_file_that_somebody_else_has_written_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     write_state(tmp_path / "ckpt", parts=["master"])
     out = tmp_path / "out"
 
@@ -148,28 +156,28 @@ def test_what_came_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     for form in ("hf", "pt"):
         out.unlink(missing_ok=True)
         with pytest.raises(zckpt.CheckpointExistsError):
-            zckpt.export(tmp_path / "ckpt", out, format=form, progress=Meanwhile())  # type: ignore[arg-type]
+            zckpt.export(tmp_path / "ckpt", out, format=form, progress=Meanwhile())
         assert out.read_text() == "the only copy"
         assert sorted(os.listdir(tmp_path)) == ["ckpt", "latest", "out"]
 
 
-def test_only_what_clearly_is_an_earlier_export_is_replaced(tmp_path: Path) -> None:
+def test_only_what_is_clearly_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     write_state(tmp_path / "ckpt", parts=["master"])
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text("{}")
-    refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: config.json", overwrite=True)
+    assert_refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: config.json", overwrite=True)
     (out / "model.safetensors").write_text("weights")
     (out / "train.py").write_text("the only copy")
-    refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: train.py", overwrite=True)
-    (out / "config.json").write_text('{"auto_map": {}}')  # of a model with code of its own
+    assert_refused(tmp_path, zckpt.CheckpointExistsError, "no export has written: train.py", overwrite=True)
+    (out / "config.json").write_text('{"auto_map": {}}')  # a model with its own code
     zckpt.export(tmp_path / "ckpt", out, overwrite=True)
     assert os.listdir(out) == ["model.safetensors"]
     (out / "model.safetensors").unlink()
     out.rmdir()
     for text in ("the only copy", ""):
         out.write_text(text)
-        refused(tmp_path, zckpt.CheckpointExistsError, "a file of another kind", overwrite=True, format="pt")
+        assert_refused(tmp_path, zckpt.CheckpointExistsError, "a file of another kind", overwrite=True, format="pt")
         assert out.read_text() == text
 
 
@@ -185,23 +193,23 @@ def test_nothing_is_written_into_a_checkpoint(tmp_path: Path, format: Any) -> No
 
 
 @pytest.mark.parametrize("format", ["hf", "pt"])
-def test_a_link_leads_to_what_is_replaced(tmp_path: Path, format: Any) -> None:  # noqa: A002
+def test_the_target_of_a_link_is_replaced(tmp_path: Path, format: Any) -> None:  # noqa: A002
     write_state(tmp_path / "ckpt", parts=["master"])
     (tmp_path / "link").symlink_to("target")
     for overwrite in (False, True):
-        found = zckpt.export(tmp_path / "ckpt", tmp_path / "link", format=format, overwrite=overwrite)
-        assert found.path == str(tmp_path / "target")
+        exported = zckpt.export(tmp_path / "ckpt", tmp_path / "link", format=format, overwrite=overwrite)
+        assert exported.path == str(tmp_path / "target")
         assert (tmp_path / "link").is_symlink()
         assert sorted(os.listdir(tmp_path)) == ["ckpt", "latest", "link", "target"]
 
 
-def test_a_file_whose_name_is_only_a_suffix(tmp_path: Path) -> None:
+def test_a_file_name_that_is_only_a_suffix(tmp_path: Path) -> None:
     write_state(tmp_path / "ckpt", parts=["master"])
     zckpt.export(tmp_path / "ckpt", tmp_path / ".pt", format="pt")
     assert torch.load(tmp_path / ".pt", weights_only=True).keys() == zckpt.open(tmp_path / "ckpt").state_dict().keys()
 
 
-def test_a_torch_file_has_tied_weights_under_every_name_in_one_memory(tmp_path: Path) -> None:
+def test_a_torch_file_has_tied_weights_under_every_name_and_stores_them_once(tmp_path: Path) -> None:
     written = write_state(tmp_path / "ckpt", parts=["master"], aliases={"head": "big"})
     zckpt.export(tmp_path / "ckpt", tmp_path / "model.pt", format="pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=True)

@@ -1,9 +1,10 @@
-"""Every bit that flips is found, every length that changes, and every file that is another's."""
+"""Every flipped bit, every changed length and every file of another rank or checkpoint is found."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
 matrix = pytest.mark.matrix
 MEMORY = Path("/dev/shm")
 PADDING_STRIDE = 61
-"""Of the spaces behind a header every so manieth is flipped with every commit, and of everything else every byte."""
+"""The distance in bytes between the spaces after a header that are flipped with every commit. Every other byte is
+flipped."""
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
-    """In memory where that can be: it is opened many thousand times."""
+    """Yields a checkpoint that is in memory if possible, because it is opened many thousand times."""
     path = tmp_path_factory.mktemp("written")
     if os.access(MEMORY, os.W_OK):
-        path = MEMORY / f"zckpt-{os.getpid()}"
-        path.mkdir()
+        path = Path(tempfile.mkdtemp(dir=MEMORY))
     yield write(path / "c")
     shutil.rmtree(path)
 
@@ -41,10 +42,10 @@ def write(path: Path, seed: int = 0, b: int = 2) -> Written:
 
 def read(path: Path) -> dict[str, torch.Tensor]:
     checkpoint = zckpt.open(path)
-    found = checkpoint.load()
+    tensors = checkpoint.load()
     assert checkpoint.state["client_state"]["x"].tolist() == [0, 1]
     assert [checkpoint.rank_state(rank) for rank in range(checkpoint.world_size)] == [{"rank": 0}, {"rank": 1}]
-    return found
+    return tensors
 
 
 def is_refused(path: Path) -> bool:
@@ -56,13 +57,16 @@ def is_refused(path: Path) -> bool:
 
 
 def header_stop(file: Path) -> int:
-    """Where what a load does not look at ends: a data file's header."""
+    """Returns the end of a data file's header, which a load does not look at, and 0 for other files."""
     with file.open("rb") as opened:
         return 8 + int.from_bytes(opened.read(8), "little") if file.suffix == ".safetensors" else 0
 
 
 def check_flips(written: Written, file: Path, bits: Iterable[int]) -> int:
-    """The validator finds every flip, and a load unless it is in a header (where one in 16 is tried). How many."""
+    """Checks that validation finds every flip, and that a load finds every flip that is not in a header.
+
+    A load is tried only with one in 16 flips of a header. Returns the number of flips.
+    """
     count, header = 0, header_stop(file)
     with file.open("r+b", buffering=0) as opened:
         sound = opened.read()
@@ -81,7 +85,9 @@ def check_flips(written: Written, file: Path, bits: Iterable[int]) -> int:
 
 
 def sample(file: Path) -> Iterator[int]:
-    """One bit of every byte, the next of the eight each time; of padding, of some."""
+    """Yields one bit of every byte, each time the next of the eight, and of every ``PADDING_STRIDE``-th byte of
+    padding.
+    """
     raw, header = file.read_bytes(), header_stop(file)
     padding = len(raw[:header].rstrip(b" "))
     for at in range(len(raw)):
@@ -97,7 +103,7 @@ def place(written: Written, name: str) -> Path:
     return written.path / (name if name == "manifest.msgpack" else f"{names.data_dir(written.save_id)}/{name}")
 
 
-def test_these_are_all_files(written: Written) -> None:
+def test_the_list_has_all_files_of_the_checkpoint(written: Written) -> None:
     assert {place(written, name) for name in FILES} == {path for path in written.path.rglob("*") if path.is_file()}
     assert same_all(read(written.path), written.full)
 
@@ -123,8 +129,8 @@ def check_lengths(written: Written, name: str, stride: int) -> int:
     for length in lengths:
         os.truncate(file, length)
         assert not zckpt.validate(written.path).ok, (file, length)
-        used = name != "index.bin" or length < len(sound)  # behind its last chunk nobody reads
-        assert is_refused(written.path) == used, (file, length)
+        is_read = name != "index.bin" or length < len(sound)  # bytes after the last chunk of the index are not read
+        assert is_refused(written.path) == is_read, (file, length)
         file.write_bytes(sound)
     return len(lengths)
 
@@ -141,7 +147,7 @@ def test_every_length_is_found(written: Written, name: str) -> None:
 
 
 def check_content(file: Path, content: bytes, path: Path) -> None:
-    """The validator finds other content of a file, and a load unless only a header differs."""
+    """Checks that validation finds other content of a file, and that a load finds it unless only a header differs."""
     sound, header = file.read_bytes(), header_stop(file)
     assert content != sound, file
     file.write_bytes(content)
@@ -151,23 +157,23 @@ def check_content(file: Path, content: bytes, path: Path) -> None:
 
 
 def test_any_two_files_that_are_swapped_are_found(written: Written) -> None:
-    for one in FILES:
+    for name in FILES:
         for other in FILES:
-            if one != other:
-                check_content(place(written, one), place(written, other).read_bytes(), written.path)
+            if name != other:
+                check_content(place(written, name), place(written, other).read_bytes(), written.path)
 
 
 def test_a_file_of_another_checkpoint_or_rank_is_found(written: Written, tmp_path: Path) -> None:
-    """Of one with the same names and sizes, and of a later save of this one: a stale index, a stale table."""
+    """The other checkpoint has the same names and sizes, or is another save, whose index and tables are stale here."""
     foreign = write(tmp_path / "foreign", seed=1)
     for name in FILES[1:]:
-        theirs = place(foreign, name).read_bytes()
-        if theirs != place(written, name).read_bytes():  # the index of equal layouts is equal
-            check_content(place(written, name), theirs, written.path)
+        content = place(foreign, name).read_bytes()
+        if content != place(written, name).read_bytes():  # equal layouts have the same index
+            check_content(place(written, name), content, written.path)
     wider = write(tmp_path / "wider", b=4)
     for name in FILES[1:]:
         check_content(place(written, name), place(wider, name).read_bytes(), written.path)
-    # All data of another save under this one's manifest
+    # All data of another save with the manifest of this one
     data = written.path / names.data_dir(written.save_id)
     aside = data.rename(written.path.parent / "aside")
     shutil.copytree(foreign.path / names.data_dir(foreign.save_id), data)

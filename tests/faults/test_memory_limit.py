@@ -1,6 +1,6 @@
-"""A machine that has no memory left: a control group closed to what an engine uses and little more, page cache counted.
+"""A machine that has no memory left is simulated by a control group with room for an engine and little more.
 
-What asks for a copy of the state is killed there, as the last tests show.
+The page cache counts, too. A program that needs a copy of the state is killed there, as the last tests show.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import zckpt
+from tests.support.fragments import data_of
 from tests.support.memory import uncache
 from tests.support.memory_cgroup import NAME, NoGroupError, memory_group
 from zckpt.engines import adapt
@@ -34,11 +35,11 @@ pytestmark = pytest.mark.linux
 
 MIB = 1 << 20
 SMALL = (480 * MIB, 64 * MIB)
-"""Bytes of state, and of memory that is left beside it."""
+"""The bytes of state, and the bytes of memory that are left for zckpt."""
 LARGE = (1536 * MIB, 128 * MIB)
 WIDTH = 2048
 BYTES_PER_LAYER = WIDTH * WIDTH * 12
-"""fp32 weights and both moments."""
+"""The bytes of fp32 weights and both moments."""
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
@@ -49,15 +50,15 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture
 def group() -> Iterator[MemoryGroup]:
     try:
-        with memory_group() as made:
-            yield made
+        with memory_group() as control_group:
+            yield control_group
     except NoGroupError as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A directory that is removed afterwards: pytest would keep what is in its own."""
+    """Yields a directory on a disk, and removes it afterwards, because pytest would keep the files in ``tmp_path``."""
     if subprocess.check_output(["stat", "--file-system", "--format=%T", tmp_path], text=True).strip() == "tmpfs":
         pytest.skip("the directory for temporary files is in memory")
     with tempfile.TemporaryDirectory(dir=tmp_path) as directory:
@@ -65,13 +66,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def reference_engine(nbytes: int) -> ReferenceEngine:
-    """It has trained, as its moments show, and has small tensors too."""
+    """Returns an engine that has small tensors, too, and moments as if it had trained."""
     shapes: dict[str, tuple[int, ...]] = {f"large{i}": (WIDTH, WIDTH) for i in range(nbytes // BYTES_PER_LAYER)}
     shapes |= {f"small{i}": (40, 101) for i in range(100)}
     engine = ReferenceEngine(shapes, frozen=("large0", "small0"))
     for part in ("exp_avg", "exp_avg_sq"):
         for tensor in engine.tensors[part].values():
-            tensor.uniform_()  # until then it takes no memory
+            tensor.uniform_()  # the tensor takes no memory before
     return engine
 
 
@@ -96,12 +97,12 @@ ENGINES: dict[str, Callable[[int], Any]] = {
 }
 
 
-def held(engine: Any) -> dict[str, torch.Tensor]:
-    return {fragment.key: fragment.data for fragment in adapt(engine).inventory(None).fragments}
+def tensors_of(engine: Any) -> dict[str, torch.Tensor]:
+    return {fragment.key: data_of(fragment) for fragment in adapt(engine).inventory(None).fragments}
 
 
 def fingerprints(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """Without a copy of what may be large."""
+    """Returns a digest of each tensor, without copying the tensors, because they may be large."""
     return {key: digest(host_bytes(tensor)) for key, tensor in tensors.items()}
 
 
@@ -110,27 +111,27 @@ def write_and_read_again(
 ) -> None:
     group.enter()
     engine = ENGINES[kind](nbytes)
-    before = fingerprints(held(engine))
+    before = fingerprints(tensors_of(engine))
     budget = None if direct else zckpt.Budget(direct=False)
     for background in (False, True):
         path = directory / f"background-{background}"
         group.close(headroom_bytes)
         zckpt.write(engine, path, background=background, budget=budget)
         zckpt.wait()
-        for tensor in held(engine).values():
+        for tensor in tensors_of(engine).values():
             tensor.fill_(0)
         uncache(directory)
         group.close(headroom_bytes)
         zckpt.restore(engine, path, budget=budget)
-        assert fingerprints(held(engine)) == before
+        assert fingerprints(tensors_of(engine)) == before
     group.close(headroom_bytes)
     used = group.used_bytes()
     moved = zckpt.offload(engine, directory, parts=("master", "optim_states"), budget=budget)
     assert used - group.used_bytes() > 0.99 * moved.nbytes - headroom_bytes
     zckpt.reload(engine, budget=budget)
-    assert fingerprints(held(engine)) == before
+    assert fingerprints(tensors_of(engine)) == before
     uncache(directory)
-    destination_bytes = sum(tensor.nbytes for tensor in held(engine).values())
+    destination_bytes = sum(tensor.nbytes for tensor in tensors_of(engine).values())
     group.close(destination_bytes + headroom_bytes)
     loaded = zckpt.open(path, budget=budget).load()
     assert fingerprints(loaded) == before
@@ -138,7 +139,7 @@ def write_and_read_again(
 
 def copy_in_memory(group: MemoryGroup, directory: Path, nbytes: int, headroom_bytes: int) -> None:
     group.enter()
-    tensors = held(reference_engine(nbytes))
+    tensors = tensors_of(reference_engine(nbytes))
     group.close(headroom_bytes)
     for tensor in [tensor.clone() for tensor in tensors.values()]:
         assert tensor.is_contiguous()
@@ -146,9 +147,9 @@ def copy_in_memory(group: MemoryGroup, directory: Path, nbytes: int, headroom_by
 
 def load_by_torch(group: MemoryGroup, directory: Path, nbytes: int, headroom_bytes: int) -> None:
     group.enter()
-    tensors = held(reference_engine(nbytes))
+    tensors = tensors_of(reference_engine(nbytes))
     group.close(headroom_bytes)
-    torch.save(tensors, directory / "saved.pt")  # in the page cache, which the kernel can take back
+    torch.save(tensors, directory / "saved.pt")  # this fills the page cache, which the kernel can take back
     (directory / "is saved").touch()
     for key, tensor in torch.load(directory / "saved.pt").items():
         tensors[key].copy_(tensor)
@@ -180,8 +181,10 @@ def run(cluster: Cluster, function: Callable[..., Any], group: MemoryGroup, *arg
 def test_no_copy_of_the_state_is_needed(
     cluster: Cluster, group: MemoryGroup, disk: Path, kind: str, size: tuple[int, int], direct: bool
 ) -> None:
-    """Written, also in the background, restored, moved to disk and back, and loaded into fresh memory, which counts as
-    used; nothing is read from the page cache."""
+    """The state is written, also in the background, restored, moved to a disk and back, and loaded into fresh memory.
+
+    The fresh memory counts as used. No file is in the page cache when it is read.
+    """
     outcome = run(cluster, write_and_read_again, group, disk, kind, *size, direct, init=kind != "reference")
     assert not outcome.failed, f"{outcome.error}\n{outcome.output}"
     assert group.kills() == 0
@@ -195,22 +198,22 @@ def test_no_copy_of_the_state_is_needed(
         pytest.param(load_by_deepspeed, marks=pytest.mark.matrix),
     ],
 )
-def test_what_needs_a_copy_is_killed(
+def test_a_process_that_needs_a_copy_is_killed(
     cluster: Cluster, group: MemoryGroup, disk: Path, function: Callable[..., Any]
 ) -> None:
-    """So the other tests can fail."""
+    """This shows that the other tests can fail."""
     outcome = run(cluster, function, group, disk, *SMALL, init=function is load_by_deepspeed)
     assert outcome.signal == signal.SIGKILL, outcome
     assert group.kills() == 1
     assert function is copy_in_memory or (disk / "is saved").exists()
 
 
-def test_what_a_killed_run_has_left_is_removed(group: MemoryGroup) -> None:
+def test_the_group_of_a_killed_run_is_removed(group: MemoryGroup) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
-    left = group.path.with_name(NAME.format(pid=ended.pid, number=0))
-    left.mkdir()
+    leftover = group.path.with_name(NAME.format(pid=ended.pid, number=0))
+    leftover.mkdir()
     with memory_group() as other:
-        assert not left.exists()
+        assert not leftover.exists()
         assert group.path.exists()
     assert not other.path.exists()

@@ -1,5 +1,8 @@
-"""Loss of power at any instant of a write: the old checkpoint is there whole or the new one, and once it has returned
-the new one, whatever the disk has made of what was not synced."""
+"""Loss of power at any time of a write: the old checkpoint or the new one is there, whole.
+
+Once the write has returned, the new checkpoint is there. The disk may have kept any part of the changes that were not
+synced.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from zckpt.plan import layout
 from zckpt.system import linux
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from tests.support.power import Op
 
 SHAPES = {"w": (37, 5), "b": (3,)}
 VARIANTS = int(os.environ.get("ZCKPT_TEST_VARIANTS", "120"))
-"""Of each write; ``make test-crash`` asks for more."""
+"""The number of losses of power in each write. ``make test-crash`` simulates more of them."""
 
 
 @pytest.fixture
@@ -43,23 +46,26 @@ def write(path: Path, step: int, overwrite: bool = False) -> None:
 
 
 def found_step(path: Path) -> int:
-    """Of the checkpoint at ``path``, which must be whole; 0 if there is none."""
+    """Returns the step of the checkpoint at ``path``, which must be whole, or 0 if there is none."""
     try:
         checkpoint = zckpt.open(path)
     except zckpt.CheckpointNotFoundError as error:
         if error.rule is None:
             return 0
-        raise  # `latest` names nothing
+        raise  # `latest` names a checkpoint that is not there
     report = zckpt.validate(path)
     assert report.ok, str(report)
     return checkpoint.step
 
 
 def lose_power(
-    root: Path, before: Disk, ops: list[Op], names: list[str], allowed: set[tuple[int, ...]], seed: int
+    root: Path, before: Disk, ops: list[Op], names: list[str], allowed: Collection[tuple[int, ...]], seed: int
 ) -> int:
-    """After each operation, in many ways. ``names``: of the paths whose steps are looked at. ``allowed``: what those
-    may be; the last in order is what they must be at the end. Returns how many different trees there were."""
+    """Loses power after each operation, in many ways, and checks the steps of the checkpoints then.
+
+    ``names`` are the paths of the checkpoints. ``allowed`` has the steps that they may have. At the end, they must have
+    the greatest of its elements. Returns the number of different trees.
+    """
     choice = random.Random(seed)
     seen: dict[bytes, tuple[int, ...]] = {}
     target = root / "after"
@@ -80,7 +86,7 @@ def lose_power(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_an_overwritten_checkpoint(disk: Path, seed: int) -> None:
+def test_an_overwritten_checkpoint_is_whole_after_a_loss_of_power(disk: Path, seed: int) -> None:
     run = disk / "run"
     write(run / "c", 5)
     before = Disk(run)
@@ -90,7 +96,7 @@ def test_an_overwritten_checkpoint(disk: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_checkpoint_beside_an_older_one(disk: Path, seed: int) -> None:
+def test_a_new_checkpoint_and_an_older_one_are_whole_after_a_loss_of_power(disk: Path, seed: int) -> None:
     run = disk / "run"
     write(run / "old", 5)
     before = Disk(run)
@@ -100,7 +106,7 @@ def test_a_checkpoint_beside_an_older_one(disk: Path, seed: int) -> None:
     assert lose_power(disk, before, recorder.ops, [".", "old", "new"], allowed, seed) > 20
 
 
-def test_the_first_checkpoint_of_a_run(disk: Path) -> None:
+def test_the_first_checkpoint_of_a_run_is_whole_after_a_loss_of_power(disk: Path) -> None:
     (disk / "disk").mkdir()
     before = Disk(disk / "disk")
     with recorded() as recorder:
@@ -110,7 +116,7 @@ def test_the_first_checkpoint_of_a_run(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_write_and_its_lock(disk: Path, seed: int) -> None:
+def test_a_write_with_a_lock_leaves_a_whole_checkpoint_after_a_loss_of_power(disk: Path, seed: int) -> None:
     run = disk / "run"
     write_through(run / "c", torch.ones(99), step=5)
     before = Disk(run)
@@ -120,7 +126,9 @@ def test_a_write_and_its_lock(disk: Path, seed: int) -> None:
     assert lose_power(disk, before, recorder.ops, [".", "c"], {(5, 5), (6, 6)}, seed) > 20
 
 
-def test_pages_shared_with_swap_files(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_shared_with_swap_files_are_whole_after_a_loss_of_power(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes = {"w": (10_007,), "b": (3,)}
     run, swap = disk / "run", disk / "swap"
     swap.mkdir()
@@ -135,7 +143,9 @@ def test_pages_shared_with_swap_files(disk: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("call", ["clone", "link"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_files_shared_with_an_older_checkpoint(disk: Path, call: str, overwrite: bool) -> None:
+def test_files_shared_with_an_older_checkpoint_are_whole_after_a_loss_of_power(
+    disk: Path, call: str, overwrite: bool
+) -> None:
     run, value = disk / "run", torch.arange(20_000.0)
     write_through(run / "old", value, step=5)
     before = Disk(run)
@@ -145,14 +155,13 @@ def test_files_shared_with_an_older_checkpoint(disk: Path, call: str, overwrite:
     assert [op.call for op in recorder.ops if op.path.endswith(".safetensors") and op.call in ("clone", "link")] == [
         call
     ]
-    names, allowed = [".", "old", "new"], {(5, 5, 0), (5, 5, 6), (6, 5, 6)}
-    if overwrite:
-        names, allowed = [".", "old"], {(5, 5), (6, 6)}
+    names = [".", "old", *([] if overwrite else ["new"])]
+    allowed: Collection[tuple[int, ...]] = {(5, 5), (6, 6)} if overwrite else {(5, 5, 0), (5, 5, 6), (6, 5, 6)}
     assert lose_power(disk, before, recorder.ops, names, allowed, 0) > 20
 
 
-def test_what_a_killed_writer_has_made_is_not_taken_for_durable(disk: Path) -> None:
-    """Names that are there already, but were never synced."""
+def test_directories_of_a_killed_writer_are_not_taken_for_durable(disk: Path) -> None:
+    """Their names are there already, but were never synced."""
     number = 0
     while True:
         root = disk / str(number)

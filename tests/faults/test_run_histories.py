@@ -1,4 +1,4 @@
-"""A run's directory through any sequence of writes, overwrites, failures and removals, against a model of it."""
+"""Compares the directory of a run with a model, through any sequence of writes, overwrites, failures and removals."""
 
 from __future__ import annotations
 
@@ -35,15 +35,18 @@ LAYOUTS = st.sampled_from(["zero3", "random"])
 
 @dataclass(frozen=True)
 class Stored:
-    """What the model knows of a checkpoint."""
+    """The facts that the model has of a checkpoint."""
 
     written: Written
     step: int
 
 
 class Run(RuleBasedStateMachine):
-    """``stored`` and ``latest`` are what the directory should hold. ``lost`` are the tags of checkpoints that have all
-    of their data and no manifest."""
+    """The model.
+
+    ``stored`` and ``latest`` say what the directory should contain. ``lost`` has the tags of checkpoints that have all
+    of their data and no manifest.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,15 +91,15 @@ class Run(RuleBasedStateMachine):
 
     @rule(tag=TAGS, ranks=st.integers(0, 2), committed=st.booleans())
     def fail(self, tag: str, ranks: int, committed: bool) -> None:
-        """A write that dies before its commit: with some ranks' files, or at the commit with one rank's too few."""
+        """Lets a write die before its commit, with the files of ``ranks`` ranks, or at a commit that lacks a rank."""
         whole = torch.arange(6.0)
         halves = [[fragment("master", "w", whole, 3 * rank, 3 * rank + 3)] for rank in range(2)]
-        place, about = (self.path / tag, secrets.token_hex(8)), catalog.About(99, 4096, {}, b"\xc0", {})
-        writes = [rank_write(*place, halves, rank, about, WriteOptions(overwrite=True)) for rank in range(2)]
+        place, metadata = (self.path / tag, secrets.token_hex(8)), catalog.SaveMetadata(99, 4096, {}, b"\xc0", {})
+        writes = [rank_write(*place, halves, rank, metadata, WriteOptions(overwrite=True)) for rank in range(2)]
         first = writes[0]
-        first.describe([catalog.receipt(one.rank, one.shards) for one in writes])
+        first.describe([catalog.rank_record(write.rank, write.data_files) for write in writes])
         first.begin(Unlocked(first.store))
-        digests = [one.write_own(Snapshot()) for one in writes[:ranks]]
+        digests = [write.write_data_files(Snapshot()) for write in writes[:ranks]]
         if committed and ranks == 1:
             with pytest.raises(zckpt.ZckptError):
                 first.commit(digests * 2)
@@ -114,14 +117,14 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     @rule(data=st.data())
     def open(self, data: st.DataObject) -> None:
-        """And keep it open over what follows."""
+        """Opens a checkpoint and keeps it open through the rules that follow."""
         tag = data.draw(st.sampled_from(sorted(self.stored)))
         self.opened = zckpt.open(self.path / tag), self.stored[tag], tag
 
     @precondition(lambda self: self.opened is not None)
     @rule()
-    def load_from_what_was_opened(self) -> None:
-        """It is whole, or was overwritten or removed: then its files are missing."""
+    def load_from_the_open_checkpoint(self) -> None:
+        """Loads from the open checkpoint. Its files are missing if it was overwritten or removed meanwhile."""
         assert self.opened is not None
         checkpoint, stored, tag = self.opened
         self.opened = None
@@ -151,10 +154,10 @@ class Run(RuleBasedStateMachine):
             checkpoint = zckpt.open(self.path / tag)
             assert checkpoint.step == stored.step
             assert checkpoint.state["client_state"]["seen"] == stored.step
-            found = checkpoint.load()
-            assert same_all(found, stored.written.full)
+            tensors = checkpoint.load()
+            assert same_all(tensors, stored.written.full)
             reader = Reader(self.path / tag)
-            assert all(len(reader.load(key)) == tensor.nbytes for key, tensor in found.items())
+            assert all(len(reader.load(key)) == tensor.nbytes for key, tensor in tensors.items())
 
 
 TestFew = Run.TestCase
@@ -162,5 +165,5 @@ TestFew.settings = settings(max_examples=8, stateful_step_count=10, deadline=Non
 
 
 @pytest.mark.matrix
-class TestMany(Run.TestCase):  # type: ignore[misc,name-defined]
+class TestMany(Run.TestCase):  # type: ignore[misc,valid-type]
     settings = settings(max_examples=30, stateful_step_count=20, deadline=None)

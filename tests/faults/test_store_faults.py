@@ -1,4 +1,4 @@
-"""What a store may do to a write or a read: a clear error on every rank, nothing committed, nothing of the old lost."""
+"""A fault of a store in a write or a read is a clear error, commits nothing, and loses no older checkpoint."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 import zckpt
 from tests.support import faults
 from tests.support.faults import Fault, faulty, short
+from tests.support.interrupts import threads_left
 from tests.support.plain_engine import Engine, everything, is_whole
 from tests.support.states import same_all, write_state
 
@@ -46,17 +47,20 @@ def in_memory() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_over() -> Iterator[None]:
-    """No thread, descriptor or process, and without the garbage collector."""
-    gc.collect()  # nor what tests before have left
-    before = held()
+    """Checks that no thread and no file descriptor is left over, without the help of the garbage collector."""
+    gc.collect()  # so that objects of earlier tests are not counted
+    before = descriptors_and_threads()
     gc.disable()
     yield
     gc.enable()
-    now = held()
-    assert all(left <= had for left, had in zip(now, before, strict=True)), (now, before)  # others may end meanwhile
+    assert threads_left() == []  # a thread whose work is done may take a moment to end
+    after = descriptors_and_threads()
+    # Fewer than before are allowed, because a thread of an earlier test may end meanwhile.
+    assert all(count <= earlier for count, earlier in zip(after, before, strict=True)), (after, before)
 
 
-def held() -> tuple[int, int]:
+def descriptors_and_threads() -> tuple[int, int]:
+    """Returns the number of open file descriptors and the number of threads."""
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
@@ -67,8 +71,10 @@ MORE = [case for case in itertools.product(REFUSALS, (False, True), (False, True
 @pytest.mark.parametrize(
     ("refusal", "overwrite", "background"), [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in MORE)]
 )
-def test_any_operation_may_be_refused(in_memory: Path, refusal: str, overwrite: bool, background: bool) -> None:
-    """The first one, then the second, and so on, until a write gets through."""
+def test_any_refused_operation_is_an_error_and_leaves_a_whole_checkpoint(
+    in_memory: Path, refusal: str, overwrite: bool, background: bool
+) -> None:
+    """The first operation is refused, then the second, and so on, until a write succeeds."""
     act, kind = REFUSALS[refusal]
     old, new = Engine(step=5), Engine(seed=1, step=6)
     operations, number = None, 0
@@ -110,8 +116,10 @@ KEPT = ("c/data-0123/x", "c/manifest.msgpack.tmp", "c/mine.01234567.tmp", "lates
 
 
 @pytest.mark.parametrize("manifest", ["whole", "damaged", "none"])
-def test_what_dead_writers_have_left_goes_before_anything_is_written(tmp_path: Path, manifest: str) -> None:
-    """For the space that it takes; but while it cannot be told what the manifest there names, only after the commit."""
+def test_files_of_dead_writers_are_removed_before_anything_is_written(tmp_path: Path, manifest: str) -> None:
+    """They take space. If the old manifest is damaged, data directories are removed only after the commit, because it
+    is not known which of them the manifest names.
+    """
     zckpt.write(Engine(), tmp_path / "c")
     if manifest != "whole":
         (tmp_path / "c" / "manifest.msgpack").write_bytes(b"damaged")
@@ -120,8 +128,8 @@ def test_what_dead_writers_have_left_goes_before_anything_is_written(tmp_path: P
     for name in (*LEFT, *KEPT):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    os.utime(tmp_path / LEFT[-1], (0, 0))  # of a writer that died a while ago: a run has no lock
-    seen = []
+    os.utime(tmp_path / LEFT[-1], (0, 0))  # as if its writer had died a while ago, because a run has no lock
+    seen: list[str] = []
 
     def look(operation: Callable[[], Any], file: str) -> Any:
         seen.extend(name for name in LEFT if (tmp_path / name).exists())
@@ -138,8 +146,10 @@ def test_what_dead_writers_have_left_goes_before_anything_is_written(tmp_path: P
 
 @pytest.mark.parametrize("act", ["remove", "replace"])
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_file_that_goes_or_changes_while_it_is_read(tmp_path: Path, act: str, at: int) -> None:
-    """What is open is read to its end; what is opened anew is missed, or fails its digests."""
+def test_a_load_refuses_a_file_that_is_removed_or_replaced_before_it_is_opened(
+    tmp_path: Path, act: str, at: int
+) -> None:
+    """A file that is open already is read to its end, so the load succeeds."""
     written = write_state(tmp_path / "c", 1)
     names = ("size", "read", "read_direct", "read_into")
     for number, file in enumerate(("exp_avg.safetensors", "digests.bin", "index.bin")):
@@ -155,8 +165,7 @@ def test_a_file_that_goes_or_changes_while_it_is_read(tmp_path: Path, act: str, 
         checkpoint.reader.close()
 
 
-def test_the_file_of_a_write_is_replaced_under_it(tmp_path: Path) -> None:
-    """Rank 0 sees a file of the right length, for it has not read it: it is found when it is read."""
+def test_a_data_file_that_is_removed_during_a_write_prevents_the_commit(tmp_path: Path) -> None:
     with faulty(Fault(faults.remove, 0, ("sync",), "master.safetensors")), pytest.raises(zckpt.FormatError) as caught:
         write_state(tmp_path / "c", 1)
     assert caught.value.rule == "F001"
@@ -178,24 +187,24 @@ def test_the_operating_system_may_do_less_than_it_was_asked_for(tmp_path: Path, 
 
 def test_a_write_in_the_background_that_has_ended_keeps_no_state(tmp_path: Path) -> None:
     engine = Engine()
-    kept = weakref.ref(engine.weight)
+    weight = weakref.ref(engine.weight)
     pending = zckpt.write(engine, tmp_path / "c", background=True)
     pending.wait()
     del engine
-    assert kept() is None
+    assert weight() is None
     assert pending.done
 
 
 def test_a_failed_load_keeps_nothing(tmp_path: Path) -> None:
-    """Neither files nor memory, whatever the garbage collector does, which is off here."""
+    """It keeps neither files nor memory, although the garbage collector is off here."""
     zckpt.write(Engine(300_000), tmp_path / "c")
     master = next(tmp_path.rglob("*master*"))
     with master.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\1")
     out = {"master/w": torch.empty(75_000)}
-    kept = weakref.ref(out["master/w"])
+    weight = weakref.ref(out["master/w"])
     with pytest.raises(zckpt.DigestError):
         zckpt.open(tmp_path / "c").load(out=out)
     del out
-    assert kept() is None
+    assert weight() is None

@@ -1,6 +1,7 @@
-"""Checkpoints that were written once and are never written again: every version of the library reads all of them.
+"""Checkpoints that were written once and are never written again. Every version of the library reads all of them.
 
-Beside each stand what wrote it (``PROVENANCE.md``) and what it holds (``expected.json``), told without zckpt.
+Beside each of them, ``PROVENANCE.md`` says what has written it, and ``expected.json`` says what it contains, which was
+found out without zckpt.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ def facts(dtype: torch.dtype, shape: Any, data: bytes) -> dict[str, Any]:
 
 
 def read_with_safetensors(checkpoint: Path) -> dict[str, Any]:
-    """What the data files alone tell: the facts of every tensor by key, in the value that the first rank has."""
-    found: dict[str, dict[tuple[int, int], bytes]] = {}
-    about: dict[str, tuple[torch.dtype, list[int]]] = {}
+    """Returns the facts of every tensor by key, from the data files alone. Of a tensor with a value for each rank, it
+    takes the value of the first rank."""
+    content: dict[str, dict[tuple[int, int], bytes]] = {}
+    dtypes_and_shapes: dict[str, tuple[torch.dtype, list[int]]] = {}
     for path in sorted(checkpoint.glob("data-*/rank-*/*.safetensors")):
         with safe_open(path, "pt") as file:
             metadata = file.metadata()
@@ -46,13 +48,13 @@ def read_with_safetensors(checkpoint: Path) -> dict[str, Any]:
                 piece = re.fullmatch(r"(.*)@(\d+):(\d+)", entry)
                 name, start, stop = (piece[1], int(piece[2]), int(piece[3])) if piece else (entry, 0, tensor.numel())
                 key = f"{metadata['zckpt.part']}/{name}"
-                about.setdefault(key, (tensor.dtype, shapes[name] if piece else list(tensor.shape)))
-                found.setdefault(key, {}).setdefault((start, stop), raw(tensor))
+                dtypes_and_shapes.setdefault(key, (tensor.dtype, shapes[name] if piece else list(tensor.shape)))
+                content.setdefault(key, {}).setdefault((start, stop), raw(tensor))
     expected = {}
-    for key, (dtype, shape) in about.items():
-        pieces = found[key]
+    for key, (dtype, shape) in dtypes_and_shapes.items():
+        pieces = content[key]
         assert sum(stop - start for start, stop in pieces) == math.prod(shape)
-        expected[key] = facts(dtype, shape, b"".join(pieces[span] for span in sorted(pieces)))
+        expected[key] = facts(dtype, shape, b"".join(pieces[bounds] for bounds in sorted(pieces)))
     return expected
 
 
@@ -63,7 +65,7 @@ def test_there_is_a_corpus() -> None:
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_a_golden_checkpoint_is_read_as_ever(name: str) -> None:
+def test_a_golden_checkpoint_is_still_read(name: str) -> None:
     expected = json.loads((GOLDEN / name / "expected.json").read_text())
     checkpoint = zckpt.open(GOLDEN / name / "run")
     report = zckpt.validate(GOLDEN / name / "run")
@@ -81,7 +83,7 @@ def test_a_golden_checkpoint_is_read_as_ever(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_its_state_is_what_the_engine_had(name: str) -> None:
+def test_the_state_of_a_golden_checkpoint_is_what_the_engine_had(name: str) -> None:
     expected = json.loads((GOLDEN / name / "expected.json").read_text())
     checkpoint = zckpt.open(GOLDEN / name / "run")
     engine, client = checkpoint.state["engine"], checkpoint.state["client_state"]
@@ -93,26 +95,26 @@ def test_its_state_is_what_the_engine_had(name: str) -> None:
     assert (client["note"], client["epoch"], client["pair"]) == ("never written again", 2, (1.5, None))
     assert client["seen"].equal(torch.arange(5))
     for rank, seed_state in enumerate(expected["torch_rng"]):
-        own = checkpoint.rank_state(rank)["rng"]["torch"]
-        assert xxhash.xxh3_128_hexdigest(bytes(own)) == seed_state
+        generator_state = checkpoint.rank_state(rank)["rng"]["torch"]
+        assert xxhash.xxh3_128_hexdigest(bytes(generator_state)) == seed_state
 
 
 def restore_and_train(path: str) -> tuple[dict[Any, torch.Tensor], list[float]]:
     from tests.support.models import make_engine, train
-    from tests.support.runs import held
+    from tests.support.runs import tensors_of
 
     engine = make_engine(model="odd", dtype="bf16", groups=True, scheduler=True, seed=1)
     zckpt.restore(engine, path, rng=True)
-    return held(engine), train(engine, 1, 3)
+    return tensors_of(engine), train(engine, 1, 3)
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_an_engine_goes_on_from_it(cluster: Cluster, name: str) -> None:
+def test_an_engine_goes_on_from_a_golden_checkpoint(cluster: Cluster, name: str) -> None:
     loaded = zckpt.open(GOLDEN / name / "run").load()
-    for held, losses in cluster.run(restore_and_train, 2, str(GOLDEN / name / "run")):
+    for tensors, losses in cluster.run(restore_and_train, 2, str(GOLDEN / name / "run")):
         assert all(map(math.isfinite, losses))
-        pieces = {place: value for place, value in held.items() if place[0] in loaded}
+        pieces = {place: value for place, value in tensors.items() if place[0] in loaded}
         assert {key for key, _, _ in pieces} >= {key for key in loaded if key.startswith("master/first")}
         for (key, start, stop), value in pieces.items():
-            if key != "buffer/running_mean":  # differs from rank to rank
+            if key != "buffer/running_mean":  # this buffer differs from rank to rank
                 assert loaded[key].reshape(-1)[start:stop].equal(value), key

@@ -1,4 +1,4 @@
-"""The index: layouts come back from any number of chunks, and every rule has a case that breaks it."""
+"""The index: layouts come back unchanged from any number of chunks, and every rule has a case that breaks it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zckpt.format.digest import digest
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.index import PIECE_BYTES, ROW_BYTES, Layout, Piece, decode, encode, pieces
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
-from zckpt.format.names import index_path
+from zckpt.format.names import Tier, index_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,12 +33,12 @@ DATA_BYTES = 1 << 20
 
 
 def manifest_for(shapes: list[tuple[int, ...]], dtypes: dict[str, list[str]], chunks: tuple[Chunk, ...]) -> Manifest:
-    """Every rank has a file of every part on two of the tiers. All parts have layout 0."""
+    """Returns a manifest in which every rank has a file of every part on two of the tiers. All parts have layout 0."""
     files = [
         File(rank, part, tier, 4096 + DATA_BYTES, 4096, 0)
         for rank in range(WORLD_SIZE)
         for part in range(len(dtypes))
-        for tier in (0, 2)
+        for tier in (Tier.DEVICE, Tier.NVME)
     ]
     ids = tuple(range(len(shapes)))
     return Manifest(
@@ -58,27 +58,27 @@ def manifest_for(shapes: list[tuple[int, ...]], dtypes: dict[str, list[str]], ch
 
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[list[Piece]]]:
-    """Shapes and pieces of some tensors, in one or more copies, some without elements."""
+    """Draws the shapes and the pieces of some tensors. A tensor has one copy or several, and may have no elements."""
     shapes = draw(st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6))
-    found = []
+    pieces_of_rows = []
     for shape in shapes:
         numel = math.prod(shape)
         row = []
         for copy in range(draw(st.integers(1, 3))):
             inner = sorted(draw(st.sets(st.integers(1, numel - 1), max_size=4))) if numel > 1 else []
             for start, stop in zip([0, *inner], [*inner, numel], strict=True):
-                place = (draw(st.integers(0, WORLD_SIZE - 1)), draw(st.sampled_from([0, 2])))
+                place = (draw(st.integers(0, WORLD_SIZE - 1)), draw(st.sampled_from([Tier.DEVICE, Tier.NVME])))
                 offset, block = 8 * draw(st.integers(0, 1000)), draw(st.integers(0, (1 << 32) - 1))
                 row.append(Piece(*place, copy, start, stop, offset, block))
-        found.append(row)
-    return shapes, found
+        pieces_of_rows.append(row)
+    return shapes, pieces_of_rows
 
 
-def layout_of(found: list[list[Piece]]) -> Layout:
-    flat = [piece for row in found for piece in row]
+def layout_of(rows: list[list[Piece]]) -> Layout:
+    flat = [piece for row in rows for piece in row]
     columns = {
-        "name": range(len(found)),
-        "count": map(len, found),
+        "name_id": range(len(rows)),
+        "count": map(len, rows),
         "rank": (piece.rank for piece in flat),
         "tier": (piece.tier for piece in flat),
         "length": (piece.stop - piece.start for piece in flat),
@@ -89,7 +89,7 @@ def layout_of(found: list[list[Piece]]) -> Layout:
 
 
 @given(st.data(), rows(), st.integers(1, 6))
-def test_an_index_comes_back_as_it_went(
+def test_an_index_comes_back_unchanged(
     data: st.DataObject, written: tuple[list[tuple[int, ...]], list[list[Piece]]], chunk_pieces: int
 ) -> None:
     shapes, expected = written
@@ -100,15 +100,17 @@ def test_an_index_comes_back_as_it_went(
     manifest = manifest_for(shapes, dtypes, chunks)
     assert sum(chunk.nbytes for chunk in chunks) == len(raw)
     for number in (0, 1):
-        own = [chunk for chunk in chunks if chunk.layout == number]
-        assert sum(chunk.rows for chunk in own) == len(shapes)
-        assert all(chunk.pieces - len(expected[chunk.first_row + chunk.rows - 1]) < chunk_pieces for chunk in own)
-        found = []
-        for chunk in own:
-            one = decode(raw[chunk.offset : chunk.offset + chunk.nbytes], chunk, manifest)
+        layout_chunks = [chunk for chunk in chunks if chunk.layout_id == number]
+        assert sum(chunk.rows for chunk in layout_chunks) == len(shapes)
+        assert all(
+            chunk.pieces - len(expected[chunk.first_row + chunk.rows - 1]) < chunk_pieces for chunk in layout_chunks
+        )
+        decoded = []
+        for chunk in layout_chunks:
+            decoded_layout = decode(raw[chunk.offset : chunk.offset + chunk.nbytes], chunk, manifest)
             numels = [math.prod(shape) for shape in shapes[chunk.first_row : chunk.first_row + chunk.rows]]
-            found += [list(pieces(one, row, numel)) for row, numel in enumerate(numels)]
-        assert found == expected
+            decoded += [list(pieces(decoded_layout, row, numel)) for row, numel in enumerate(numels)]
+        assert decoded == expected
 
 
 def test_one_key_reads_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,11 +125,11 @@ def test_one_key_reads_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert same_all(checkpoint.load(), written.full)
 
 
-# What follows breaks this index: two tensors, the first in two pieces, the second with a copy.
+# The tests below break this index of two tensors. The first tensor has two pieces, and the second has two copies.
 
 SHAPES: list[tuple[int, ...]] = [(3, 2), (4,)]
 SOUND = {
-    "name": [0, 1],
+    "name_id": [0, 1],
     "count": [2, 2],
     "rank": [0, 1, 0, 2],
     "tier": [0, 0, 2, 2],
@@ -162,8 +164,8 @@ def test_the_unbroken_index_is_sound() -> None:
 @pytest.mark.parametrize(
     ("rule", "key", "columns"),
     [
-        ("I004", None, {"name": [0, 2]}),
-        ("I004", None, {"name": [1, 0]}),
+        ("I004", None, {"name_id": [0, 2]}),
+        ("I004", None, {"name_id": [1, 0]}),
         ("I004", None, {"count": [4, 0]}),
         ("I004", None, {"count": [2, 1]}),
         ("I004", None, {"count": [2, 3]}),
@@ -171,22 +173,22 @@ def test_the_unbroken_index_is_sound() -> None:
         ("I005", "a/t0", {"length": [4, 1, 4, 4]}),
         ("I005", "a/t0", {"length": [4, 3, 4, 4]}),
         ("I005", "a/t0", {"length": [6, 0, 4, 4]}),
-        ("I005", "a/t0", {"length": [5, 7, 4, 4]}),  # two copies, but for one element
+        ("I005", "a/t0", {"length": [5, 7, 4, 4]}),  # as long as two copies, but the second piece belongs to both
         ("I005", "a/t1", {"length": [4, 2, 2, 4]}),
-        ("I005", "a/t1", {"count": [1, 3], "length": [6, 3, 3, 2]}),  # the second lies in two copies
+        ("I005", "a/t1", {"count": [1, 3], "length": [6, 3, 3, 2]}),  # the second piece of t1 belongs to two copies
         ("I005", "a/t1", {"length": [4, 2, 4, 8]}),
         ("I005", "a/t1", {"length": [4, 2, 4, (1 << 64) - 4]}),
         ("I005", "a/t1", {"length": [4, 2, (1 << 63) + 4, (1 << 63) + 4]}),
         ("I006", "a/t0", {"rank": [0, 3, 0, 2]}),
         ("I006", "a/t0", {"rank": [(1 << 32) - 1, 1, 0, 2]}),
-        ("I006", "a/t0", {"tier": [0, 1, 2, 2]}),  # no file of that tier
+        ("I006", "a/t0", {"tier": [0, 1, 2, 2]}),  # there is no file of that tier
         ("I006", "a/t0", {"tier": [0, 3, 2, 2]}),
         ("I006", "a/t0", {"tier": [255, 0, 2, 2]}),
         ("I006", "a/t0", {"offset": [0, 18, 8, 0]}),
         ("I006", "a/t0", {"offset": [0, DATA_BYTES - 4, 8, 0]}),
         ("I006", "a/t0", {"offset": [0, (1 << 64) - 8, 8, 0]}),
         ("I006", "a/t0", {"offset": [(1 << 63) - 8, 16, 8, 0]}),
-        ("I006", "b/t1", {"offset": [0, 16, 4, 0]}),  # F64 in the other part
+        ("I006", "b/t1", {"offset": [0, 16, 4, 0]}),  # in part b, the tensor is F64
         ("I006", "b/t1", {"offset": [0, 16, 8, DATA_BYTES - 16]}),
     ],
 )
@@ -206,12 +208,12 @@ def test_a_broken_column_is_refused(rule: str, key: str | None, columns: dict[st
         frame(RAW)[:-1],
         frame(RAW) + b"\0",
         frame(RAW) + frame(b""),
-        frame(RAW) + b"\x50\x2a\x4d\x18\0\0\0\0",  # a skippable frame
+        frame(RAW) + b"\x50\x2a\x4d\x18\0\0\0\0",  # a skippable frame follows
         b"\x50\x2a\x4d\x18\0\0\0\0" + frame(RAW),
         frame(RAW[:-1]),
         frame(RAW + b"\0"),
         frame(RAW, write_content_size=False),
-        frame(bytes(1 << 30)),  # a bomb
+        frame(bytes(1 << 30)),  # decompresses to 1 GiB
         frame(RAW)[:5] + b"\xff" + frame(RAW)[6:],
     ],
     ids=range(12),

@@ -1,6 +1,6 @@
-"""Headers that safetensors' own tests refuse or allow: ours are refused too, or are allowed for a reason.
+"""Headers like those of safetensors' own tests. zckpt refuses all that safetensors refuses, and some that it allows.
 
-After the names of the tests in safetensors' Rust sources; the texts are such as those use.
+The cases have the names of the tests in safetensors' Rust sources, and headers like theirs.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import pytest
 import safetensors
 
 from zckpt.errors import FormatError
-from zckpt.format import shard as shard_format
+from zckpt.format import data_file as data_file_format
+from zckpt.format.names import Tier
 
-SHARD = shard_format.ShardId("0123456789abcdef", 0, 1, "master", "device")
-METADATA = json.loads(shard_format.encode_header(SHARD, [], {})[8:])["__metadata__"]
+FILE_ID = data_file_format.DataFileId("0123456789abcdef", 0, 1, "master", Tier.DEVICE)
+METADATA = json.loads(data_file_format.encode_header(FILE_ID, [], {})[8:])["__metadata__"]
 
 
 def entry(dtype: str = "I32", shape: Any = (2, 2), offsets: Any = (0, 16)) -> dict[str, Any]:
@@ -34,7 +35,8 @@ def file(content: bytes, data: bytes = b"", pad: bytes = b" ", length: int | Non
 ZEROS = bytes(16)
 TEN = {f"weight_{i}": entry() for i in range(10)}
 SOUND = text(test=entry())
-CASES: dict[str, tuple[str | None, bool, bytes]] = {  # our rule, whether safetensors allows it, the file
+# The values are the rule by which zckpt refuses the file, whether safetensors allows the file, and the file.
+CASES: dict[str, tuple[str | None, bool, bytes]] = {
     "deserialization": (None, True, file(SOUND, ZEROS)),
     "empty": (None, True, file(text())),
     "empty shapes allowed": (None, True, file(text(test=entry(shape=(), offsets=(0, 4))), bytes(4))),
@@ -81,11 +83,11 @@ def test_we_are_as_strict_as_safetensors(name: str) -> None:
     else:
         with pytest.raises(safetensors.SafetensorError):
             safetensors.deserialize(raw)
-    found = None
+    broken_rule = None
     try:
-        data_start = shard_format.header_bytes(raw[:8], "file")
-        shard_format.decode_header(raw[:data_start], len(raw), SHARD)
+        data_start = data_file_format.header_bytes(raw[:8], "file")
+        data_file_format.decode_header(raw[:data_start], len(raw), FILE_ID)
     except FormatError as error:
-        found = error.rule
-    assert found == rule
+        broken_rule = error.rule
+    assert broken_rule == rule
     assert allowed or rule, "nothing is allowed that safetensors refuses"

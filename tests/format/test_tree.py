@@ -1,4 +1,4 @@
-"""State trees: every kind of value comes back as it was, and what cannot be kept is refused by its path."""
+"""State trees: every kind of value comes back unchanged, and a value that cannot be kept is refused with its path."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ def unpack(raw: bytes) -> Any:
     return tree.unpack(raw, lambda ext, name: pytest.fail("there are no tensors"), "some file")
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Equal in value and in type, all the way down, order of keys and bits of floats included."""
-    if type(one) is not type(other):
+def alike(value: Any, other: Any) -> bool:
+    """Returns whether two trees have the same values and types at every level, the same order of keys, and the same
+    signs of floats."""
+    if type(value) is not type(other):
         return False
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(alike, one, other))
-    if isinstance(one, dict):
-        return alike(list(one), list(other)) and all(alike(one[key], other[key]) for key in one)
-    if isinstance(one, float):
-        return math.copysign(1, one) == math.copysign(1, other) and (one == other or (one != one and other != other))
-    return bool(one == other)
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(alike, value, other))
+    if isinstance(value, dict):
+        return alike(list(value), list(other)) and all(alike(value[key], other[key]) for key in value)
+    if isinstance(value, float):
+        return math.copysign(1, value) == math.copysign(1, other) and (
+            value == other or (value != value and other != other)
+        )
+    return bool(value == other)
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
@@ -71,7 +74,7 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_a_tree_comes_back_as_it_went(value: object) -> None:
+def test_a_tree_comes_back_unchanged(value: object) -> None:
     assert alike(unpack(pack(value)), value)
 
 
@@ -100,7 +103,7 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("kind", WRAPS)
-def test_what_may_be_written_may_be_read(kind: str) -> None:
+def test_the_deepest_tree_that_can_be_written_can_be_read(kind: str) -> None:
     deepest = nested(TREE_DEPTH_MAX, WRAPS[kind])
     assert alike(unpack(pack(deepest)), deepest)
     with pytest.raises(StateError, match="nested") as caught:
@@ -253,7 +256,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> zckpt.Checkpoint:
 
 
 def test_a_list_in_many_places_is_counted_while_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are 2 ** 60 lists, or bytes, which nobody could encode before they are counted."""
+    """The values have 2^60 lists, and 10^9 bytes. The first could never be encoded completely, so its lists are counted
+    while they are encoded."""
     monkeypatch.setattr(tree, "CONTAINERS_MAX", 10_000)
     monkeypatch.setattr(tree, "TREE_BYTES_MAX", 10_000)
     lists: list[object] = []

@@ -1,4 +1,4 @@
-"""What is said of a directory that is not what was expected, and of the other checkpoints of a run."""
+"""What errors say about a directory that is not what was expected, and about the other checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def write(run: Path, *names: str, latest: bool = False) -> None:
-    """Checkpoints, each committed after the one before."""
+    """Writes checkpoints, each committed after the one before."""
     for number, name in enumerate(names):
         write_state(run / name, 2, {"w": (40,)}, step=number, latest=latest)
         os.utime(run / name / "manifest.msgpack", (1e9 + number,) * 2)
@@ -36,7 +36,7 @@ def deepspeed(folder: Path) -> None:
 
 
 def said(path: Path, error: type[Exception] = CheckpointNotFoundError) -> str:
-    """By ``open``, and just as by the command line."""
+    """Returns the text of the error that ``open`` raises."""
     with pytest.raises(error) as caught:
         zckpt.open(path)
     assert type(caught.value) is error
@@ -44,7 +44,7 @@ def said(path: Path, error: type[Exception] = CheckpointNotFoundError) -> str:
 
 
 @pytest.mark.parametrize("how", ["folder", "run", "folders", "Trainer"])
-def test_what_deepspeed_wrote(tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_deepspeed_has_written(tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     folder = run / {"Trainer": "checkpoint-3/global_step3"}.get(how, "global_step3")
     deepspeed(folder)
@@ -85,15 +85,16 @@ def test_a_path_that_is_not_there_lists_the_checkpoints_beside_it(
     assert zckpt.get_fp32_state_dict_from_zero_checkpoint(tmp_path, 2).keys() == {"w"}
     (tmp_path / "notes").write_text("")
     for command in ("validate", "repair", "gc"):
-        for name, what in (("3", "does not exist"), ("notes", "is a file")):
+        for name, problem in (("3", "does not exist"), ("notes", "is a file")):
             assert main([command, str(tmp_path / name)]) == 2
             err = capsys.readouterr().err
-            assert f"the path {what}" in err
+            assert f"the path {problem}" in err
             assert text in err
     assert "give the directory of a checkpoint or run" in said(tmp_path / "1" / "data-x" / "y")
     inner = tmp_path / "inner"
     inner.mkdir()
-    for path in (inner / "3", inner / "absent" / "3"):  # not the checkpoints of strangers, further up
+    # Checkpoints further up may belong to somebody else, so they are not listed.
+    for path in (inner / "3", inner / "absent" / "3"):
         assert "newest first" not in said(path)
 
 
@@ -108,7 +109,7 @@ def test_the_output_of_a_trainer_lists_its_checkpoints(tmp_path: Path) -> None:
 
 
 def test_checkpoints_in_directories_of_a_run(tmp_path: Path) -> None:
-    """They are looked for where ``latest`` could name them, and not in another run."""
+    """Checkpoints are looked for where ``latest`` could name them, and not in another run."""
     write(tmp_path, "epoch0/s1", "epoch1/half/s2", "a/b/c/d/e/s4")
     write(tmp_path / "other", "s3", latest=True)
     (tmp_path / "epoch0" / "link").symlink_to(tmp_path / "other" / "s3")
@@ -126,11 +127,11 @@ def spoil(name: str) -> Callable[[Path], object]:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     name: spoil(name) for name in ("manifest.msgpack", "index.bin", "digests.bin", "master.safetensors")
-} | {f"no {name}": lambda path, name=name: next(path.rglob(name)).unlink() for name in ("index.bin", "digests.bin")}  # type: ignore[misc]
+} | {f"no {name}": lambda path, name=name: next(path.rglob(name)).unlink() for name in ("index.bin", "digests.bin")}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_the_whole_ones_of_a_run(tmp_path: Path, damage: str) -> None:
+def test_the_whole_checkpoints_of_a_run(tmp_path: Path, damage: str) -> None:
     write(tmp_path, "s1", "s2", "s3")
     assert whole_neighbours(open_store(tmp_path / "s3")) == [str(tmp_path / "s2"), str(tmp_path / "s1")]
     assert whole_neighbours(open_store(tmp_path / "nothing")) == [str(tmp_path / name) for name in ("s3", "s2", "s1")]
@@ -170,7 +171,7 @@ def test_every_way_to_read_says_what_is_whole(tmp_path: Path) -> None:
         assert str(caught.value).count(f"newest first: {tmp_path / 's2'}") == 1
 
 
-def test_nothing_is_looked_for_while_nothing_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_without_errors_does_not_look_at_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "s1", "s2", latest=True)
 
     def fail(*_: object) -> None:
@@ -184,7 +185,7 @@ def test_nothing_is_looked_for_while_nothing_is_wrong(tmp_path: Path, monkeypatc
         checkpoint.load("nothing")
 
 
-def test_an_unfinished_write_names_the_whole_ones(tmp_path: Path) -> None:
+def test_an_unfinished_write_names_the_whole_checkpoints(tmp_path: Path) -> None:
     write(tmp_path, "s1", "s2")
     (tmp_path / "s2" / "manifest.msgpack").unlink()
     text = said(tmp_path / "s2", UnfinishedWriteError)
@@ -194,7 +195,7 @@ def test_an_unfinished_write_names_the_whole_ones(tmp_path: Path) -> None:
     assert said(tmp_path / "s2", UnfinishedWriteError).endswith("the run has no other checkpoint that is whole")
 
 
-def test_a_tensor_of_the_caller_s_is_not_said_to_be_unchanged(tmp_path: Path) -> None:
+def test_tensors_of_the_caller_are_not_called_unchanged(tmp_path: Path) -> None:
     write(tmp_path, "s1", "s2")
     next((tmp_path / "s2").rglob("digests.bin")).unlink()
     checkpoint = zckpt.open(tmp_path / "s2")

@@ -1,4 +1,4 @@
-"""Several ranks, DeepSpeed's engines, and a device."""
+"""Tests of zckpt.offload and zckpt.reload on several ranks, with DeepSpeed's engines, and on a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.accelerator import DEVICE_TYPE
 from tests.support.memory import memory
 from tests.support.models import batch, make_engine, train
 from tests.support.offload import CPU
-from tests.support.reference_engine import held
+from tests.support.reference_engine import tensors_of
 from tests.support.runs import everything
 from tests.support.scratch import flip_a_bit
 from zckpt.engines import adapt
@@ -31,16 +31,16 @@ SHAPES = {"wide": (700, 701), "odd": (63, 65), "one": (1,), "empty": (0, 3), "fr
 
 
 def damage(engine: Any, part: str, name: str | None = None) -> None:
-    """Of this part, all storages, or those of this name."""
-    for one in away(engine).moved:  # type: ignore[union-attr]
-        if one.parts == (part,) and name in (None, one.name):
-            flip_a_bit(one, one.nbytes // 2)
+    """Flips a bit in each offloaded storage of the part, or only in the one with this name."""
+    for storage in away(engine).moved:  # type: ignore[union-attr]
+        if storage.parts == (part,) and name in (None, storage.name):
+            flip_a_bit(storage, storage.nbytes // 2)
 
 
 def one_rank_fails(directory: str) -> None:
     engine = ReferenceEngine(SHAPES)
     engine.train(2)
-    before = held(engine)
+    before = tensors_of(engine)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for background in (False, True):
@@ -52,7 +52,7 @@ def one_rank_fails(directory: str) -> None:
         zckpt.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert away(engine) is None
-    torch.testing.assert_close(held(engine), before, rtol=0, atol=0)
+    torch.testing.assert_close(tensors_of(engine), before, rtol=0, atol=0)
     zckpt.write(engine, f"{directory}/ck")
     zckpt.offload(engine, directory)
     if engine.rank == 1:
@@ -63,15 +63,15 @@ def one_rank_fails(directory: str) -> None:
         with pytest.raises(zckpt.OffloadedError, match="exp_avg/"):
             call()
     zckpt.restore(engine, f"{directory}/ck")
-    torch.testing.assert_close(held(engine), before, rtol=0, atol=0)
+    torch.testing.assert_close(tensors_of(engine), before, rtol=0, atol=0)
     nowhere: Any = None if engine.rank else directory
     with pytest.raises(TypeError if engine.rank else zckpt.RankError, match="not NoneType"):
         zckpt.offload(engine, nowhere)
     with pytest.raises(zckpt.RankError, match="different parts arguments"):
         zckpt.offload(engine, directory, parts=["master"] if engine.rank else ["param"])
-    if engine.rank == 0:  # the other one has nothing of it
+    if engine.rank == 0:  # the other rank has no elements of this tensor
         engine.tensors["exp_avg"]["extra"] = torch.ones(1000)
-        engine.shapes["extra"], engine.spans["extra"] = (1000,), (0, 1000)
+        engine.shapes["extra"], engine.ranges["extra"] = (1000,), (0, 1000)
     zckpt.offload(engine, directory, parts=["exp_avg"])
     with pytest.raises(zckpt.OffloadedError):
         engine.step()
@@ -79,7 +79,7 @@ def one_rank_fails(directory: str) -> None:
     assert away(engine) is None
 
 
-def test_a_failure_on_one_rank_is_one_on_all(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_is_an_error_on_all(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(one_rank_fails, 2, str(tmp_path))
 
 
@@ -89,7 +89,7 @@ def deepspeed_engine(directory: str, setup: dict[str, Any]) -> None:
     zckpt.write(engine, f"{directory}/plain")
     before = everything(engine)
     zckpt.offload(engine, f"{directory}/scratch")
-    zckpt.write(engine, f"{directory}/out")  # what ZeRO-3 gathers after a write is out
+    zckpt.write(engine, f"{directory}/out")  # the weights that ZeRO-3 gathers after a write are offloaded
     plain, out = (zckpt.open(f"{directory}/{which}").load() for which in ("plain", "out"))
     assert plain.keys() == out.keys()
     assert all(torch.equal(plain[key], out[key]) for key in plain)
@@ -119,7 +119,7 @@ def deepspeed_engine(directory: str, setup: dict[str, Any]) -> None:
     if "gradient" in away(engine).parts:  # type: ignore[union-attr]
         loss = engine(**inputs)
         with pytest.raises(zckpt.OffloadedError, match=r"backward uses .*gradient"):
-            loss.backward()  # not engine.backward(loss)
+            loss.backward()  # instead of engine.backward(loss)
     zckpt.reload(engine)
     engine.save_checkpoint = ours = lambda directory: type(engine).save_checkpoint(engine, directory)
     zckpt.offload(engine, f"{directory}/scratch", parts=["optim_states"])
@@ -154,7 +154,7 @@ def buckets_of_deepspeed(directory: str) -> None:
     numel = 50 << 20
     for stage in (3, 1):
         engine = make_engine(stage=stage, reduce_bucket_size=numel, config={"gradient_accumulation_steps": 2})
-        train(engine, 3)  # and so between two micro steps
+        train(engine, 3)  # so the engine is between two micro steps
         zckpt.offload(engine, directory)
         zckpt.reload(engine)
         (bucket,) = engine.optimizer.ipg_buckets.values()
@@ -162,18 +162,18 @@ def buckets_of_deepspeed(directory: str) -> None:
         shape, dtype, before = buffer.shape, buffer.dtype, memory("VmRSS")
         out = zckpt.offload(engine, directory, parts=["gradient"])
         assert out.nbytes > numel * dtype.itemsize
-        entries = [one for one in zckpt.where(engine).entries if one.rank == engine.global_rank]
-        offloaded = {one.path: one.nbytes for one in entries if one.tier == "offloaded"}
+        entries = [entry for entry in zckpt.where(engine).entries if entry.rank == engine.global_rank]
+        offloaded = {entry.path: entry.nbytes for entry in entries if entry.tier == "offloaded"}
         assert sum(offloaded.values()) == out.nbytes
         assert offloaded[None] == numel * dtype.itemsize
-        saved = {one.saved for one in away(engine).moved if one.saved is not None}  # type: ignore[union-attr]
-        assert sum(os.stat(one.file.path).st_size for one in saved) < 1 << 20
+        saved = {storage.saved for storage in away(engine).moved if storage.saved is not None}  # type: ignore[union-attr]
+        assert sum(os.stat(saved_range.file.path).st_size for saved_range in saved) < 1 << 20
         zckpt.reload(engine)
         assert memory("VmRSS") - before < 16 << 20
         assert (buffer.shape, buffer.dtype, buffer.untyped_storage().nbytes()) == (shape, dtype, numel * dtype.itemsize)
         buffer[-1] = 1
-        bucket.elements = 1  # something is in it
-        assert not any(one.workspace for one in adapt(engine).memory())
+        bucket.elements = 1  # as if the bucket had a gradient
+        assert not any(holding.workspace for holding in adapt(engine).memory())
         bucket.elements = 0
 
 
@@ -192,12 +192,12 @@ def lost_buffers(directory: str) -> None:
         zckpt.reload(engine)
     with pytest.raises(zckpt.OffloadedError, match="param/param_buffer_of_bit16"):
         engine.step()
-    zckpt.restore(engine, f"{directory}/ck", rng=True)  # which has no such tensor
+    zckpt.restore(engine, f"{directory}/ck", rng=True)  # the checkpoint has no such tensor
     assert away(engine) is None
     assert everything(engine) == before
 
 
-def test_a_lost_buffer_that_no_checkpoint_has_is_made_anew(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_lost_buffer_that_no_checkpoint_has_is_made_again(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(lost_buffers, 1, str(tmp_path))
 
 
@@ -235,7 +235,7 @@ def pinned_by_deepspeed(directory: str) -> None:
     assert zckpt.where(engine).entries == before.entries
 
 
-def test_what_deepspeed_itself_has_locked_stays(cluster: Cluster, tmp_path: Path) -> None:
+def test_memory_that_deepspeed_itself_has_locked_is_not_offloaded(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(pinned_by_deepspeed, 1, str(tmp_path))
 
 
@@ -243,8 +243,8 @@ def test_what_deepspeed_itself_has_locked_stays(cluster: Cluster, tmp_path: Path
 @pytest.mark.parametrize("auto", [False, True])
 def test_on_a_device(tmp_path: Path, auto: bool) -> None:
     engine, plain = (ReferenceEngine(SHAPES, device=DEVICE_TYPE) for _ in range(2))
-    pinned = torch.arange(10_000, dtype=torch.float32).pin_memory()  # DeepSpeed's, which cannot be resized
-    engine.tensors["exp_avg"]["pinned"], engine.shapes["pinned"], engine.spans["pinned"] = (
+    pinned = torch.arange(10_000, dtype=torch.float32).pin_memory()  # as DeepSpeed pins it; it cannot be resized
+    engine.tensors["exp_avg"]["pinned"], engine.shapes["pinned"], engine.ranges["pinned"] = (
         pinned,
         (10_000,),
         (0, 10_000),
@@ -261,4 +261,4 @@ def test_on_a_device(tmp_path: Path, auto: bool) -> None:
     assert pinned.is_pinned()
     assert torch.equal(pinned, torch.arange(10_000, dtype=torch.float32))
     del engine.tensors["exp_avg"]["pinned"]
-    torch.testing.assert_close(held(engine), held(plain), rtol=0, atol=0)
+    torch.testing.assert_close(tensors_of(engine), tensors_of(plain), rtol=0, atol=0)

@@ -1,4 +1,5 @@
-"""The scratch files of ``zckpt.offload``: how long they take space, and what a process that died leaves."""
+"""The scratch files of ``zckpt.offload``: how long they take space, and what is left of them after a process has
+died."""
 
 from __future__ import annotations
 
@@ -15,46 +16,56 @@ import torch
 import zckpt
 from tests.support.memory import memory
 from tests.support.offloaded_engine import SHAPES, assert_as_before, trained
-from tests.support.reference_engine import held
-from zckpt.offloading import away as away_module
+from tests.support.reference_engine import tensors_of
 from zckpt.offloading.away import away, storages
 from zckpt.state.inventory import Holding
 from zckpt.storage import scratch
 from zckpt.system import linux
+from zckpt.system.threads import Worker
 from zckpt.testing import ReferenceEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from zckpt.offloading.away import Away
+
 pytestmark = pytest.mark.linux
 
 
+def open_files() -> list[str]:
+    """Returns the open file descriptors, once no thread opens or closes scratch files any more."""
+    scratch.wait_for_closing()
+    for thread in threading.enumerate():
+        if thread.name == "zckpt-read-ahead":
+            thread.join()
+    return os.listdir("/proc/self/fd")
+
+
 @pytest.mark.parametrize("times", [40, pytest.param(200, marks=pytest.mark.matrix)])
-def test_many_times_and_nothing_grows(tmp_path: Path, times: int) -> None:
-    gc.collect()  # what tests before have left open
+def test_after_many_offloads_neither_memory_nor_open_files_grow(tmp_path: Path, times: int) -> None:
+    gc.collect()  # this closes what earlier tests have left open
     engine = ReferenceEngine({"wide": (600, 601), "frozen": (63, 63)})
     engine.train(1)
-    before = held(engine)
+    before = tensors_of(engine)
     for number in range(times):
         if number == times // 2:
-            scratch.wait_for_closing()
-            resident, files = memory("VmRSS"), os.listdir("/proc/self/fd")
+            files, resident = open_files(), memory("VmRSS")
         with zckpt.offloaded(engine, tmp_path):
             pass
-    scratch.wait_for_closing()
-    assert os.listdir("/proc/self/fd") == files
-    assert memory("VmRSS") - resident < 32 << 20  # twenty states are 100 MiB
+    assert open_files() == files
+    assert memory("VmRSS") - resident < 32 << 20  # twenty states have 100 MiB
     assert_as_before(engine, before)
 
 
 def test_the_space_is_free_before_the_next_offload_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # this closes what earlier tests have left open
     engine = trained()
-    before = held(engine)
+    before = tensors_of(engine)
     closing = threading.Event()
     close, create = scratch.ScratchFile.close, scratch.ScratchStore.create
 
     def late_close(self: Any) -> None:
-        if self._fd >= 0:
+        if self._fd in own_files:
             closing.wait()
         close(self)
 
@@ -63,10 +74,11 @@ def test_the_space_is_free_before_the_next_offload_writes(tmp_path: Path, monkey
         return create(self, *args, **options)
 
     zckpt.offload(engine, tmp_path)
-    files = os.listdir("/proc/self/fd")
+    own_files = {storage.saved.file._fd for storage in away(engine).moved if storage.saved is not None}  # type: ignore[union-attr]
+    files = open_files()
     monkeypatch.setattr(scratch.ScratchFile, "close", late_close)
     monkeypatch.setattr(scratch.ScratchStore, "create", created)
-    zckpt.reload(engine)  # does not wait
+    zckpt.reload(engine)  # does not wait for the closing
     assert {*files} <= {*os.listdir("/proc/self/fd")}
     threading.Timer(0.1, closing.set).start()
     with zckpt.offloaded(engine, tmp_path):
@@ -74,26 +86,26 @@ def test_the_space_is_free_before_the_next_offload_writes(tmp_path: Path, monkey
     assert_as_before(engine, before)
 
 
-def test_memory_is_workspace_only_if_nobody_needs_anything_in_it() -> None:
+def test_memory_is_workspace_only_if_nothing_in_it_is_needed() -> None:
     memory = torch.ones(1000)
     for needed in (False, True):
         holdings = [Holding("gradient", "bucket", memory, memory.dtype, workspace=True)]
         holdings += [Holding("gradient", "weight", memory[:5], memory.dtype)] if needed else []
-        adapter: Any = SimpleNamespace(memory=lambda found=holdings: found)
-        assert [one.workspace for one in storages(adapter, ["gradient"])] == [not needed]
+        adapter: Any = SimpleNamespace(memory=lambda held=holdings: held)
+        assert [storage.workspace for storage in storages(adapter, ["gradient"])] == [not needed]
 
 
 def test_an_engine_that_is_gone_leaves_nothing_open(tmp_path: Path) -> None:
     gc.collect()
-    files = os.listdir("/proc/self/fd")
+    files = open_files()
     zckpt.offload(trained(), tmp_path)
     gc.collect()
-    assert os.listdir("/proc/self/fd") == files
+    assert open_files() == files
 
 
-def test_a_forked_process_changes_nothing(tmp_path: Path) -> None:
+def test_a_forked_process_does_not_harm_its_parent(tmp_path: Path) -> None:
     engine = trained()
-    before = held(engine)
+    before = tensors_of(engine)
     zckpt.offload(engine, tmp_path)
     if (child := os.fork()) == 0:
         vars(engine).clear()
@@ -106,7 +118,7 @@ def test_a_forked_process_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system where a file needs a name as long as it is open."""
+    """Simulates a file system on which a file needs a name as long as it is open."""
     stock = os.open
 
     def opened(path: Any, flags: int, *args: Any, **options: Any) -> int:
@@ -143,20 +155,20 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("named")
 @pytest.mark.parametrize("remover", ["offload", "gc"])
-def test_what_a_killed_process_leaves_by_name_is_removed(tmp_path: Path, remover: str) -> None:
+def test_named_files_of_a_killed_process_are_removed(tmp_path: Path, remover: str) -> None:
     directory = tmp_path / "scratch"
     killed_while_offloaded(directory)
-    left = os.listdir(directory)
-    assert len(left) == 4  # one for each part
+    names = os.listdir(directory)
+    assert len(names) == 4  # one file for each part
     engine = trained()
-    before = held(engine)
-    elsewhere = directory / left[0].replace(left[0].split("-")[2], "0" * 16)  # of another machine
+    before = tensors_of(engine)
+    elsewhere = directory / names[0].replace(names[0].split("-")[2], "0" * 16)  # a file of another machine
     elsewhere.touch()
     zckpt.offload(engine, directory if remover == "offload" else tmp_path / "other", parts=["master"])
     if remover == "gc":
-        assert {one.path for one in zckpt.gc(directory).removed} == {str(directory / name) for name in left}
+        assert {removal.path for removal in zckpt.gc(directory).removed} == {str(directory / name) for name in names}
         assert zckpt.gc(tmp_path / "other").removed == ()
-    assert not {*left} & {*os.listdir(directory)}
+    assert not {*names} & {*os.listdir(directory)}
     assert elsewhere.exists()
     zckpt.reload(engine)
     scratch.wait_for_closing()
@@ -164,34 +176,54 @@ def test_what_a_killed_process_leaves_by_name_is_removed(tmp_path: Path, remover
     assert_as_before(engine, before)
 
 
-def test_what_comes_next_is_read_ahead(tmp_path: Path) -> None:
+def cached_shares(out: Away) -> dict[str, float]:
+    """Returns, for each offloaded part of the parameter ``wide``, how much of its file is in the page cache, from 0 to
+    1."""
+    shares = {}
+    for storage in out.moved:
+        if storage.name == "wide":
+            assert storage.saved is not None
+            fd = storage.saved.file.open(os.O_RDONLY)
+            shares[storage.parts[0]] = linux.cached_bytes(fd, storage.start, storage.nbytes) / storage.nbytes
+            os.close(fd)
+    return shares
+
+
+def test_an_offload_of_any_part_goes_past_the_page_cache(tmp_path: Path) -> None:
+    engine = ReferenceEngine({"wide": (2000, 1000)})
+    before = tensors_of(engine)
+    zckpt.offload(engine, tmp_path)
+    out = away(engine)
+    assert out is not None
+    shares = cached_shares(out)
+    assert shares.keys() >= {"param", "master", "exp_avg"}
+    assert max(shares.values()) < 0.1
+    zckpt.reload(engine)
+    assert_as_before(engine, before)
+
+
+def test_the_next_part_is_read_ahead(tmp_path: Path) -> None:
     engine = trained()
-    before = held(engine)
+    before = tensors_of(engine)
     zckpt.offload(engine, tmp_path)
     zckpt.reload(engine, ["param"])
     out = away(engine)
     assert out is not None
     for worker in out._ahead:
         worker.wait()
-    cached = {}
-    for one in out.moved:
-        if one.name == "wide":
-            assert one.saved is not None
-            fd = one.saved.file.open(os.O_RDONLY)
-            cached[one.parts[0]] = linux.cached_bytes(fd, one.start, one.nbytes) / one.nbytes
-            os.close(fd)
+    cached = cached_shares(out)
     assert cached["master"] > 0.9
     assert cached["exp_avg"] < 0.1
     zckpt.reload(engine, prefetch=0)
     assert_as_before(engine, before)
 
 
-def test_nothing_is_read_ahead_where_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reload_works_without_a_thread_that_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = trained()
-    before = held(engine)
+    before = tensors_of(engine)
     zckpt.offload(engine, tmp_path)
 
-    stock = away_module.Worker.start
+    stock = Worker.start
 
     def start(self: Any) -> None:
         if self._thread.name == "zckpt-read-ahead":
@@ -199,7 +231,7 @@ def test_nothing_is_read_ahead_where_there_is_no_thread(tmp_path: Path, monkeypa
         stock(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(away_module.Worker, "start", start)
+        patched.setattr(Worker, "start", start)
         zckpt.reload(engine, ["param"])
     zckpt.reload(engine)
     assert_as_before(engine, before)

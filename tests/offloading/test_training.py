@@ -1,4 +1,5 @@
-"""Training with states moved to disk and back between any two calls equals training without, bit for bit."""
+"""Training in which states are moved to disk and back between any two calls equals training without this, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "2-accumulating": {"stage": 2, "config": {"gradient_accumulation_steps": 2}},
     "2-cpu-pinned": {"stage": 2, "offload_optimizer": {**CPU, "pin_memory": True}},
     "3": {"stage": 3, "model": "odd", "groups": True},
-    "3-plain": {"stage": 3},  # with several groups, DeepSpeed's own offload_states() fails
+    "3-plain": {"stage": 3},  # DeepSpeed's own offload_states() fails with several groups
     "3-accumulating": {"stage": 3, "model": "odd", "groups": True, "config": {"gradient_accumulation_steps": 2}},
     "3-torch": {"stage": 3, "optimizer": "torch_adamw", "frozen": True},
     "3-cpu": {"stage": 3, "offload_optimizer": CPU},
@@ -49,8 +50,9 @@ CORE: dict[str, dict[str, bool]] = {"1": {"moved": True}, "2-cpu": {"auto": True
 
 
 def train(setup: dict[str, Any], directory: str, parts: Any = (), *, auto: bool = False, moved: bool = False) -> Any:
-    """Losses, and what the engine holds in the end. ``parts``: what is moved between any two calls, in turns; nothing
-    if there are none. ``moved``: DeepSpeed moves all to host memory first."""
+    """Trains, and returns the losses and what the engine holds at the end. Between any two calls, moves one element of
+    ``parts``, in turns, or nothing if ``parts`` is empty. With ``moved``, DeepSpeed first moves all states to host
+    memory."""
     engine = make_engine(**setup)
     losses, moves = [], 0
 
@@ -59,11 +61,11 @@ def train(setup: dict[str, Any], directory: str, parts: Any = (), *, auto: bool 
         moves += 1
         if moved:
             engine.offload_states()
-        # The moments have names from the first step on.
+        # Before the first step, the moments have no names.
         if parts and (engine.global_steps or "exp_avg" not in (parts[moves % len(parts)] or ())):
             move(parts[moves % len(parts)])
         if moved:
-            engine.reload_states()  # with `auto`, once what is out is back
+            engine.reload_states()  # with `auto`, this first brings back what zckpt has moved
 
     def move(asked: Any) -> None:
         out = zckpt.offload(engine, directory, parts=asked, auto=auto, background=moves % 3 == 0)
@@ -76,7 +78,7 @@ def train(setup: dict[str, Any], directory: str, parts: Any = (), *, auto: bool 
         loss = engine(**batch(engine, step))
         loss = getattr(loss, "loss", loss)
         engine.backward(loss)
-        if not moved:  # which drops gradients
+        if not moved:  # because offload_states() drops gradients
             pause()
         with torch.no_grad():
             engine.step()
@@ -91,25 +93,25 @@ def core(directory: str) -> None:
     for name, options in CORE.items():
         expected = train(SETUPS[name], directory, moved=options.get("moved", False))
         assert train(SETUPS[name], directory, PARTS, **options) == expected, name
-    assert not os.listdir(directory)
 
 
 def test_training_is_the_same(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(core, 2, str(tmp_path / "scratch"))
+    assert not os.listdir(tmp_path / "scratch")
 
 
 def each(name: str, directory: str) -> None:
     expected = train(SETUPS[name], directory)
-    for parts in (PARTS, *((one,) for one in PARTS)):
+    for parts in (PARTS, *((part,) for part in PARTS)):
         for auto in (False, True):
             assert train(SETUPS[name], directory, parts, auto=auto) == expected, (parts, auto)
         if name in ("1", "2", "3-plain"):
-            expected_moved = train(SETUPS[name], directory, moved=True)  # which DeepSpeed may change by itself
+            expected_moved = train(SETUPS[name], directory, moved=True)  # DeepSpeed's moves may change the result
             assert train(SETUPS[name], directory, parts, moved=True) == expected_moved, parts
-    assert not os.listdir(directory)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", SETUPS)
-def test_training_is_the_same_in_every_mode(cluster: Cluster, tmp_path: Path, name: str) -> None:
-    cluster.run(each, 2, name, str(tmp_path / "scratch"), timeout=300)
+def test_training_is_the_same_in_every_setup(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    cluster.run(each, 2, name, str(tmp_path / "scratch"), timeout=3000)
+    assert not os.listdir(tmp_path / "scratch")

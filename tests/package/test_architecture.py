@@ -1,4 +1,4 @@
-"""What ``docs/architecture.md`` and its picture name is there, and the picture is the one that its script draws."""
+"""All names in ``docs/architecture.md`` and its picture exist, and the picture is the one that its script draws."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load_picture() -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # for dataclasses
+    sys.modules[spec.name] = module  # dataclasses look for the module there
     spec.loader.exec_module(module)
     return module
 
@@ -39,13 +39,13 @@ def test_the_picture_is_what_its_script_draws() -> None:
 
 
 @pytest.mark.parametrize("box", BOXES, ids=lambda box: box.names)
-def test_what_the_picture_names_is_there(box: Any) -> None:
+def test_the_names_in_the_picture_exist(box: Any) -> None:
     defined = [defined_in(PACKAGE / file) for file in box.where.split(", ")]
     names = box.names.split(", ")
     assert set(names) <= set().union(*defined)
-    assert all(set(names) & one for one in defined), "a file that has none of the names"
+    assert all(set(names) & of_file for of_file in defined), "a file has none of the names"
     mentioned = re.findall(r"\b[A-Z]\w+\.[a-z_]+|\b[a-z]+_[a-z_]+|\b[A-Z][a-z]+[A-Z]\w+", " ".join(box.lines))
-    words = {word for one in mentioned for word in one.split(".")} - {"exp_avg"}
+    words = {word for name in mentioned for word in name.split(".")} - {"exp_avg"}
     assert words <= defined_in(*PACKAGE.rglob("*.py"))
 
 

@@ -1,4 +1,4 @@
-"""The comparisons of ``bench/`` still run: on a tiny state, where what they find means nothing."""
+"""The comparisons of ``bench/`` still run, on a tiny state, for which their figures mean nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 NO_COMPARISONS = {
-    "all", "command_line", "commands_at_scale", "common", "coverage", "index_scale", "peers", "report", "report_page",
-    "sampler", "training",
+    "all", "command_line", "commands_at_scale", "common", "coverage", "index_scale", "peers", "raw_io", "report",
+    "report_page", "sampler", "training",
 }  # fmt: skip
 ON_A_GPU = ["load_to_gpu", "write_from_gpu"]
 NAMES = sorted({file.stem for file in BENCH.glob("*.py")} - NO_COMPARISONS - {*ON_A_GPU})
@@ -23,19 +23,19 @@ NAMES = sorted({file.stem for file in BENCH.glob("*.py")} - NO_COMPARISONS - {*O
 def test_a_comparison_runs(name: str, tmp_path: Path) -> None:
     scratch, results = tmp_path / "scratch", tmp_path / "results"
     options = ["--size", "8MiB", "--runs", "1", "--dir", str(scratch), "--results", str(results)]
-    command = [sys.executable, BENCH / f"{name}.py", *options]
+    command = [sys.executable, str(BENCH / f"{name}.py"), *options]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr
     if "no control group" in run.stdout:
         pytest.skip(run.stdout.strip())
-    found = json.loads((results / f"{name}.json").read_text())
-    assert found["size_bytes"] == 8 << 20
-    assert found["rows"] or found["by_size"]
-    assert all(target["what"] in run.stdout for target in found["targets"])
+    result = json.loads((results / f"{name}.json").read_text())
+    assert result["size_bytes"] == 8 << 20
+    assert result["rows"] or result["by_size"]
+    assert all(target["what"] in run.stdout for target in result["targets"])
     assert not any(scratch.iterdir())
 
 
-def test_make_bench_runs_them_all() -> None:
-    """Read, not imported: the report needs matplotlib."""
+def test_make_bench_runs_all_comparisons() -> None:
+    """The report is read and not imported, because it needs matplotlib."""
     order = (BENCH / "report.py").read_text().partition("ORDER = (")[2].partition(")")[0]
     assert sorted(part.strip('" \n') for part in order.split(",") if part.strip()) == NAMES

@@ -1,17 +1,18 @@
-"""What all other tests stand on: ranks, every way in which one can fail, and the table of what was skipped."""
+"""The ranks that other tests run on, every way in which a rank can fail, and the table of skipped tests."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from tests import conftest
 from tests.support.cluster import Cluster, ClusterError
 
 
@@ -32,7 +33,7 @@ def raise_on_rank_1() -> None:
     print("a word before the end")
     if os.environ["RANK"] == "1":
         raise ValueError("rank 1 had enough")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def die_on_rank_1() -> None:
@@ -41,16 +42,21 @@ def die_on_rank_1() -> None:
 
 
 def hang() -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def make_shared_memory() -> tuple[str, list[Path]]:
     import deepspeed
 
-    os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]  # as DeepSpeed's launcher does
+    os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]  # DeepSpeed's launcher sets it
     deepspeed.init_distributed("gloo")
     port = os.environ["MASTER_PORT"]
     return port, list(Path("/dev/shm").glob(f"*_{port}_*"))
+
+
+def take_the_port() -> None:
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
 
 
 def test_ranks_talk_and_return_in_rank_order(cluster: Cluster) -> None:
@@ -62,7 +68,7 @@ def test_training_repeats_itself(cluster: Cluster) -> None:
     first, second = cluster.run(train_zero3, 2), cluster.run(train_zero3, 2)
     assert first == second
     (losses, _), (other_losses, _) = first
-    assert losses != other_losses  # each rank has its own data
+    assert losses != other_losses, "each rank has its own data"
 
 
 def test_an_exception_is_reported_and_ends_the_other_ranks(cluster: Cluster) -> None:
@@ -93,11 +99,18 @@ def test_nothing_is_left_in_shared_memory(cluster: Cluster) -> None:
         assert not list(Path("/dev/shm").glob(f"*_{port}_*"))
 
 
+def test_no_other_program_gets_the_port_of_the_ranks(cluster: Cluster) -> None:
+    """This also holds before rank 0 listens at the port."""
+    cluster.run(take_the_port, 1, init=False)
+
+
 def test_a_table_says_what_was_skipped_and_why() -> None:
+    from tests import conftest  # the ranks, which import this module, do without it, because it takes long
+
     skipped = [("test_a.py", "Skipped: no GPU"), ("test_a.py", "Skipped: no disk"), ("test_b.py", "Skipped: no disk")]
     reports = [SimpleNamespace(nodeid=f"{file}::test", longrepr=("conftest.py", 1, why)) for file, why in skipped]
     lines: list[str] = []
-    reporter = SimpleNamespace(
+    reporter: Any = SimpleNamespace(
         stats={"skipped": reports}, write_sep=lambda mark, title: lines.append(title), write_line=lines.append
     )
     conftest.pytest_terminal_summary(reporter)

@@ -1,4 +1,4 @@
-"""Every code block of README and docs runs, and what they quote is there."""
+"""Every code block of README and docs runs, and the messages, files and extras that the pages name exist."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
 
 TROUBLES = ROOT / "docs" / "troubles.md"
 BLOCKS = {str(page.relative_to(ROOT)): [b for b in blocks(page.read_text()) if b.language != "text"] for page in PAGES}
-RUNNING = [page for page, found in BLOCKS.items() if found]
+RUNNING = [page for page, page_blocks in BLOCKS.items() if page_blocks]
 
 
 def is_quick(page: str) -> bool:
-    """Commands of shell blocks take seconds: most import torch. Those of these two pages are left to the test below."""
+    """Returns whether the blocks of the page run in seconds.
+
+    Most commands of shell blocks import torch, which takes seconds. For README and the quick start,
+    ``test_the_commands_of_a_page_with_launchers_run`` runs the shell blocks.
+    """
     return page in ("README.md", "docs/quickstart.md") or all(block.language != "sh" for block in BLOCKS[page])
 
 
@@ -59,13 +64,13 @@ def test_the_blocks_of_a_page_run(cluster: Cluster, directory: str, page: str) -
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("page", [page for page in RUNNING if launches(page)])
-def test_what_a_page_launches_runs(cluster: Cluster, directory: str, page: str) -> None:
+def test_the_commands_of_a_page_with_launchers_run(cluster: Cluster, directory: str, page: str) -> None:
     cluster.run(run_alone, 1, page, directory, "all", init=False, timeout=600)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_code_is_indented_instead_of_fenced(page: Path) -> None:
-    """Such a block has no language, so nothing would run it."""
+    """An indented block has no language, so no test would run it."""
     prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"^(?![-*\d]).*\n\n    .*", prose, re.MULTILINE) == []
 
@@ -87,27 +92,42 @@ def test_the_commands_print_what_their_page_shows(furnished: Path, tmp_path: Pat
     assert console.masked(console.renewed(page, tmp_path)) == console.masked(page), console.__doc__
 
 
+def test_the_files_that_the_readme_shows_are_those_of_a_checkpoint(furnished: Path) -> None:
+    layout = next(b.code for b in blocks((ROOT / "README.md").read_text()) if b.code.startswith("checkpoints/\n"))
+    shown = [line.split()[0] for line in layout.splitlines() if "." in line.split()[0]]
+    assert len(shown) >= 5
+    checkpoint = furnished / "checkpoints" / "global_step100"
+    assert [path for path in shown if len(list(checkpoint.glob(re.sub("-[0-9a-f]+…", "-*", path)))) != 1] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_extras_that_a_page_installs_are_declared(page: Path) -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {*re.findall(r"pip install '?(?:zckpt|\.)\[(\w+)\]", page.read_text())} <= {*declared}
+
+
 def test_the_messages_of_the_page_of_troubles_are_those_of_the_code() -> None:
-    """A heading there is a message, with … for what differs from time to time."""
+    """Each heading of the page is a message, with … for the parts that vary."""
     headings = [
-        one or two for one, two in re.findall(r"^### (?:`` (.+) ``|`([^`]+)`)$", TROUBLES.read_text(), re.MULTILINE)
+        with_backticks or plain
+        for with_backticks, plain in re.findall(r"^### (?:`` (.+) ``|`([^`]+)`)$", TROUBLES.read_text(), re.MULTILINE)
     ]
     assert len(headings) == len(re.findall("^### ", TROUBLES.read_text(), re.MULTILINE))
     assert len(headings) > 20
     messages = [text for file in (ROOT / "zckpt").rglob("*.py") for text in texts(ast.parse(file.read_text()))]
-    assert [one for one in headings if not any(one in message for message in messages)] == []
+    assert [heading for heading in headings if not any(heading in message for message in messages)] == []
 
 
 def texts(tree: ast.AST) -> list[str]:
-    """The strings in the code, with … for what an f-string fills in; no docstrings."""
+    """Returns the strings in the code except docstrings, with … for the values that an f-string inserts."""
     docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    found = []
+    strings = []
     for node in ast.walk(tree):
         if node in docstrings:
             continue
         if isinstance(node, ast.JoinedStr):
             parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
-            found.append("".join(map(str, parts)))
+            strings.append("".join(map(str, parts)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append(node.value)
-    return found
+            strings.append(node.value)
+    return strings

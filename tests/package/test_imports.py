@@ -1,4 +1,4 @@
-"""Who may import whom inside zckpt and among its tests, and what importing zckpt costs."""
+"""The modules of zckpt and its tests import only what they may, and importing zckpt does not import torch."""
 
 from __future__ import annotations
 
@@ -6,33 +6,42 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
+from graphlib import TopologicalSorter
+from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import zckpt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ROOT = Path(zckpt.__file__).parent
 
 TABLE = re.findall(
     r"^    (\w+) +(no torch, no I/O|no torch|torch late|no files|-) +(\S.*)$", zckpt.__doc__ or "", re.MULTILINE
 )
-"""The table in the package's docstring: for each module or folder its name, what it promises, and what it is. Each
-imports itself and what stands above it."""
+"""The rows of the table in the package's docstring: the name of a module or folder, its promises, and a description. A
+module or folder imports only itself and those above it."""
 ORDER = [name for name, _, _ in TABLE]
 PROMISES = {name: set(promises.split(", ")) - {"-"} for name, promises, _ in TABLE}
 WITHOUT_IO = {
-    "__future__", "collections", "contextlib", "dataclasses", "difflib", "errno", "fnmatch", "functools", "itertools",
-    "json", "math", "msgpack", "numpy", "re", "reprlib", "struct", "sys", "types", "typing", "warnings",
+    "__future__", "collections", "contextlib", "dataclasses", "difflib", "enum", "errno", "fnmatch", "functools",
+    "itertools", "json", "math", "msgpack", "numpy", "re", "reprlib", "struct", "sys", "types", "typing", "warnings",
     "xxhash", "zstandard",
 }  # fmt: skip
-"""What may be imported while the program runs where there is no I/O, beside zckpt itself."""
+"""The packages, other than zckpt, that a module that promises "no I/O" may import while the program runs."""
 OF_FILES = {"fcntl", "io", "mmap", "pathlib", "shutil", "tempfile"}
 FILE_FUNCTIONS = {
     "dump", "fdopen", "fromfile", "genfromtxt", "load", "loadtxt", "memmap", "open", "open_memmap", "save", "savetxt",
     "savez", "savez_compressed", "tofile",
 }  # fmt: skip
-"""What opens, reads or writes a file, be it a function of Python, or of any module or object."""
+"""The names of functions that open, read or write a file, in Python itself, in any module or of any object."""
 IO_FUNCTIONS = {*FILE_FUNCTIONS, "input", "print", "stderr", "stdin", "stdout"}
 
 PUBLIC_NAMES = """
@@ -47,13 +56,15 @@ PUBLIC_NAMES = """
     restore validate wait where write
 """
 
-# The modules above storage that mean local files, none of which belongs to a checkpoint. To all others, a path is a
-# Location, which may be that of an object store.
+# The modules above storage that use local files, none of which belongs to a checkpoint. In all other modules above
+# storage, a path is a Location, which may be that of an object store.
 OF_LOCAL_FILES = {
+    "api/frameworks.py",  # removes what Trainer has written
     "api/where.py",  # looks at swap files
     "engines/hugging_face.py",  # names the configuration of a model in errors
     "exporting/hugging_face.py",  # reads the folder of a model
     "exporting/place.py",  # writes files of other programs
+    "listing/trainer.py",  # looks at files of Trainer
     "converting/deepspeed_folder.py",  # reads files of other programs
     "converting/formats.py",  # looks at folders of other programs
     "converting/hugging_face.py",  # reads files of other programs
@@ -69,11 +80,16 @@ PATHS = re.compile(r"\bos\.(path|sep|altsep|listdir|scandir|open|stat|unlink|rep
 
 FILES = sorted(ROOT.rglob("*.py"))
 MODULES = [".".join(("zckpt", *file.relative_to(ROOT).with_suffix("").parts)) for file in FILES]
+NAMED = {module.removesuffix(".__init__"): file for module, file in zip(MODULES, FILES, strict=True)}
+"""The file of each module and package by its name."""
 
 
 def imports(tree: ast.AST) -> set[str]:
-    """The full names that a module imports, anywhere in it: ``a.b`` for ``from a import b``, and both ``a.b`` and ``a``
-    for ``import a.b``, by which it can reach all that is in ``a``."""
+    """Returns the full names that a module imports anywhere.
+
+    They are ``a.b`` for ``from a import b``, and both ``a.b`` and ``a`` for ``import a.b``, by which the module can
+    reach all names in ``a``.
+    """
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -86,7 +102,7 @@ def imports(tree: ast.AST) -> set[str]:
 
 
 def without_functions(tree: ast.Module) -> ast.Module:
-    """What runs while the module is imported; the bodies of its functions do not."""
+    """Returns the code that runs while the module is imported, without the bodies of its functions."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             node.body = []
@@ -101,32 +117,35 @@ def without_type_checking(tree: ast.Module) -> ast.Module:
 
 
 def units(names: set[str]) -> set[str]:
-    """Which rows of the table these names belong to; the package itself and its public names are ``__init__``."""
-    own = {(*name.split("."), "")[1] for name in names if name.partition(".")[0] == "zckpt"}
-    return {name if name in ORDER else "__init__" for name in own}
+    """Returns the rows of the table that these names belong to.
+
+    The package itself and its public names belong to the row ``__init__``.
+    """
+    of_zckpt = {(*name.split("."), "")[1] for name in names if name.partition(".")[0] == "zckpt"}
+    return {name if name in ORDER else "__init__" for name in of_zckpt}
 
 
 def names_in(tree: ast.AST) -> set[str]:
-    """The names and attributes that a module uses, and the last parts of what it imports."""
+    """Returns the names and attributes that a module uses, and the last parts of the names that it imports."""
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return used | {name.rpartition(".")[2] for name in imports(tree)}
 
 
 def test_the_table_has_every_module_and_folder_once() -> None:
-    there = {file.stem if file.parent == ROOT else file.relative_to(ROOT).parts[0] for file in FILES}
-    assert sorted(ORDER) == sorted(there)
+    rows = {file.stem if file.parent == ROOT else file.relative_to(ROOT).parts[0] for file in FILES}
+    assert sorted(ORDER) == sorted(rows)
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_import_runs_up(module: str) -> None:
+def test_a_module_imports_only_those_above_it_in_the_table(module: str) -> None:
     unit = module.split(".")[1]
-    found = units(imports(ast.parse(FILES[MODULES.index(module)].read_text())))
-    assert found <= {*ORDER[: ORDER.index(unit)], unit}
+    imported = units(imports(ast.parse(FILES[MODULES.index(module)].read_text())))
+    assert imported <= {*ORDER[: ORDER.index(unit)], unit}
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if PROMISES[module.split(".")[1]]])
-def test_promises_are_kept(module: str) -> None:
+def test_a_module_keeps_its_promises(module: str) -> None:
     promises = PROMISES[module.split(".")[1]]
     tree = ast.parse(FILES[MODULES.index(module)].read_text())
     for promise in promises - {"torch late", "no files"}:
@@ -161,26 +180,41 @@ def link(name: str) -> str:
 def test_nothing_above_the_stores_takes_a_path_apart() -> None:
     above = ORDER[ORDER.index("storage") + 1 :]
     files = {file.relative_to(ROOT).as_posix(): file for file in FILES}
-    found = {name for name, file in files.items() if PATHS.search(file.read_text(encoding="utf-8"))}
-    assert {name for name in found if name.split("/")[0].removesuffix(".py") in above} == OF_LOCAL_FILES
+    with_paths = {name for name, file in files.items() if PATHS.search(file.read_text(encoding="utf-8"))}
+    assert {name for name in with_paths if name.split("/")[0].removesuffix(".py") in above} == OF_LOCAL_FILES
 
 
-def test_every_module_imports_on_its_own_and_all_but_its_adapter_without_deepspeed() -> None:
-    names = [name.removesuffix(".__init__") for name in MODULES if not name.endswith("__main__")]
+def imported_first(name: str) -> set[str]:
+    """Returns the modules of zckpt whose import ends before the import of the module ``name``.
+
+    The packages that contain the module itself are among them only if the module names them.
+    """
+    tree = ast.parse(NAMED[name].read_text())
+    modules: set[str] = set()
+    for full_name in imports(without_functions(without_type_checking(tree))):
+        parts = full_name.split(".")
+        chain = [above for count in range(1, len(parts) + 1) if (above := ".".join(parts[:count])) in NAMED]
+        modules |= {module for module in chain if module == chain[-1] or not name.startswith(f"{module}.")}
+    return modules - {name}
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """Therefore each module can be the first one that is imported."""
+    TopologicalSorter({name: imported_first(name) for name in NAMED}).prepare()
+
+
+def test_every_module_but_the_adapter_of_deepspeed_is_imported_without_it() -> None:
+    names = [name for name in NAMED if not name.endswith("__main__")]
+    names.sort(key=lambda name: name.startswith("zckpt.engines.deepspeed"))
     script = """
-import importlib, os, sys, torch, zckpt  # torch here, once for all
-assert "deepspeed" not in sys.modules
+import importlib, sys
+sys.modules["deepspeed"] = None  # importing it raises
 for name in sys.argv[1:]:
-    adapter = name.startswith("zckpt.engines.deepspeed")
-    if adapter:
-        import deepspeed  # here, once for all
-    pid = os.fork()
-    if pid == 0:
-        if not adapter:
-            sys.modules["deepspeed"] = None  # importing it raises
-        importlib.import_module(name)
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0, name
+    if name.startswith("zckpt.engines.deepspeed"):
+        if sys.modules["deepspeed"] is None:
+            del sys.modules["deepspeed"]
+        import deepspeed
+    importlib.import_module(name)
 """
     subprocess.run([sys.executable, "-c", script, *names], check=True)
 
@@ -197,13 +231,13 @@ def test_type_checkers_see_the_public_names_that_are_imported_late() -> None:
     assert all(hasattr(zckpt, name) for name in zckpt.__all__)
 
 
-def test_to_import_zckpt_or_its_command_line_imports_no_torch() -> None:
+def test_importing_zckpt_or_its_command_line_imports_no_torch() -> None:
     code = "import sys, zckpt, zckpt.cli, zckpt.listing.find; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_no_test_module_imports_another() -> None:
-    """What several need is in tests/support."""
+    """Code that several test modules need is in tests/support."""
     tests = Path(__file__).parents[1]
     for file in tests.rglob("test_*.py"):
         imported = {name for name in imports(ast.parse(file.read_text())) if name.startswith("tests.")}
@@ -212,3 +246,49 @@ def test_no_test_module_imports_another() -> None:
 
 def test_type_checkers_find_the_types_of_an_installed_package() -> None:
     assert (ROOT / "py.typed").is_file()
+
+
+def test_mypy_expects_no_package_that_make_setup_does_not_install() -> None:
+    """Otherwise mypy fails on a clean machine, and on no machine that has the package for another reason."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
+    mypy = project["tool"]["mypy"]
+    ignored = {
+        name.removesuffix(".*")
+        for override in mypy["overrides"] if override.get("ignore_missing_imports") for name in override["module"]
+    }  # fmt: skip
+    folders = [ROOT.parent, *(ROOT.parent / folder for folder in mypy["mypy_path"])]
+    ours = {path.stem for folder in folders for path in folder.iterdir()}
+    files = [file for folder in mypy["files"] for file in (ROOT.parent / folder).rglob("*.py")]
+    imported = {name.partition(".")[0] for file in files for name in imports(ast.parse(file.read_text()))}
+    extras = project["project"]["optional-dependencies"]
+    installed = with_dependencies([*project["project"]["dependencies"], *extras["deepspeed"], *extras["dev"]])
+    packages = metadata.packages_distributions()
+    importable = {name for name in packages if installed.intersection(map(canonicalize_name, packages[name]))}
+    assert imported - ours - set(sys.stdlib_module_names) - importable <= ignored
+    assert ignored <= imported
+
+
+def with_dependencies(requirements: list[str]) -> set[str]:
+    """Returns the names of the packages that these requirements install. A package that is not installed here is
+    returned without the packages that it depends on."""
+    seen: set[tuple[str, str]] = set()
+    queue = names_and_extras(map(Requirement, requirements))
+    while queue:
+        name, extra = queue.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        try:
+            further = [Requirement(text) for text in metadata.requires(name) or []]
+        except metadata.PackageNotFoundError:
+            continue
+        queue += names_and_extras(r for r in further if r.marker is None or r.marker.evaluate({"extra": extra}))
+    return {name for name, _ in seen}
+
+
+def names_and_extras(requirements: Iterable[Requirement]) -> list[tuple[str, str]]:
+    return [
+        (canonicalize_name(requirement.name), extra)
+        for requirement in requirements
+        for extra in ("", *requirement.extras)
+    ]

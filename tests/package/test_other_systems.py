@@ -1,4 +1,4 @@
-"""What works on every system, tested without Linux's own calls; ``elsewhere.py`` simulates that they are not there."""
+"""Checkpoints are read on systems without the calls that only Linux has. ``elsewhere.py`` simulates such systems."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CORE = [
     "tests/storage/test_symbolic_links.py", "tests/reading/test_load.py::test_load_gives_what_was_written",
     "tests/storage/test_store.py",
     "tests/api/test_gc.py::test_leftovers_go_and_nothing_else", "tests/api/test_repair.py::test_a_manifest",
-    "-knot commit_shows and not first_instant",  # slow there: each rename waits for a reader to close the file
+    "-knot commit_shows and not first_instant",  # slow, because each rename waits for a reader to close the file
 ]  # fmt: skip
 OTHERWISE = "--deselect=tests/reading/test_load.py::test_it_all_works_without_deepspeed"
-"""It starts a process of its own, in which nothing is simulated."""
+"""This test starts a process of its own, in which nothing is simulated."""
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
@@ -30,11 +30,18 @@ OTHERWISE = "--deselect=tests/reading/test_load.py::test_it_all_works_without_de
 def test_checkpoints_are_read_without_linux(tmp_path: Path, system: str, tests: list[str], count_min: int) -> None:
     options = ["-qpno:cacheprovider", "-ptests.support.elsewhere", f"--basetemp={tmp_path}/t", OTHERWISE]
     environment = os.environ | {"ZCKPT_TEST_SYSTEM": system}
-    ran = subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *tests],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", ran.stdout)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
     assert passed is not None
-    assert int(passed[1]) >= count_min, "tests that do not run find nothing"
+    assert int(passed[1]) >= count_min, "too few tests ran"
+
+
+@pytest.mark.parametrize("listed", sorted(ROOT.glob("tests/*.txt")), ids=lambda path: path.name)
+def test_the_lists_name_tests_that_exist(listed: Path) -> None:
+    for line in listed.read_text().splitlines():
+        file, _, name = line.partition("::")
+        assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text()

@@ -1,4 +1,4 @@
-"""The simulated accelerator itself: whether it finds what it is there to find."""
+"""The simulated accelerator shows the defects that it is made to show."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pinned(nbytes: int, value: int = 0) -> torch.Tensor:
 
 
 def on(device: str, nbytes: int, value: int) -> torch.Tensor:
-    """Done, not queued."""
+    """Returns a tensor on a device whose values are there already, and not only queued."""
     tensor = torch.full((nbytes,), value, dtype=torch.uint8, device=device)
     torch.accelerator.synchronize(device)
     return tensor
@@ -48,13 +48,13 @@ def test_the_host_dies_where_it_touches_device_memory(cluster: Cluster, how: str
     assert outcome.signal == signal.SIGSEGV
 
 
-def test_other_tests_do_not_see_it() -> None:
+def test_other_tests_do_not_see_the_accelerator() -> None:
     with pytest.raises(RuntimeError, match="sim"):
         torch.empty(1, device="sim")
 
 
 @pytest.mark.sim
-def test_torch_takes_it_for_the_machine_s_accelerator() -> None:
+def test_torch_takes_the_simulated_devices_for_the_accelerator_of_the_machine() -> None:
     assert torch.accelerator.is_available()
     assert torch.accelerator.current_accelerator() == torch.device("sim")
     assert torch.accelerator.device_count() == 2
@@ -99,7 +99,7 @@ def test_a_copy_to_pinned_memory_is_late() -> None:
     event = torch.Event("sim")
     buffer.copy_(on("sim", KIB, 1), non_blocking=True)
     event.record()
-    assert 1 not in buffer.tolist()  # what was there is gone, what will be there has not come
+    assert 1 not in buffer.tolist()  # the old bytes are gone, and the new bytes have not arrived
     event.synchronize()
     assert set(buffer.tolist()) == {1}
 
@@ -113,19 +113,19 @@ def test_a_copy_that_cannot_be_late_or_need_not_be_is_done_at_once() -> None:
         assert set(target.tolist()) == {1}
         buffer.copy_(target, non_blocking=non_blocking)
         assert set(buffer.tolist()) == {1}
-    assert all(one.waited for one in accelerator.copies())
+    assert all(copied.waited for copied in accelerator.copies())
 
 
 @pytest.mark.sim
-def test_an_event_that_is_asked_again_and_again_comes() -> None:
+def test_an_event_that_is_queried_again_and_again_completes() -> None:
     target, event = on("sim", KIB, 0), torch.Event("sim")
     for _ in range(3):
         target.copy_(pinned(KIB), non_blocking=True)
     event.record()
-    asked = 0
+    queries = 0
     while not event.query():
-        asked += 1
-    assert asked == 3
+        queries += 1
+    assert queries == 3
 
 
 @pytest.mark.sim
@@ -202,7 +202,7 @@ def test_a_copy_between_devices_takes_its_turn_on_both(first: str) -> None:
 
 
 @pytest.mark.sim
-def test_dtypes_change_on_the_device_and_from_the_host_on_the_host() -> None:
+def test_a_copy_from_the_host_is_converted_on_the_host_and_another_one_on_the_device() -> None:
     values = torch.randn(1000).pin_memory()
     device = values.to("sim", non_blocking=True)
     half = torch.empty(1000, dtype=torch.bfloat16, device="sim")
@@ -234,21 +234,21 @@ def test_operators_are_queued_too() -> None:
 
 
 @pytest.mark.sim
-def test_operators_that_give_values_to_the_host() -> None:
+def test_operators_that_return_values_to_the_host_wait_for_the_device() -> None:
     a, b = torch.arange(6, device="sim").view(2, 3), torch.randn(2, 3, device="sim")
     assert torch.equal(a, torch.tensor([[0, 1, 2], [3, 4, 5]], device="sim"))
     assert not torch.equal(a.float(), b)
     accelerator.reset()
     assert a.sum().item() == 15
     assert accelerator.waits()
-    assert not accelerator.copies()  # but the program's own
+    assert not accelerator.copies()  # only copies that the program itself asks for are recorded
     assert torch.cat([a, a]).shape == (4, 3)
     assert torch.equal(torch.stack([b, b])[1].cpu(), b.cpu())
     assert "device='sim:0'" in repr(a)
 
 
 @pytest.mark.sim
-def test_what_trains_on_it_trains_as_on_the_cpu() -> None:
+def test_a_model_trains_as_on_the_cpu() -> None:
     results = []
     for device in ("cpu", "sim:1"):
         torch.manual_seed(0)
@@ -291,7 +291,7 @@ def test_each_device_has_a_random_number_generator_of_its_own() -> None:
 
 
 @pytest.mark.sim
-def test_many_threads_at_once() -> None:
+def test_many_threads_copy_at_once() -> None:
     wrong = []
 
     def work(device: str) -> None:
@@ -316,19 +316,19 @@ def test_many_threads_at_once() -> None:
 
 @pytest.mark.sim
 def test_pinned_memory_is_rounded_kept_and_given_back() -> None:
-    taken = 5 * PAGE_BYTES
-    buffer = torch.empty(taken, dtype=torch.uint8, pin_memory=True)
+    nbytes = 5 * PAGE_BYTES
+    buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     assert buffer.is_pinned()
     assert buffer[7:].is_pinned()
-    assert not torch.empty(taken).is_pinned()
+    assert not torch.empty(nbytes).is_pinned()
     assert accelerator.counters()["pinned_bytes"] == 8 * PAGE_BYTES
-    on("sim", taken - 7, 1).copy_(buffer[7:], non_blocking=True)
+    on("sim", nbytes - 7, 1).copy_(buffer[7:], non_blocking=True)
     assert not accelerator.copies()[-1].waited
     address = buffer.data_ptr()
     del buffer
-    assert torch.empty(taken, dtype=torch.uint8, pin_memory=True).data_ptr() != address  # a copy still reads it
+    assert torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).data_ptr() != address  # a copy still reads there
     torch.accelerator.synchronize()
-    assert torch.empty(taken, dtype=torch.uint8, pin_memory=True).data_ptr() == address
+    assert torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).data_ptr() == address
     counters = accelerator.counters()
     assert (counters["pinned_bytes"], counters["pinned_bytes_max"]) == (16 * PAGE_BYTES, 16 * PAGE_BYTES)
     torch.accelerator.empty_host_cache()
@@ -337,7 +337,7 @@ def test_pinned_memory_is_rounded_kept_and_given_back() -> None:
 
 
 @pytest.mark.sim
-def test_the_order_of_events() -> None:
+def test_the_order_of_events_is_recorded() -> None:
     target, buffers, event = on("sim:1", KIB, 0), [pinned(KIB), pinned(KIB)], torch.Event("sim:1")
     accelerator.reset()
     stream = torch.Stream("sim:1")
@@ -350,8 +350,8 @@ def test_the_order_of_events() -> None:
     first, second = accelerator.copies()
     (wait,) = accelerator.waits()
     assert first.queued < read < second.queued < wait.began < first.ran < wait.ended
-    assert second.ran == 0  # nobody has waited for it
-    assert {(one.name, one.nbytes, one.device, one.stream, one.pinned, one.waited) for one in (first, second)} == {
+    assert second.ran == 0  # because no thread has waited for it
+    assert {(c.name, c.nbytes, c.device, c.stream, c.pinned, c.waited) for c in (first, second)} == {
         ("host to device", KIB, 1, stream.stream_id, True, False)
     }
     assert (wait.what, wait.device, wait.stream) == ("event", 1, stream.stream_id)

@@ -1,4 +1,4 @@
-"""The catalog: manifest and index from what each rank has told of its files, and what is refused."""
+"""The catalog makes manifest and index from the records of all ranks, and refuses records that do not fit together."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from tests.support.fragments import BLOCK_BYTES, SAVE_ID, fragments_of, pieces_o
 from zckpt.errors import FormatError, RankError, UnsupportedError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
+from zckpt.format.names import Tier
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_shards
-from zckpt.state.inventory import TIERS, Fragment
+from zckpt.plan.layout import plan_data_files
+from zckpt.state.inventory import Fragment
 
-ABOUT = catalog.About(1, BLOCK_BYTES, {}, b"\xc0", {})
+METADATA = catalog.SaveMetadata(1, BLOCK_BYTES, {}, b"\xc0", {})
 
 
-def receipts_of(all_fragments: list[list[Fragment]]) -> list[catalog.Receipt]:
+def rank_records_of(all_fragments: list[list[Fragment]]) -> list[catalog.RankRecord]:
     world_size = len(all_fragments)
     return [
-        catalog.receipt(
-            rank, plan_shards(fragments, SAVE_ID, rank, world_size, block_bytes=BLOCK_BYTES), bytes([rank]) * 16
+        catalog.rank_record(
+            rank, plan_data_files(fragments, SAVE_ID, rank, world_size, block_bytes=BLOCK_BYTES), bytes([rank]) * 16
         )
         for rank, fragments in enumerate(all_fragments)
     ]
@@ -34,32 +35,32 @@ def receipts_of(all_fragments: list[list[Fragment]]) -> list[catalog.Receipt]:
 @given(st.integers(0, 10**6), st.integers(1, 4))
 def test_the_catalog_finds_every_piece_where_its_rank_put_it(seed: int, world_size: int) -> None:
     ranks = [fragments_of(rank, world_size, seed) for rank in range(world_size)]
-    receipts = [catalog.unpack(catalog.pack(receipt)) for receipt in receipts_of(ranks)]
-    raw, index = catalog.catalog(receipts, SAVE_ID, ABOUT)
+    rank_records = catalog.unpack(catalog.pack(rank_record) for rank_record in rank_records_of(ranks))
+    raw, index = catalog.catalog(rank_records, SAVE_ID, METADATA)
     manifest = manifest_format.decode(raw)
     assert manifest.digests == tuple(bytes([rank]) * 16 for rank in range(world_size))
     expected = set()
     for rank, fragments in enumerate(ranks):
-        for plan in plan_shards(fragments, SAVE_ID, rank, world_size, block_bytes=BLOCK_BYTES):
-            (file,) = (file for file in manifest.files if manifest.path(file) == plan.shard.path)
+        for plan in plan_data_files(fragments, SAVE_ID, rank, world_size, block_bytes=BLOCK_BYTES):
+            (file,) = (file for file in manifest.files if manifest.path(file) == plan.id.path)
             assert (file.nbytes, file.data_start, file.first_block) == (plan.nbytes, len(plan.header), plan.first_block)
             for f, offset, _, block in pieces_of(plan):
-                place = (rank, TIERS.index(f.tier), f.start, f.stop, offset, block)
+                place = (rank, f.tier, f.start, f.stop, offset, block)
                 expected.add((f.part, f.name, f.dtype, f.shape, *place))
-    found = set()
+    pieces = set()
     for part in manifest.parts:
         for chunk in manifest.chunks:
-            if chunk.layout == part.layout:
+            if chunk.layout_id == part.layout_id:
                 raw_chunk = index[chunk.offset : chunk.offset + chunk.nbytes]
                 layout = index_format.decode(raw_chunk, chunk, manifest)
                 for row in range(chunk.rows):
                     at = chunk.first_row + row
-                    shape = manifest.shapes[part.shapes[at]]
+                    shape = manifest.shapes[part.shape_ids[at]]
                     for p in index_format.pieces(layout, row, math.prod(shape)):
                         place = (p.rank, p.tier, p.start, p.stop, p.offset, p.block)
-                        found.add((part.name, manifest.names[part.names[at]], part.dtypes[at], shape, *place))
-    assert found == expected
-    assert len({part.layout for part in manifest.parts}) == 1  # weights and moments alike are stored once
+                        pieces.add((part.name, manifest.names[part.name_ids[at]], part.dtypes[at], shape, *place))
+    assert pieces == expected
+    assert len({part.layout_id for part in manifest.parts}) == 1  # weights and moments share one layout
 
 
 def whole(part: str = "master", shape: tuple[int, ...] = (4,), dtype: str = "F32", copy: int = 0) -> Fragment:
@@ -67,8 +68,8 @@ def whole(part: str = "master", shape: tuple[int, ...] = (4,), dtype: str = "F32
 
 
 def test_copies_are_kept_apart_in_the_order_of_their_numbers() -> None:
-    """A buffer of three ranks that rank 1 holds as rank 0 does, and so does not write."""
-    raw, index = catalog.catalog(receipts_of([[whole()], [], [whole(copy=2)]]), SAVE_ID, ABOUT)
+    """Each of three ranks has a buffer. Rank 1 has the same values as rank 0, and therefore does not write them."""
+    raw, index = catalog.catalog(rank_records_of([[whole()], [], [whole(copy=2)]]), SAVE_ID, METADATA)
     manifest = manifest_format.decode(raw)
     (chunk,) = manifest.chunks
     pieces = index_format.pieces(index_format.decode(index, chunk, manifest), 0, 4)
@@ -78,7 +79,7 @@ def test_copies_are_kept_apart_in_the_order_of_their_numbers() -> None:
 @pytest.mark.parametrize("other", [whole(shape=(2, 2), copy=1), whole(dtype="I32", copy=1)], ids=["shape", "dtype"])
 def test_ranks_that_disagree_about_a_tensor_are_refused(other: Fragment) -> None:
     with pytest.raises(RankError, match=r"master/w is .* on rank 1, F32 \[4\] on rank 0") as caught:
-        catalog.catalog(receipts_of([[whole()], [other]]), SAVE_ID, ABOUT)
+        catalog.catalog(rank_records_of([[whole()], [other]]), SAVE_ID, METADATA)
     assert caught.value.rank == 1
 
 
@@ -89,76 +90,92 @@ def test_ranks_that_disagree_about_a_tensor_are_refused(other: Fragment) -> None
         [(0, 2, 0), (1, 4, 0)],
         [(0, 2, 0), (3, 4, 0)],
         [(1, 4, 0)],
-        [(0, 2, 0), (1, 3, 0)],  # as long as the tensor, all together
+        [(0, 2, 0), (1, 3, 0)],  # the sum of the lengths is right
         [(0, 2, 0), (2, 4, 1)],
         [(0, 4, 0), (0, 4, 0)],
         [(0, 4, 0), (0, 2, 1)],
     ],
     ids=["end", "overlap", "gap", "begin", "shifted", "half-copies", "twice", "half-copy"],
 )
-def test_pieces_that_make_no_whole_tensor_are_never_committed(spans: list[tuple[int, int, int]]) -> None:
-    """Even though the index does not say where a piece starts: it follows from the lengths."""
+def test_pieces_that_do_not_make_up_the_tensor_are_refused(spans: list[tuple[int, int, int]]) -> None:
+    """A reader could not notice this, because the index has only the lengths of pieces. So the catalog checks where
+    they start."""
     ranks = [[Fragment("master", "w", (4,), "F32", start, stop, copy=copy)] for start, stop, copy in spans]
     with pytest.raises(FormatError) as caught:
-        catalog.catalog(receipts_of(ranks), SAVE_ID, ABOUT)
+        catalog.catalog(rank_records_of(ranks), SAVE_ID, METADATA)
     assert caught.value.rule == "I005"
     assert caught.value.key == "master/w"
 
 
-def test_layouts_of_different_geometry_are_kept_apart() -> None:
+def test_parts_with_different_pieces_have_different_layouts() -> None:
     ranks = [[whole(), Fragment("exp_avg", "w", (4,), "F32", 0, 2)], [Fragment("exp_avg", "w", (4,), "F32", 2, 4)]]
-    raw, _ = catalog.catalog(receipts_of(ranks), SAVE_ID, ABOUT)
-    assert [part.layout for part in manifest_format.decode(raw).parts] == [0, 1]
+    raw, _ = catalog.catalog(rank_records_of(ranks), SAVE_ID, METADATA)
+    assert [part.layout_id for part in manifest_format.decode(raw).parts] == [0, 1]
 
 
-def test_a_receipt_survives_its_journey() -> None:
+def test_a_rank_record_is_the_same_after_packing_and_unpacking() -> None:
     for seed in range(20):
-        (receipt,) = receipts_of([fragments_of(0, 1, seed)])
-        back = catalog.unpack(catalog.pack(receipt))
-        assert (back.rank, back.digest, back.tensors, back.shards) == (0, b"\0" * 16, receipt.tensors, receipt.shards)
-        for one, other in zip(back.geometries, receipt.geometries, strict=True):
-            assert all(np.array_equal(getattr(one, c), getattr(other, c)) for c in catalog._GEOMETRY_COLUMNS)
-        assert len(back.geometries) < len(back.shards)  # one for weights and moments alike
+        (rank_record,) = rank_records_of([fragments_of(0, 1, seed)])
+        (back,) = catalog.unpack([catalog.pack(rank_record)])
+        assert (back.rank, back.digest, back.tensors, back.files) == (
+            0,
+            b"\0" * 16,
+            rank_record.tensors,
+            rank_record.files,
+        )
+        for columns, expected in zip(back.piece_columns, rank_record.piece_columns, strict=True):
+            assert all(
+                np.array_equal(getattr(columns, column), getattr(expected, column)) for column in catalog._COLUMNS
+            )
+        assert len(back.piece_columns) < len(back.files)  # weights and moments share their piece columns
 
 
-def synthetic(ranks: int, tensors: int, parts: int) -> list[catalog.Receipt]:
-    """Of ranks that each hold an equal share of every tensor; all share one geometry, for there is much of it."""
+def test_rank_records_of_several_ranks_share_their_tensors() -> None:
+    rank_records = rank_records_of([[Fragment("master", "w", (4,), "F32", rank, rank + 1)] for rank in range(4)])
+    first, *others = catalog.unpack(map(catalog.pack, reversed(rank_records)))
+    assert [record.rank for record in (first, *others)] == [0, 1, 2, 3]
+    assert all(record.tensors[0] is first.tensors[0] for record in others)
+
+
+def synthetic(ranks: int, tensors: int, parts: int) -> list[catalog.RankRecord]:
+    """Makes the records of ranks that each hold an equal share of every tensor. All parts share one set of columns,
+    because it is large."""
     names = tuple((f"layer.{number}", (4 * ranks,), "F32") for number in range(tensors))
     number = np.arange(tensors)
     zeros = np.zeros(tensors, np.int64)
-    found = []
+    rank_records = []
     for rank in range(ranks):
-        geometry = catalog.Geometry(number, zeros, zeros + 4 * rank, zeros + 4, 16 * number, 1 + number)
-        shards = tuple(
-            catalog.ShardReceipt(f"part{part}", "device", 4096 + 16 * tensors, 4096, part * (tensors + 1), 0, "")
+        columns = catalog.PieceColumns(number, zeros, zeros + 4 * rank, zeros + 4, 16 * number, 1 + number)
+        data_files = tuple(
+            catalog.FileRecord(f"part{part}", Tier.DEVICE, 4096 + 16 * tensors, 4096, part * (tensors + 1), 0, "")
             for part in range(parts)
         )
-        found.append(catalog.Receipt(rank, bytes(16), names, (geometry,), shards))
-    return found
+        rank_records.append(catalog.RankRecord(rank, bytes(16), names, (columns,), data_files))
+    return rank_records
 
 
 def test_more_pieces_than_the_format_can_hold_are_refused_by_their_number() -> None:
-    """Before tables of them are made: 22 k tensors in three parts on 1024 ranks."""
+    """They are refused before tables of them are made. There are 22,000 tensors in three parts on 1024 ranks."""
     with pytest.raises(UnsupportedError) as caught:
-        catalog.catalog(synthetic(1024, 22_000, 3), SAVE_ID, ABOUT)
+        catalog.catalog(synthetic(1024, 22_000, 3), SAVE_ID, METADATA)
     message = str(caught.value)
     for text in ("67,584,000 pieces", "1,024 ranks", "3 parts", "67,108,864", "`exclude`"):
         assert text in message
-    raw, _ = catalog.catalog(synthetic(1024, 20, 3), SAVE_ID, ABOUT)
+    raw, _ = catalog.catalog(synthetic(1024, 20, 3), SAVE_ID, METADATA)
     assert manifest_format.decode(raw).world_size == 1024
 
 
-def test_digests_come_into_a_manifest_that_was_checked_before() -> None:
+def test_digests_are_added_to_a_manifest_that_was_planned_before() -> None:
     digests = [bytes([rank]) * 16 for rank in range(2)]
-    receipts = receipts_of([fragments_of(rank, 2, 1) for rank in range(2)])
-    raw, index = catalog.catalog(receipts, SAVE_ID, ABOUT)
-    unknown = [replace(receipt, digest=bytes(16)) for receipt in receipts]
-    planned, same_index = catalog.catalog(unknown, SAVE_ID, ABOUT)
+    rank_records = rank_records_of([fragments_of(rank, 2, 1) for rank in range(2)])
+    raw, index = catalog.catalog(rank_records, SAVE_ID, METADATA)
+    unknown = [replace(rank_record, digest=bytes(16)) for rank_record in rank_records]
+    planned, same_index = catalog.catalog(unknown, SAVE_ID, METADATA)
     assert (catalog.with_digests(planned, digests), same_index) == (raw, index)
 
 
-def test_an_alias_of_what_is_left_out_is_left_out() -> None:
-    about = replace(ABOUT, aliases={"head": "w", "other": "gone"})
+def test_an_alias_of_a_missing_tensor_is_left_out() -> None:
+    metadata = replace(METADATA, aliases={"head": "w", "other": "gone"})
     fragments = [[Fragment("master", "w", (3,), "F32", 0, 3)]]
-    raw, _ = catalog.catalog(receipts_of(fragments), SAVE_ID, about)
+    raw, _ = catalog.catalog(rank_records_of(fragments), SAVE_ID, metadata)
     assert manifest_format.decode(raw).aliases == {"head": "w"}

@@ -1,4 +1,4 @@
-"""Which elements are read to compare two stored tensors."""
+"""The ranges of elements that are read to compare two stored tensors."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def test_slices_make_up_the_range_and_share_no_block(
     numel, limit = bounds[-1], blocks * block_items
     begin = data.draw(st.integers(0, numel - 1))
     end = data.draw(st.integers(begin + 1, numel))
-    found = list(cut_at_blocks(begin, end, pieces_of(bounds), block_items, limit))
-    assert [found[0][0], *(stop for _, stop in found)] == [*(start for start, _ in found), end]
-    assert found[0][0] == begin
-    assert all(0 < stop - start <= limit for start, stop in found)
+    slices = list(cut_at_blocks(begin, end, pieces_of(bounds), block_items, limit))
+    assert [slices[0][0], *(stop for _, stop in slices)] == [*(start for start, _ in slices), end]
+    assert slices[0][0] == begin
+    assert all(0 < stop - start <= limit for start, stop in slices)
     blocks_begin = {at for first, last in pairwise(bounds) for at in range(first, last, block_items)}
-    assert {start for start, _ in found[1:]} <= blocks_begin
+    assert {start for start, _ in slices[1:]} <= blocks_begin
 
 
 @given(CUTS, st.integers(1, 60), st.data())
-def test_what_has_other_digests_is_found(bounds: list[int], block_items: int, data: st.DataObject) -> None:
+def test_blocks_with_different_digests_are_found(bounds: list[int], block_items: int, data: st.DataObject) -> None:
     numel = bounds[-1]
     changed = data.draw(st.sets(st.integers(0, numel - 1), max_size=5))
-    one = np.zeros(numel, np.uint8)
-    other = one.copy()
-    other[list(changed)] = 1
+    values_a = np.zeros(numel, np.uint8)
+    values_b = values_a.copy()
+    values_b[list(changed)] = 1
 
     blocks = [
         (at, min(at + block_items, last)) for first, last in pairwise(bounds) for at in range(first, last, block_items)
@@ -53,7 +53,7 @@ def test_what_has_other_digests_is_found(bounds: list[int], block_items: int, da
         return np.stack([np.frombuffer(digest(values[first:last]), np.uint8) for first, last in blocks])
 
     pieces = pieces_of(bounds)
-    found = differing(pieces.start, pieces.stop, digests(one), digests(other), block_items)
+    ranges = differing(pieces.start, pieces.stop, digests(values_a), digests(values_b), block_items)
     expected = {at for start, stop in blocks if changed & set(range(start, stop)) for at in range(start, stop)}
-    assert {at for start, stop in found for at in range(start, stop)} == expected
-    assert all(stop < start for (_, stop), (start, _) in pairwise(found)), "neighbours are joined"
+    assert {at for start, stop in ranges for at in range(start, stop)} == expected
+    assert all(stop < start for (_, stop), (start, _) in pairwise(ranges)), "neighbours are joined"

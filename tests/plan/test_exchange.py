@@ -1,4 +1,5 @@
-"""Messages between ranks: carried out, they fill every file with the right elements, each byte once."""
+"""If the planned messages between ranks are carried out, every file gets the right elements, and each byte is written
+once."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from zckpt.plan.exchange import Messages, SlicedFiles, plan_messages
-from zckpt.plan.reshard import Span, StoredPieces
+from zckpt.plan.reshard import ElementRange, StoredPieces
 
 SLICE_BYTES = 64
 
@@ -63,11 +64,11 @@ def _between(messages: Messages, source: int, target: int) -> Messages:
 def _held(
     random: np.random.Generator, tensors: list[np.ndarray], ranks: int
 ) -> tuple[StoredPieces, list[list[np.ndarray]]]:
-    """Each tensor in pieces on random ranks, and the pieces by rank."""
+    """Cuts each tensor into pieces on random ranks. Returns the pieces, and their values by rank."""
     data: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     rows = []
     for number, tensor in enumerate(tensors):
-        tensor[:] = (tensor.view(np.uint8) | 1).view(tensor.dtype)  # no byte that is written is zero
+        tensor[:] = (tensor.view(np.uint8) | 1).view(tensor.dtype)  # so no byte of a value is zero
         cuts = sorted({0, len(tensor), *random.integers(0, len(tensor) + 1, 3).tolist()})
         for start, stop in itertools.pairwise(cuts):
             rank = int(random.integers(ranks))
@@ -78,8 +79,9 @@ def _held(
 
 def _files(
     random: np.random.Generator, tensors: list[np.ndarray], ranks: int
-) -> tuple[list[np.ndarray], list[list[Span]], SlicedFiles]:
-    """Files that consist of runs of tensors with gaps between them, some elements in several files or in none."""
+) -> tuple[list[np.ndarray], list[list[ElementRange]], SlicedFiles]:
+    """Makes files of runs of elements with gaps between them. Some elements are in several files, others in none.
+    Returns the files, the ranges of each tensor, and the slices of the files."""
     runs = []
     nbytes = []
     for number in range(3):
@@ -91,10 +93,10 @@ def _files(
             at += (stop - start) * tensors[tensor].itemsize
         nbytes.append(at)
     slices = SlicedFiles(SLICE_BYTES, tuple(nbytes), tuple(random.integers(ranks, size=len(nbytes)).tolist()))
-    files = [np.zeros(one, np.uint8) for one in nbytes]
-    spans: list[list[Span]] = [[] for _ in tensors]
+    files = [np.zeros(file_bytes, np.uint8) for file_bytes in nbytes]
+    spans: list[list[ElementRange]] = [[] for _ in tensors]
     for number, at, tensor, start, stop in runs:
         values = tensors[tensor][start:stop]
         files[number][at : at + values.nbytes] = values.view(np.uint8)
-        spans[tensor].append(Span(start, stop, (slices.starts[number] + at) // values.itemsize))
+        spans[tensor].append(ElementRange(start, stop, (slices.starts[number] + at) // values.itemsize))
     return files, spans, slices

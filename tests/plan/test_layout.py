@@ -1,8 +1,9 @@
-"""The layout of data files: where each fragment comes to lie, and the writes that fill a file in whole blocks."""
+"""The layout of data files: the place of each fragment, and the writes that fill a file in whole blocks."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.fragments import BLOCK_BYTES, SAVE_ID, fragments_of, pieces_of
+from tests.support.fragments import BLOCK_BYTES, SAVE_ID, data_of, fragments_of, pieces_of
 from zckpt.errors import UnsupportedError
+from zckpt.format.data_file import decode_header
 from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.shard import decode_header
+from zckpt.format.limits import DATA_ALIGNMENT_BYTES
 from zckpt.plan import layout
-from zckpt.plan.layout import HEADER, plan_shards, plan_writes
+from zckpt.plan.layout import HEADER, plan_data_files, plan_writes
 from zckpt.state.inventory import Fragment
 
 fragment_lists = st.integers(0, 10**6).map(lambda seed: fragments_of(0, 2, seed))
@@ -24,13 +26,13 @@ fragment_lists = st.integers(0, 10**6).map(lambda seed: fragments_of(0, 2, seed)
 
 @given(fragment_lists)
 def test_a_file_per_part_and_tier_holds_every_fragment_once(fragments: list[Fragment]) -> None:
-    plans = plan_shards(fragments, SAVE_ID, 0, 2, block_bytes=BLOCK_BYTES)
-    assert len({(plan.shard.part, plan.shard.tier) for plan in plans}) == len(plans)
+    plans = plan_data_files(fragments, SAVE_ID, 0, 2, block_bytes=BLOCK_BYTES)
+    assert len({(plan.id.part, plan.id.tier) for plan in plans}) == len(plans)
     placed = [fragment for plan in plans for fragment in plan.fragments]
     assert sorted(map(repr, placed)) == sorted(map(repr, fragments))
     first_block = 0
     for plan in plans:
-        assert {(f.part, f.tier) for f in plan.fragments} == {(plan.shard.part, plan.shard.tier)}
+        assert {(f.part, f.tier) for f in plan.fragments} == {(plan.id.part, plan.id.tier)}
         assert plan.first_block == first_block
         first_block += plan.blocks
         block, offset = block_count(len(plan.header), BLOCK_BYTES), 0
@@ -41,22 +43,23 @@ def test_a_file_per_part_and_tier_holds_every_fragment_once(fragments: list[Frag
             block += block_count(nbytes, BLOCK_BYTES)
             offset += nbytes
         assert (plan.blocks, plan.nbytes) == (block, len(plan.header) + offset)
-        assert len(decode_header(plan.header, plan.nbytes, plan.shard).entries) == len(plan.fragments)
+        assert len(decode_header(plan.header, plan.nbytes, plan.id).entries) == len(plan.fragments)
 
 
 def test_pieces_keep_the_order_of_memory() -> None:
-    """So that one flat partition is one sequential write; only larger elements go before smaller ones."""
+    """Therefore one sequential write suffices for a flat buffer. Only fragments with larger elements go before those
+    with smaller ones."""
     names = ["z", "a", "m"]
     fragments = [Fragment("master", name, (4,), "F32", 0, 4) for name in names]
     fragments.insert(1, Fragment("master", "wide", (4,), "F64", 0, 4))
-    (plan,) = plan_shards(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
+    (plan,) = plan_data_files(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
     assert [fragment.name for fragment in plan.fragments] == ["wide", *names]
 
 
 @given(fragment_lists, st.integers(1, 4))
 def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_blocks: int) -> None:
     batch_bytes = batch_blocks * BLOCK_BYTES
-    for plan in plan_shards(fragments, SAVE_ID, 0, 2, block_bytes=BLOCK_BYTES):
+    for plan in plan_data_files(fragments, SAVE_ID, 0, 2, block_bytes=BLOCK_BYTES):
         ops = plan_writes([plan], batch_bytes=batch_bytes, block_bytes=BLOCK_BYTES).ops
         sizes = {HEADER: len(plan.header)} | {i: piece[2] for i, piece in enumerate(pieces_of(plan))}
         starts = {HEADER: 0} | {i: len(plan.header) + piece[1] for i, piece in enumerate(pieces_of(plan))}
@@ -66,11 +69,13 @@ def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_b
             assert op.offset == position
             assert 0 < op.nbytes <= batch_bytes
             assert op.block == block
-            for source, start, nbytes in zip(op.source, op.span_start, op.span_bytes, strict=True):
+            for source, start, nbytes in zip(
+                op.source.tolist(), op.source_start.tolist(), op.source_bytes.tolist(), strict=True
+            ):
                 assert starts[source] + start == position
                 assert start % BLOCK_BYTES == 0
                 assert nbytes % BLOCK_BYTES == 0 or start + nbytes == sizes[source]
-                block += block_count(int(nbytes), BLOCK_BYTES)
+                block += block_count(nbytes, BLOCK_BYTES)
                 position += nbytes
             assert len(set(op.source)) == len(op.source)
             assert op.offset + op.nbytes == position
@@ -79,8 +84,9 @@ def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_b
 
 
 def fragments_in_memory(memory: torch.Tensor, choice: random.Random) -> list[Fragment]:
-    """Of one part, one after the other in ``memory``: adjacent, or with gaps; of any dtype, also at odd addresses."""
-    found: list[Fragment] = []
+    """Returns fragments of one part, in the order of ``memory``. They are adjacent or have gaps between them, their
+    dtypes differ, and some begin at unaligned addresses."""
+    fragments: list[Fragment] = []
     at = choice.randrange(64)
     while True:
         dtype = choice.choice(["F32", "BF16", "U8", "F64"])
@@ -89,18 +95,18 @@ def fragments_in_memory(memory: torch.Tensor, choice: random.Random) -> list[Fra
             at += choice.choice([0, 0, 0, 1, 8, 640])
             stop = at + count * ITEM_BYTES[dtype]
             if stop > len(memory):
-                return found
-            found.append(Fragment("master", f"w{len(found)}", (count,), dtype, 0, count, data=memory[at:stop]))
+                return fragments
+            fragments.append(Fragment("master", f"w{len(fragments)}", (count,), dtype, 0, count, data=memory[at:stop]))
             at = stop
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4))
-def test_long_runs_in_host_memory_are_written_from_there_and_all_else_is_staged(seed: int, batch_blocks: int) -> None:
+def test_only_long_runs_in_host_memory_are_written_without_a_buffer(seed: int, batch_blocks: int) -> None:
     memory, worth_bytes = torch.empty(200_000, dtype=torch.uint8), 10_000
     fragments = fragments_in_memory(memory, random.Random(seed))
     with mock.patch.object(layout, "HOST_BYTES_MIN", worth_bytes):
-        files = plan_shards(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
-        sizes = {"batch_bytes": batch_blocks * BLOCK_BYTES, "block_bytes": BLOCK_BYTES}
+        files = plan_data_files(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
+        sizes: dict[str, Any] = {"batch_bytes": batch_blocks * BLOCK_BYTES, "block_bytes": BLOCK_BYTES}
         plan, staged = plan_writes(files, straight=["master"], **sizes), plan_writes(files, **sizes)
     assert all(op.place is None for op in staged.ops)
     position = dict.fromkeys(range(len(files)), 0)
@@ -109,14 +115,14 @@ def test_long_runs_in_host_memory_are_written_from_there_and_all_else_is_staged(
         fragments = list(files[op.file].fragments)
         assert (op.offset, op.block) == (position[op.file], block)
         position[op.file] += op.nbytes
-        block += sum(block_count(nbytes, BLOCK_BYTES) for nbytes in op.span_bytes.tolist())
+        block += sum(block_count(nbytes, BLOCK_BYTES) for nbytes in op.source_bytes.tolist())
         if op.place is None:
             continue
         path, address = op.place
         assert not path
-        assert (address - op.offset) % layout.DATA_ALIGNMENT_BYTES == 0
+        assert (address - op.offset) % DATA_ALIGNMENT_BYTES == 0
         for source, start, nbytes in zip(
-            op.source.tolist(), op.span_start.tolist(), op.span_bytes.tolist(), strict=True
+            op.source.tolist(), op.source_start.tolist(), op.source_bytes.tolist(), strict=True
         ):
             data = fragments[source].data
             assert isinstance(data, torch.Tensor)
@@ -125,37 +131,39 @@ def test_long_runs_in_host_memory_are_written_from_there_and_all_else_is_staged(
             straight.add(fragments[source].name)
     for number, file in enumerate(files):
         assert position[number] == file.nbytes
-        decode_header(file.header, file.nbytes, file.shard)
-        stop, run, runs = 0, [], []
-        for one in file.fragments:
-            assert isinstance(one.data, torch.Tensor)
-            if len(one.data):
-                aligned = one.data.data_ptr() % ITEM_BYTES[one.dtype] == 0
-                if one.data.data_ptr() != stop or not aligned:
+        decode_header(file.header, file.nbytes, file.id)
+        stop = 0
+        run: list[Fragment] = []
+        runs: list[list[Fragment]] = []
+        for fragment in file.fragments:
+            assert isinstance(fragment.data, torch.Tensor)
+            if len(fragment.data):
+                aligned = fragment.data.data_ptr() % ITEM_BYTES[fragment.dtype] == 0
+                if fragment.data.data_ptr() != stop or not aligned:
                     run = []
                     runs.append(run)
-                run.append(one)
-                stop = one.data.data_ptr() + len(one.data) if aligned else 0
-        long = [run for run in runs if sum(len(one.data) for one in run) >= worth_bytes]
-        aligned = [run for run in long if run[0].data.data_ptr() % ITEM_BYTES[run[0].dtype] == 0]
-        assert straight == {one.name for run in aligned for one in run}
+                run.append(fragment)
+                stop = fragment.data.data_ptr() + len(fragment.data) if aligned else 0
+        long = [run for run in runs if sum(len(data_of(fragment)) for fragment in run) >= worth_bytes]
+        expected = [run for run in long if data_of(run[0]).data_ptr() % ITEM_BYTES[run[0].dtype] == 0]
+        assert straight == {fragment.name for run in expected for fragment in run}
 
 
 def test_more_blocks_than_a_digest_table_can_hold_are_refused() -> None:
     numel = (1 << 26) << 10
     fragment = Fragment("master", "w", (numel,), "F32", 0, numel)
     with pytest.raises(UnsupportedError, match=r"67,108,865 blocks of 4,096 bytes; .* 67,108,864"):
-        plan_shards([fragment], SAVE_ID, 0, 1, block_bytes=4096)
+        plan_data_files([fragment], SAVE_ID, 0, 1, block_bytes=4096)
 
 
 @pytest.mark.parametrize("later", [(), ("master",), ("buffer",), ("buffer", "master")])
-def test_what_may_change_at_any_time_is_read_first(later: tuple[str, ...]) -> None:
+def test_state_that_may_change_at_any_time_is_read_first(later: tuple[str, ...]) -> None:
     all_parts = ("master", "param", "buffer")
-    files = plan_shards(
+    files = plan_data_files(
         [Fragment(part, "w", (3000,), "F32", 0, 3000) for part in all_parts], SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES
     )
     plan = plan_writes(files, later, batch_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES)
-    parts = [files[op.file].shard.part for op in plan.ops]
+    parts = [files[op.file].id.part for op in plan.ops]
     first = [part for part in all_parts if part not in later]
     assert list(dict.fromkeys(parts)) == first + [part for part in all_parts if part in later]
     assert ({*parts[: plan.urgent]}, {*parts[plan.urgent :]}) == ({*first}, {*later})

@@ -1,4 +1,5 @@
-"""Spans, extents and reads against numpy: whatever is asked for, from whatever pieces, is what indexing would give."""
+"""The planned ranges and reads give what indexing with numpy gives, whatever is asked for, and whatever the pieces
+are."""
 
 from __future__ import annotations
 
@@ -16,16 +17,18 @@ from hypothesis import strategies as st
 from zckpt.errors import MismatchError
 from zckpt.format.digest import block_count, blocks
 from zckpt.format.index import Piece
+from zckpt.format.names import Tier
 from zckpt.plan import coalesce
 from zckpt.plan.coalesce import Places, Ranges, joined_copies, plan_reads
-from zckpt.plan.reshard import Extents, Span, StoredPieces, choose_copies, extents, slice_spans
+from zckpt.plan.reshard import ElementRange, PieceRanges, StoredPieces, choose_copies, piece_ranges, slice_ranges
 
 FILES = 3
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of ``item`` bytes per element as numpy has it, cut into ``pieces`` that lie in ``files``."""
+    """A tensor with ``item`` bytes per element, which are the last axis of ``values``. It is cut into ``pieces``, and
+    ``files`` has the number of the file of each piece."""
 
     values: np.ndarray
     item: int
@@ -40,7 +43,7 @@ class Store:
     data_starts: list[int]
     block_bytes: int
     block_places: dict[tuple[int, int], tuple[int, int]]
-    """From file and block number to the bytes that the block covers."""
+    """Where the bytes of each block begin and end in the file, by file and block number."""
 
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
@@ -48,7 +51,7 @@ shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 @st.composite
 def stores(draw: st.DrawFn) -> Store:
-    """Up to four tensors, cut anywhere, their pieces shuffled over files."""
+    """Draws up to four tensors that are cut at random places. Their pieces are in random files, in random order."""
     block_bytes = 8 * draw(st.integers(1, 6))
     tensors = []
     loose: list[tuple[int, int, int]] = []
@@ -68,7 +71,7 @@ def stores(draw: st.DrawFn) -> Store:
         stored, file = tensors[number], draw(st.integers(0, FILES - 1))
         data = stored.values.reshape(-1, stored.item)[start:stop].tobytes()
         offset = len(contents[file]) - data_starts[file]
-        stored.pieces.append(Piece(file, 0, 0, start, stop, offset, next_block[file]))
+        stored.pieces.append(Piece(file, Tier.DEVICE, 0, start, stop, offset, next_block[file]))
         for block, first, last in blocks(len(contents[file]), len(data), next_block[file], block_bytes):
             block_places[file, block] = first, last
         next_block[file] += block_count(len(data), block_bytes)
@@ -86,59 +89,62 @@ def slices(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(draw(bound), draw(bound), draw(st.sampled_from([None, 1]))) for _ in range(count))
 
 
-Wants = list[tuple[Stored, list[Span]]]
+Requests = list[tuple[Stored, list[ElementRange]]]
 
 
-def found(wants: Wants) -> Extents:
+def found(requests: Requests) -> PieceRanges:
     columns = [
         (number, file, piece.start, piece.stop, piece.offset, piece.block)
-        for number, (stored, _) in enumerate(wants)
+        for number, (stored, _) in enumerate(requests)
         for piece, file in zip(stored.pieces, stored.files, strict=True)
     ]
     pieces = StoredPieces(*np.array(columns, np.int64).reshape(-1, 6).T)
-    return extents(pieces, [spans for _, spans in wants], [stored.item for stored, _ in wants])
+    return piece_ranges(pieces, [ranges for _, ranges in requests], [stored.item for stored, _ in requests])
 
 
-def run(store: Store, ops: tuple[coalesce.ReadOp, ...], sinks: list[bytearray]) -> Counter[tuple[int, int]]:
-    """Carries out reads on bytes in memory; returns how often each byte of each file was read."""
+def run(store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray]) -> Counter[tuple[int, int]]:
+    """Carries out reads on bytes in memory. Returns how often each byte of each file was read."""
     read: Counter[tuple[int, int]] = Counter()
     for op in ops:
         segments = op.segments
         assert segments.nbytes.sum() == op.nbytes > 0
         assert segments.copies.min() >= 1
         assert segments.copies.sum() == len(segments.source)
-        copies = iter(np.stack([segments.source, segments.copy_bytes, segments.sink, segments.target], 1).tolist())
+        copies = iter(
+            np.stack([segments.source, segments.copy_bytes, segments.target, segments.target_offset], 1).tolist()
+        )
         position = op.offset
         for nbytes, block, count in np.stack([segments.nbytes, segments.block, segments.copies], 1).tolist():
             data = store.contents[op.file][position : position + nbytes]
             assert len(data) == nbytes
             if block >= 0:
                 assert store.block_places[op.file, block] == (position, position + nbytes)
-            for source, copied, sink, target in islice(copies, count):
+            for source, copied, target, target_offset in islice(copies, count):
                 assert 0 <= source <= source + copied <= nbytes
-                sinks[sink][target : target + copied] = data[source:][:copied]
+                targets[target][target_offset : target_offset + copied] = data[source:][:copied]
             read.update((op.file, at) for at in range(position, position + nbytes))
             position += nbytes
     return read
 
 
 def joined(
-    store: Store, ops: tuple[coalesce.ReadOp, ...], sinks: list[bytearray], wanted: list[bool]
+    store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray], wanted: list[bool]
 ) -> list[bytearray]:
-    """What the joined copies bring to the sinks that are wanted. None of them could be joined with another one."""
-    found = [bytearray(len(sink)) for sink in sinks]
+    """Returns what the joined copies bring to the targets that are wanted. Checks that no two of these copies could be
+    joined further."""
+    contents = [bytearray(len(target)) for target in targets]
     for op in ops:
         copies = joined_copies(op.segments, np.array(wanted, bool))
         data = store.contents[op.file][op.offset : op.offset + op.nbytes]
         begins, ends = set(), set()
-        for start, nbytes, sink, target in np.stack(
-            [copies.start, copies.nbytes, copies.sink, copies.target], 1
+        for start, nbytes, target, target_offset in np.stack(
+            [copies.start, copies.nbytes, copies.target, copies.target_offset], 1
         ).tolist():
-            found[sink][target : target + nbytes] = data[start : start + nbytes]
-            begins.add((sink, start, target))
-            ends.add((sink, start + nbytes, target + nbytes))
+            contents[target][target_offset : target_offset + nbytes] = data[start : start + nbytes]
+            begins.add((target, start, target_offset))
+            ends.add((target, start + nbytes, target_offset + nbytes))
         assert not begins & ends
-    return found
+    return contents
 
 
 @given(st.data(), stores(), st.booleans(), st.integers(1, 5), st.integers(1, 4))
@@ -146,36 +152,36 @@ def test_reads_give_what_indexing_gives(
     data: st.DataObject, store: Store, verify: bool, batch_blocks: int, segments_max: int
 ) -> None:
     batch_bytes = batch_blocks * store.block_bytes
-    wants: Wants = []
-    sinks, expected = [], []
+    requests: Requests = []
+    targets, expected = [], []
     for stored in store.tensors:
         index = data.draw(slices(stored.values.shape[:-1]))
-        shape, spans = slice_spans(stored.values.shape[:-1], index)
+        shape, ranges = slice_ranges(stored.values.shape[:-1], index)
         result = stored.values[index]
         assert shape == result.shape[:-1]
-        assert sum(span.stop - span.start for span in spans) == math.prod(shape)
-        wants.append((stored, spans))
-        sinks.append(bytearray(result.nbytes))
+        assert sum(span.stop - span.start for span in ranges) == math.prod(shape)
+        requests.append((stored, ranges))
+        targets.append(bytearray(result.nbytes))
         expected.append(result.tobytes())
     with mock.patch.object(coalesce, "SEGMENTS_MAX", segments_max):
         ops = plan_reads(
-            found(wants),
+            found(requests),
             data_starts=store.data_starts,
             block_bytes=store.block_bytes,
             verify=verify,
             batch_bytes=batch_bytes,
         )
-    read = run(store, ops, sinks)
-    assert sinks == expected
-    wanted = data.draw(st.lists(st.booleans(), min_size=len(sinks), max_size=len(sinks)))
-    expected = [sink if yes else bytes(len(sink)) for sink, yes in zip(sinks, wanted, strict=True)]
-    assert joined(store, ops, sinks, wanted) == expected
+    read = run(store, ops, targets)
+    assert targets == expected
+    wanted = data.draw(st.lists(st.booleans(), min_size=len(targets), max_size=len(targets)))
+    expected = [bytes(target) if yes else bytes(len(target)) for target, yes in zip(targets, wanted, strict=True)]
+    assert joined(store, ops, targets, wanted) == expected
     assert all(op.nbytes <= batch_bytes and len(op.segments.nbytes) <= segments_max for op in ops)
     assert [(op.file, op.offset) for op in ops] == sorted((op.file, op.offset) for op in ops)
     assert all(times == 1 for times in read.values())
     assert all(((op.segments.block >= 0) == verify).all() for op in ops)
     if not verify:
-        assert len(read) == sum(map(len, sinks))
+        assert len(read) == sum(map(len, targets))
 
 
 def rows(ranges: Ranges) -> list[tuple[int, int, int]]:
@@ -183,23 +189,24 @@ def rows(ranges: Ranges) -> list[tuple[int, int, int]]:
 
 
 def run_straight(
-    store: Store, ops: tuple[coalesce.ReadOp, ...], sinks: list[bytearray], places: Places
+    store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray], places: Places
 ) -> Counter[tuple[int, int]]:
-    """Carries out reads as direct I/O does, on bytes in memory. Returns how often each byte of each sink was filled."""
+    """Carries out reads on bytes in memory, as direct I/O does. Returns how often each byte of each target was
+    filled."""
     filled: Counter[tuple[int, int]] = Counter()
-    bounds = [(at, at + len(sink)) for at, sink in zip(places.address.tolist(), sinks, strict=True)]
+    bounds = [(at, at + len(target)) for at, target in zip(places.address.tolist(), targets, strict=True)]
 
     def put(file: int, start: int, nbytes: int, address: int) -> None:
-        """Into one sink, or into several that are neighbours in memory."""
+        """Copies bytes of a file into one target, or into several targets that are neighbours in memory."""
         before = filled.total()
-        for sink, (first, last) in enumerate(bounds):
+        for target, (first, last) in enumerate(bounds):
             begin, end = max(address, first), min(address + nbytes, last)
             if first >= 0 and begin < end:
-                sinks[sink][begin - first : end - first] = store.contents[file][start + begin - address :][
+                targets[target][begin - first : end - first] = store.contents[file][start + begin - address :][
                     : end - begin
                 ]
-                filled.update((sink, byte) for byte in range(begin - first, end - first))
-        assert filled.total() == before + nbytes, "never outside of its sinks"
+                filled.update((target, byte) for byte in range(begin - first, end - first))
+        assert filled.total() == before + nbytes, "never outside of its targets"
 
     for op in ops:
         segments, step = op.segments, max(places.memory_bytes, places.offset_bytes)
@@ -216,21 +223,21 @@ def run_straight(
         assert sum(nbytes for _, nbytes, _ in covered) == segments.nbytes[segments.straight].sum()
         segment = np.repeat(np.arange(len(starts)), segments.copies)
         staged = ~segments.straight[segment]
-        columns = (starts[segment] + segments.source, segments.copy_bytes, segments.sink, segments.target)
-        for start, nbytes, sink, target in np.stack(columns, 1)[staged].tolist():
-            sinks[sink][target : target + nbytes] = store.contents[op.file][start : start + nbytes]
-            filled.update((sink, byte) for byte in range(target, target + nbytes))
+        columns = (starts[segment] + segments.source, segments.copy_bytes, segments.target, segments.target_offset)
+        for start, nbytes, target, target_offset in np.stack(columns, 1)[staged].tolist():
+            targets[target][target_offset : target_offset + nbytes] = store.contents[op.file][start : start + nbytes]
+            filled.update((target, byte) for byte in range(target_offset, target_offset + nbytes))
         alone = np.flatnonzero(segments.address >= 0)
         first = (np.cumsum(segments.copies) - segments.copies)[alone]
         assert not segments.straight[segments.address < 0].any()
         assert (segments.copies[alone] == 1).all()
         assert (segments.copy_bytes[first] == segments.nbytes[alone]).all()
-        assert (segments.address[alone] == places.address[segments.sink[first]] + segments.target[first]).all()
+        assert (segments.address[alone] == places.address[segments.target[first]] + segments.target_offset[first]).all()
     return filled
 
 
 @given(st.data(), stores(), st.booleans(), st.integers(1, 5), st.integers(1, 40), st.integers(0, 3), st.integers(0, 3))
-def test_each_byte_gets_to_its_place_once(
+def test_each_byte_is_put_into_its_place_once(
     data: st.DataObject,
     store: Store,
     verify: bool,
@@ -239,32 +246,32 @@ def test_each_byte_gets_to_its_place_once(
     memory_power: int,
     offset_power: int,
 ) -> None:
-    """Whatever part of which tensors goes wherever in memory, and some of them not to memory as they are."""
-    wants: Wants = []
-    sinks, expected, address = [], [], []
-    end = 1000  # of the memory that is taken
+    """Any part of any tensors is read to any place in memory. Some tensors are not read straight to memory."""
+    requests: Requests = []
+    targets, expected, address = [], [], []
+    end = 1000  # the end of the memory that is in use
     for stored in store.tensors:
         index = data.draw(slices(stored.values.shape[:-1]))
-        _, spans = slice_spans(stored.values.shape[:-1], index)
-        wants.append((stored, spans))
+        _, ranges = slice_ranges(stored.values.shape[:-1], index)
+        requests.append((stored, ranges))
         expected.append(stored.values[index].tobytes())
-        sinks.append(bytearray(len(expected[-1])))
+        targets.append(bytearray(len(expected[-1])))
         begin = end + data.draw(st.just(0) | st.integers(0, 40))
         address.append(begin if data.draw(st.integers(0, 4)) else -1)
-        end = begin + len(sinks[-1])
+        end = begin + len(targets[-1])
     places = Places(np.array(address, np.int64), 1 << memory_power, 1 << offset_power)
     with mock.patch.object(coalesce, "STRAIGHT_BYTES_MIN", straight_bytes_min):
         ops = plan_reads(
-            found(wants),
+            found(requests),
             data_starts=store.data_starts,
             block_bytes=store.block_bytes,
             verify=verify,
             batch_bytes=batch_blocks * store.block_bytes,
             places=places,
         )
-        filled = run_straight(store, ops, sinks, places)
-    assert sinks == expected
-    assert set(filled) == {(sink, byte) for sink, own in enumerate(expected) for byte in range(len(own))}
+        filled = run_straight(store, ops, targets, places)
+    assert targets == expected
+    assert set(filled) == {(target, byte) for target, content in enumerate(expected) for byte in range(len(content))}
     assert set(filled.values()) <= {1}
 
 
@@ -273,7 +280,7 @@ def test_each_byte_gets_to_its_place_once(
     [
         (Places(np.array([5003, 5103]), 1, 8), [(104, 192, 5004)], [(103, 1, 5003), (296, 7, 5196)]),
         (Places(np.array([5003, 5103]), 4, 8), [(104, 192, 5004)], [(103, 1, 5003), (296, 7, 5196)]),
-        (Places(np.array([5003, 5103]), 8, 8), [], []),  # 4 bytes off
+        (Places(np.array([5003, 5103]), 8, 8), [], []),  # the places differ by 4 bytes
         (Places(np.array([5007, 5107]), 8, 1), [(104, 192, 5008)], [(103, 1, 5007), (296, 7, 5200)]),
         (Places(np.array([5003, -1]), 4, 4), [(104, 96, 5004)], [(103, 1, 5003), (200, 3, 5100)]),
         (
@@ -283,111 +290,115 @@ def test_each_byte_gets_to_its_place_once(
         ),
     ],
 )
-def test_what_lies_in_memory_as_in_the_file_goes_straight_there(
+def test_bytes_with_the_same_alignment_in_memory_and_file_are_read_straight_to_memory(
     places: Places, inner: list[tuple[int, int, int]], edges: list[tuple[int, int, int]]
 ) -> None:
-    """Two tensors of 100 bytes, one behind the other in the file, from its byte 103 on."""
-    stored = [Stored(np.empty(0), 1, [Piece(0, 0, 0, 0, 100, offset, 0)], [0]) for offset in (3, 103)]
-    extents = found([(one, [Span(0, 100, 0)]) for one in stored])
+    """The file has two tensors of 100 bytes, one after the other, from its byte 103 on."""
+    stored = [Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, 0, 100, offset, 0)], [0]) for offset in (3, 103)]
+    wanted = found([(tensor, [ElementRange(0, 100, 0)]) for tensor in stored])
     with mock.patch.object(coalesce, "STRAIGHT_BYTES_MIN", 90):
-        (op,) = plan_reads(extents, data_starts=[100], block_bytes=64, verify=True, batch_bytes=4096, places=places)
+        (op,) = plan_reads(wanted, data_starts=[100], block_bytes=64, verify=True, batch_bytes=4096, places=places)
         assert (rows(op.inner), rows(op.edges)) == (inner, edges)
-    (op,) = plan_reads(extents, data_starts=[100], block_bytes=64, verify=True, batch_bytes=4096, places=places)
+    (op,) = plan_reads(wanted, data_starts=[100], block_bytes=64, verify=True, batch_bytes=4096, places=places)
     assert not op.segments.straight.any(), "it is too little"
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_block_of_which_a_part_is_wanted_goes_through_a_buffer(verify: bool) -> None:
-    """And so does one that is wanted twice."""
-    stored = Stored(np.empty(0), 1, [Piece(0, 0, 0, 0, 256, 0, 0)], [0])
-    extents = found([(stored, [Span(10, 200, 10)]), (stored, [Span(130, 140, 0)])])
+def test_a_block_that_is_wanted_only_in_part_goes_through_a_buffer(verify: bool) -> None:
+    """A block that is wanted twice also goes through a buffer."""
+    stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, 0, 256, 0, 0)], [0])
+    wanted = found([(stored, [ElementRange(10, 200, 10)]), (stored, [ElementRange(130, 140, 0)])])
     places = Places(np.array([5000, 9000]), 1, 1)
     with mock.patch.object(coalesce, "STRAIGHT_BYTES_MIN", 1):
-        ops = plan_reads(extents, data_starts=[0], block_bytes=64, verify=verify, batch_bytes=4096, places=places)
+        ops = plan_reads(wanted, data_starts=[0], block_bytes=64, verify=verify, batch_bytes=4096, places=places)
     straight = np.concatenate([op.segments.straight for op in ops]).tolist()
     assert straight == ([False, True, False, False] if verify else [True] * 5)
 
 
 @given(stores(), st.lists(st.booleans(), min_size=4, max_size=4), st.booleans())
-def test_whole_tensors_cost_their_own_bytes(store: Store, wanted: list[bool], verify: bool) -> None:
+def test_reads_of_whole_tensors_read_only_their_bytes(store: Store, wanted: list[bool], verify: bool) -> None:
     chosen = {number for number, _ in enumerate(store.tensors) if wanted[number]}
-    wants: Wants = [
-        (stored, [Span(0, stored.values.size // stored.item, 0)] if sink in chosen else [])
-        for sink, stored in enumerate(store.tensors)
+    requests: Requests = [
+        (stored, [ElementRange(0, stored.values.size // stored.item, 0)] if target in chosen else [])
+        for target, stored in enumerate(store.tensors)
     ]
     ops = plan_reads(
-        found(wants), data_starts=store.data_starts, block_bytes=store.block_bytes, verify=verify, batch_bytes=1 << 20
+        found(requests),
+        data_starts=store.data_starts,
+        block_bytes=store.block_bytes,
+        verify=verify,
+        batch_bytes=1 << 20,
     )
-    sinks = [bytearray(stored.values.nbytes if i in chosen else 0) for i, stored in enumerate(store.tensors)]
-    read = run(store, ops, sinks)
+    targets = [bytearray(stored.values.nbytes if i in chosen else 0) for i, stored in enumerate(store.tensors)]
+    read = run(store, ops, targets)
     assert sum(read.values()) == sum(store.tensors[i].values.nbytes for i in chosen)
-    assert all(sinks[i] == store.tensors[i].values.tobytes() for i in chosen)
-    for before, after in pairwise(ops):  # neighbours are one read, as long as it has room for more segments
+    assert all(targets[i] == store.tensors[i].values.tobytes() for i in chosen)
+    for before, after in pairwise(ops):  # neighbours are one read, unless it has too many segments
         if len(before.segments.nbytes) < coalesce.SEGMENTS_MAX:
             assert (before.file, before.offset + before.nbytes) != (after.file, after.offset)
 
 
 @given(stores(), st.integers(1, 50), st.integers(0, 30))
-def test_overlapping_spans_read_each_block_once(store: Store, length: int, shift: int) -> None:
-    wants: Wants = []
-    sinks, expected = [], []
+def test_overlapping_ranges_read_each_block_once(store: Store, length: int, shift: int) -> None:
+    requests: Requests = []
+    targets, expected = [], []
     for stored in store.tensors:
         numel = stored.values.size // stored.item
         for start in (0, shift):
             stop = min(start + length, numel)
             if start < stop:
-                wants.append((stored, [Span(start, stop, 0)]))
+                requests.append((stored, [ElementRange(start, stop, 0)]))
                 expected.append(stored.values.reshape(-1, stored.item)[start:stop].tobytes())
-                sinks.append(bytearray(len(expected[-1])))
+                targets.append(bytearray(len(expected[-1])))
     ops = plan_reads(
-        found(wants), data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
+        found(requests), data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
     )
-    read = run(store, ops, sinks)
-    assert sinks == expected
+    read = run(store, ops, targets)
+    assert targets == expected
     assert all(times == 1 for times in read.values())
 
 
 @given(st.data(), stores())
-def test_spans_land_where_the_sink_wants_them(data: st.DataObject, store: Store) -> None:
-    """A sink larger than the span, as an engine's flat buffer is."""
+def test_a_range_may_begin_anywhere_in_its_target(data: st.DataObject, store: Store) -> None:
+    """The target is larger than the range, like the flat buffer of an engine."""
     stored = store.tensors[0]
     numel = stored.values.size // stored.item
     start = data.draw(st.integers(0, numel))
     stop, at = data.draw(st.integers(start, numel)), data.draw(st.integers(0, 9))
-    wants: Wants = [(stored, [Span(start, stop, at)])]
+    requests: Requests = [(stored, [ElementRange(start, stop, at)])]
     ops = plan_reads(
-        found(wants), data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
+        found(requests), data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
     )
-    sink = bytearray((at + numel) * stored.item)
-    run(store, ops, [sink])
+    target = bytearray((at + numel) * stored.item)
+    run(store, ops, [target])
     flat = stored.values.reshape(-1, stored.item)[start:stop].tobytes()
-    assert sink[at * stored.item :].startswith(flat)
-    assert not any(sink[: at * stored.item])
-    assert not any(sink[at * stored.item + len(flat) :])
+    assert target[at * stored.item :].startswith(flat)
+    assert not any(target[: at * stored.item])
+    assert not any(target[at * stored.item + len(flat) :])
 
 
 @pytest.mark.parametrize(("start", "reads"), [(3, [(103, 5)]), (4, [(103, 3), (107, 2)])])
-def test_a_hole_is_not_read(start: int, reads: list[tuple[int, int]]) -> None:
-    """Nor are two reads made of what lies side by side."""
-    spans = [Span(0, 3, 0), Span(start, start + 2, 3)]
-    stored = Stored(np.empty(0), 1, [Piece(0, 0, 0, 0, 8, 3, 0)], [0])
-    ops = plan_reads(found([(stored, spans)]), data_starts=[100], block_bytes=4096, verify=False, batch_bytes=4096)
+def test_gaps_between_ranges_are_not_read(start: int, reads: list[tuple[int, int]]) -> None:
+    """Ranges that are next to each other are one read."""
+    ranges = [ElementRange(0, 3, 0), ElementRange(start, start + 2, 3)]
+    stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, 0, 8, 3, 0)], [0])
+    ops = plan_reads(found([(stored, ranges)]), data_starts=[100], block_bytes=4096, verify=False, batch_bytes=4096)
     assert [(op.offset, op.nbytes) for op in ops] == reads
 
 
 @pytest.mark.parametrize("index", [(slice(None),) * 3, (slice(0, 4, 2),), (slice(None, None, -1),)])
 def test_slices_that_cannot_be_read_are_refused(index: tuple[slice, ...]) -> None:
     with pytest.raises(MismatchError):
-        slice_spans((4, 4), index)
+        slice_ranges((4, 4), index)
 
 
-def test_a_contiguous_slice_is_one_span() -> None:
-    assert slice_spans((6, 5, 4), (slice(1, 3),)) == ((2, 5, 4), [Span(20, 60, 0)])
-    assert slice_spans((6, 5, 4), (slice(2, 3), slice(1, 4))) == ((1, 3, 4), [Span(44, 56, 0)])
-    assert slice_spans((), ()) == ((), [Span(0, 1, 0)])
+def test_a_contiguous_slice_is_one_range() -> None:
+    assert slice_ranges((6, 5, 4), (slice(1, 3),)) == ((2, 5, 4), [ElementRange(20, 60, 0)])
+    assert slice_ranges((6, 5, 4), (slice(2, 3), slice(1, 4))) == ((1, 3, 4), [ElementRange(44, 56, 0)])
+    assert slice_ranges((), ()) == ((), [ElementRange(0, 1, 0)])
 
 
-def test_the_copy_that_a_rank_holds_alone_is_its_own() -> None:
+def test_a_rank_gets_its_own_copy_if_it_holds_one() -> None:
     row = np.array([0, 0, 0, 0, 0, 1, 2, 2])
     copy = np.array([0, 0, 1, 2, 3, 0, 0, 1])
     holder = np.array([0, 1, 2, 2, 0, 2, 0, 1])

@@ -1,4 +1,4 @@
-"""How processes share work: every item is one process's, and each has about the same bytes."""
+"""Processes share work: every item is done by one process, and each process has about the same number of bytes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from zckpt.plan.share import shared_out
         ([1 << 60, 1 << 60], 2, [0, 1]),
     ],
 )
-def test_shares(nbytes: list[int], processes: int, expected: list[int]) -> None:
+def test_items_are_shared_out(nbytes: list[int], processes: int, expected: list[int]) -> None:
     assert shared_out(nbytes, processes) == expected
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1), st.integers(1, 9))
-def test_no_share_exceeds_an_equal_one_by_more_than_an_item(nbytes: list[int], processes: int) -> None:
+def test_no_share_exceeds_an_equal_share_by_more_than_one_item(nbytes: list[int], processes: int) -> None:
     owners = shared_out(nbytes, processes)
     assert owners == sorted(owners)
     assert {*owners} <= {*range(processes)}
     for process in range(processes):
-        own = [one for one, owner in zip(nbytes, owners, strict=True) if owner == process]
-        assert sum(own) <= sum(nbytes) / processes + max(nbytes)
+        share = [item_bytes for item_bytes, owner in zip(nbytes, owners, strict=True) if owner == process]
+        assert sum(share) <= sum(nbytes) / processes + max(nbytes)

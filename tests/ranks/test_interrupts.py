@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: no thread goes on with what was given up, and the ranks agree about what has happened."""
+"""Ctrl-C at any time: no thread goes on with a write that was given up, and the ranks agree on what has happened."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -15,11 +16,11 @@ import torch
 
 import zckpt
 from tests.support.crashes import Half
-from tests.support.interrupts import interrupt_after, threads_left
+from tests.support.interrupts import interrupt_in, threads_left, wait_until_main_is_in
 from tests.support.plain_engine import Engine, engines_are_adapters
 from zckpt.ranks.collectives import Ranks
 from zckpt.ranks.interrupts import Interrupts
-from zckpt.system.threads import Worker, stop
+from zckpt.system.threads import Worker, beside, stop
 from zckpt.transfer.budget import Budget
 from zckpt.writing.rank_write import RankWrite
 
@@ -30,22 +31,24 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def engines_of_ours() -> Iterator[None]:
+def _engines_are_adapters() -> Iterator[None]:
     with engines_are_adapters():
         yield
 
 
-def test_no_worker_runs_any_more_after_interrupts() -> None:
-    ended = []
+def test_no_worker_runs_on_after_interrupts() -> None:
+    ends, tasks = [], threading.Barrier(2)
 
     def task() -> None:
-        time.sleep(0.4)
-        ended.append(1)
+        if tasks.wait(60) == 0:
+            interrupt_in(Budget.run, Worker.wait)
+            interrupt_in(stop, Worker.wait)  # where the first interrupt waits for the end of the tasks
+        tasks.wait(60)
+        ends.append(1)
 
-    interrupt_after(0.1, 0.2)
     with pytest.raises(KeyboardInterrupt):
         Budget(threads=2).run([task, task])
-    assert ended == [1, 1]
+    assert ends == [1, 1]
 
 
 def test_a_worker_that_has_not_begun_never_does() -> None:
@@ -54,7 +57,8 @@ def test_a_worker_that_has_not_begun_never_does() -> None:
     stop([worker])
     worker.start()
     assert worker.wait()
-    assert threads_left() == called == []
+    assert threads_left() == []
+    assert called == []
 
 
 def test_an_interrupted_acquire_leaves_no_lock(tmp_path: Path) -> None:
@@ -64,23 +68,26 @@ def test_an_interrupted_acquire_leaves_no_lock(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_wait_waits_again(tmp_path: Path) -> None:
-    """For the same write, which is still the one under way."""
+    """It waits for the same write, which is still under way."""
     commit_write, go_on = RankWrite.commit, threading.Event()
 
     def commit(*arguments: Any, **options: Any) -> None:
         go_on.wait(60)
         commit_write(*arguments, **options)
 
+    def go_on_late() -> None:
+        wait_until_main_is_in(Worker.wait)
+        go_on.set()
+
     with mock.patch.object(RankWrite, "commit", commit):
         first = zckpt.write(Engine(), tmp_path / "first", background=True)
         for wait in (zckpt.wait, first.wait):
-            interrupt_after(0.1)
-            with pytest.raises(KeyboardInterrupt):
+            with beside(partial(interrupt_in, Worker.wait), "interrupt"), pytest.raises(KeyboardInterrupt):
                 wait()
             assert not first.done
         with pytest.raises(TimeoutError):
             first.wait(0)
-        threading.Timer(0.2, go_on.set).start()
+        threading.Thread(target=go_on_late).start()
         second = zckpt.write(Engine(), tmp_path / "second", background=True)
         assert first.done
         assert first.wait() == str(tmp_path / "first")
@@ -107,8 +114,10 @@ def test_an_interrupt_is_raised_from_the_error_that_came_after_it() -> None:
 
 
 class Lazy(Half):
+    """An engine whose state a lazy snapshot copies while the training goes on."""
+
     def change(self) -> None:
-        """What ``before_change`` gives is called before a change."""
+        """Stands for a step of the optimizer. ``before_change`` replaces it by an action that comes before the step."""
 
     def refuse_lazy(self) -> None:
         pass
@@ -118,28 +127,31 @@ class Lazy(Half):
 
 
 def interrupt_everywhere(path: str, who: int, options: dict[str, Any]) -> list[tuple[tuple[str, ...], bool]]:
-    """Rank ``who`` is interrupted when it comes to each meeting of the ranks in a write, in turn, until one write is
-    not interrupted. Returns how each ended on the ranks, and whether the checkpoint is committed."""
-    os.environ["ZCKPT_RANK_TIMEOUT"] = "20"
-    mine, gather = int(os.environ["RANK"]) == who, Ranks.gather
+    """Writes again and again, and interrupts rank ``who`` at the first meeting of the ranks, then at the second, and so
+    on, until a write is not interrupted.
+
+    Returns the outcome of each write on the ranks, and whether its checkpoint is committed.
+    """
+    os.environ["ZCKPT_RANK_TIMEOUT"] = "300"
+    is_interrupted, gather = int(os.environ["RANK"]) == who, Ranks.gather
     meetings = 0
 
     def interrupted(ranks: Ranks, *arguments: Any) -> list[bytes]:
         nonlocal meetings
-        if mine and threading.current_thread() is threading.main_thread():
+        if is_interrupted and threading.current_thread() is threading.main_thread():
             meetings -= 1
             if meetings == 0:
                 os.kill(os.getpid(), signal.SIGINT)
         return gather(ranks, *arguments)
 
-    found: list[tuple[tuple[str, ...], bool]] = []
+    results: list[tuple[tuple[str, ...], bool]] = []
     with (
         engines_are_adapters(),
         mock.patch.object(Ranks, "gather", interrupted),
     ):
-        while not found or found[-1][0][who] != "ok":
-            target, engine = Path(path, str(len(found))), Lazy(5)
-            meetings = len(found) + 1
+        while not results or results[-1][0][who] != "ok":
+            target, engine = Path(path, str(len(results))), Lazy(5)
+            meetings = len(results) + 1
             outcome = "ok"
             try:
                 zckpt.write(engine, target, latest=False, **options)
@@ -156,9 +168,9 @@ def interrupt_everywhere(path: str, who: int, options: dict[str, Any]) -> list[t
             torch.distributed.all_gather_object(outcomes, outcome)
             committed = (target / "manifest.msgpack").exists()
             assert committed == target.exists(), "nothing is left of a write that is not committed"
-            found.append((tuple(outcomes), committed))
+            results.append((tuple(outcomes), committed))
             torch.distributed.barrier()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -167,15 +179,15 @@ def interrupt_everywhere(path: str, who: int, options: dict[str, Any]) -> list[t
     [{}, {"background": True}, {"background": True, "snapshot": "lazy"}],
     ids=["foreground", "background", "lazy"],
 )
-def test_an_interrupt_at_any_meeting_of_the_ranks(
+def test_an_interrupt_at_any_meeting_of_the_ranks_has_the_same_result_on_all_ranks(
     cluster: Cluster, tmp_path: Path, who: int, options: dict[str, Any]
 ) -> None:
-    """It ends the write on all ranks, and nothing is left; or it comes so late that the write has happened for all."""
-    found, same = cluster.run(interrupt_everywhere, 2, str(tmp_path), who, options)
-    assert found == same
-    *found, last = found
+    """Either the write ends on all ranks and leaves no files, or the interrupt comes after all ranks have written."""
+    results, results_of_rank_1 = cluster.run(interrupt_everywhere, 2, str(tmp_path), who, options)
+    assert results == results_of_rank_1
+    *interrupted, last = results
     assert last == (("ok", "ok"), True)
-    outcomes = [(one[who], one[1 - who], committed) for one, committed in found]
+    outcomes = [(by_rank[who], by_rank[1 - who], committed) for by_rank, committed in interrupted]
     assert set(outcomes) <= {
         ("KeyboardInterrupt", "ok", True),
         ("KeyboardInterrupt", "RankError", False),  # in the foreground or before the background has begun
@@ -186,8 +198,11 @@ def test_an_interrupt_at_any_meeting_of_the_ranks(
 
 
 def tell_any_text() -> list[str]:
-    """Rank 1 fails with the name of a file that is not UTF-8, or has an error that cannot be shown."""
-    os.environ["ZCKPT_RANK_TIMEOUT"] = "5"
+    """Rank 1 fails with an error that names a file whose name is not UTF-8, and then with an error that has no text.
+
+    Returns the errors that this rank sees.
+    """
+    os.environ["ZCKPT_RANK_TIMEOUT"] = "300"
     ranks = Ranks()
 
     class MuteError(Exception):
@@ -198,22 +213,22 @@ def tell_any_text() -> list[str]:
         if ranks.rank == 1:
             raise error
 
-    said = []
-    strange = os.fsdecode(b"/scratch/caf\xe9")
-    for error in (zckpt.StorageError("cannot write", file=strange), MuteError()):
+    messages = []
+    path = os.fsdecode(b"/scratch/caf\xe9")
+    for error in (zckpt.StorageError("cannot write", file=path), MuteError()):
         try:
             ranks.together(lambda error=error: fail(error), "write")  # type: ignore[misc]
-        except zckpt.RankError as told:
-            said.append(str(told))
-        except (zckpt.StorageError, MuteError) as own:
-            said.append(type(own).__name__)
-    assert ranks.agree(strange, "paths") == strange
+        except zckpt.RankError as rank_error:
+            messages.append(str(rank_error))
+        except (zckpt.StorageError, MuteError) as original:
+            messages.append(type(original).__name__)
+    assert ranks.agree(path, "paths") == path
     with pytest.raises(zckpt.RankError, match="different paths"):
-        ranks.agree(strange if ranks.rank else "other", "paths")
-    return said
+        ranks.agree(path if ranks.rank else "other", "paths")
+    return messages
 
 
-def test_an_error_with_any_text_is_told(cluster: Cluster) -> None:
+def test_an_error_with_any_text_reaches_the_other_ranks(cluster: Cluster) -> None:
     first, second = cluster.run(tell_any_text, 2)
     assert first[0] == "rank 1 failed to write: StorageError: cannot write (file /scratch/caf\\udce9) (rank 1)"
     assert first[1] == "rank 1 failed to write: MuteError: it has no text, for KeyError was raised (rank 1)"
@@ -221,13 +236,17 @@ def test_an_error_with_any_text_is_told(cluster: Cluster) -> None:
 
 
 def wait_interrupted(path: str) -> list[str]:
-    """Rank 1 is interrupted while both wait for a write in the background; then both write again."""
-    commit_write, said = RankWrite.commit, []
+    """Rank 1 is interrupted while both ranks wait for a write in the background. Then both ranks write again."""
+    commit_write, errors = RankWrite.commit, []
 
     def commit(*arguments: Any, **options: Any) -> None:
         while not Path(path, "go on").exists():
             time.sleep(0.01)
         commit_write(*arguments, **options)
+
+    def interrupt_and_go_on() -> None:
+        interrupt_in(Ranks.share, Worker.wait)
+        Path(path, "go on").touch()
 
     with (
         engines_are_adapters(),
@@ -235,18 +254,17 @@ def wait_interrupted(path: str) -> list[str]:
     ):
         pending = zckpt.write(Half(5), f"{path}/first", background=True)
         if os.environ["RANK"] == "1":
-            interrupt_after(0.1)
-            threading.Timer(0.3, Path(path, "go on").touch).start()
+            threading.Thread(target=interrupt_and_go_on).start()
         try:
             zckpt.wait()
         except (KeyboardInterrupt, zckpt.RankError) as error:
-            said.append(type(error).__name__)
+            errors.append(type(error).__name__)
         zckpt.write(Half(6), f"{path}/second")
         assert pending.done
         zckpt.wait()
-    return said
+    return errors
 
 
-def test_a_wait_that_one_rank_interrupts_is_everybody_s_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_all_ranks_wait_again_after_one_rank_was_interrupted(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.run(wait_interrupted, 2, str(tmp_path)) == [["RankError"], ["KeyboardInterrupt"]]
     assert all(zckpt.validate(tmp_path / name).ok for name in ("first", "second"))

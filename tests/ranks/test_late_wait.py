@@ -1,4 +1,4 @@
-"""A collective operation that ends just after the wait for it has run out of time."""
+"""A collective operation may end just after the wait for it has run out of time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class _EndsLate:
         return self.ended
 
 
-def test_what_has_ended_just_after_the_wait_is_no_lost_connection() -> None:
-    def allgather(found: list[list[torch.Tensor]], mine: list[torch.Tensor]) -> _EndsLate:
-        found[0][0].copy_(mine[0])
+def test_an_operation_that_ends_just_after_the_wait_is_no_lost_connection() -> None:
+    def allgather(outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> _EndsLate:
+        outputs[0][0].copy_(inputs[0])
         return _EndsLate()
 
     ranks = object.__new__(Ranks)

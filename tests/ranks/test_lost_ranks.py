@@ -1,4 +1,4 @@
-"""Ranks that die, hang or are slow: every other one learns which, in a bounded time, and goes on."""
+"""If a rank dies or hangs, every other rank learns in a bounded time which one it is, and goes on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ import zckpt
 from tests.support import faults
 from tests.support.crashes import Half
 from tests.support.faults import Fault, faulty
+from tests.support.interrupts import threads_left
 from tests.support.models import make_engine, train
 from tests.support.patience import give_up_after
 from tests.support.plain_engine import engines_are_adapters
@@ -28,28 +30,25 @@ from zckpt.ranks.collectives import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.support.cluster import Cluster
 
 
-def act_once(who: int, how: str, seconds: float) -> tuple[str, int | None]:
-    """What a rank sees of a step in which rank ``who`` dies, hangs, stops or is slow."""
-    give_up_after(2)
+def act_once(directory: str, who: int, how: str) -> tuple[str, int | None]:
+    """Takes a step in which rank ``who`` dies, hangs or stops.
+
+    Returns "done" and None, or the message and the rank of the RankError that this rank sees.
+    """
+    give_up_after(300 if how == "die" else 4)
+    pids = gathered_pids()
 
     def step() -> str:
         if os.environ["RANK"] != str(who):
             return "done"
-        if how == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            time.sleep(0.1)
-            if how == "slow":
-                life.sign_of_life()
-        return "done"
+        if how == "hang":
+            time.sleep(600)
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+        return "it has gone on"
 
     ranks = Ranks()
     ranks.together(lambda: None, "begin")
@@ -57,39 +56,105 @@ def act_once(who: int, how: str, seconds: float) -> tuple[str, int | None]:
         return ranks.together(step, "take a step"), None
     except zckpt.RankError as error:
         return str(error), error.rank
+    finally:
+        kill_after_all_others(directory, who, pids)
+
+
+def gathered_pids() -> list[int]:
+    """Returns the process ids of all ranks."""
+    pids = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(pids, os.getpid())
+    return pids
+
+
+def kill_after_all_others(directory: str, who: int, pids: list[int]) -> None:
+    """Ends rank ``who``, which may hang, once all other ranks have called this."""
+    rank = torch.distributed.get_rank()
+    Path(directory, str(rank)).touch()
+    others = [other for other in range(len(pids)) if other != who]
+    if rank == others[0]:
+        while not all(Path(directory, str(other)).exists() for other in others):
+            time.sleep(0.01)
+        with suppress(ProcessLookupError):
+            os.kill(pids[who], signal.SIGKILL)
+
+
+def test_a_rank_that_gets_no_processor_for_a_moment_is_not_taken_for_dead() -> None:
+    """Ranks 1 and 2 show nothing after a connection was lost, but rank 1 goes on after five periods."""
+    store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    for other in (1, 2):
+        store.set(f"zckpt/job/{other}", "1 7 7")
+    with mock.patch.object(life, "PERIOD_SECONDS", 0.01):
+        lives = life.Lives(store, "job", 0, (0, 1, 2))
+    look, looks = lives._look, itertools.count(1)
+
+    def look_while_rank_1_goes_on() -> None:
+        if next(looks) == 5:
+            store.set("zckpt/job/1", "1 8 7")
+        look()
+
+    lives._look = look_while_rank_1_goes_on  # type: ignore[method-assign]
+    lives._heard = dict.fromkeys((1, 2), ("7", time.monotonic()))
+    try:
+        assert str(lives.lost(RuntimeError("connection closed"))).startswith("rank 2 has died")
+    finally:
+        lives.close()
+
+
+def be_slow() -> str:
+    """Rank 1 takes a step for longer than the ranks wait for a sign of life, and gives such signs meanwhile."""
+    give_up_after(4)
+
+    def step() -> str:
+        if os.environ["RANK"] == "1":
+            for _ in range(60):
+                time.sleep(0.1)
+                life.sign_of_life()
+        return "done"
+
+    ranks = Ranks()
+    ranks.together(lambda: None, "begin")
+    return ranks.together(step, "take a step")
 
 
 def share_values() -> list[Any]:
-    """What comes of values that msgpack carries, and of one on rank 1 that it does not."""
+    """Shares values that msgpack can pack, and one on rank 1 that it cannot pack.
+
+    Returns the values and the errors that this rank gets.
+    """
     ranks, path = Ranks(), os.fsdecode(b"/scratch/caf\xe9")
-    own = {"rank": ranks.rank, 7: (path, b"\xff", None, 0.5, [True, ()])}
-    said: list[Any] = [ranks.share(lambda: own, "share"), ranks.first(lambda: (ranks.rank, path), "look")]
+    value = {"rank": ranks.rank, 7: (path, b"\xff", None, 0.5, [True, ()])}
+    results: list[Any] = [ranks.share(lambda: value, "share"), ranks.first(lambda: (ranks.rank, path), "look")]
     assert ranks.agree((1, path), "numbers") == (1, path)
     assert ranks.together(lambda: {path}, "make a set") == {path}
     for action in (lambda: {ranks.rank} if ranks.rank else 0, lambda: ranks.agree(ranks.rank, "numbers")):
         with pytest.raises((TypeError, zckpt.RankError)) as caught:
             ranks.share(action, "share")
-        said.append(f"{type(caught.value).__name__}: {caught.value}")
-    return said
+        results.append(f"{type(caught.value).__name__}: {caught.value}")
+    return results
 
 
-def test_values_are_shared(cluster: Cluster) -> None:
+def test_each_rank_gets_the_values_of_all_ranks(cluster: Cluster) -> None:
     path = os.fsdecode(b"/scratch/caf\xe9")
     values = [{"rank": rank, 7: [path, b"\xff", None, 0.5, [True, []]]} for rank in range(2)]
     first, second = cluster.run(share_values, 2)
     assert first[:2] == second[:2] == [values, [0, path]]
     assert first[2].startswith("RankError: rank 1 failed to share: TypeError: can not serialize 'set' object")
     assert second[2].startswith("TypeError: can not serialize 'set' object")
-    for said in (first, second):
-        assert said[3].startswith("RankError: the ranks have different numbers: 0 on rank 0, 1 on rank 1")
-    assert Ranks().share(lambda: (1, {2: ()}), "share") == [[1, {2: []}]]
+    for results in (first, second):
+        assert results[3].startswith("RankError: the ranks have different numbers: 0 on rank 0, 1 on rank 1")
+    shared: Any = Ranks().share(lambda: (1, {2: ()}), "share")
+    assert shared == [[1, {2: []}]]
     with pytest.raises(TypeError, match="can not serialize"):
         Ranks().share(set, "share")
 
 
 def exchange_tensors(dies: int | None) -> list[list[int]] | int | None:
-    """Rank r sends r + 1 bytes of value 10 * r + s to rank s, but none to itself."""
-    give_up_after(2)
+    """Rank r sends r + 1 bytes of the value 10 * r + s to each other rank s.
+
+    Returns the bytes from each rank, or the rank that a RankError names.
+    """
+    give_up_after(300)
     ranks = Ranks()
     ranks.together(lambda: None, "begin")
     if ranks.rank == dies:
@@ -111,15 +176,15 @@ def test_tensors_are_exchanged(cluster: Cluster) -> None:
     assert cluster.run(exchange_tensors, 3, None) == expected
 
 
-def test_a_rank_that_dies_before_an_exchange_is_named_by_every_other(cluster: Cluster) -> None:
-    outcomes = cluster.outcomes(exchange_tensors, 3, 1, timeout=8, grace=1)
+def test_a_rank_that_dies_before_an_exchange_is_named_by_every_other_rank(cluster: Cluster) -> None:
+    outcomes = cluster.outcomes(exchange_tensors, 3, 1)
     assert [outcome.value for outcome in outcomes] == [1, None, 1]
 
 
 CASES = [(0, "die"), (1, "die")]
 MORE = [
     (2, "die"),
-    (0, "stop"),  # and with it the store of all ranks
+    (0, "stop"),  # rank 0 has the store of all ranks, which stops, too
     (2, "stop"),
     (0, "hang"),
     (1, "hang"),
@@ -128,11 +193,12 @@ MORE = [
 
 
 @pytest.mark.parametrize(("who", "how"), [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in MORE)])
-def test_a_rank_that_is_gone_is_named_by_every_other(cluster: Cluster, who: int, how: str) -> None:
-    outcomes = cluster.outcomes(act_once, 3, who, how, 60, timeout=6, grace=1)
+def test_a_rank_that_is_gone_is_named_by_every_other_rank(cluster: Cluster, tmp_path: Path, who: int, how: str) -> None:
+    outcomes = cluster.outcomes(act_once, 3, str(tmp_path), who, how)
+    assert outcomes[who].signal == signal.SIGKILL
     for rank, outcome in enumerate(outcomes):
         if rank != who:
-            assert outcome.value is not None, outcome.error  # such as that it took longer than 6 seconds
+            assert outcome.value is not None, outcome.error
             message, named = outcome.value
             assert named == who, message
             assert f"rank {who} has " in message
@@ -140,52 +206,59 @@ def test_a_rank_that_is_gone_is_named_by_every_other(cluster: Cluster, who: int,
 
 
 def test_a_slow_rank_is_waited_for(cluster: Cluster) -> None:
-    assert [value[0] for value in cluster.run(act_once, 3, 1, "slow", 3)] == ["done"] * 3
+    assert cluster.run(be_slow, 3) == ["done"] * 3
 
 
 def come_alone() -> Any:
-    give_up_after(1)
-    if os.environ["RANK"] != "1":
-        with pytest.raises(zckpt.RankError, match="rank 1 has not come for 1 s") as caught:
-            Ranks()
-        return caught.value.rank
-    time.sleep(3)
-    return None
+    give_up_after(4)
+    if os.environ["RANK"] == "1":
+        return None
+    with pytest.raises(zckpt.RankError, match="rank 1 has not come for 4 s") as caught:
+        Ranks()
+    return caught.value.rank
 
 
-def test_a_rank_that_never_comes(cluster: Cluster) -> None:
+def test_a_rank_that_never_makes_the_call_is_named_by_every_other_rank(cluster: Cluster) -> None:
     assert cluster.run(come_alone, 3) == [1, None, 1]
 
 
-def stop_while_connecting() -> tuple[str, int | None]:
-    """What the others see of a rank that stops after it has come and before it has connected."""
-    give_up_after(2)
+def stop_while_connecting(directory: str) -> tuple[str, int | None]:
+    """Stops rank 1 after it has made the call and before it has connected. Returns what another rank sees of that."""
+    give_up_after(4)
+    pids = gathered_pids()
     if os.environ["RANK"] == "1":
-        torch.distributed.ProcessGroupGloo = lambda *options: os.kill(os.getpid(), signal.SIGSTOP)
+        torch.distributed.ProcessGroupGloo = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[misc, assignment]
     try:
         Ranks()
     except zckpt.RankError as error:
         return str(error), error.rank
+    finally:
+        kill_after_all_others(directory, 1, pids)
     return "connected", None
 
 
-def test_a_rank_that_stops_while_it_connects(cluster: Cluster) -> None:
-    outcomes = cluster.outcomes(stop_while_connecting, 3, timeout=6, grace=1)
+def test_a_rank_that_stops_while_it_connects_is_named_by_every_other_rank(cluster: Cluster, tmp_path: Path) -> None:
+    outcomes = cluster.outcomes(stop_while_connecting, 3, str(tmp_path))
     for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.value is not None, outcome.error  # such as that it took longer than 6 seconds
+        assert outcome.value is not None, outcome.error
         message, named = outcome.value
         assert named == 1, message
 
 
-def hang_for_a_while(path: str, background: bool) -> tuple[Any, list[float]]:
-    """Rank 1 hangs in a write, until long after the others have given it up. Then all go on."""
+def hang_for_a_while(path: str, background: bool) -> tuple[Any, list[str], list[float]]:
+    """Rank 1 hangs in a write for longer than the other ranks wait for it. Then all ranks go on.
+
+    Returns the error on this rank, the files after the write, and the losses of the step after that.
+    """
     engine = make_engine()
-    give_up_after(2)
+    give_up_after(8)  # and not sooner, because the other writes must not fail, even if the disk is slow
     train(engine, 1)
     zckpt.write(engine, f"{path}/old")
+    given_up = Path(f"{path}-given-up")
 
     def hang(operation: Callable[[], Any], file: str) -> Any:
-        time.sleep(5)
+        while not given_up.exists():
+            time.sleep(0.01)
         return operation()
 
     def write() -> None:
@@ -197,10 +270,11 @@ def hang_for_a_while(path: str, background: bool) -> tuple[Any, list[float]]:
     hangs = engine.global_rank == 1
     with faulty(Fault(hang, names=("write",)) if hangs else None), pytest.raises(zckpt.ZckptError) as caught:
         write()
+    given_up.touch()
     error = type(caught.value).__name__, getattr(caught.value, "rank", None)
     torch.distributed.barrier()
     there = sorted(os.listdir(path))
-    with suppress(zckpt.ZckptError) if background else nullcontext():  # the error, on all
+    with suppress(zckpt.ZckptError) if background else nullcontext():  # raised on all ranks, once more
         zckpt.wait()
     losses = train(engine, 1, 1)
     zckpt.write(engine, f"{path}/new")
@@ -208,13 +282,13 @@ def hang_for_a_while(path: str, background: bool) -> tuple[Any, list[float]]:
 
 
 @pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.matrix), True])
-def test_a_rank_that_hangs_for_a_while(cluster: Cluster, tmp_path: Path, background: bool) -> None:
-    (error, there, losses), (own_error, _, own_losses) = cluster.run(hang_for_a_while, 2, str(tmp_path), background)
+def test_all_ranks_go_on_after_a_rank_has_hung_for_a_while(cluster: Cluster, tmp_path: Path, background: bool) -> None:
+    (error, there, losses), (error_1, _, losses_1) = cluster.run(hang_for_a_while, 2, str(tmp_path), background)
     assert error == ("RankError", 1)
-    assert own_error[0] in ("RankError", "StorageError")
+    assert error_1[0] in ("RankError", "StorageError")
     assert [name for name in there if name != "new"] == ["latest", "old"]
     assert losses
-    assert own_losses
+    assert losses_1
     assert zckpt.open(tmp_path).path == str(tmp_path / "new")
     assert all(zckpt.validate(tmp_path / name).ok for name in ("old", "new"))
     assert len(os.listdir(tmp_path / "new")) == 2
@@ -232,21 +306,24 @@ ON_ONE_RANK: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def fail_on_one_rank(path: str) -> list[tuple[str, str, int | None]]:
-    """What a rank sees of each of these on rank 1, now and in the background; the next write works after each."""
-    held, errors = [], []
+    """Lets rank 1 fail in each of these ways, in the foreground and in the background, and writes again after each.
+
+    Returns the error that this rank sees each time.
+    """
+    counts, errors = [], []
     for (act, _), background in itertools.product(ON_ONE_RANK.values(), (False, True)):
         with (
             engines_are_adapters(),
             act() if os.environ["RANK"] == "1" else nullcontext(),
         ):
             try:
-                pending = zckpt.write(Half(6), f"{path}/c", overwrite=True, background=background)  # type: ignore[call-overload]
+                pending = zckpt.write(Half(6), f"{path}/c", overwrite=True, background=background)
                 if background:
                     pending.wait()
             except (zckpt.ZckptError, MemoryError) as error:
                 errors.append((type(error).__name__, str(error), getattr(error, "rank", None)))
         with engines_are_adapters(), suppress(zckpt.ZckptError, MemoryError):
-            zckpt.wait()  # the background's, once more
+            zckpt.wait()  # raises the error of a background write once more
         torch.distributed.barrier()
         assert zckpt.open(path).step == 5
         assert zckpt.validate(path).ok
@@ -254,18 +331,20 @@ def fail_on_one_rank(path: str) -> list[tuple[str, str, int | None]]:
         with engines_are_adapters():
             zckpt.write(Half(5), f"{path}/c", overwrite=True)
         gc.collect()
-        held.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
-    assert held[1:] == held[1:2] * 5, "descriptors or threads are left over"
+        assert threads_left() == []
+        counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    assert counts[1:] == counts[1:2] * 5, "descriptors or threads are left over"
     return errors
 
 
-def test_a_failure_of_one_rank_is_every_ranks(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_failure_of_one_rank_is_an_error_on_every_rank(cluster: Cluster, tmp_path: Path) -> None:
     write_state(tmp_path / "c", 2, step=5)
     first, second = cluster.run(fail_on_one_rank, 2, str(tmp_path))
     assert len(first) == len(second) == 2 * len(ON_ONE_RANK)
     for number, (_, kind) in enumerate(ON_ONE_RANK.values()):
-        for error, own in zip(first[2 * number : 2 * number + 2], second[2 * number : 2 * number + 2], strict=True):
-            assert own[0] == kind
-            assert error[0] == "RankError"
-            assert error[2] == 1
-            assert error[1].startswith(f"rank 1 failed to write: {kind}: {own[1].splitlines()[0]}")
+        pairs = zip(first[2 * number : 2 * number + 2], second[2 * number : 2 * number + 2], strict=True)
+        for error_on_0, error_on_1 in pairs:
+            assert error_on_1[0] == kind
+            assert error_on_0[0] == "RankError"
+            assert error_on_0[2] == 1
+            assert error_on_0[1].startswith(f"rank 1 failed to write: {kind}: {error_on_1[1].splitlines()[0]}")

@@ -1,5 +1,6 @@
-"""Several models in one job, each on some of its ranks: its own ranks alone write and restore an engine, and what one
-model does is nothing to the others.
+"""A job may have several models, each on some of the job's ranks.
+
+Only the ranks of a model write and restore its engine, and the models do not affect each other.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,14 +18,13 @@ import torch.distributed as dist
 import zckpt
 from tests.support.models import make_engine, train
 from tests.support.patience import give_up_after
-from tests.support.runs import assert_same, held, weights
+from tests.support.runs import assert_same, tensors_of, weights
 from zckpt.engines import group_of
 from zckpt.ranks import heartbeat as life
 from zckpt.ranks.collectives import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from tests.support.cluster import Cluster
 
@@ -33,45 +34,55 @@ def own_group(all_members: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     return next(group for group, members in zip(groups, all_members, strict=True) if dist.get_rank() in members)
 
 
-def talk_in_groups() -> list[Any]:
-    """Ranks {1, 0} and {2, 3} of a job of four: the first make their groups more often, and lose one."""
-    give_up_after(2)
-    first = dist.get_rank() < 2
+def talk_in_groups(directory: str) -> list[Any]:
+    """Calls ``Ranks`` for the groups {1, 0} and {2, 3} of a job of four ranks.
+
+    The first group makes more calls, and loses a rank. Returns the values and the errors that this rank gets.
+    """
+    give_up_after(4)
+    given_up = Path(directory, "given up")
+    is_in_first = dist.get_rank() < 2
     group = own_group([[1, 0], [2, 3]])  # torch sorts the ranks of a group
     ranks = Ranks(group)
-    said: list[Any] = [ranks.rank, ranks.size, ranks.gather(str(dist.get_rank()).encode())]
-    if first:
+
+    def hang() -> None:
+        while ranks.rank == 1 and not given_up.exists():
+            time.sleep(0.01)
+
+    results: list[Any] = [ranks.rank, ranks.size, ranks.gather(str(dist.get_rank()).encode())]
+    if is_in_first:
         assert Ranks(group, background=True).agree("the same", "words") == "the same"
         with pytest.raises(zckpt.RankError) as caught:
-            ranks.together(lambda: time.sleep(4 * ranks.rank), "sleep")
-        said.append(caught.value.rank)
-        if ranks.rank == 0:  # comes again before the other one does, which has been given up
+            ranks.together(hang, "hang")
+        given_up.touch()
+        results.append(caught.value.rank)
+        if ranks.rank == 0:  # makes the next call before rank 1, which it has given up
             with pytest.raises(zckpt.RankError) as caught:
                 Ranks(group)
-            said.append(caught.value.rank)
+            results.append(caught.value.rank)
     else:
         with pytest.raises((zckpt.RankError, ZeroDivisionError)) as failed:
             ranks.together(lambda: 1 // (3 - dist.get_rank()), "divide")
-        said.append(getattr(failed.value, "rank", None))
-        said.append(str(failed.value))
+        results.append(getattr(failed.value, "rank", None))
+        results.append(str(failed.value))
     dist.barrier()
-    said.append(Ranks(group).gather(b"again"))
-    said.append(Ranks().gather(b"all"))
-    return said
+    results.append(Ranks(group).gather(b"again"))
+    results.append(Ranks().gather(b"all"))
+    return results
 
 
-def test_groups_talk_apart(cluster: Cluster) -> None:
-    zero, one, two, three = cluster.run(talk_in_groups, 4, timeout=60)
-    assert zero == [0, 2, [b"0", b"1"], 1, 1, [b"again"] * 2, [b"all"] * 4]
-    assert one == [1, 2, [b"0", b"1"], 1, [b"again"] * 2, [b"all"] * 4]
-    assert two[:4] == [0, 2, [b"2", b"3"], 3]
-    assert two[4].startswith("rank 3 failed to divide: ZeroDivisionError")
-    assert three[:4] == [1, 2, [b"2", b"3"], None]
-    assert two[5:] == three[5:] == [[b"again"] * 2, [b"all"] * 4]
+def test_groups_of_ranks_do_not_affect_each_other(cluster: Cluster, tmp_path: Path) -> None:
+    rank_0, rank_1, rank_2, rank_3 = cluster.run(talk_in_groups, 4, str(tmp_path))
+    assert rank_0 == [0, 2, [b"0", b"1"], 1, 1, [b"again"] * 2, [b"all"] * 4]
+    assert rank_1 == [1, 2, [b"0", b"1"], 1, [b"again"] * 2, [b"all"] * 4]
+    assert rank_2[:4] == [0, 2, [b"2", b"3"], 3]
+    assert rank_2[4].startswith("rank 3 failed to divide: ZeroDivisionError")
+    assert rank_3[:4] == [1, 2, [b"2", b"3"], None]
+    assert rank_2[5:] == rank_3[5:] == [[b"again"] * 2, [b"all"] * 4]
 
 
 class Mpu:
-    """Has an engine spread over the ranks of one group alone."""
+    """Lets DeepSpeed make an engine over the ranks of one group."""
 
     def __init__(self, members: Sequence[Sequence[int]]) -> None:
         self.group = own_group(members)
@@ -97,8 +108,11 @@ class Mpu:
 
 
 def two_models(path: str, members: Sequence[Sequence[int]], stage: int) -> tuple[int, int, bool]:
-    """Each model is written and restored at its own pace, to a path of its own."""
-    give_up_after(20)
+    """Writes and restores each model at its own pace, with a path of its own.
+
+    Returns the step of the checkpoint, the size of the model's group, and whether the restored state is right.
+    """
+    give_up_after(300)
     mpu = Mpu(members)
     engine = make_engine(stage=stage, model="odd", mpu=mpu)
     number = next(n for n, ranks in enumerate(members) if dist.get_rank() in ranks)
@@ -109,10 +123,10 @@ def two_models(path: str, members: Sequence[Sequence[int]], stage: int) -> tuple
     zckpt.write(engine, f"{path}/later", background=True)
     if number == 0:
         zckpt.wait()
-    before = held(engine)
+    before = tensors_of(engine)
     train(engine, 1, 100)
     zckpt.restore(engine, f"{path}/later")
-    after = held(engine)
+    after = tensors_of(engine)
     group = group_of(engine)
     size = 0 if group is None else group.size()
     return zckpt.open(path).step, size, all(torch.equal(before[key], after[key]) for key in before)
@@ -126,18 +140,20 @@ def two_models(path: str, members: Sequence[Sequence[int]], stage: int) -> tuple
         pytest.param([[0, 2], [1, 3]], 3, marks=pytest.mark.matrix),
     ],
 )
-def test_two_models_in_one_job(cluster: Cluster, tmp_path: Path, members: list[list[int]], stage: int) -> None:
-    found = cluster.run(two_models, sum(map(len, members)), str(tmp_path), members, stage)
+def test_two_models_in_one_job_are_written_and_restored(
+    cluster: Cluster, tmp_path: Path, members: list[list[int]], stage: int
+) -> None:
+    results = cluster.run(two_models, sum(map(len, members)), str(tmp_path), members, stage)
     for number, ranks in enumerate(members):
         for rank in ranks:
-            assert found[rank] == (1 + number, len(ranks), True)
+            assert results[rank] == (1 + number, len(ranks), True)
         assert zckpt.open(tmp_path / str(number)).world_size == len(ranks)
         assert zckpt.validate(tmp_path / str(number)).ok
 
 
 def reach_a_limit(limit: str) -> tuple[str, int | None]:
-    """Rank 1 cannot connect to the others."""
-    give_up_after(30)
+    """Makes rank 1 unable to connect to the other ranks. Returns the message and the rank of the error."""
+    give_up_after(300)
     if os.environ["RANK"] == "1":
         if limit == "files":
             descriptors = max(map(int, os.listdir("/proc/self/fd")))
@@ -154,45 +170,57 @@ def reach_a_limit(limit: str) -> tuple[str, int | None]:
 
 @pytest.mark.parametrize(("limit", "named"), [("files", "ulimit -n"), ("interface", "GLOO_SOCKET_IFNAME")])
 def test_a_limit_of_the_system_is_named(cluster: Cluster, limit: str, named: str) -> None:
-    for message, rank in cluster.run(reach_a_limit, 2, limit, timeout=20):
+    for message, rank in cluster.run(reach_a_limit, 2, limit):
         assert rank == 1, message
         assert named in message
 
 
 def come_late() -> str:
-    """Rank 1 comes late to the first call, then rank 0 to the second, of which rank 2 takes long."""
-    life.PERIOD_SECONDS, life.WAITING_SECONDS = 0.1, 1
+    """Rank 1 is late twice in the first call, rank 0 is late in the second call, and rank 2 takes long in it. Each of
+    them waits until another rank has printed a message about it."""
+    life.PERIOD_SECONDS, life.WAITING_SECONDS = 0.1, 2
     number = dist.get_rank()
     dist.barrier()
     for late in (1, 0):
         if number == late:
-            time.sleep(2)
+            wait_for_messages(1 - late, 1)
         ranks = Ranks(call="zckpt.write")
         ranks.together(lambda: None, "begin")
         dist.barrier()
         if late:
             if number == 1:
-                time.sleep(2)
+                wait_for_messages(0, 2)
             ranks.together(lambda: None, "begin")
-    ranks.together(lambda: time.sleep(2 * (number == 2)), "write")
+    ranks.together(lambda: wait_for_messages(0, 3) if number == 2 else None, "write")
     return ""
 
 
-def test_waiting_for_a_rank_is_said(cluster: Cluster) -> None:
-    outcomes = cluster.outcomes(come_late, 3, timeout=60)
+def wait_for_messages(rank: int, count: int) -> None:
+    """Waits until a rank has printed so many messages."""
+    output = Path(os.readlink("/proc/self/fd/2")).with_name(f"{rank}.out")
+    while len(messages_in(output.read_text())) < count:
+        time.sleep(0.01)
+
+
+def messages_in(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("zckpt: ")]
+
+
+def test_a_rank_prints_which_rank_it_waits_for(cluster: Cluster) -> None:
+    outcomes = cluster.outcomes(come_late, 3)
     assert not any(outcome.failed for outcome in outcomes), outcomes
-    said = [[line for line in outcome.output.splitlines() if line.startswith("zckpt: ")] for outcome in outcomes]
-    first, again, third = said[0]
-    assert "rank 0 has waited for rank 1 for 1 s, in zckpt.write (to begin). Every rank must call zckpt.write" in first
-    assert "rank 0 has waited for rank 1 for 1 s, in zckpt.write (to begin)" in again
-    assert "rank 0 has waited for rank 2 for 1 s, in zckpt.write (to write)" in third
-    (fourth,) = said[1]
-    assert "rank 1 has waited for rank 0 for 1 s" in fourth
-    assert said[2] == []
+    lines = [messages_in(outcome.output) for outcome in outcomes]
+    first, again, third = lines[0]
+    assert "rank 0 has waited for rank 1 for 2 s, in zckpt.write (to begin). Every rank must call zckpt.write" in first
+    assert "rank 0 has waited for rank 1 for 2 s, in zckpt.write (to begin)" in again
+    assert "rank 0 has waited for rank 2 for 2 s, in zckpt.write (to write)" in third
+    (fourth,) = lines[1]
+    assert "rank 1 has waited for rank 0 for 2 s" in fourth
+    assert lines[2] == []
 
 
 def call_another(path: str) -> str:
-    os.environ["ZCKPT_RANK_TIMEOUT"] = "20"
+    os.environ["ZCKPT_RANK_TIMEOUT"] = "300"
     engine = make_engine()
     zckpt.write(engine, path)
     with pytest.raises(zckpt.RankError) as refused:
@@ -201,18 +229,19 @@ def call_another(path: str) -> str:
     return str(refused.value)
 
 
-def test_ranks_that_call_different_functions_are_told_so(cluster: Cluster, tmp_path: Path) -> None:
-    for said in cluster.run(call_another, 2, str(tmp_path / "c")):
-        assert "every rank must make the same calls of zckpt" in said
-        assert "'zckpt.validate, to " in said
-        assert "'zckpt.restore, to " in said
+def test_the_error_of_ranks_that_call_different_functions_names_the_functions(cluster: Cluster, tmp_path: Path) -> None:
+    for message in cluster.run(call_another, 2, str(tmp_path / "c")):
+        assert "every rank must make the same calls of zckpt" in message
+        assert "'zckpt.validate, to " in message
+        assert "'zckpt.restore, to " in message
 
 
-PARTS = {"actor": [0, 2], "critic": [1]}
+MODELS = {"actor": [0, 2], "critic": [1]}
+"""The ranks of each model."""
 
 
 class Share:
-    """What DeepSpeed calls an mpu: the ranks of one model among those of the job, all of them data parallel."""
+    """An object that DeepSpeed calls an mpu. It names the ranks of one model, all of which are data parallel."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -240,20 +269,20 @@ class Share:
 
 def each_model_alone(directory: str) -> None:
     rank = dist.get_rank()
-    groups = {name: dist.new_group(ranks) for name, ranks in PARTS.items()}
-    alone = [dist.new_group([one]) for one in range(dist.get_world_size())]
-    name = next(name for name, ranks in PARTS.items() if rank in ranks)
+    groups = {name: dist.new_group(ranks) for name, ranks in MODELS.items()}
+    alone = [dist.new_group([number]) for number in range(dist.get_world_size())]
+    name = next(name for name, ranks in MODELS.items() if rank in ranks)
     share = Share(groups[name])
     share.alone = alone[rank]
     assert group_of(share) is None
     for stage in range(4):
         # At stage 3, DeepSpeed itself waits for all ranks of the job while it makes an engine.
         if name == "actor" or stage in (0, 3):
-            write_and_restore(os.path.join(directory, f"{name}-{stage}"), stage, share, PARTS[name])
+            write_and_restore(os.path.join(directory, f"{name}-{stage}"), stage, share, MODELS[name])
 
 
 def write_and_restore(path: str, stage: int, share: Share, ranks: list[int]) -> None:
-    setup = {"stage": stage, "model": "gpt2", "frozen": True, "groups": True, "mpu": share}
+    setup: dict[str, Any] = {"stage": stage, "model": "gpt2", "frozen": True, "groups": True, "mpu": share}
     engine = make_engine(**setup)
     group = group_of(engine)
     assert group is not None
@@ -263,13 +292,13 @@ def write_and_restore(path: str, stage: int, share: Share, ranks: list[int]) -> 
     zckpt.write(engine, path)
     checkpoint = zckpt.open(path)
     assert (checkpoint.step, checkpoint.world_size) == (steps, len(ranks))
-    before = held(engine)
+    before = tensors_of(engine)
     other = make_engine(**setup, seed=1)
     zckpt.restore(other, path, rng=True)
-    assert_same(held(other), before)
+    assert_same(tensors_of(other), before)
     assert_same(weights(other), weights(engine))
     assert train(other, 1, steps) == train(engine, 1, steps)
-    assert_same(held(other), held(engine))
+    assert_same(tensors_of(other), tensors_of(engine))
 
 
 def test_each_model_is_written_and_restored_by_its_own_ranks(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An opened checkpoint: what it says it holds, any part of it as tensors, and what that costs."""
+"""An opened checkpoint: what it says about itself, any part of it as tensors, and what a load costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
@@ -24,9 +24,16 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.support.states import PARTS, SHAPES, Written, fragment, same, same_all, write_state
+from zckpt.listing import contents as listing
 from zckpt.plan import catalog, layout
+from zckpt.plan.coalesce import plan_reads
+from zckpt.reading import checkpoint as reading
 from zckpt.testing.fragments import write_fragments
 from zckpt.transfer.budget import MIB
+
+if TYPE_CHECKING:
+    from zckpt.plan.coalesce import ReadOp
+    from zckpt.plan.reshard import PieceRanges
 
 WORLD_SIZE = 3
 BUFFERS = {
@@ -34,7 +41,7 @@ BUFFERS = {
     "count": [torch.tensor(7)] * WORLD_SIZE,
     "mask": [torch.tensor([True, False, True])] * WORLD_SIZE,
 }
-STATE = {
+STATE: dict[str, Any] = {
     "tensors": [torch.arange(6).reshape(2, 3), torch.tensor(2.5), torch.empty(0, 4, dtype=torch.bfloat16)],
     "array": np.arange(6, dtype=np.uint16).reshape(3, 2)[:, ::-1],
     "scalar array": np.array(1.5),
@@ -43,18 +50,8 @@ STATE = {
 
 
 def write(path: Path, **options: Any) -> Written:
-    return write_state(
-        path,
-        WORLD_SIZE,
-        **{
-            "layout": "random",
-            "buffers": BUFFERS,
-            "aliases": {"tied": "a.weight"},
-            "client_state": STATE,
-            "seed": 3,
-        }
-        | options,
-    )
+    usual = {"layout": "random", "buffers": BUFFERS, "aliases": {"tied": "a.weight"}, "client_state": STATE, "seed": 3}
+    return write_state(path, WORLD_SIZE, **{**usual, **options})
 
 
 @pytest.fixture(scope="module", params=["zero3", "random"])
@@ -67,10 +64,10 @@ def checkpoint(written: Written) -> zckpt.Checkpoint:
     return zckpt.open(written.path)
 
 
-# What it says
+# What a checkpoint says about itself
 
 
-def test_it_is_a_mapping(written: Written, checkpoint: zckpt.Checkpoint) -> None:
+def test_a_checkpoint_is_a_mapping(written: Written, checkpoint: zckpt.Checkpoint) -> None:
     assert set(checkpoint) == set(checkpoint.keys()) == written.full.keys()
     assert len(checkpoint) == len(written.full) == len(list(checkpoint))
     assert "master/a.weight" in checkpoint
@@ -80,7 +77,7 @@ def test_it_is_a_mapping(written: Written, checkpoint: zckpt.Checkpoint) -> None
     with pytest.raises(zckpt.KeyNotFoundError, match=r"nearest are: .*master/a\.weight"):
         checkpoint["master/a.wieght"]
     with pytest.raises(zckpt.KeyNotFoundError):
-        checkpoint["master/*"]  # a pattern is for load
+        checkpoint["master/*"]  # only load takes patterns
     assert (checkpoint.step, checkpoint.world_size, checkpoint.aliases) == (5, WORLD_SIZE, {"tied": "a.weight"})
     assert checkpoint.parts == (*PARTS, "buffer")
     assert repr(str(checkpoint.path)) in repr(checkpoint)
@@ -88,15 +85,20 @@ def test_it_is_a_mapping(written: Written, checkpoint: zckpt.Checkpoint) -> None
     assert checkpoint.nbytes == sum(file.stat().st_size for file in files)
 
 
-def test_what_it_says_of_a_tensor_is_so(written: Written, checkpoint: zckpt.Checkpoint) -> None:
+def test_the_facts_about_a_tensor_are_right(written: Written, checkpoint: zckpt.Checkpoint) -> None:
     for key, value in written.full.items():
         info = checkpoint[key]
         assert f"{info.part}/{info.name}" == info.key == key
         assert (info.dtype, info.shape, info.nbytes) == (value.dtype, tuple(value.shape), value.nbytes)
-        held = [(rank, start, stop) for rank, own in enumerate(written.ranks) for k, start, stop in own if k == key]
+        expected_pieces = [
+            (rank, start, stop)
+            for rank, pieces_of_rank in enumerate(written.ranks)
+            for k, start, stop in pieces_of_rank
+            if k == key
+        ]
         if info.part != "buffer":
             assert sorted((piece.start, piece.rank, piece.stop) for piece in info.pieces if value.numel()) == sorted(
-                (start, rank, stop) for rank, start, stop in held
+                (start, rank, stop) for rank, start, stop in expected_pieces
             )
         assert info.ranks == tuple(sorted({piece.rank for piece in info.pieces}))
         assert set(info.files) == {piece.file for piece in info.pieces}
@@ -157,7 +159,25 @@ def test_load_gives_what_was_written(
     assert same_all(loaded, values)
     assert same_all(dict(checkpoint.iter(wanted, verify=verify)), values)
     storages = [tensor.untyped_storage().data_ptr() for tensor in loaded.values() if tensor.numel()]
-    assert len(set(storages)) == len(storages)  # each has memory of its own
+    assert len(set(storages)) == len(storages)  # each tensor has its own memory
+
+
+def test_reads_of_many_pieces_are_planned_some_tensors_at_a_time(tmp_path: Path) -> None:
+    write(tmp_path / "c")
+    expected, planned = zckpt.open(tmp_path / "c").load(), []
+
+    def plan(ranges: PieceRanges, **options: Any) -> tuple[ReadOp, ...]:
+        planned.append(len(np.unique(ranges.target)))
+        return plan_reads(ranges, **options)
+
+    with (
+        mock.patch.object(reading, "PLANNED_PIECES", 2 * WORLD_SIZE),
+        mock.patch.object(listing, "LISTED_TOGETHER", 1),
+        mock.patch.object(reading, "plan_reads", plan),
+    ):
+        assert same_all(zckpt.open(tmp_path / "c").load(), expected)
+    assert len(planned) == -(-len(expected) // 2)
+    assert max(planned) == 2
 
 
 def test_unknown_keys_read_nothing(checkpoint: zckpt.Checkpoint) -> None:
@@ -190,15 +210,15 @@ def test_casts(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None
 
 
 def test_small_elements_before_large_ones(tmp_path: Path) -> None:
-    """Our writer puts the larger first; a reader does not depend on that (spec, "Data files")."""
+    """zckpt writes the larger elements first. A reader does not depend on this order (see "Data files" in the spec)."""
     values = {"a": torch.randn(3).bfloat16(), "b": torch.randn(1).bfloat16(), "c": torch.randn(5)}
     with mock.patch.object(layout, "sorted", lambda fragments, key: list(fragments), create=True):
         write_state(tmp_path / "c", 1, values, parts=("master",))
     checkpoint = zckpt.open(tmp_path / "c")
     assert [checkpoint[f"master/{name}"].pieces[0].offset for name in values] == [4096, 4102, 4104]
-    found = checkpoint.load(["master/b", "master/c"], dtype=torch.float64)
-    assert same(found["master/b"], values["b"].double())
-    assert same(found["master/c"], values["c"].double())
+    loaded = checkpoint.load(["master/b", "master/c"], dtype=torch.float64)
+    assert same(loaded["master/b"], values["b"].double())
+    assert same(loaded["master/c"], values["c"].double())
     assert zckpt.validate(tmp_path / "c").ok
 
 
@@ -207,12 +227,12 @@ def test_slices(written: Written, data: st.DataObject, name: str, dtype: torch.d
     full = written.full[f"master/{name}"]
     bounds = st.none() | st.integers(-60, 60)
     index = tuple(slice(data.draw(bounds), data.draw(bounds)) for _ in range(data.draw(st.integers(0, full.dim()))))
-    found = zckpt.open(written.path).load_slice(f"master/{name}", index, dtype=dtype, verify=verify)
-    assert same(found, full[index].to(dtype or full.dtype))
+    loaded = zckpt.open(written.path).load_slice(f"master/{name}", index, dtype=dtype, verify=verify)
+    assert same(loaded, full[index].to(dtype or full.dtype))
 
 
 def test_a_slice_reads_the_blocks_that_it_touches(tmp_path: Path) -> None:
-    write_state(tmp_path / "c", 1, {"w": (100, 1024)}, parts=("master",))  # a row is a block
+    write_state(tmp_path / "c", 1, {"w": (100, 1024)}, parts=("master",))  # each row is one block
     for verify, rows, nbytes in ((True, slice(3, 5), 8192), (False, slice(3, 5), 8192)):
         checkpoint = zckpt.open(tmp_path / "c")
         checkpoint.load_slice("master/w", rows, verify=verify)
@@ -225,12 +245,12 @@ def test_a_slice_reads_the_blocks_that_it_touches(tmp_path: Path) -> None:
         checkpoint.load_slice("master/w", slice(0, 10, 2))
 
 
-def test_what_each_rank_wrote(written: Written, checkpoint: zckpt.Checkpoint) -> None:
-    for rank, own in enumerate(written.ranks):
-        found = {place: value for place, value in checkpoint.load_pieces(rank).items() if value.numel()}
-        assert same_all(found, own)
+def test_load_pieces_gives_what_each_rank_has_written(written: Written, checkpoint: zckpt.Checkpoint) -> None:
+    for rank, expected in enumerate(written.ranks):
+        loaded = {place: value for place, value in checkpoint.load_pieces(rank).items() if value.numel()}
+        assert same_all(loaded, expected)
         assert same_all(
-            checkpoint.load_pieces(rank, "exp_avg/big"), {p: v for p, v in own.items() if p[0] == "exp_avg/big"}
+            checkpoint.load_pieces(rank, "exp_avg/big"), {p: v for p, v in expected.items() if p[0] == "exp_avg/big"}
         )
     assert checkpoint.load_pieces(WORLD_SIZE, "master/*") == {}
 
@@ -238,26 +258,26 @@ def test_what_each_rank_wrote(written: Written, checkpoint: zckpt.Checkpoint) ->
 def test_a_state_dict_has_weights_buffers_and_every_name(tmp_path: Path) -> None:
     write(tmp_path / "c", parts=("param", "exp_avg", "master"), tensors={"a.weight": (5, 3), "b": (4,)})
     checkpoint = zckpt.open(tmp_path / "c")
-    found = checkpoint.state_dict()
+    state_dict = checkpoint.state_dict()
     loaded = checkpoint.load()
     weights = {name: loaded[f"master/{name}"] for name in ("a.weight", "b")}
     assert same_all(
-        found, {**{name: values[0] for name, values in BUFFERS.items()}, **weights, "tied": weights["a.weight"]}
+        state_dict, {**{name: values[0] for name, values in BUFFERS.items()}, **weights, "tied": weights["a.weight"]}
     )
-    assert found["tied"].data_ptr() == found["a.weight"].data_ptr()
+    assert state_dict["tied"].data_ptr() == state_dict["a.weight"].data_ptr()
     half = checkpoint.state_dict(dtype=torch.bfloat16)
     assert same(half["a.weight"], weights["a.weight"].bfloat16())
     assert half["mean"].dtype == torch.float32
     assert checkpoint.io.data_bytes < 2 * checkpoint.nbytes
     model = torch.nn.ParameterDict({"b": torch.empty(4)})
-    model.load_state_dict({"b": found["b"]})
+    model.load_state_dict({"b": state_dict["b"]})
 
 
 def test_a_state_dict_takes_params_where_there_is_no_master(tmp_path: Path) -> None:
     values = {name: torch.randn(3) for name in ("both", "frozen")}
     fragments = [fragment("master", "both", values["both"], 0, 3)]
     fragments += [fragment("param", name, value.bfloat16(), 0, 3) for name, value in values.items()]
-    write_fragments(str(tmp_path / "c"), [fragments], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
+    write_fragments(str(tmp_path / "c"), [fragments], catalog.SaveMetadata(0, 1 << 20, {}, b"\xc0", {}))
     checkpoint = zckpt.open(tmp_path / "c")
     assert same_all(checkpoint.state_dict(), {"both": values["both"], "frozen": values["frozen"].bfloat16()})
     assert checkpoint.state is None
@@ -265,19 +285,19 @@ def test_a_state_dict_takes_params_where_there_is_no_master(tmp_path: Path) -> N
 
 
 def test_state_comes_back_with_its_tensors_and_arrays(checkpoint: zckpt.Checkpoint) -> None:
-    found = checkpoint.state["client_state"]
-    assert same_all(dict(enumerate(found["tensors"])), dict(enumerate(STATE["tensors"])))
+    client_state = checkpoint.state["client_state"]
+    assert same_all(dict(enumerate(client_state["tensors"])), dict(enumerate(STATE["tensors"])))
     for name in ("array", "scalar array"):
-        assert isinstance(found[name], np.ndarray)
-        assert found[name].dtype == STATE[name].dtype
-        assert np.array_equal(found[name], STATE[name])
-    assert found["note"] == STATE["note"]
+        assert isinstance(client_state[name], np.ndarray)
+        assert client_state[name].dtype == STATE[name].dtype
+        assert np.array_equal(client_state[name], STATE[name])
+    assert client_state["note"] == STATE["note"]
     assert [checkpoint.rank_state(rank) for rank in range(WORLD_SIZE)] == [{"rank": rank} for rank in range(WORLD_SIZE)]
     assert checkpoint.rank_state(WORLD_SIZE) is None
     assert not any("state" in key or "tree" in key for key in checkpoint)
 
 
-# What it costs
+# What a load costs
 
 
 def test_only_what_is_asked_for_is_read(written: Written) -> None:
@@ -287,20 +307,20 @@ def test_only_what_is_asked_for_is_read(written: Written) -> None:
     for keys in ("master/*", ["exp_avg/a.weight", "master/a.bias"], "buffer/*"):
         checkpoint = zckpt.open(written.path)
         loaded = checkpoint.load(keys)
-        asked = sum(tensor.nbytes for tensor in loaded.values())
-        assert asked <= checkpoint.io.data_bytes <= 1.05 * asked
+        nbytes = sum(tensor.nbytes for tensor in loaded.values())
+        assert nbytes <= checkpoint.io.data_bytes <= 1.05 * nbytes
         pieces = [piece for key in loaded for piece in checkpoint[key].pieces if piece.copy == 0 and piece.nbytes]
         tables = {f"data-{written.save_id}/rank-{piece.rank:05d}/digests.bin" for piece in pieces}
         layouts = {
-            part.layout for part in checkpoint.manifest.parts for key in loaded if key.startswith(f"{part.name}/")
+            part.layout_id for part in checkpoint.manifest.parts for key in loaded if key.startswith(f"{part.name}/")
         }
-        chunks = sum(chunk.nbytes for chunk in checkpoint.manifest.chunks if chunk.layout in layouts)
+        chunks = sum(chunk.nbytes for chunk in checkpoint.manifest.chunks if chunk.layout_id in layouts)
         digests = sum((written.path / table).stat().st_size for table in tables)
         assert checkpoint.io.metadata_bytes == opened + chunks + digests
         assert checkpoint.io.bytes_read == checkpoint.io.metadata_bytes + checkpoint.io.data_bytes
         unverified = zckpt.open(written.path)
         unverified.load(keys, verify=False)
-        assert (unverified.io.metadata_bytes, unverified.io.data_bytes) == (opened + chunks, asked)
+        assert (unverified.io.metadata_bytes, unverified.io.data_bytes) == (opened + chunks, nbytes)
 
 
 def test_files_of_other_parts_are_not_even_opened(tmp_path: Path) -> None:
@@ -336,20 +356,21 @@ def test_iterating_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
     shapes = {f"layer.{i}": (MIB + 1,) for i in range(50)}
     write_state(tmp_path / "c", 2, shapes, parts=("master",), block_bytes=MIB)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the writing has left would hide what reading takes
+    # Memory that the write has freed would hide the memory that the load takes.
+    ctypes.CDLL(None).malloc_trim(0)
     largest, total = 4 * (MIB + 1), 50 * 4 * (MIB + 1)
     checkpoint = zckpt.open(tmp_path / "c")
     before = high_water_mark(reset=True)
     for key, tensor in checkpoint.iter():
         assert tensor.count_nonzero() > 0, key
     assert high_water_mark() - before <= largest + 64 * MIB
-    assert total <= checkpoint.io.data_bytes <= 1.01 * total  # whole pages
+    assert total <= checkpoint.io.data_bytes <= 1.01 * total  # reads are of whole pages
     checkpoint.reader.close()
     shutil.rmtree(tmp_path / "c")
 
 
 def open_files() -> int:
-    """How many files this process has open."""
+    """Returns how many files this process has open."""
     count = 0
     for fd in range(1024):
         with contextlib.suppress(OSError):
@@ -363,15 +384,15 @@ def test_threads_share_a_checkpoint(written: Written) -> None:
     before = open_files()
     checkpoint = zckpt.open(written.path)
     choice = random.Random(0)
-    wanted = [choice.sample(sorted(written.full), 4) for _ in range(24)]
+    keys_of_loads = [choice.sample(sorted(written.full), 4) for _ in range(24)]
     with ThreadPoolExecutor(8) as pool, mock.patch("zckpt.storage.local_reader.IDLE_FILES_MAX", 2):
-        results = list(pool.map(checkpoint.load, wanted))
-    for keys, found in zip(wanted, results, strict=True):
-        assert same_all(found, {key: written.full[key] for key in keys})
-    asked = sum(
-        math.prod(written.full[key].shape) * written.full[key].element_size() for keys in wanted for key in keys
+        results = list(pool.map(checkpoint.load, keys_of_loads))
+    for keys, loaded in zip(keys_of_loads, results, strict=True):
+        assert same_all(loaded, {key: written.full[key] for key in keys})
+    nbytes = sum(
+        math.prod(written.full[key].shape) * written.full[key].element_size() for keys in keys_of_loads for key in keys
     )
-    assert checkpoint.io.data_bytes == asked
+    assert checkpoint.io.data_bytes == nbytes
     assert open_files() <= before + 2
     checkpoint.reader.close()
     assert open_files() <= before
@@ -397,7 +418,7 @@ def test_it_all_works_without_deepspeed(tmp_path: Path) -> None:
         capture_output=True,
         check=False,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr
     total = sum(float(value.double().sum()) for key, value in written.full.items() if key.startswith("master/"))
@@ -424,94 +445,14 @@ def test_a_tied_weight_is_found_under_every_name(tmp_path: Path) -> None:
     assert [key for key, _ in checkpoint.iter("*/head.*")] == ["master/head.weight"]
 
 
-def test_into_memory_of_the_callers(tmp_path: Path) -> None:
-    state = write_state(tmp_path / "c", 2, {"a": (300, 1024), "b": (5,)}, parts=("master",))
-    checkpoint = zckpt.open(tmp_path / "c")
-    out = {"master/a": torch.empty(300, 1024)}
-    loaded = checkpoint.load(["master/*"], out=out)
-    assert loaded.keys() == {"master/a", "master/b"}
-    assert loaded["master/a"] is out["master/a"]
-    assert same_all(loaded, state.full)
-    half = torch.empty(300, 1024, dtype=torch.bfloat16)
-    checkpoint.load("master/a", out={"master/a": half})
-    assert torch.equal(half, state.full["master/a"].bfloat16())
-
-
-def test_out_says_what_is_loaded(tmp_path: Path) -> None:
-    state = write_state(tmp_path / "c", 1, {"a": (30,), "b": (5,)}, parts=("master",), aliases={"tied": "a"})
-    checkpoint = zckpt.open(tmp_path / "c")
-    out = {"master/tied": torch.zeros(30)}
-    before = checkpoint.io.data_bytes
-    assert checkpoint.load(out=out)["master/tied"] is out["master/tied"]
-    assert torch.equal(out["master/tied"], state.full["master/a"])
-    assert checkpoint.io.data_bytes - before < 4096, "nothing else was read"
-    assert checkpoint.load(out={}) == {}
-    unasked = {"master/b": torch.full((5,), 7.0)}
-    for keys in (None, "master/a", ["master/a", "master/b"], lambda key: True):
-        with pytest.raises((zckpt.KeyNotFoundError, zckpt.MismatchError), match="master/c"):
-            checkpoint.load(keys, out={**unasked, "master/c": torch.zeros(5)})
-    with pytest.raises(zckpt.MismatchError, match="out has master/b, which keys does not ask for"):
-        checkpoint.load("master/a", out=unasked)
-    assert torch.equal(unasked["master/b"], torch.full((5,), 7.0))
-    with pytest.raises(TypeError, match="out must be a dict of tensors by key"):
-        checkpoint.load(out=[torch.zeros(5)])  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"out\['master/b'\] must be a torch.Tensor, got numpy.ndarray; torch.from_numpy"
-    ):
-        checkpoint.load(out={"master/b": np.zeros(5)})  # type: ignore[dict-item]
-
-
-def test_a_load_in_inference_mode_is_converted_too(tmp_path: Path) -> None:
-    write_state(tmp_path / "c", 2, {"a": torch.arange(6.0)})
-    checkpoint = zckpt.open(tmp_path / "c")
-    with torch.inference_mode():
-        assert torch.equal(checkpoint.state_dict(dtype="bfloat16")["a"], torch.arange(6.0, dtype=torch.bfloat16))
-    trained = torch.nn.Parameter(torch.zeros(6, dtype=torch.float16))
-    checkpoint.load(out={"master/a": trained})
-    assert torch.equal(trained, torch.arange(6.0, dtype=torch.float16))
-
-
-def test_a_dtype_by_its_name(tmp_path: Path) -> None:
-    state = write_state(tmp_path / "c", 1, {"a": (30,)}, parts=("master",))
-    checkpoint, value = zckpt.open(tmp_path / "c"), state.full["master/a"]
-    wrong: tuple[Any, ...] = ("half", "float", "complex128", torch.complex128, np.dtype("float32"), 16)
-    for load in (
-        lambda dtype: checkpoint.load(dtype=dtype)["master/a"],
-        lambda dtype: dict(checkpoint.iter(dtype=dtype))["master/a"],
-        lambda dtype: checkpoint.load_slice("master/a", slice(None), dtype=dtype),
-        lambda dtype: checkpoint.state_dict(dtype=dtype)["a"],
-    ):
-        for name in ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16):
-            assert same(load(name), value.bfloat16())
-        for name in wrong:
-            with pytest.raises(ValueError, match=r"dtype must be one of .*bfloat16"):
-                load(name)
-
-
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        (torch.empty(5, 1), zckpt.MismatchError),
-        (torch.empty(10)[::2], zckpt.MismatchError),
-        (torch._neg_view(torch.empty(5)), zckpt.MismatchError),
-        (torch.empty(5, dtype=torch.int32), zckpt.CastError),
-    ],
-)
-def test_memory_that_does_not_fit_is_refused(tmp_path: Path, given: torch.Tensor, error: type[Exception]) -> None:
-    write_state(tmp_path / "c", 1, {"a": (5,), "b": (5,)}, parts=("master",))
-    first = torch.full((5,), 7.0)
-    with pytest.raises(error, match="master/b"):
-        zckpt.open(tmp_path / "c").load(out={"master/a": first, "master/b": given})
-    assert torch.equal(first, torch.full((5,), 7.0))
-
-
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_file_that_ends_too_early_names_the_key_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
 ) -> None:
     write_state(tmp_path / "checkpoint", 1, {"a": (100,), "b": (100,)}, parts=["master"])
     checkpoint = zckpt.open(tmp_path / "checkpoint")
-    monkeypatch.setattr(checkpoint.contents, "check_sizes", lambda infos: {})  # as if it happened just after
+    # The sizes of files are not checked here, as if the file became too short just after the check.
+    monkeypatch.setattr(checkpoint.contents, "check_sizes", lambda infos: {})
     file = tmp_path / "checkpoint" / checkpoint["master/b"].files[0]
     os.truncate(file, file.stat().st_size - 10)
     with pytest.raises(zckpt.FormatError, match=r"F003.*key master/b"):

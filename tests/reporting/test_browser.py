@@ -1,4 +1,4 @@
-"""The page of zckpt.report in a real browser, of checkpoints that a real run has written: ``make test-browser``."""
+"""The page of zckpt.report works in a real browser, for checkpoints of a real run. ``make test-browser`` tests it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,14 @@ if TYPE_CHECKING:
 
     from tests.support.cluster import Cluster
 
-HOSTILE = ["</script><img src=x onerror=document.title='hacked'>", "<a href='javascript:alert(1)'>a</a>", "&lt;b&gt;"]
+HOSTILE = [
+    "</script><img src=x onerror=document.title='hacked'>",
+    "<a href='javascript:alert(1)'>a</a>",
+    "&lt;b&gt;",
+    "a&<img src=x>",
+]
 ENTER, TAB = "\ue007", "\ue004"
-"""As the driver takes them."""
+"""The codes of two keys, as the driver of the browser takes them."""
 PHONE = {"width": 390, "height": 844}
 
 
@@ -46,13 +51,13 @@ def page(written: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[WebDriver]:
-    with browser() as found:
-        yield found
+    with browser() as driver:
+        yield driver
 
 
 @pytest.fixture(autouse=True)
 def _quiet(driver: WebDriver) -> Iterator[None]:
-    """Nothing is logged and nothing is asked of the network, whatever a test does."""
+    """Checks after each test that the page has logged no messages and has made no requests."""
     yield
     assert logged(driver) == []
     assert requests(driver) == []
@@ -67,7 +72,7 @@ def texts(driver: WebDriver, selector: str) -> list[str]:
 
 
 def choose(driver: WebDriver, selector: str, value: str) -> None:
-    """Gives a select or a check box another value, as users do."""
+    """Sets the value of a select or a check box, as users do."""
     script = "const [e, value] = [document.querySelector(arguments[0]), arguments[1]];"
     script += "e.type === 'checkbox' ? (e.checked = !!value) : (e.value = value); e.dispatchEvent(new Event('change'))"
     run(driver, script, selector, value)
@@ -93,17 +98,17 @@ def focused(driver: WebDriver) -> str:
 
 def test_search_finds_tensors(driver: WebDriver, page: str, written: list[str]) -> None:
     opened(driver, page)
-    everything = list(zckpt.open(written[-1]))
+    all_keys = list(zckpt.open(written[-1]))
     assert len(keys(driver)) == 25
-    assert f"of {len(everything)} entries" in texts(driver, ".dt-info")[0]
+    assert f"of {len(all_keys)} entries" in texts(driver, ".dt-info")[0]
     search = driver.find_element("css selector", "#tensors .dt-search input")
     search.send_keys("layers.3 mlp")
     wait(driver, "document.querySelector('.dt-info').textContent.includes('filtered')")
-    wanted = [key for key in everything if "layers.3" in key and "mlp" in key]
-    assert sorted(keys(driver)) == sorted(wanted)
-    assert len(wanted) > 3
+    matching = [key for key in all_keys if "layers.3" in key and "mlp" in key]
+    assert sorted(keys(driver)) == sorted(matching)
+    assert len(matching) > 3
     choose(driver, "#part", "exp_avg")
-    assert sorted(keys(driver)) == sorted(key for key in wanted if key.startswith("exp_avg/"))
+    assert sorted(keys(driver)) == sorted(key for key in matching if key.startswith("exp_avg/"))
     search.clear()
     search.send_keys("nothing of the sort")
     wait(driver, "document.querySelector('#tensor-table .dt-empty')")
@@ -132,12 +137,12 @@ def test_sort_is_by_value(driver: WebDriver, page: str, written: list[str], head
         run(driver, "arguments[0].querySelector('[role=button]').focus()", header)
         press(driver, ENTER)
         wait(driver, "arguments[0].ariaSort === arguments[1]", header, "descending" if descending else "ascending")
-        found = [value(key) for key in keys(driver)]
-        in_order = sorted(found, reverse=descending)
-        assert found == (in_order if heading == "key" else pytest.approx(in_order, rel=1e-5))
+        shown = [value(key) for key in keys(driver)]
+        in_order = sorted(shown, reverse=descending)
+        assert shown == (in_order if heading == "key" else pytest.approx(in_order, rel=1e-5))
 
 
-def test_the_details_of_a_tensor(driver: WebDriver, page: str, written: list[str]) -> None:
+def test_the_details_of_a_tensor_can_be_opened_and_closed(driver: WebDriver, page: str, written: list[str]) -> None:
     opened(driver, page)
     (key,) = [key for key in keys(driver) if key.endswith("layers.0.mlp.up_proj.weight") and key.startswith("master")]
     button = driver.find_element("css selector", f"button[aria-label='details of {key}']")
@@ -147,11 +152,11 @@ def test_the_details_of_a_tensor(driver: WebDriver, page: str, written: list[str
     assert button.get_attribute("aria-expanded") == "true"
     tensor = zckpt.open(written[-1]).load(key)[key]
     names, values = texts(driver, ".details dt"), texts(driver, ".details dd")
-    told = dict(zip(names, values, strict=True))
-    assert (told["key"], told["ranks"]) == (key, "0-1")
-    assert float(told["norm"]) == pytest.approx(float(tensor.norm()), rel=1e-3)
+    details = dict(zip(names, values, strict=True))
+    assert (details["key"], details["ranks"]) == (key, "0-1")
+    assert float(details["norm"]) == pytest.approx(float(tensor.norm()), rel=1e-3)
     counts = texts(driver, ".details table td.number")
-    assert sum(int(one.replace(",", "")) for one in counts) == tensor.numel()
+    assert sum(int(count.replace(",", "")) for count in counts) == tensor.numel()
     press(driver, " ")
     assert driver.find_elements("css selector", ".details") == []
 
@@ -160,7 +165,7 @@ def test_the_treemap_zooms_by_mouse_and_by_keyboard(driver: WebDriver, page: str
     opened(driver, page)
     wait(driver, "document.querySelectorAll('#treemap g.slice').length > 5")
     slices = driver.find_elements("css selector", "#treemap g.slice")
-    (exp_avg,) = [one for one in slices if one.text.split("\n")[0] == "exp_avg"]
+    (exp_avg,) = [part for part in slices if part.text.split("\n")[0] == "exp_avg"]
     run(driver, "arguments[0].scrollIntoView({block: 'center'})", exp_avg)
     title = exp_avg.find_element("css selector", "text")
     webdriver.ActionChains(driver).move_to_element(title).click().perform()
@@ -172,7 +177,7 @@ def test_the_treemap_zooms_by_mouse_and_by_keyboard(driver: WebDriver, page: str
     run(driver, "arguments[0].focus()", first)
     press(driver, ENTER)
     wait(driver, "document.querySelector('#way [aria-current]').textContent === 'model'")
-    assert focused(driver) == "model", "where the keyboard goes on"
+    assert focused(driver) == "model", "the focus stays for the keyboard"
     assert "model" in texts(driver, "#said")[0]
     run(driver, "document.querySelector('#way button').focus()")
     press(driver, ENTER)
@@ -181,15 +186,14 @@ def test_the_treemap_zooms_by_mouse_and_by_keyboard(driver: WebDriver, page: str
 
 
 def brightness(driver: WebDriver, selector: str, name: str) -> float:
-    """Of a color of an element, from 0 to 255."""
-    found = run(driver, f"return getComputedStyle(document.querySelector(arguments[0])).{name}", selector)
-    red, green, blue = (float(one) for one in re.findall(r"[\d.]+", found)[:3])
+    """Returns the brightness of a color of an element, from 0 to 255."""
+    color = run(driver, f"return getComputedStyle(document.querySelector(arguments[0])).{name}", selector)
+    red, green, blue = map(float, re.findall(r"[\d.]+", color)[:3])
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 @pytest.mark.parametrize("system", ["light", "dark"])
-def test_both_themes(driver: WebDriver, page: str, system: str) -> None:
-    """As the system has it, and by the switch."""
+def test_the_theme_is_that_of_the_switch_or_else_of_the_system(driver: WebDriver, page: str, system: str) -> None:
     opened(driver, page, theme=system)
     for chosen in ("", "light", "dark", ""):
         choose(driver, "#theme", chosen)
@@ -202,7 +206,7 @@ def test_both_themes(driver: WebDriver, page: str, system: str) -> None:
 
 
 @pytest.mark.parametrize("size", [PHONE, {"width": 1280, "height": 900}], ids=["phone", "desk"])
-def test_nothing_is_wider_than_the_window(driver: WebDriver, page: str, size: dict[str, int]) -> None:
+def test_nothing_is_wider_than_the_window(driver: WebDriver, page: str, size: dict[str, Any]) -> None:
     opened(driver, page, **size)
     run(driver, "document.querySelector('#tensor-table button.more').click()")
     run(driver, "document.querySelectorAll('details').forEach((e) => (e.open = true))")
@@ -225,20 +229,22 @@ def test_the_keyboard_reaches_everything_in_order(driver: WebDriver, page: str) 
         if order[-1] == "layer-filter":
             break
     assert order[0] == "Skip to the content"
-    wanted = ["theme", "Overview", "Modules and tensors", "part", "Table of tensors", "layer-part", "measure"]
-    assert [one for one in order if one in wanted] == wanted
-    assert sum(one.startswith("details of ") for one in order) == 25
+    expected = ["theme", "Overview", "Modules and tensors", "part", "Table of tensors", "layer-part", "measure"]
+    assert [element for element in order if element in expected] == expected
+    assert sum(element.startswith("details of ") for element in order) == 25
     unnamed = "[...document.querySelectorAll('select, input')].filter((e) => !e.labels.length && !e.ariaLabel).length"
     assert run(driver, f"return {unnamed}") == 0
 
 
-def test_the_layers_over_the_steps(driver: WebDriver, page: str, written: list[str]) -> None:
+def test_the_page_shows_norms_and_updates_of_layers_over_the_steps(
+    driver: WebDriver, page: str, written: list[str]
+) -> None:
     opened(driver, page)
     checkpoints = [zckpt.open(path) for path in written]
 
     def weights(n: int, layer: str) -> torch.Tensor:
-        found = checkpoints[n].load(f"master/{layer}.*")
-        return torch.cat([one.flatten() for one in found.values()]).double()
+        tensors = checkpoints[n].load(f"master/{layer}.*")
+        return torch.cat([tensor.flatten() for tensor in tensors.values()]).double()
 
     def table() -> dict[str, list[str]]:
         rows = "[...document.querySelectorAll('#layer-table tbody tr')]"
@@ -248,7 +254,7 @@ def test_the_layers_over_the_steps(driver: WebDriver, page: str, written: list[s
     assert len(table()) == 6
     assert len(driver.find_elements("css selector", "#layer-chart .scatterlayer .trace")) == 6
     norms = [float(weights(n, "model.layers.2").norm()) for n in range(len(written))]
-    assert [float(one) for one in table()["model.layers.2"]] == pytest.approx(norms, rel=1e-3)
+    assert [float(cell) for cell in table()["model.layers.2"]] == pytest.approx(norms, rel=1e-3)
     choose(driver, "#measure", "relative")
     moved = [
         float((weights(n, "model.layers.2") - weights(n - 1, "model.layers.2")).norm()) / norms[n - 1]
@@ -256,7 +262,7 @@ def test_the_layers_over_the_steps(driver: WebDriver, page: str, written: list[s
     ]
     first, *others = table()["model.layers.2"]
     assert first == "\N{EN DASH}"
-    assert [float(one) for one in others] == pytest.approx(moved, rel=6e-3)
+    assert [float(cell) for cell in others] == pytest.approx(moved, rel=6e-3)
     driver.find_element("id", "layer-filter").send_keys("LAYERS.1")
     assert list(table()) == ["model.layers.1"]
     choose(driver, "#log", "on")
@@ -275,10 +281,16 @@ def test_hostile_names_do_nothing(driver: WebDriver, tmp_path: Path) -> None:
     assert "hacked" not in driver.title
     assert driver.find_elements("css selector", "img, a[href^=javascript]") == []
     assert sorted(keys(driver)) == sorted(f"master/{name}" for name in tensors)
+    for text in ("&<img src", "&lt;"):  # the search takes these letters as they are
+        box = driver.find_element("css selector", "#tensors .dt-search input")
+        box.clear()
+        box.send_keys(text)
+        wait(driver, "document.querySelectorAll('#tensor-table td.key').length === 1")
+        assert [text in key for key in keys(driver)] == [True]
 
 
-def test_ten_thousand_tensors(driver: WebDriver, tmp_path: Path) -> None:
-    """They are all there, and can be searched. How fast, ``bench/report_page.py`` measures."""
+def test_ten_thousand_tensors_can_be_searched(driver: WebDriver, tmp_path: Path) -> None:
+    """``bench/report_page.py`` measures how fast the search is."""
     tensors = {f"model.layers.{n // 50}.module_{n % 50}.weight": torch.full((4,), float(n)) for n in range(10_000)}
     path = write_state(tmp_path / "c", 1, tensors, parts=("master",)).path
     opened(driver, zckpt.report(path, tmp_path / "r.html"))
@@ -289,5 +301,5 @@ def test_ten_thousand_tensors(driver: WebDriver, tmp_path: Path) -> None:
     for name in ("master", "model.layers", "123"):
         assert 0 < len(driver.find_elements("css selector", "#treemap g.slice")) <= 310
         buttons = driver.find_elements("css selector", "#modules button")
-        run(driver, "arguments[0].click()", next(one for one in buttons if one.text == name))
+        run(driver, "arguments[0].click()", next(button for button in buttons if button.text == name))
     assert "module_7.weight" in texts(driver, "#modules tbody td:first-child")

@@ -1,4 +1,4 @@
-"""The page of zckpt.report: what is gathered for it, and its text. ``test_browser.py`` opens it."""
+"""The data and the text of the page of zckpt.report. ``test_browser.py`` opens the page in a browser."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.support.progress import Told
+from tests.support.progress import RecordedProgress
 from tests.support.states import Written, write_state
 from zckpt.cli import main
 from zckpt.reporting.page_data import in_order, layer_of, layers, treemap
@@ -41,7 +41,7 @@ QUOTES = "\"'><svg onload=alert(2)>{{ 7 * 7 }}.0.\u202eweight"
         ("weight", "weight"),
     ],
 )
-def test_layers_by_name(name: str, layer: str) -> None:
+def test_the_name_of_a_tensor_says_its_layer(name: str, layer: str) -> None:
     assert layer_of(name) == layer
 
 
@@ -62,13 +62,13 @@ def test_the_treemap_has_every_byte_once() -> None:
         children.setdefault(node.parent, []).append(number)
     assert children[-1] == [0]
     assert (nodes[0].nbytes, nodes[0].tensors) == (sum(sizes.values()), len(sizes))
-    for parent, own in children.items():
+    for parent, numbers in children.items():
         if parent >= 0:
-            assert nodes[parent].nbytes == sum(nodes[one].nbytes for one in own)
-            assert nodes[parent].tensors == sum(nodes[one].tensors for one in own)
+            assert nodes[parent].nbytes == sum(nodes[number].nbytes for number in numbers)
+            assert nodes[parent].tensors == sum(nodes[number].tensors for number in numbers)
     leaves = [node for number, node in enumerate(nodes) if number not in children]
     assert sorted(node.nbytes for node in leaves) == sorted(sizes.values())
-    assert "model.layers" in {node.label for node in nodes}, "modules with one child are one with it"
+    assert "model.layers" in {node.label for node in nodes}, "a module with only one child is joined with it"
     assert [nodes[number].label for number in children[0]] == ["master", "exp_avg"]
     assert treemap([])[0].nbytes == 0
     deep = treemap((f"master/{'a.' * n}b", 1) for n in range(2000))
@@ -81,13 +81,13 @@ def test_the_norms_of_layers_are_those_of_all_their_tensors(tmp_path: Path) -> N
     for number, state in enumerate(states):
         write_state(tmp_path / str(number), 2, state, parts=("master",), step=number)
     checkpoints = [zckpt.open(tmp_path / str(number)) for number in range(2)]
-    found = layers(["master", "exp_avg"], look(checkpoints)[0])
-    assert found.names == ("l.0", "l.1", "l.2")
-    for n, name in enumerate(found.names):
+    table = layers(["master", "exp_avg"], look(checkpoints)[0])
+    assert table.names == ("l.0", "l.1", "l.2")
+    for n, name in enumerate(table.names):
         joined = [torch.cat([state[f"{name}.a"], state[f"{name}.b"]]).double() for state in states]
-        assert found.norms[0][n] == pytest.approx([float(one.norm()) for one in joined])
-        assert found.updates[0][n] == (None, pytest.approx(float((joined[1] - joined[0]).norm())))
-        assert found.norms[1][n] == (None, None), "there is no such part"
+        assert table.norms[0][n] == pytest.approx([float(values.norm()) for values in joined])
+        assert list(table.updates[0][n]) == [None, pytest.approx(float((joined[1] - joined[0]).norm()))]
+        assert table.norms[1][n] == (None, None), "there is no such part"
 
 
 # The page
@@ -95,7 +95,7 @@ def test_the_norms_of_layers_are_those_of_all_their_tensors(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
-    """Two checkpoints with names that are meant to do harm, as keys, values of settings and names of files."""
+    """Returns two checkpoints with hostile names, as keys, as values of settings and as names of files."""
     directory = tmp_path_factory.mktemp("run") / "<img src=x onerror=alert(3)>"
     states: list[dict[str, torch.Tensor]] = [
         {HOSTILE: torch.full((9, 9), 1.0 + n), QUOTES: torch.ones(4), "l.0.w": torch.zeros(5)} for n in range(2)
@@ -111,7 +111,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Written]:
 
 
 class Parsed(HTMLParser):
-    """The tags of a page, its text, and what it refers to."""
+    """A parsed page: its tags and attributes, its text, and its scripts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def page_of(path: Path) -> Parsed:
 
 
 def test_names_are_text_and_nothing_else(run: list[Written], tmp_path: Path) -> None:
-    zckpt.report([one.path for one in run], tmp_path / "r.html")
+    zckpt.report([written.path for written in run], tmp_path / "r.html")
     raw = (tmp_path / "r.html").read_text(encoding="utf-8")
     page = Parsed(raw)
     assert set(page.tags).isdisjoint({"img", "svg", "iframe", "object", "embed", "u", "i"})
@@ -169,9 +169,9 @@ def test_names_are_text_and_nothing_else(run: list[Written], tmp_path: Path) -> 
 
 
 def test_the_page_has_the_numbers(run: list[Written], tmp_path: Path) -> None:
-    told = Told()
-    made = zckpt.report([one.path for one in reversed(run)], tmp_path / "r.html", progress=told)
-    assert made == str(tmp_path / "r.html")
+    progress = RecordedProgress()
+    path = zckpt.report([written.path for written in reversed(run)], tmp_path / "r.html", progress=progress)
+    assert path == str(tmp_path / "r.html")
     page = page_of(tmp_path / "r.html")
     data = page.data
     last = zckpt.open(run[1].path)
@@ -189,16 +189,16 @@ def test_the_page_has_the_numbers(run: list[Written], tmp_path: Path) -> None:
     assert "2 tensors were added" in page.text
     assert "2 tensors have other values, 4 the same: 162 of 180 elements" in page.text
     assert "no rule is broken" in page.text
-    nbytes = sum(info.nbytes for one in run for info in zckpt.open(one.path).values())
+    nbytes = sum(info.nbytes for written in run for info in zckpt.open(written.path).values())
     equal = sum(last[f"{part}/{name}"].nbytes for part in ("master", "exp_avg") for name in (QUOTES, "l.0.w"))
-    assert ("report", nbytes - equal) in told.calls, "what is equal is not read again"
+    assert ("report", nbytes - equal) in progress.calls, "equal tensors are not read again"
 
 
 def test_without_statistics_no_tensor_is_read(run: list[Written], tmp_path: Path) -> None:
-    made = write_state(tmp_path / "c", 2, {"a.w": (3000,)}, parts=("master",), step=11)
-    for file in made.path.glob("data-*/*/master.safetensors"):
+    damaged = write_state(tmp_path / "c", 2, {"a.w": (3000,)}, parts=("master",), step=11)
+    for file in damaged.path.glob("data-*/*/master.safetensors"):
         file.write_bytes(file.read_bytes()[:-1] + b"?")
-    zckpt.report([run[1].path, made.path], tmp_path / "r.html", statistics=False)
+    zckpt.report([run[1].path, damaged.path], tmp_path / "r.html", statistics=False)
     page = page_of(tmp_path / "r.html")
     assert {len(row) for row in page.data["tensors"]} == {7}
     assert page.data["layers"] is None
@@ -210,25 +210,25 @@ def test_without_statistics_no_tensor_is_read(run: list[Written], tmp_path: Path
 
 
 def test_a_damaged_checkpoint_has_a_page_that_says_so(tmp_path: Path) -> None:
-    made = write_state(tmp_path / "c", 2, {"a.w": (3000,), "b.w": (3000,)}, parts=("master",))
-    (file,) = made.path.glob("data-*/rank-00000/master.safetensors")
+    written = write_state(tmp_path / "c", 2, {"a.w": (3000,), "b.w": (3000,)}, parts=("master",))
+    (file,) = written.path.glob("data-*/rank-00000/master.safetensors")
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    zckpt.report(made.path, tmp_path / "r.html")
+    zckpt.report(written.path, tmp_path / "r.html")
     page = page_of(tmp_path / "r.html")
     assert "D003" in page.text
     assert "not valid" in page.text
     assert sorted(len(row) for row in page.data["tensors"]) == [7, 16]
-    (index,) = made.path.glob("data-*/index.bin")
+    (index,) = written.path.glob("data-*/index.bin")
     index.write_bytes(b"\0" * index.stat().st_size)
-    zckpt.report(made.path, tmp_path / "r.html", overwrite=True)
+    zckpt.report(written.path, tmp_path / "r.html", overwrite=True)
     page = page_of(tmp_path / "r.html")
     assert "I002" in page.text
     assert [row[6] for row in page.data["tensors"]] == [None, None]
 
 
-def test_level_deep_notes_what_is_odd(run: list[Written], tmp_path: Path) -> None:
+def test_level_deep_adds_notes_on_odd_values(run: list[Written], tmp_path: Path) -> None:
     zckpt.report(run[1].path, tmp_path / "r.html", level="deep")
     page = page_of(tmp_path / "r.html")
     assert "2 notes about values" in page.text
@@ -236,12 +236,18 @@ def test_level_deep_notes_what_is_odd(run: list[Written], tmp_path: Path) -> Non
     assert page.data["layers"] is None
 
 
-def test_what_is_refused(run: list[Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_cannot_work_are_refused_and_leave_nothing(
+    run: list[Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "r.html"
     out.write_text("mine")
     with pytest.raises(zckpt.CheckpointExistsError, match="a file of another kind"):
         zckpt.report(run[0].path, out)
     assert out.read_text() == "mine"
+    with pytest.raises(zckpt.CheckpointExistsError, match="there is a directory, and the page is a file"):
+        zckpt.report(run[0].path, tmp_path)
+    with pytest.raises(zckpt.UnsupportedError, match="the page can be written only to a file system"):
+        zckpt.report(run[0].path, "s3://bucket/r.html")
     with pytest.raises(zckpt.CheckpointNotFoundError):
         zckpt.report([run[0].path, tmp_path / "nothing"], tmp_path / "other.html")
     with pytest.raises(ValueError, match="at least"):
@@ -255,12 +261,22 @@ def test_what_is_refused(run: list[Written], tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("zckpt.reporting.page.distribution", none)
     with pytest.raises(zckpt.UnsupportedError, match=r"(?s)plotly.*pip install 'zckpt\[report\]'"):
         zckpt.report(run[0].path, tmp_path / "other.html")
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["r.html"], "nothing is left"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["r.html"], "no other file is left"
 
 
-def test_the_command(run: list[Written], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_appears_meanwhile_is_not_replaced(run: list[Written], tmp_path: Path) -> None:
+    class Late(RecordedProgress):
+        def end(self) -> None:
+            (tmp_path / "r.html").write_text("mine")
+
+    with pytest.raises(zckpt.CheckpointExistsError, match="a file of another kind"):
+        zckpt.report(run[0].path, tmp_path / "r.html", progress=Late())
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"r.html": "mine"}
+
+
+def test_the_command_writes_the_page(run: list[Written], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "r.html")
-    paths = [str(one.path) for one in run]
+    paths = [str(written.path) for written in run]
     assert main(["report", *paths, "-o", out, "--no-statistics"]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     assert main(["report", paths[0], "-o", out]) == 2
@@ -274,7 +290,7 @@ def report_on_ranks(paths: list[str], out: str) -> str:
 
 
 def test_ranks_share_the_work(cluster: Cluster, run: list[Written], tmp_path: Path) -> None:
-    paths = [str(one.path) for one in run]
+    paths = [str(written.path) for written in run]
     out = str(tmp_path / "ranks.html")
     assert cluster.run(report_on_ranks, 2, paths, out) == [out, out]
     zckpt.report(paths, tmp_path / "alone.html")

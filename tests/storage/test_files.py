@@ -1,4 +1,5 @@
-"""Files outside of checkpoints, such as swap files, by direct I/O and without it."""
+"""Files outside of checkpoints: reads of swap files with and without direct I/O, and directories that replace
+others."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ CONTENT = np.random.default_rng(0).integers(0, 256, 20 * PAGE_BYTES + 77, np.uin
 
 
 def room_for(offset: int, nbytes: int) -> np.ndarray:
-    """Memory that lies as far behind the start of a page as ``offset`` behind that of a page of a file."""
+    """Returns ``nbytes`` of memory. It begins at the same place in a page of memory as ``offset`` does in a page of a
+    file."""
     return aligned(torch.zeros(nbytes + PAGE_BYTES, dtype=torch.uint8), nbytes, PAGE_BYTES, offset % PAGE_BYTES).numpy()
 
 
@@ -53,7 +55,8 @@ def test_whole_pages_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(files, "_fill", counted)
     read_from(str(tmp_path / "swap"), 100, room_for(100, 10 * PAGE_BYTES), direct=True)
     assert read[linux.O_DIRECT] == 9 * PAGE_BYTES
-    assert read[0] in (PAGE_BYTES, 10 * PAGE_BYTES)  # the latter where the file system has refused direct I/O
+    # If the file system has refused direct I/O, all ten pages are read through the page cache.
+    assert read[0] in (PAGE_BYTES, 10 * PAGE_BYTES)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -91,7 +94,7 @@ def test_a_directory_is_put_in_the_place_of_another_one(
     assert any(missing) != exchanges
 
 
-def test_what_cannot_be_put_in_place_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_exchange_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linux, "exchange", lambda first, second: False)
     (tmp_path / "old").mkdir()
     with pytest.raises(FileNotFoundError):

@@ -1,4 +1,5 @@
-"""What goes past the host's memory, and what does not: to the simulated accelerator, which the host stands in for."""
+"""Which reads go straight to a device, past the host's memory, and which do not. The device is the simulated
+accelerator, for which the host does these reads."""
 
 from __future__ import annotations
 
@@ -26,26 +27,27 @@ NUMEL = {"a": 3_000_001, "b": 7, "c": 5_000_003, "d": 1}
 
 @contextmanager
 def direct(cached: bool = False) -> Iterator[list[int]]:
-    """The bytes of every read past the host's memory."""
-    found: list[int] = []
+    """Simulates GPUDirect Storage. Yields a list that collects the number of bytes of each read that goes straight to
+    the device."""
+    lengths: list[int] = []
 
     def read_to_device(reader: LocalReader, path: str, target: torch.Tensor, offset: int) -> int:
         assert target.device == torch.device("sim:0")
         with reader.file(path) as fd:
             content = os.pread(fd, target.nbytes, offset)
         target[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        found.append(len(content))
+        lengths.append(len(content))
         return len(content)
 
     with (
         mock.patch.object(LocalReader, "read_to_device", read_to_device),
         mock.patch.object(LocalReader, "is_cached", return_value=cached),
     ):
-        yield found
+        yield lengths
 
 
 def write(path: Path) -> dict[str, torch.Tensor]:
-    """Two ranks' pieces; ``b`` and ``d`` lie between the large ones."""
+    """Writes the pieces of two ranks. The small tensors ``b`` and ``d`` are stored between the large ones."""
     torch.manual_seed(0)
     tensors = {name: torch.randn(numel) for name, numel in NUMEL.items()}
     write_state(path, 2, tensors, parts=["master"], block_bytes=1 << 20)
@@ -72,7 +74,7 @@ def test_unverified_loads_go_straight_to_the_device(tmp_path: Path) -> None:
     [(torch.float32, True, False), (torch.bfloat16, False, False), (torch.float32, False, True)],
     ids=["checked", "converted", "cached"],
 )
-def test_not_what_is_checked_converted_or_cached(
+def test_checked_converted_or_cached_loads_are_staged(
     tmp_path: Path, dtype: torch.dtype, verify: bool, cached: bool
 ) -> None:
     tensors = write(tmp_path / "c")
@@ -83,7 +85,7 @@ def test_not_what_is_checked_converted_or_cached(
 
 @pytest.mark.sim
 def test_a_read_that_also_fills_host_memory_is_staged(tmp_path: Path) -> None:
-    """A read of which some bytes go to the host is staged, all of it."""
+    """If some bytes of a read go to the host, the whole read goes through a staging buffer."""
     tensors = write(tmp_path / "c")
     checkpoint = zckpt.open(tmp_path / "c")
     out = {
@@ -98,13 +100,13 @@ def test_a_read_that_also_fills_host_memory_is_staged(tmp_path: Path) -> None:
 
 @pytest.mark.sim
 def test_without_gpudirect_a_load_is_staged(tmp_path: Path) -> None:
-    """What is no device of CUDA's is not asked for; nor is one without kvikio or its driver."""
+    """kvikio is asked only about CUDA devices. Without kvikio or its driver, no device has GPUDirect Storage."""
     tensors = write(tmp_path / "c")
-    with mock.patch.object(gpudirect, "_kvikio", return_value=None) as asked:
+    with mock.patch.object(gpudirect, "_kvikio", return_value=None) as kvikio:
         check(zckpt.open(tmp_path / "c").load(device="sim", verify=False), tensors, torch.float32)
-        asked.assert_not_called()
+        kvikio.assert_not_called()
         assert not gpudirect.serves(torch.device("cuda:0"))
-        asked.assert_called_once_with()
+        kvikio.assert_called_once_with()
 
 
 @pytest.mark.sim
@@ -112,10 +114,11 @@ def test_a_file_that_has_become_too_short(tmp_path: Path) -> None:
     write(tmp_path / "c")
     checkpoint = zckpt.open(tmp_path / "c")
     file = tmp_path / "c" / checkpoint["master/c"].files[1]
+    # The sizes of files are not checked here, as if the file became too short just after the check.
     with (
         direct(),
         mock.patch.object(checkpoint.contents, "check_sizes", return_value={}),
-    ):  # as if it happened just after
+    ):
         os.truncate(file, file.stat().st_size - 1000)
         with pytest.raises(zckpt.FormatError, match=r"the file ends at byte .*rule F003.*rank-00001.*key master/c"):
             checkpoint.load(device="sim", verify=False)
@@ -125,7 +128,7 @@ def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "file").write_bytes(bytes(range(100)))
 
     class CuFile:
-        """As kvikio's: by a path, with errors that are RuntimeError."""
+        """Replaces kvikio's class of the same name, which opens a path and raises RuntimeError."""
 
         def __init__(self, path: str) -> None:
             self.fd = os.open(path, os.O_RDONLY)
@@ -137,10 +140,10 @@ def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             os.close(self.fd)
 
         def raw_read(self, target: torch.Tensor, nbytes: int, offset: int) -> int:
-            got = os.preadv(self.fd, [host_bytes(target)[:nbytes]], offset)
-            if got < nbytes:
+            read_bytes = os.preadv(self.fd, [host_bytes(target)[:nbytes]], offset)
+            if read_bytes < nbytes:
                 raise RuntimeError("EOF")
-            return got
+            return read_bytes
 
     monkeypatch.setattr(gpudirect, "_kvikio", lambda: SimpleNamespace(CuFile=CuFile))
     monkeypatch.setattr(gpudirect, "serves", lambda device: True)

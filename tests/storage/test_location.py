@@ -1,4 +1,4 @@
-"""Locations: paths of file systems as the system's own functions have them, all others unchanged."""
+"""Locations: a path of a file system changes only as the system's own functions change it, and a URL never changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_url_that_pathlib_has_changed_is_refused() -> None:
     assert Location.of(Path("at:12/c")).path == os.path.join("at:12", "c")
 
 
-def test_the_topmost_one_is_its_own_parent() -> None:
+def test_the_topmost_location_is_its_own_parent() -> None:
     assert Location.of("s3://bucket").parent == Location.of("s3://")
     assert Location.of("s3://").parent == Location.of("s3://")
     root = Location.of(os.path.abspath(os.sep))

@@ -1,4 +1,4 @@
-"""One writer at a time: who holds the lock, who is dead, what a killed writer leaves, and readers meanwhile."""
+"""One writer at a time: who holds the lock, who counts as dead, what a killed writer leaves, and what readers see."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from zckpt.storage.contract import Store
+
 
 def held(path: Path) -> list[float]:
-    """The values of the checkpoint: one, if nothing is mixed."""
+    """Returns the distinct values of the checkpoint. There is only one if no two writes are mixed."""
     return np.unique(zckpt.open(path).load()["master/w"].numpy()).tolist()
 
 
@@ -46,19 +50,24 @@ MANY = 12
 
 
 def race(path: Path, number: int) -> bool:
-    """Whether this one of ``MANY`` processes gets the lock. Nobody ends before all have tried."""
-    lock, tried = WriteLock(open_store(path / "c")), path / "tried"
+    """Returns whether this process, which is one of ``MANY``, gets the lock and has it when all have tried.
+
+    A process that withdraws the lock of a dead writer may withdraw a new lock instead. It puts the new lock back,
+    unless another process has got the lock in between.
+    """
+    lock, tried, has_lock = WriteLock(open_store(path / "c")), path / "tried", True
     tried.mkdir(exist_ok=True)
     try:
         lock.acquire()
     except LockedError:
-        lock = None
+        has_lock = False
     (tried / str(number)).touch()
     while len(os.listdir(tried)) < MANY:
         time.sleep(0.01)
-    if lock is not None:
+    with suppress(LockedError):
         lock.confirm()
-    return lock is not None  # it ends without giving it back
+        return has_lock  # the process ends without giving the lock back
+    return False
 
 
 def test_one_of_many_gets_the_lock(tmp_path: Path) -> None:
@@ -66,8 +75,13 @@ def test_one_of_many_gets_the_lock(tmp_path: Path) -> None:
     assert names_in(tmp_path / "c") == ["write.lock"], "no temporary name is left"
 
 
-def test_one_of_many_takes_over_from_a_dead_one(tmp_path: Path) -> None:
-    holding = stopped_at(lambda wait: (WriteLock(open_store(tmp_path / "c")).acquire(), wait()))
+def hold(path: Path, wait: Callable[[], None]) -> None:
+    WriteLock(open_store(path)).acquire()
+    wait()
+
+
+def test_one_of_many_writers_takes_over_from_a_dead_one(tmp_path: Path) -> None:
+    holding = stopped_at(partial(hold, tmp_path / "c"))
     with holding as (pid, _), pytest.raises(LockedError, match=f"process {pid} on .*, since 20"):
         WriteLock(open_store(tmp_path / "c")).acquire()
     assert sum(in_processes(MANY, lambda number: race(tmp_path, number))) == 1
@@ -75,14 +89,21 @@ def test_one_of_many_takes_over_from_a_dead_one(tmp_path: Path) -> None:
 
 
 def leave(path: Path, age_seconds: float, **holder: Any) -> None:
-    """The lock of a process elsewhere."""
+    """Leaves the lock of a process on another machine, whose last sign of life is ``age_seconds`` old."""
     path.mkdir(exist_ok=True)
     lock = path / "write.lock"
     lock.write_text(json.dumps({"host": "other", "machine": "another", "pid": 1, "started": 1, **holder}))
     os.utime(lock, (time.time() - age_seconds,) * 2)
 
 
-def test_on_another_machine_the_heartbeat_tells(tmp_path: Path) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_on_another_machine_the_heartbeat_decides(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     leave(tmp_path, DEAD_SECONDS - 30)
     with pytest.raises(LockedError, match="process 1 on other"):
@@ -94,7 +115,7 @@ def test_on_another_machine_the_heartbeat_tells(tmp_path: Path) -> None:
 
 
 def test_the_age_is_by_the_clock_of_the_files(tmp_path: Path) -> None:
-    """A host whose clock is an hour ahead does not take the living for dead."""
+    """A host whose clock is an hour ahead does not take a living writer for dead."""
     leave(tmp_path, 0)
     now = time.time()
     with mock.patch("time.time", return_value=now + 3600), pytest.raises(LockedError):
@@ -121,8 +142,12 @@ def test_a_process_id_that_is_used_again_is_another_process(tmp_path: Path) -> N
     with WriteLock(open_store(tmp_path)):
         machine = json.loads((tmp_path / "write.lock").read_text())["machine"]
     parent, started = os.getppid(), linux.started(os.getppid())
+    assert started is not None
     leave(tmp_path, 0, machine=machine, pid=parent, started=started)
     with pytest.raises(LockedError):
+        WriteLock(open_store(tmp_path)).acquire()
+    leave(tmp_path, 0, machine=machine, pid=parent, started=None)
+    with pytest.raises(LockedError):  # another program may write a lock that does not say when it started
         WriteLock(open_store(tmp_path)).acquire()
     leave(tmp_path, 0, machine=machine, pid=parent, started=started - 1)
     with WriteLock(open_store(tmp_path)):
@@ -130,7 +155,7 @@ def test_a_process_id_that_is_used_again_is_another_process(tmp_path: Path) -> N
 
 
 def test_a_process_that_is_hidden_is_not_taken_for_dead(tmp_path: Path) -> None:
-    """As those of other users are in /proc that is mounted with hidepid: only a signal tells that they are there."""
+    """If /proc is mounted with hidepid, processes of other users are hidden. Only a signal shows that they exist."""
     leave(tmp_path, 0, machine=linux.pid_space(), pid=1)
     with mock.patch.object(linux, "started", return_value=None):
         for refused in (None, PermissionError):
@@ -140,9 +165,9 @@ def test_a_process_that_is_hidden_is_not_taken_for_dead(tmp_path: Path) -> None:
             pass
 
 
-def test_where_process_ids_tell_nothing_the_heartbeat_does(tmp_path: Path) -> None:
-    """On systems other than Linux the age of a lock alone tells whether its holder is dead, on the same machine
-    too."""
+def test_without_process_ids_the_heartbeat_decides(tmp_path: Path) -> None:
+    """On systems other than Linux, only the age of a lock shows whether its holder is dead, even on the same
+    machine."""
     store = open_store(tmp_path)
     with (
         mock.patch.object(linux, "pid_space", return_value=None),
@@ -159,7 +184,7 @@ def test_where_process_ids_tell_nothing_the_heartbeat_does(tmp_path: Path) -> No
                 WriteLock(store).acquire()
 
 
-def test_a_lock_that_could_not_be_given_back_is_nobody_s(tmp_path: Path) -> None:
+def test_a_lock_that_could_not_be_given_back_is_free(tmp_path: Path) -> None:
     lock = WriteLock(open_store(tmp_path))
     lock.acquire()
     with mock.patch.object(LocalStore, "withdraw", side_effect=StorageError("the disk is on fire")):
@@ -171,25 +196,39 @@ def test_a_lock_that_could_not_be_given_back_is_nobody_s(tmp_path: Path) -> None
 
 
 def test_a_process_that_stands_still_is_taken_for_dead_after_a_while(tmp_path: Path) -> None:
-    """On the same machine too: as from any other."""
-    holding = stopped_at(lambda wait: (WriteLock(open_store(tmp_path)).acquire(), wait()))
+    """A process on the same machine is treated like one on another machine."""
+    holding = stopped_at(partial(hold, tmp_path))
     with holding as (pid, _):
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(LockedError):
             WriteLock(open_store(tmp_path)).acquire()
-        os.utime(tmp_path / "write.lock", (time.time() - DEAD_SECONDS,) * 2)
+        os.utime(tmp_path / "write.lock", (time.time() - DEAD_SECONDS - 1,) * 2)
         WriteLock(open_store(tmp_path)).acquire()
 
 
 def test_the_holder_gives_signs_of_life(tmp_path: Path) -> None:
-    with mock.patch.object(lock_module, "HEARTBEAT_SECONDS", 0.02), WriteLock(open_store(tmp_path)) as lock:
+    looks, read_lock = [], lock_module.read_lock
+
+    def look(store: Store) -> bytes | None:
+        looks.append(store)
+        return read_lock(store)
+
+    def wait_for_looks(count: int) -> None:
+        """Waits until the heartbeat has begun to look at the lock so many times from now on."""
+        expected = len(looks) + count
+        wait_until(lambda: len(looks) >= expected)
+
+    with (
+        mock.patch.multiple(lock_module, HEARTBEAT_SECONDS=0.02, read_lock=look),
+        WriteLock(open_store(tmp_path)) as lock,
+    ):
         os.utime(tmp_path / "write.lock", (0, 0))
-        deadline = time.monotonic() + 20
-        while (tmp_path / "write.lock").stat().st_mtime == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert (tmp_path / "write.lock").stat().st_mtime > time.time() - 60
-        leave(tmp_path, 10_000)  # somebody else's: it is no business of this one
-        time.sleep(0.2)
+        wait_until(lambda: (tmp_path / "write.lock").stat().st_mtime > 0)
+        assert (tmp_path / "write.lock").stat().st_mtime > time.time() - 600
+        leave(tmp_path, 10_000)  # the lock of another writer, which this one leaves alone
+        wait_for_looks(1)  # so that a heartbeat that had looked before has ended
+        leave(tmp_path, 10_000)
+        wait_for_looks(2)
         assert (tmp_path / "write.lock").stat().st_mtime < time.time() - 9_000
         with pytest.raises(LockedError, match="taken over"):
             lock.confirm()
@@ -237,7 +276,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> N
     write_through(path, value(1))
     with stopped_at(lambda wait: slow_write(path, wait, 2, overwrite=True)) as (pid, _):
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(LockedError):  # it may go on
+        with pytest.raises(LockedError):  # the stopped writer may go on
             write_through(path, value(3), overwrite=True)
     assert names_in(path) == ["data", "data", "manifest.msgpack", "write.lock"]
     (path / "manifest.msgpack.0123abcd.tmp").write_bytes(b"half")
@@ -253,12 +292,12 @@ def test_a_writer_that_was_taken_for_dead_does_not_commit(tmp_path: Path) -> Non
     path = tmp_path / "c"
     with stopped_at(lambda wait: slow_write(path, wait, 2)) as (_, go_on):
         save_id = json.loads((path / "write.lock").read_text())["save_id"]
-        leave(path, DEAD_SECONDS + 1, save_id=save_id)  # as a process of another machine sees it
+        leave(path, DEAD_SECONDS + 1, save_id=save_id)  # as a writer on another machine sees it
         write_through(path, value(3))
         assert isinstance(go_on(), Exception)
     assert names_in(path) == COMMITTED
     assert held(path) == [3.0]
-    # With its own files still there, it is the lock that stops it.
+    # Here the files of the stopped writer are still there, so only the lock keeps it from its commit.
     with stopped_at(lambda wait: slow_write(tmp_path / "d", wait, 2)) as (_, go_on):
         leave(tmp_path / "d", 0)
         error = go_on()
@@ -267,7 +306,8 @@ def test_a_writer_that_was_taken_for_dead_does_not_commit(tmp_path: Path) -> Non
 
 
 def write_stopped_at(path: Path, wait: Callable[[], None], number: int, when: str) -> object:
-    """A write that waits just before or just after the rename that commits it, its last look at the lock behind it."""
+    """Writes, and waits just before or just after the rename that commits. At both times the writer has already checked
+    its lock."""
     rename = LocalStore.commit
 
     def commit(store: LocalStore, name: str, prepared: str) -> None:
@@ -283,8 +323,9 @@ def write_stopped_at(path: Path, wait: Callable[[], None], number: int, when: st
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("other", ["commits", "dies"])
-def test_of_two_that_commit_none_loses_what_is_there(tmp_path: Path, when: str, other: str) -> None:
-    """One stands still around its commit and is taken for dead; whoever takes over commits, or dies before it does."""
+def test_two_writers_that_commit_lose_nothing_that_was_committed(tmp_path: Path, when: str, other: str) -> None:
+    """One writer is stopped around its commit and taken for dead. The writer that takes over commits, or dies
+    before."""
     path = tmp_path / "c"
     write_through(path, value(1))
     with stopped_at(lambda wait: write_stopped_at(path, wait, 2, when)) as (_, go_on):
@@ -306,9 +347,9 @@ def test_of_two_that_commit_none_loses_what_is_there(tmp_path: Path, when: str, 
     assert held(path) == [4.0]
 
 
-def test_a_writer_between_its_look_at_the_lock_and_its_commit_is_shut_out_first(tmp_path: Path) -> None:
-    """By whoever takes its lock over, before that one reads the manifest: also where names cannot be listed, as on a
-    network file system that shows an old directory."""
+def test_a_writer_that_has_checked_its_lock_is_shut_out_before_its_commit(tmp_path: Path) -> None:
+    """The writer that takes over the lock shuts the old one out before it reads the manifest. It does so even if it
+    cannot list names, as on a network file system that shows an old directory."""
     path = tmp_path / "c"
     write_through(path, value(1))
     with stopped_at(lambda wait: write_stopped_at(path, wait, 2, "before")) as (_, go_on):
@@ -323,9 +364,9 @@ def test_a_write_in_the_background_holds_its_lock_until_it_ends(tmp_path: Path) 
     path, go_on = tmp_path / "c", threading.Event()
     commit_write = RankWrite.commit
 
-    def commit(*arguments: Any, **keywords: Any) -> bytes:
+    def commit(*arguments: Any, **keywords: Any) -> None:
         go_on.wait(60)
-        return commit_write(*arguments, **keywords)
+        commit_write(*arguments, **keywords)
 
     with mock.patch.object(RankWrite, "commit", commit):
         pending = write_through(path, value(1), background=True)
@@ -349,11 +390,14 @@ def test_many_processes_open_at_once(tmp_path: Path) -> None:
 
 
 def test_readers_of_what_is_overwritten_get_one_state_or_an_error(tmp_path: Path) -> None:
-    path, rounds = tmp_path / "c", 25
+    """The writer begins when each of three readers has read what was written first."""
+    path, reading, rounds = tmp_path / "c", tmp_path / "reading", 25
     write_through(path, value(0), step=0)
+    reading.mkdir()
 
     def work(number: int) -> list[Any]:
         if number == 0:
+            wait_until(lambda: len(os.listdir(reading)) == 3)
             for i in range(1, rounds):
                 write_through(path, value(i), step=i, overwrite=True)
             return []
@@ -361,9 +405,10 @@ def test_readers_of_what_is_overwritten_get_one_state_or_an_error(tmp_path: Path
         while not seen or seen[-1] != rounds - 1:
             try:
                 checkpoint = zckpt.open(path)
-                (found,) = np.unique(checkpoint.load()["master/w"].numpy()).tolist()
-                assert found == checkpoint.step
-                seen.append(found)
+                (number_written,) = np.unique(checkpoint.load()["master/w"].numpy()).tolist()
+                assert number_written == checkpoint.step
+                seen.append(number_written)
+                (reading / str(number)).touch()
             except MissingFileError:
                 pass
         return seen

@@ -1,4 +1,4 @@
-"""A store that is no file system passes the contract, and all that zckpt does to checkpoints works on it."""
+"""A store that is no file system passes the contract of stores, and everything that zckpt does works on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN = "memory://bucket/runs/one"
 
 @pytest.fixture(name="disk", autouse=True)
 def _disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    """Nothing of it may come to be in a file system, relative to the current directory for instance."""
+    """Yields the files of the memory store. Afterwards it checks that no file was made in the current directory."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -61,19 +61,17 @@ def test_a_run_is_written_opened_and_restored_bit_for_bit(disk: Disk) -> None:
         checkpoint = zckpt.open(path)
         assert checkpoint.path.rstrip("/") == f"{RUN}/step3"
         loaded = checkpoint.load("master/*")
-        own = {f"master/{name}": tensor for name, tensor in engine.tensors["master"].items()}
-        same_all(
-            {key: tensor.reshape(-1) for key, tensor in loaded.items()}, {f"master/{n}": t for n, t in own.items()}
-        )
-        assert checkpoint.io.data_bytes == sum(tensor.nbytes for tensor in own.values())
+        masters = {f"master/{name}": tensor for name, tensor in engine.tensors["master"].items()}
+        assert same_all({key: tensor.reshape(-1) for key, tensor in loaded.items()}, masters)
+        assert checkpoint.io.data_bytes == sum(tensor.nbytes for tensor in masters.values())
     for level in ("structure", "digests", "deep"):
-        assert zckpt.validate(RUN, level=level).ok  # type: ignore[arg-type]
-    other = trained(1, seed=1)
-    assert zckpt.restore(other, RUN, rng=True) == {"epoch": 1}
-    for one in (engine, other):
-        one.train(2)
+        assert zckpt.validate(RUN, level=level).ok
+    restored = trained(1, seed=1)
+    assert zckpt.restore(restored, RUN, rng=True) == {"epoch": 1}
+    for trained_engine in (engine, restored):
+        trained_engine.train(2)
     for part, tensors in engine.tensors.items():
-        same_all(other.tensors[part], tensors)
+        assert same_all(restored.tensors[part], tensors)
 
 
 def test_a_write_in_the_background() -> None:
@@ -95,7 +93,7 @@ def test_overwriting_replaces_a_checkpoint_and_all_of_its_data(disk: Disk) -> No
     zckpt.write(trained(2), path, overwrite=True)
     assert zckpt.open(path).step == 2
     assert zckpt.validate(path).ok
-    assert not [one for one in disk if one in old and "/data-" in one], "the old data are gone"
+    assert not [file for file in disk if file in old and "/data-" in file], "the old data are gone"
 
 
 def test_leftovers_and_older_checkpoints_are_removed(disk: Disk) -> None:
@@ -109,10 +107,10 @@ def test_leftovers_and_older_checkpoints_are_removed(disk: Disk) -> None:
         done = clean(RUN)
         assert done.removed == dry.removed != ()
         if clean is zckpt.gc:
-            assert [one.path.partition("step")[2] for one in done.removed] == ["3/data-0123456789abcdef"]
+            assert [item.path.partition("step")[2] for item in done.removed] == ["3/data-0123456789abcdef"]
     assert zckpt.open(RUN).step == 3
     assert open_store(RUN).directories() == ["step2", "step3"]
-    assert not [one for one in disk if "step1" in one]
+    assert not [item for item in disk if "step1" in item]
 
 
 def test_a_checkpoint_without_a_manifest_is_repaired_or_discarded() -> None:
@@ -141,7 +139,7 @@ def test_errors_name_what_is_there(disk: Disk) -> None:
     assert caught.value.file == RUN
     open_store(f"{RUN}/step1").remove("manifest.msgpack")
     zckpt.write(trained(2), f"{RUN}/step2")
-    file = next(one for one in disk if "step2" in one and one.endswith("master.safetensors"))
+    file = next(name for name in disk if "step2" in name and name.endswith("master.safetensors"))
     disk[file] = File(b"short")
     with pytest.raises(zckpt.FormatError, match="F003"):
         zckpt.open(RUN).load()

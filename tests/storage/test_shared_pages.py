@@ -1,4 +1,5 @@
-"""Swap files on a file system that can share pages between files: nothing of them is written, all of it is checked."""
+"""Swap files on a file system that can share pages between files. Their pages are not written again, but are
+checked."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ import torch
 import zckpt
 from tests.support.offload import CASES, restore_and_go_on, write_and_go_on
 from tests.support.states import same_all, write_state
+from zckpt.format.data_file import decode_header
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES
-from zckpt.format.shard import decode_header
-from zckpt.plan.layout import FILLER, HEADER, SHARED_BYTES_MIN, plan_shards, plan_writes
-from zckpt.state.inventory import FileSpan, Fragment
+from zckpt.format.names import Tier
+from zckpt.plan.layout import FILLER, HEADER, SHARED_BYTES_MIN, plan_data_files, plan_writes
+from zckpt.state.inventory import FileRange, Fragment
 from zckpt.storage.local_writer import LocalWriter
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def shares(tmp_path: Path) -> Iterator[Path]:
-    """A directory on an XFS with reflinks, in a file of 1 GiB that takes no space."""
+    """Yields a directory on an XFS with reflinks. Its image is a sparse file of 1 GiB."""
     if os.geteuid() != 0 or shutil.which("mkfs.xfs") is None:
         pytest.skip("needs root and mkfs.xfs (xfsprogs) for a file system that can share pages")
     image, directory = tmp_path / "image", tmp_path / "shares"
@@ -44,7 +46,7 @@ def shares(tmp_path: Path) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        subprocess.run(["umount", directory], check=True)
+        subprocess.run(["umount", "--lazy", directory], check=True)  # even if a file there is still open
 
 
 def used_bytes(directory: Path) -> int:
@@ -54,7 +56,7 @@ def used_bytes(directory: Path) -> int:
 
 
 def written_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collects the lengths of what goes to data files by writing."""
+    """Returns a list that collects the number of bytes of each write to a data file."""
     lengths: list[int] = []
     put = LocalWriter._put
 
@@ -83,7 +85,8 @@ def test_pages_are_shared_and_nothing_else_changes(shares: Path, monkeypatch: py
 
 
 def test_a_shared_checkpoint_takes_no_space_and_keeps_its_bytes(shares: Path) -> None:
-    """Also when the swap file is written again in place, as DeepSpeed does at the next step."""
+    """The checkpoint keeps its bytes when the swap file is written again in place, as DeepSpeed does at the next
+    step."""
     swap, count = shares / "swap", 16 * MIB
     value = torch.randn(count)
     swap.write_bytes(value.numpy().tobytes())
@@ -91,9 +94,9 @@ def test_a_shared_checkpoint_takes_no_space_and_keeps_its_bytes(shares: Path) ->
     from zckpt.testing.fragments import write_fragments
 
     before = used_bytes(shares)
-    fragment = Fragment("master", "w", (count,), "F32", 0, count, "nvme", data=FileSpan(str(swap), 0, 4 * count))
+    fragment = Fragment("master", "w", (count,), "F32", 0, count, Tier.NVME, data=FileRange(str(swap), 0, 4 * count))
     target = str(shares / "c")
-    write_fragments(target, [[fragment]], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
+    write_fragments(target, [[fragment]], catalog.SaveMetadata(0, 1 << 20, {}, b"\xc0", {}))
     assert used_bytes(shares) - before < 4 * MIB
     (file,) = (shares / "c").glob("data-*/rank-00000/swap.master.safetensors")
     with swap.open("r+b") as opened:
@@ -111,11 +114,11 @@ def test_a_restored_run_goes_on_bit_for_bit(cluster: Cluster, shares: Path) -> N
 
 
 def test_long_runs_of_a_swap_file_keep_their_place_in_a_page() -> None:
-    """Gaps (padding) between the parameters of a flat and flats of odd lengths: a filler where it is worth it."""
+    """The parameters have odd lengths, and gaps between them. A filler precedes only a run that is long enough."""
     half = SHARED_BYTES_MIN // 8
 
     def fragment(name: str, offset: int, count: int) -> Fragment:
-        return Fragment("master", name, (count,), "F32", 0, count, "nvme", data=FileSpan("swap", offset, 4 * count))
+        return Fragment("master", name, (count,), "F32", 0, count, Tier.NVME, data=FileRange("swap", offset, 4 * count))
 
     fragments = [
         fragment("first", 0, half + 1),
@@ -124,12 +127,12 @@ def test_long_runs_of_a_swap_file_keep_their_place_in_a_page() -> None:
         fragment("short", 16 * half, 3),
         fragment("again long", 20 * half, 2 * half + 5),
     ]
-    (plan,) = plan_shards(fragments, "0123456789abcdef", 0, 1, block_bytes=4096)
-    header = decode_header(plan.header, plan.nbytes, plan.shard)
+    (plan,) = plan_data_files(fragments, "0123456789abcdef", 0, 1, block_bytes=4096)
+    header = decode_header(plan.header, plan.nbytes, plan.id)
     assert [entry.is_filler for entry in header.entries] == [False, False, True, False, False, True, False]
     for number in (0, 1, 2, 4):
         source = fragments[number].data
-        assert isinstance(source, FileSpan)
+        assert isinstance(source, FileRange)
         assert (source.offset - plan.pieces.start[number]) % DATA_ALIGNMENT_BYTES == 0
     ops = plan_writes([plan], batch_bytes=1 << 23, block_bytes=4096).ops
     assert [op.source.tolist() for op in ops] == [[HEADER], [0, 1], [FILLER], [2], [3, FILLER], [4]]
@@ -137,6 +140,6 @@ def test_long_runs_of_a_swap_file_keep_their_place_in_a_page() -> None:
     for op in ops:
         assert op.offset == position
         assert op.block == block
-        block += int((-(-op.span_bytes // 4096)).sum())
+        block += int((-(-op.source_bytes // 4096)).sum())
         position += op.nbytes
     assert (position, block) == (plan.nbytes, plan.blocks)

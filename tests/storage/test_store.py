@@ -1,4 +1,4 @@
-"""The contract of stores, over each that there is."""
+"""Each store passes the contract of stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import zckpt
 from tests.support.faults import faulty
 from tests.support.states import write_state
-from zckpt.storage import files, local_store
+from zckpt.storage import local_store
 from zckpt.storage.schemes import open_store
 from zckpt.system import linux
 from zckpt.testing import StoreContract
@@ -34,6 +34,18 @@ class TestLocalStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return open_store(tmp_path / "run" / "c")
+
+
+def test_only_a_file_is_shared(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    (tmp_path / "file").write_bytes(b"mine")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "directory").mkdir()
+    for source in ("link", "directory"):
+        assert not store.share("new", store.location.child(source))
+        assert not store.exists("new")
+    assert store.share("new", store.location.child("file"))
+    assert (tmp_path / "new").read_bytes() == b"mine"
 
 
 @pytest.mark.linux
@@ -64,7 +76,7 @@ class TestFaultyStoreWithoutFaults(StoreContract):
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL])
 def test_a_file_system_without_links(tmp_path: Path, number: int) -> None:
-    """They say it in many ways."""
+    """File systems without links have several error numbers for this."""
     store = open_store(tmp_path)
     with mock.patch("os.link", side_effect=OSError(number, "no links here")):
         assert store.claim("lock", b"mine")
@@ -115,14 +127,15 @@ def test_a_rename_waits_for_readers_on_windows(tmp_path: Path) -> None:
         with at_once, pytest.raises(zckpt.StorageError, match="rename"):
             store.commit("a", store.prepare("a", b"new"))
         assert store.reader().read("a", 0, 9) == b"old"
-        store.commit("a", store.prepare("a", b"new"))
+        with mock.patch.object(local_store, "RENAME_WAIT_SECONDS", 600):
+            store.commit("a", store.prepare("a", b"new"))
     assert store.reader().read("a", 0, 9) == b"new"
 
 
 def test_without_positional_reads_each_goes_on_where_the_last_one_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the system gives a few bytes at once, as it may."""
+    """The system may return only a few bytes at a time, so each read goes on where the last one ended."""
 
     class Few(io.FileIO):
         def readinto(self, view: Any) -> int:
@@ -132,13 +145,13 @@ def test_without_positional_reads_each_goes_on_where_the_last_one_ended(
     (tmp_path / "a").write_bytes(data)
     monkeypatch.setattr(linux, "HAS_POSITIONAL_IO", False)
     views = [memoryview(bytearray(nbytes)) for nbytes in (0, 5, 20, 0, 30)]
-    with mock.patch.object(files.io, "FileIO", Few):
+    with mock.patch.object(io, "FileIO", Few):
         assert open_store(tmp_path).reader().read_into("a", views, 13) == 55
     assert b"".join(views) == data[13:68]
 
 
-def test_what_was_read_can_be_replaced_and_removed(tmp_path: Path) -> None:
-    """On Windows too, where that cannot be done to an open file, though the checkpoint is open."""
+def test_files_of_an_open_checkpoint_can_be_replaced_and_removed(tmp_path: Path) -> None:
+    """On Windows, an open file could be neither replaced nor removed, so a reader keeps no file open there."""
     paths = [tmp_path / "c", tmp_path / "other"]
     checkpoints = [zckpt.open(write_state(path, 1, {"w": (2,)}).path) for path in paths]
     for checkpoint in checkpoints:

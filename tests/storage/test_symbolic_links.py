@@ -1,4 +1,4 @@
-"""Nothing outside of a checkpoint is read through links that lie in it, on whichever system."""
+"""Nothing outside of a checkpoint is read through links inside it, on any system."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ either_way = pytest.mark.usefixtures("_way")
 
 @pytest.fixture(params=[pytest.param(True, marks=needs_steps), False], ids=["by steps", "after a look"])
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are opened so that no link is followed in one of two ways, the second where a system lacks the first."""
+    """Selects one of the two ways to open files without following links. The second is for systems that lack the
+    first."""
     monkeypatch.setattr(local_reader, "CAN_OPEN_BY_COMPONENT", request.param)
 
 
@@ -43,14 +44,14 @@ def written(tmp_path: Path) -> Written:
 
 
 def places(written: Written) -> list[str]:
-    """Where a link may be put: every file and directory of the checkpoint, and ``latest``."""
+    """Returns the paths that the tests replace by links: every file and directory of the checkpoint, and ``latest``."""
     inside = sorted(path.relative_to(written.path).as_posix() for path in written.path.rglob("*"))
     assert len(inside) == 11, inside
     return ["../latest", *inside]
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """All that there is."""
+    """Reads all tensors and state trees of the checkpoint."""
     checkpoint = zckpt.open(path)
     assert [checkpoint.rank_state(rank) for rank in range(2)] == [{"rank": 0}, {"rank": 1}]
     return checkpoint.load()
@@ -110,7 +111,7 @@ def test_what_is_no_file_is_refused_at_once(written: Written, make: Callable[[Pa
 
 @needs_steps
 @pytest.mark.parametrize("number", [errno.EMLINK, getattr(errno, "EFTYPE", errno.ELOOP), errno.EOPNOTSUPP])
-def test_a_link_is_a_link_by_whatever_number_a_system_says_so(written: Written, number: int) -> None:
+def test_every_error_number_for_a_link_is_understood(written: Written, number: int) -> None:
     real, place = os.open, "index.bin"
 
     def opened(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -124,7 +125,8 @@ def test_a_link_is_a_link_by_whatever_number_a_system_says_so(written: Written, 
 
 
 def test_a_junction_of_windows_is_a_link(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts as a directory; a tag says that it leads elsewhere. Other tags do not."""
+    """A junction is a directory with a tag that says that it leads elsewhere. Directories with other tags are no
+    links."""
     real = os.lstat
 
     def lstat(path: str) -> Any:
@@ -134,7 +136,7 @@ def test_a_junction_of_windows_is_a_link(written: Written, monkeypatch: pytest.M
 
     monkeypatch.setattr(local_reader, "CAN_OPEN_BY_COMPONENT", False)
     with mock.patch("os.lstat", lstat):
-        tag = 0x80000013  # a file that is stored once, though it is in several places
+        tag = 0x80000013  # the tag of a file whose content is stored once for several files
         assert same_all(zckpt.open(written.path).load(), written.full)
         tag = 0xA0000003
         check_refused(written, "rank-00001")
@@ -142,7 +144,7 @@ def test_a_junction_of_windows_is_a_link(written: Written, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["..\\..\\outside", "C:outside", "C:\\outside", "c:stream"])
 def test_latest_leads_nowhere_else_on_windows(written: Written, name: str) -> None:
-    """Where these are paths, and not the names that they are on other systems."""
+    """On Windows these names are paths. On other systems they are the names of files."""
     (written.path.parent / names.LATEST).write_bytes(f"{name}\n".encode())
     with mock.patch.object(sys, "platform", "win32"), pytest.raises(zckpt.FormatError) as caught:
         zckpt.open(written.path.parent)

@@ -1,6 +1,7 @@
-"""A checkpoint taken apart into its fields, to be changed and put together again with lengths and digests that fit.
+"""Takes a checkpoint apart into its fields, and puts it together again with lengths and digests that fit.
 
-Knows nothing of zckpt: what it writes is what the caller wants, right or wrong.
+A test changes the fields in between. The module imports nothing of zckpt and checks nothing, so the caller can write
+right and wrong checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def digest(data: bytes) -> bytes:
 
 
 def frame(content: bytes, *, size: int | None = None) -> bytes:
-    """A zstd frame of one block that is not compressed: so it is the same with every version of zstd."""
+    """Returns a zstd frame with one uncompressed block, whose bytes are the same with every version of zstd.
+
+    ``size`` is the content size that the frame claims, by default that of ``content``.
+    """
     size = len(content) if size is None else size
     assert len(content) < 1 << 17
     return (
@@ -39,12 +43,12 @@ def frame(content: bytes, *, size: int | None = None) -> bytes:
 
 
 def columns(chunk: dict[str, list[int]]) -> bytes:
-    """The content of one chunk of the index."""
+    """Returns the content of one chunk of the index."""
     return b"".join(np.array(chunk[name], dtype).tobytes() for name, dtype in ROW + PIECE)
 
 
 def get(value: Any, *way: Any) -> Any:
-    """What lies there in nested maps and lists; None if nothing does."""
+    """Returns the value at the end of ``way`` in nested maps and lists, or None if there is none."""
     for key in way:
         items = dict(enumerate(value)) if isinstance(value, list) else value
         if not isinstance(items, dict) or key not in items:
@@ -54,29 +58,31 @@ def get(value: Any, *way: Any) -> Any:
 
 
 def put(value: Any, *way: Any) -> None:
-    """Sets an element of a list, if there is one at that place."""
-    *way, number, new = way
-    column = get(value, *way)
+    """Sets an element of a list, if the way leads to a list with such an element. The last of ``way`` is the value."""
+    *to_the_list, number, new = way
+    column = get(value, *to_the_list)
     if isinstance(column, list) and number < len(column):
         column[number] = new
 
 
 @dataclass
 class DataFile:
-    """``header`` is JSON, as text or as what stands for it; ``head`` are the bytes before the data."""
+    """A data file."""
 
     name: str
     header: Any
+    """The JSON of the header, as encoded bytes or as the value that they stand for."""
     data: bytearray
 
     @property
     def head(self) -> bytes:
+        """The bytes of the file before its data."""
         text = self.header if isinstance(self.header, bytes) else json.dumps(self.header, default=str).encode()
         size = -(-(len(text) + 8) // 4096) * 4096
         return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
     def blocks(self, block_bytes: int) -> Iterator[bytes]:
-        """The header's, then each entry's, as far as they lie in the data."""
+        """Yields the blocks of the header, and then those of each entry that is within the data."""
         within = range(len(self.data) + 1)
         header = self.header if isinstance(self.header, dict) else {}
         spans = [get(entry, "data_offsets") for name, entry in header.items() if name != "__metadata__"]
@@ -88,16 +94,20 @@ class DataFile:
 
 @dataclass
 class Apart:
-    """``files`` are in the order of the manifest and of their digests; ``state`` is a value, or packed. ``seal``: which
-    lengths and digests are made to fit."""
+    """The fields of a checkpoint."""
 
     body: dict[Any, Any]
+    """The body of the manifest."""
     state: Any
+    """The tree of state, as a value or packed."""
     index: list[dict[str, list[int]]]
+    """The columns of each chunk of the index."""
     files: list[DataFile]
+    """The data files, in the order of the manifest, which is also that of their digests."""
     seal: set[str] = field(default_factory=lambda: set(SEALS))
+    """The names of the lengths and digests that ``write`` makes fit."""
     frames: dict[int, bytes] = field(default_factory=dict)
-    """Chunks of the index that are not made from ``index``."""
+    """Frames for those chunks of the index that are not made from ``index``."""
     version: Any = (1, 0)
 
     @classmethod
@@ -108,12 +118,12 @@ class Apart:
         index = []
         for rows, pieces, offset, size in zip(*(chunks[c] for c in ("rows", "pieces", "offset", "bytes")), strict=True):
             content = zstandard.ZstdDecompressor().decompress(raw[offset : offset + size])
-            found, at = {}, 0
+            chunk, at = {}, 0
             for fields, count in ((ROW, rows), (PIECE, pieces)):
                 for name, dtype in fields:
                     column = np.frombuffer(content, dtype, count, at)
-                    found[name], at = column.tolist(), at + column.nbytes
-            index.append(found)
+                    chunk[name], at = column.tolist(), at + column.nbytes
+            index.append(chunk)
         files, of = [], body["files"]
         for rank, part, tier in zip(of["rank"], of["part"], of["tier"], strict=True):
             name = f"rank-{rank:05d}/{PREFIXES[tier]}{body['parts'][part]['name']}.safetensors"
@@ -126,7 +136,7 @@ class Apart:
         return copy.deepcopy(self)
 
     def write(self, path: Path) -> None:
-        """Under the names that the files had, whatever the manifest says now."""
+        """Writes the checkpoint. The files keep the names that they had, even if the manifest names others now."""
         body, data = self.body, path / "data-0123456789abcdef"
         block_bytes = get(body, "block_bytes")
         block_bytes = block_bytes if isinstance(block_bytes, int) and block_bytes > 1000 else 4096
@@ -146,10 +156,10 @@ class Apart:
                 put(body, "digests", rank, digest(b"".join(table)))
         frames = [self.frames.get(number) or frame(columns(chunk)) for number, chunk in enumerate(self.index)]
         offset = 0
-        for number, one in enumerate(frames if "index" in self.seal else ()):
-            for column, value in (("offset", offset), ("bytes", len(one)), ("digest", digest(one))):
+        for number, content in enumerate(frames if "index" in self.seal else ()):
+            for column, value in (("offset", offset), ("bytes", len(content)), ("digest", digest(content))):
                 put(body, "chunks", column, number, value)
-            offset += len(one)
+            offset += len(content)
             body["index_bytes"] = offset
         write(data / "index.bin", b"".join(frames))
         if isinstance(get(body, "state"), bytes):

@@ -1,8 +1,9 @@
 """Runs a test's function on real ranks, without paying for their imports each time.
 
 Importing torch, DeepSpeed and transformers takes seconds. So one server process imports them once per session, and
-forks the ranks of every run from itself. It has one thread and has run nothing, so they are as good as fresh processes.
-This file is both sides: ``Cluster`` is what a test sees, ``serve`` the server's main loop.
+forks the ranks of every run from itself. The server has one thread and has run nothing else, so the forked ranks are as
+good as fresh processes. This file has both sides: ``Cluster`` is the side of a test, and ``serve`` is the main loop of
+the server.
 """
 
 from __future__ import annotations
@@ -30,30 +31,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 600  # the server compiles the ops where no `make` has done so
+START_SECONDS = 600  # the server has to compile DeepSpeed's ops if `make` has not done so
 LATE_IMPORTS = (
+    "transformers.trainer",
+    "accelerate.utils.deepspeed",
+    "torchdata.stateful_dataloader",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.module_inject.auto_ep_layer",
     "zckpt.engines.deepspeed.adapter",
 )
-"""What an engine imports when it is made, Muon's with torch's whole compiler: two processor seconds per rank."""
+"""Modules that an engine imports when it is made. That of Muon imports torch's whole compiler. Without the server, they
+would take two processor seconds for each rank."""
 OUTPUT_LINES = 20
+STACKS_SECONDS = 10
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class Outcome:
-    """How one rank ended: with a value, with an error (a traceback, or why it was ended), or by a signal of its own."""
+    """How one rank ended."""
 
     rank: int
     value: Any = None
+    """The value that the function has returned."""
     error: str | None = None
+    """A traceback, or the reason for which the rank was ended; None if the function has returned."""
     signal: int | None = None
+    """The number of the signal that the rank died of."""
     output: str = ""
+    """What the rank has printed on stdout and stderr."""
 
     @property
     def failed(self) -> bool:
@@ -61,7 +71,7 @@ class Outcome:
 
 
 class ClusterError(Exception):
-    """A rank failed. ``outcomes`` has all of them."""
+    """At least one rank failed. ``outcomes`` has the outcomes of all ranks."""
 
     def __init__(self, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
@@ -79,17 +89,18 @@ class ClusterError(Exception):
 
 
 class Cluster:
-    """The client side. The server starts with the first run and ends with this process."""
+    """The client side. The server starts with the first run and ends with the client's process."""
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[bytes] | None = None
 
     def run(self, function: str | Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
-        """Calls ``function``, itself or as "module:name", on every rank; returns their values in rank order.
+        """Calls a function on every rank and returns the values of all ranks, in their order.
 
-        ``timeout`` (120 s) and ``grace`` (5 s, what the others get once a rank has failed) end runs that hang.
-        ``init=False`` leaves out ``deepspeed.init_distributed``. All other keywords go to the function. Raises
-        ClusterError when any rank fails.
+        ``function`` is the function itself or its name, as "module:name". A run that hangs is ended after ``timeout``
+        seconds (600 by default), or ``grace`` seconds (60 by default) after a rank has failed. Only a run that hangs
+        takes as long, and a run on a busy machine may take many times as long as usual. ``init=False`` leaves out
+        ``deepspeed.init_distributed``. All other keywords go to the function. Raises ClusterError if a rank fails.
         """
         outcomes = self.outcomes(function, world_size, *args, **options)
         if any(outcome.failed for outcome in outcomes):
@@ -101,12 +112,12 @@ class Cluster:
         function: str | Callable[..., Any],
         world_size: int,
         *args: Any,
-        timeout: float = 120,
-        grace: float = 5,
+        timeout: float = 600,
+        grace: float = 60,
         init: bool = True,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """As ``run``, for runs that are meant to fail: returns how each rank ended."""
+        """Does what ``run`` does, for runs that are meant to fail, and returns the outcome of each rank."""
         if self._server is None:
             self._start()
         job = pickle.dumps((function, args, kwargs))
@@ -119,14 +130,14 @@ class Cluster:
 
     def close(self) -> None:
         if self._server is not None:
-            self._server.kill()  # its ranks die with it
+            self._server.kill()  # the kernel kills its ranks, too
             self._server.wait()
             self._server = None
             self._connection.close()
             self._directory.cleanup()
 
     def _start(self) -> None:
-        self._connection, theirs = Pipe()
+        self._connection, server_end = Pipe()
         self._directory = tempfile.TemporaryDirectory(prefix="zckpt-cluster-")
         self._log = Path(self._directory.name) / "server.log"
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -134,15 +145,15 @@ class Cluster:
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         with self._log.open("w") as log:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.cluster", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "tests.support.cluster", str(server_end.fileno())],
+                pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is pytest's
+                start_new_session=True,  # so that only pytest gets Ctrl-C
             )
-        theirs.close()
+        server_end.close()
         self._receive(START_SECONDS)
 
     def _receive(self, timeout: float) -> Any:
@@ -156,12 +167,13 @@ class Cluster:
         raise RuntimeError(f"the server of the ranks has died or hangs; its output:\n{log}")
 
 
-# Below: the server's process.
+# All below runs in the server's process.
 
 
 def serve(connection: Connection) -> None:
-    """Imports what is slow, then forks the ranks of one run after the other, until the client is gone."""
+    """Imports all slow modules, and then forks the ranks of one run after the other, until the client is gone."""
     die_with_parent()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # each rank inherits this until it can write its stacks
     import cpuinfo
     import deepspeed  # noqa: F401
     import pytest  # noqa: F401
@@ -173,13 +185,14 @@ def serve(connection: Connection) -> None:
     for name in LATE_IMPORTS:
         with contextlib.suppress(ImportError):  # not in every version of DeepSpeed
             importlib.import_module(name)
-    # DeepSpeed's C++ Adam asks for the processor's vendor whenever it is made, which starts another Python.
+    # DeepSpeed's C++ Adam asks for the processor's vendor whenever it is made. Without the cache, that starts another
+    # Python each time.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     cpuinfo.get_cpu_info()
     ops.load()
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # no collection in a rank touches, and so copies, the pages that it shares with the server
+    gc.freeze()  # so that no collection in a rank touches, and thereby copies, the pages that it shares with the server
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise RuntimeError(f"an import has started {threads - 1} threads: forking is no longer safe")
@@ -195,26 +208,29 @@ def serve(connection: Connection) -> None:
 def run_ranks(
     connection: Connection, directory: Path, world_size: int, job: bytes, init: bool, timeout: float, grace: float
 ) -> list[bytes]:
-    """One run. Returns each rank's Outcome, pickled: only the client imports what its value is made of."""
-    port = free_port()
-    pids: list[int] = []
-    for rank in range(world_size):
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            run_rank(directory, rank, world_size, port, job, init)
-        pids.append(pid)
-    try:
-        return watch(directory, pids, timeout, grace)
-    finally:
-        for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            leftover.unlink()
+    """Runs a job on its ranks and returns the outcome of each rank, pickled.
+
+    Only the client unpickles an outcome, because only the client imports the classes of its value.
+    """
+    with held_port() as port:
+        pids: list[int] = []
+        for rank in range(world_size):
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                run_rank(directory, rank, world_size, port, job, init)
+            pids.append(pid)
+        try:
+            return watch(directory, pids, timeout, grace)
+        finally:
+            for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+                leftover.unlink()
 
 
 def watch(directory: Path, pids: list[int], timeout: float, grace: float) -> list[bytes]:
-    """Waits until every rank has an outcome, ends those that take too long, and reaps them all.
+    """Waits until every rank has an outcome, ends the ranks that take too long, and reaps all of them.
 
-    A rank that has returned stays until all have: its peers may still talk to it.
+    A rank whose function has returned lives on until all have returned, because its peers may still talk to it.
     """
     outcomes: dict[int, bytes] = {}
     statuses: dict[int, int] = {}
@@ -241,21 +257,42 @@ def watch(directory: Path, pids: list[int], timeout: float, grace: float) -> lis
             if time.monotonic() + grace < deadline:
                 deadline, reason = time.monotonic() + grace, f"still running {grace:g} s after rank {rank} had failed"
         if not overdue and time.monotonic() > deadline:
-            for rank in set(range(len(pids))) - set(outcomes):
-                os.kill(pids[rank], signal.SIGUSR1)  # its stacks, into its output
-            time.sleep(0.5)
+            write_stacks(directory, {rank: pids[rank] for rank in set(range(len(pids))) - set(outcomes)})
             overdue = True
         time.sleep(0.01)
     for rank, pid in enumerate(pids):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # what it may have started
+            os.killpg(pid, signal.SIGKILL)  # kills the processes that the rank has started, too
         if rank not in statuses:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return [outcomes[rank] for rank in range(len(pids))]
 
 
+def write_stacks(directory: Path, pids: dict[int, int]) -> None:
+    """Lets each of these ranks write its stacks to its output, and waits until each has written something. Does not
+    wait for ranks that have ended or are stopped."""
+    outputs = {rank: directory / f"{rank}.out" for rank in pids}
+    before = {rank: output.stat().st_size if output.exists() else 0 for rank, output in outputs.items()}
+    for pid in pids.values():
+        os.kill(pid, signal.SIGUSR1)  # faulthandler then writes the stacks
+    deadline = time.monotonic() + STACKS_SECONDS
+    for rank, pid in pids.items():
+        while time.monotonic() < deadline and state_of(pid) not in "TZX":
+            if outputs[rank].exists() and outputs[rank].stat().st_size > before[rank]:
+                break
+            time.sleep(0.01)
+    time.sleep(0.5)  # until each has written the rest
+
+
+def state_of(pid: int) -> str:
+    """Returns the letter by which Linux says what a child of this process does: T if it is stopped, Z if it has
+    ended."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def died(rank: int, status: int) -> Outcome:
+    """Returns the outcome of a rank whose process has ended with ``status``, without a value."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         return Outcome(rank, error=f"died of {signal.Signals(-code).name}", signal=-code)
@@ -263,7 +300,7 @@ def died(rank: int, status: int) -> Outcome:
 
 
 def run_rank(directory: Path, rank: int, world_size: int, port: int, job: bytes, init: bool) -> None:
-    """A rank's whole life. Never returns: neither the server's loop nor what it runs at its exit is for a rank."""
+    """Runs a job as one rank. Never returns, because a rank must not run the server's loop or the server's exit."""
     try:
         os.setsid()
         die_with_parent()
@@ -308,11 +345,17 @@ def run_rank(directory: Path, rank: int, world_size: int, port: int, job: bytes,
         os._exit(1)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """Yields the number of a free port. Inside of the block, nobody gets this port who asks for any free port.
+
+    A server that asks for this port, such as the store of the ranks, gets it, because the socket here does not listen.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        yield port
 
 
 def die_with_parent() -> None:
@@ -320,7 +363,7 @@ def die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    # Outcomes are pickled as this module's own, not as __main__'s.
+    # The import makes pickle find Outcome in this module, and not in __main__.
     from tests.support.cluster import serve as serve_as_module
 
     serve_as_module(Connection(int(sys.argv[1])))

@@ -1,8 +1,8 @@
-"""Runs the commands that docs/commands.md shows, and puts what they print below them.
+"""Runs the commands that docs/commands.md shows, and puts their output below them.
 
     torchrun --nproc-per-node 2 -m tests.support.console
 
-A test compares the page with what the commands print, but for numbers, ages and the widths of columns.
+A test compares the page with the output of the commands, except for numbers, ages and the widths of columns.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ _COMMAND = re.compile(r"^\$ (.*)$", re.MULTILINE)
 
 
 def renewed(page: str, directory: Path) -> str:
-    """The page with what its commands print now, in a directory that was furnished for pages."""
-    return _BLOCK.sub(lambda block: "\n".join(run(one, directory) for one in _COMMAND.findall(block[0])), page)
+    """Returns the page with the output that its commands have now, in a directory that was furnished for pages."""
+    return _BLOCK.sub(lambda block: "\n".join(run(line, directory) for line in _COMMAND.findall(block[0])), page)
 
 
 def run(command: str, directory: Path) -> str:
-    """The command as it is typed, and what it prints on stdout and stderr. It runs in this process, which has imported
-    torch already."""
+    """Returns the command as it is typed, and its output on stdout and stderr.
+
+    The command runs in this process, because this process has imported torch already.
+    """
     name, *arguments = shlex.split(command)
     assert name == "zckpt"
     shown = io.StringIO()
@@ -42,7 +44,7 @@ def run(command: str, directory: Path) -> str:
 
 
 def masked(page: str) -> str:
-    """The page without what differs from one time to another."""
+    """Returns the page with fixed words in the place of ages, save ids and numbers, which differ from run to run."""
     page = re.sub(r"\d+ (second|minute|hour|day)s?\b", "AGE", page)
     page = re.sub(r"\b[0-9a-f]{16}\b", "SAVE-ID", page)
     page = re.sub(r"[-+]?\d[\d.,:+e-]*(cpu|cu\d+)?", "N", page)
@@ -51,12 +53,12 @@ def masked(page: str) -> str:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    with tempfile.TemporaryDirectory() as own:
-        shared = [own]
+    with tempfile.TemporaryDirectory() as directory:
+        shared = [directory]
         dist.broadcast_object_list(shared)
         furnish(shared[0])
         is_first = dist.get_rank() == 0
         dist.destroy_process_group()
         if is_first:
-            os.environ.pop("WORLD_SIZE")  # the commands are those of one process
-            PAGE.write_text(renewed(PAGE.read_text(), Path(own)))
+            os.environ.pop("WORLD_SIZE")  # the commands run in one process
+            PAGE.write_text(renewed(PAGE.read_text(), Path(directory)))

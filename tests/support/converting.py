@@ -1,4 +1,4 @@
-"""Runs that save in DeepSpeed's own format and with zckpt at the same step, and what their engines then hold."""
+"""Runs that save in DeepSpeed's own format and with zckpt at the same step, and the state of their engines then."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 
 import zckpt
 from tests.support.models import make_engine, train
-from tests.support.runs import AFTER, BEFORE, held, raw, settings, told
+from tests.support.runs import AFTER, BEFORE, fingerprints_of, raw, settings, tensors_of
 
 CLIENT_STATE = {"note": "made by a test", "where": torch.arange(3), "at": (1, 2.5)}
 TAG = "saved"
 
 
 def now(engine: Any) -> tuple[Any, ...]:
-    """All that an engine holds, as far as it can be compared."""
-    about = settings(engine)
-    del about["micro_steps"]  # which DeepSpeed does not save
+    """Returns all state of an engine that can be compared."""
+    comparable = settings(engine)
+    del comparable["micro_steps"]  # DeepSpeed does not save it
     in_files = getattr(engine.optimizer, "optimizer_swapper", None) is not None
-    return (told(engine), {}, about) if in_files else (held(engine), raw(engine), about)
+    return (fingerprints_of(engine), {}, comparable) if in_files else (tensors_of(engine), raw(engine), comparable)
 
 
 def go_on(engine: Any, steps: int) -> dict[str, Any]:
     before = now(engine)
-    torch.manual_seed(engine.global_rank)  # which DeepSpeed does not save
+    torch.manual_seed(engine.global_rank)  # because DeepSpeed does not save the random state
     return {"before": before, "losses": train(engine, AFTER, steps), "after": now(engine)}
 
 
 def save_both(folder: str, setup: dict[str, Any], swap: str = "", steps: int = BEFORE) -> dict[str, Any]:
-    """``stock``: DeepSpeed's; ``own``: zckpt's. Goes on training after that."""
+    """Trains, saves ``folder/stock`` with DeepSpeed and ``folder/own`` with zckpt, and goes on training."""
     engine = make_engine(**setup, swap=swap)
     train(engine, steps)
     engine.save_checkpoint(f"{folder}/stock", tag=TAG, client_state=CLIENT_STATE)
@@ -51,7 +51,7 @@ def load_stock(path: str, setup: dict[str, Any], steps: int = BEFORE) -> dict[st
 
 
 def make_universal(source: str, destination: str) -> None:
-    """By DeepSpeed's own converter."""
+    """Makes a universal checkpoint with DeepSpeed's own converter."""
     from deepspeed.checkpoint import ds_to_universal
 
     ds_to_universal.main(

@@ -1,4 +1,4 @@
-"""Writes of two ranks of which one is killed, and what must hold afterwards."""
+"""Writes of two ranks in which a rank is killed, and checks of what must be true afterwards."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import zckpt
 from tests.support.faults import Fault, faulty, kill
 from tests.support.plain_engine import Engine, engines_are_adapters
+from tests.support.states import fragment
 from zckpt.format import names
 from zckpt.ranks import heartbeat as life
 from zckpt.state.inventory import Inventory
@@ -21,31 +22,61 @@ from zckpt.state.inventory import Inventory
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from zckpt.state.inventory import Fragment
+
 OLD, NEW, NEXT = 5, 6, 7
 BOTH = 2
 
 
 class Half(Engine):
-    """What one of two ranks holds of the state at a step."""
+    """An engine that holds one of two ranks' share of the state at a step."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__(40_000, seed=step, step=step)
+    def __init__(self, step: int, frozen: bool = False) -> None:
+        """Makes the state. With ``frozen``, it also has weights that are the same at each step, and the data files are
+        large enough to be shared between checkpoints.
+        """
+        super().__init__(160_000 if frozen else 40_000, seed=step, step=step)
+        self.frozen = torch.arange(40_000.0) if frozen else None
+
+    def fragments(self) -> list[Fragment]:
+        if self.frozen is None:
+            return super().fragments()
+        return [*super().fragments(), fragment("param", "frozen", self.frozen, 0, len(self.frozen))]
 
     def inventory(self, parts: object) -> Inventory:
         middle = len(self.weight) // 2
         start, stop = (0, middle) if os.environ["RANK"] == "0" else (middle, len(self.weight))
-        halves = [(one, one.data) for one in self.fragments()]
+        halves = [(f, f.data) for f in self.fragments()]
         return Inventory(
             tuple(replace(f, start=start, stop=stop, data=d[start:stop]) for f, d in halves if d is not None)  # type: ignore[index]
         )
 
 
+def write_frozen(path: str) -> None:
+    """Writes a checkpoint that ``write_and_die`` may share files with."""
+    with engines_are_adapters():
+        zckpt.write(Half(OLD, frozen=True), path)
+
+
 def write_and_die(
-    path: str, who: int, *, at: int | None = None, seconds: float = 0, background: bool = False, real: bool = False
+    path: str,
+    who: int,
+    *,
+    at: int | None = None,
+    seconds: float = 0,
+    background: bool = False,
+    real: bool = False,
+    frozen: bool = False,
 ) -> Any:
-    """Rank ``who``, or both, are killed before operation ``at`` on a store, or after some time. Returns the error that
-    the other one sees. ``real``: with an engine of DeepSpeed's."""
-    life.PERIOD_SECONDS = 0.2  # a dead rank is named after a few of these
+    """Writes a checkpoint in which rank ``who``, or both ranks if it is ``BOTH``, are killed.
+
+    A rank is killed before operation ``at`` on its store, or after ``seconds`` if ``at`` is None. With ``real``, the
+    engine is one of DeepSpeed. ``frozen`` is that of ``Half``.
+
+    Returns the number of operations on the store, and the message and the rank of the RankError that the surviving rank
+    has seen, or "" and None.
+    """
+    life.PERIOD_SECONDS = 0.2  # so that a dead rank is named soon, after a few periods
     dies = who in (BOTH, int(os.environ["RANK"]))
     if real:
         from tests.support.models import make_engine, train
@@ -53,7 +84,7 @@ def write_and_die(
         engine = make_engine()
         train(engine, NEW)
     else:
-        engine = Half(NEW)
+        engine = Half(NEW, frozen)
     torch.distributed.barrier()
     if dies and at is None:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -72,7 +103,11 @@ def write_and_die(
 
 
 def check_after(run: Path, name: str, old: str) -> bool:
-    """That what was there is whole, or the new one. Returns whether the new one was committed."""
+    """Checks that there are only whole checkpoints, the older one or the new one.
+
+    The write to ``name`` has been killed, and the older checkpoint is ``old``. Returns whether the new one was
+    committed.
+    """
     committed = False
     try:
         checkpoint = zckpt.open(run / name)
@@ -91,7 +126,7 @@ def check_after(run: Path, name: str, old: str) -> bool:
 
 
 def check_next(run: Path, name: str) -> None:
-    """That the next write to the path works, and leaves nothing of the dead one."""
+    """Checks that the next write to the path works, and that it leaves no file of the killed write."""
     engine = Engine(seed=NEXT, step=NEXT)
     with engines_are_adapters():
         zckpt.write(engine, run / name, overwrite=True)

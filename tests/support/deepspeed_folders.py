@@ -1,4 +1,4 @@
-"""Small folders in DeepSpeed's own format, made without an engine, to be damaged."""
+"""Small folders in DeepSpeed's own format, which are made without an engine and which tests damage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = {
 
 
 def model_state(ranks: int = 1, **more: Any) -> dict[str, Any]:
-    """As DeepSpeed saves it at stages 1 and 2."""
+    """Returns the state of a model as DeepSpeed saves it at stages 1 and 2."""
     return {
         "module": {"weight": torch.ones(4, 2, dtype=torch.bfloat16), "mean": torch.zeros(2)}, "buffer_names": ["mean"],
         "param_shapes": [{"weight": torch.Size([4, 2])}], "shared_params": {}, "optimizer": None, "lr_scheduler": None,
@@ -38,7 +38,7 @@ def model_state(ranks: int = 1, **more: Any) -> dict[str, Any]:
 
 
 def adam(rank: int = 0, length: int = 8, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """The ``state_dict`` of an optimizer with one parameter."""
+    """Returns the ``state_dict`` of an Adam with one parameter."""
     shape = shape or (length,)
     state = {"step": 3, "exp_avg": torch.full(shape, 1.0 + rank), "exp_avg_sq": torch.full(shape, 2.0)}
     return {"state": {0: state}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}]}
@@ -71,15 +71,15 @@ def scaler() -> Any:
 
 
 def kinds() -> dict[str, dict[str, Any]]:
-    """What is in each file of a folder of one rank, for each kind of folder."""
-    half = {"module": {"weight": torch.ones(4, 2, dtype=torch.float16), "mean": torch.zeros(2)}}
+    """Returns the content of each file of a folder of one rank, for each kind of folder."""
+    half: dict[str, Any] = {"module": {"weight": torch.ones(4, 2, dtype=torch.float16), "mean": torch.zeros(2)}}
     schedule = {"last_batch_iteration": 3, "base_lrs": [0.1]}
-    common = {"ds_config": CONFIG, "lr_scheduler": schedule, "note": {"epoch": 1}}
+    common: dict[str, Any] = {"ds_config": CONFIG, "lr_scheduler": schedule, "note": {"epoch": 1}}
     flat = {
         "dynamic_loss_scale": True, "cur_scale": 512.0, "cur_iter": 3, "last_overflow_iter": -1, "scale_factor": 2.0,
         "scale_window": 3, "optimizer_state_dict": adam(), "fp32_groups_flat": [torch.ones(8)], "clip_grad": 1.0,
     }  # fmt: skip
-    frozen = {
+    frozen: dict[str, Any] = {
         "module": {"weight": torch.empty(0, dtype=torch.float16), "mean": torch.zeros(2)},
         "frozen_param_shapes": {"frozen": torch.Size([3])}, "frozen_param_fragments": {"frozen": torch.ones(3)},
         "shared_params": {"tied": "weight"},
@@ -111,7 +111,7 @@ def kinds() -> dict[str, dict[str, Any]]:
 
 
 class Runs:
-    """An object that is pickled as a call, which ``torch.load`` would carry out."""
+    """An object that is pickled as a call of a function, which ``torch.load`` would carry out."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._call = function, args
@@ -121,8 +121,9 @@ class Runs:
 
 
 def refused(source: Path, error: type[Exception], match: str | None = None, **options: Any) -> None:
+    """Checks that ``zckpt.convert`` refuses ``source`` with this error, and leaves nothing behind."""
     destination = source.parent / "converted"
-    with pytest.raises(error, match=match) as found:
+    with pytest.raises(error, match=match) as raised:
         zckpt.convert(source, destination, **options)
-    assert isinstance(found.value, zckpt.ZckptError)
+    assert isinstance(raised.value, zckpt.ZckptError)
     assert not destination.exists()

@@ -1,16 +1,17 @@
-"""The code blocks of README and docs, and what runs them: every block works, in the order of its page.
+"""Runs the code blocks of README and docs, in the order of each page.
 
-What a page may take for granted is what ``furnish`` puts into its directory: a run in ``checkpoints``, a run of
-DeepSpeed's own in ``deepspeed_checkpoints``, the folder ``llama`` of a Hugging Face model, and the files of
-docs/quickstart.md. Names that it may take for granted are ``engine``, ``model``, ``torch``, ``deepspeed`` and
-``zckpt``, and those of the blocks before. A block says by its language how it is run:
+The code of a page can use the files that ``furnish`` puts into its directory: a run in ``checkpoints``, a run in
+DeepSpeed's own format in ``deepspeed_checkpoints``, the folder ``llama`` of a Hugging Face model, and the files of
+docs/quickstart.md. It can use the names ``engine``, ``model``, ``torch``, ``deepspeed`` and ``zckpt``, and the names
+that blocks before it have defined. The language of a block decides how the block is run:
 
-    python                  on two ranks if it has a word of ``_OF_RANKS``. Else in one process, after all of these
-    python title="x.py"     is saved to this file, and run on two ranks as a script
-    json, json title="x"    has to be JSON; is saved to this file
-    sh                      by ``sh -e``, in order with what runs in one process. Lines that call a launcher take
-                            long, so they are left to a test of their own
-    text                    not at all: output, or what this machine cannot do
+    python                  It runs on two ranks if it has a word of ``_OF_RANKS``, and otherwise in one process, after
+                            the blocks that run on two ranks.
+    python title="x.py"     It is saved to this file, and run on two ranks as a script.
+    json, json title="x"    It has to be JSON, and is saved to this file.
+    sh                      It is run by ``sh -e``, in order with the blocks that run in one process. Lines that call a
+                            launcher take long, so another test runs them.
+    text                    It is not run, because it is output, or cannot run on this machine.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"python", "json", "sh", "text"}
 LAUNCHERS = re.compile(r" *(\w+=\S+ +)*(deepspeed|torchrun|accelerate|python) ", re.MULTILINE)
-"""Each starts processes that import torch and DeepSpeed, which takes seconds."""
+"""Matches a line that calls a launcher, whose processes take seconds to import torch and DeepSpeed."""
 _FENCE = re.compile(r' *```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?$')
 _OF_RANKS = re.compile(r"\b(engine|deepspeed|[Ee]very rank)\b")
-_SIZES = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+_SIZES: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
 
 
 @dataclass(frozen=True)
 class Block:
+    """A code block of a page."""
+
     line: int
-    """The number of the first line of its code."""
+    """The number of the first line of the block's code."""
     language: str
     title: str | None
     code: str
@@ -51,29 +54,29 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """The fenced blocks of a page. Raises ValueError for a fence that is none of those above."""
-    found, begun, lines = [], None, text.split("\n")
+    """Returns the fenced blocks of a page. Raises ValueError for a fence that is none of those above."""
+    page_blocks, begun, lines = [], None, text.split("\n")
     for number, line in enumerate(lines, 1):
         if not line.lstrip().startswith("```"):
             continue
         if begun is not None:
-            start, indent, fence = begun
-            code = "\n".join(one[indent:] for one in lines[start : number - 1])
-            found.append(Block(start + 1, fence["language"], fence["title"], code))
+            start, indent, opened = begun
+            code = "\n".join(code_line[indent:] for code_line in lines[start : number - 1])
+            page_blocks.append(Block(start + 1, opened["language"], opened["title"], code))
             begun = None
             continue
         fence = _FENCE.match(line)
         if fence is None or fence["language"] not in LANGUAGES:
             raise ValueError(f"line {number}: {line.strip()} is no language of these pages: {sorted(LANGUAGES)}")
         begun = number, len(line) - len(line.lstrip()), fence
-    return found
+    return page_blocks
 
 
-# Below: on the ranks.
+# The functions from here to ``run_on_ranks`` run on the ranks.
 
 
 def furnish(directory: str) -> None:
-    """What every page finds in the directory in which its blocks run."""
+    """Puts the files that every page can use into the directory in which the blocks run. Every rank calls it."""
     os.chdir(directory)
     import torch
 
@@ -117,12 +120,12 @@ def train(engine: Any) -> None:
 
     tokens = torch.arange(16)[None]
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-    with torch.no_grad():  # without, DeepSpeed 0.18 cannot step on torch 2.13 at stages 1 and 2
+    with torch.no_grad():  # without no_grad, DeepSpeed 0.18 cannot step on torch 2.13 at stages 1 and 2
         engine.step()
 
 
 def run_on_ranks(page: str, directory: str) -> None:
-    """Runs the blocks of a page that training is about, and the scripts. Every rank calls it."""
+    """Runs the blocks of a page that need ranks, and its scripts. Every rank calls it."""
     import deepspeed
     import torch
 
@@ -130,18 +133,20 @@ def run_on_ranks(page: str, directory: str) -> None:
 
     os.chdir(directory)
     names: dict[str, Any] = {"torch": torch, "deepspeed": deepspeed, "zckpt": zckpt}
-    mine = [block for block in blocks((ROOT / page).read_text()) if block.is_of_ranks]
-    if any(block.title is None for block in mine):
+    rank_blocks = [block for block in blocks((ROOT / page).read_text()) if block.is_of_ranks]
+    if any(block.title is None for block in rank_blocks):
         names.update(engine=make_engine(), model=make_model())
         train(names["engine"])
         names["engine"].global_steps = 110
-    for block in mine:
+    for block in rank_blocks:
         execute(page, block, {"__name__": "__main__"} if block.title else names)
 
 
 def run_alone(page: str, directory: str, commands: Literal["none", "short", "all"]) -> None:
-    """Runs all other blocks of a page, in a process that has no other ranks. ``commands``: which lines of shell blocks;
-    "short" leaves out those that call a launcher."""
+    """Runs all other blocks of a page, in a process that has no other ranks.
+
+    ``commands`` says which lines of shell blocks are run. "short" leaves out the lines that call a launcher.
+    """
     import torch
 
     import zckpt
@@ -164,7 +169,7 @@ def save_files(page: str, directory: Path) -> None:
 
 
 def here(code: str, directory: Path) -> str:
-    """The code with what this machine does not have replaced by what it has."""
+    """Returns the code with a directory and a device that this machine has in the place of ``/nvme`` and "cuda"."""
     return code.replace("/nvme", f"{directory}/nvme").replace('"cuda"', '"cpu"')
 
 
@@ -177,9 +182,9 @@ def without_launchers(code: str) -> str:
 
 
 def run_shell(code: str) -> None:
-    """``make`` shows what it would do: each of its targets takes minutes."""
-    theirs = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in theirs}
+    """Runs the code by ``sh -e``. ``make`` only prints its commands, because each of its targets takes minutes."""
+    rank_variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in rank_variables}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     code = f'make() {{ command make -n -C {ROOT} "$@"; }}\n{code}'
     shell = subprocess.run(["sh", "-e", "-c", code], env=environment, capture_output=True, text=True, check=False)

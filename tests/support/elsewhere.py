@@ -1,13 +1,16 @@
-"""A plugin of pytest's that takes away from a process on Linux what macOS or Windows does not have, as far as that can
-be simulated, before zckpt is imported::
+"""A plugin of pytest that simulates macOS or Windows on Linux.
+
+Before zckpt is imported, it takes away from the process what the other system does not have, as far as that can be
+simulated::
 
     ZCKPT_TEST_SYSTEM=win32 python -m pytest -p tests.support.elsewhere @tests/elsewhere.txt
 
-On both, zckpt may not use the C library, ``/proc``, direct I/O, ``preadv``, ``pwritev`` or ``os.kill``. macOS has some
-of these; zckpt does without them there. macOS: no fsync of directories; fsync of files by ``F_FULLFSYNC``. Windows: no
-``fcntl``, no ``resource``, no ``dir_fd=``, no flags of POSIX, no opening of directories, no positional I/O, no removal
-or replacement of a file that is open, and no file that is opened without ``O_BINARY``. Not simulated: ``\\`` in paths,
-drives, names that Windows reserves, its shares and rights, and what another file system does.
+On both systems, zckpt may not use the C library, ``/proc``, direct I/O, ``preadv``, ``pwritev`` or ``os.kill``. (macOS
+has some of these, but zckpt does without them there.) On macOS, there is no fsync of directories, and files are synced
+by ``F_FULLFSYNC``. On Windows, there is no ``fcntl``, no ``resource``, no ``dir_fd=``, no flag of POSIX and no
+positional I/O. A directory cannot be opened, a file that is open cannot be removed or replaced, and zckpt has to open
+every file with ``O_BINARY``. ``\\`` in paths, drives, names that Windows reserves, its shares and rights, and the
+behaviour of other file systems are not simulated.
 """
 
 from __future__ import annotations
@@ -44,17 +47,17 @@ GONE_FROM_WINDOWS = [
 ]  # fmt: skip
 O_BINARY = 0x8000
 F_FULLFSYNC = 51
-if SYSTEM == "win32":  # already here, before conftest.py is imported
+if SYSTEM == "win32":  # already here, because conftest.py is imported before ``pytest_collection`` runs
     sys.modules["fcntl"] = sys.modules["resource"] = None  # type: ignore[assignment]
 
 
 def is_zckpts(depth: int = 2) -> bool:
-    """Whether zckpt calls the function that calls this one."""
+    """Returns whether zckpt has called the function that calls this one."""
     return str(sys._getframe(depth).f_globals.get("__name__")).startswith("zckpt")
 
 
 def of_zckpt(call: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """``instead`` for zckpt's own calls, ``call`` for all others."""
+    """Returns a function that is ``instead`` when zckpt calls it, and ``call`` for all other callers."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         return (instead if is_zckpts() else call)(*args, **kwargs)
@@ -72,7 +75,7 @@ def without_proc(event: str, args: tuple[Any, ...]) -> None:
 
 
 def is_open(path: Any) -> bool:
-    """Whether this process has the file of this name open."""
+    """Returns whether this process has the file of this name open."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -106,7 +109,7 @@ def become_macos() -> None:
 
     def full_sync(fd: int, command: int) -> None:
         assert command == F_FULLFSYNC
-        if stat.S_ISDIR(os.fstat(fd).st_mode) or fd % 3 == 0:  # as by a file system that cannot
+        if stat.S_ISDIR(os.fstat(fd).st_mode) or fd % 3 == 0:  # some files are as on a file system without F_FULLFSYNC
             unsynced.add(fd)
             raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
         real_fsync(fd)
@@ -118,19 +121,19 @@ def become_macos() -> None:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         real_fsync(fd)
 
-    fcntl.fcntl = of_zckpt(real_fcntl, full_sync)  # type: ignore[assignment]
-    fcntl.ioctl = of_zckpt(fcntl.ioctl, never)  # type: ignore[assignment]
+    fcntl.fcntl = of_zckpt(real_fcntl, full_sync)
+    fcntl.ioctl = of_zckpt(fcntl.ioctl, never)
     os.fsync = of_zckpt(real_fsync, sync)
 
 
 def become_windows() -> None:
-    os.environ.setdefault("USERNAME", "nobody")  # as there; pytest asks for it
+    os.environ.setdefault("USERNAME", "nobody")  # Windows sets it, and pytest asks for it
     statvfs = os.statvfs
 
-    def disk_usage(path: Any) -> Any:  # which asks Windows itself
+    def disk_usage(path: Any) -> Any:  # shutil's own would call Windows' functions
         status = statvfs(path)
         total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-        return shutil._ntuple_diskusage(total, total - free, free)  # type: ignore[attr-defined]
+        return shutil._ntuple_diskusage(total, total - free, free)
 
     shutil.disk_usage = disk_usage
     for name in GONE_FROM_WINDOWS:
@@ -148,14 +151,14 @@ def become_windows() -> None:
         assert flags & O_BINARY or not is_zckpts(), f"{path} is opened as text"
         return real_open(path, flags & ~O_BINARY, mode)
 
-    os.open = opened  # type: ignore[assignment]
+    os.open = opened
     real_utime = os.utime
 
     def by_name(path: Any, *args: Any, **kwargs: Any) -> None:
         assert not isinstance(path, int), "Windows takes names alone"
         real_utime(path, *args, **kwargs)
 
-    os.utime = by_name  # type: ignore[assignment]
+    os.utime = by_name
     for name in ("unlink", "remove", "rename", "replace"):
         setattr(os, name, unless_open(getattr(os, name)))
     shutil._use_fd_functions = False  # type: ignore[attr-defined]

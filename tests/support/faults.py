@@ -1,6 +1,6 @@
-"""A store that fails on purpose: it counts what is done to it, and at one operation does what its fault says.
+"""A store that fails on purpose. It counts its operations, and one of them is replaced by a fault.
 
-For one process, a rank for instance: ``with faulty(fault) as operations`` puts it in the place of the local store.
+``with faulty(fault) as operations`` puts it in the place of the local store, in one process, such as a rank.
 """
 
 from __future__ import annotations
@@ -26,24 +26,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fault:
-    """``act`` takes the place of the operation with number ``at``, of those whose name is in ``names`` (all if it is
-    empty) and whose path has ``path`` in it. It is given what would be done, and the file."""
+    """What takes the place of an operation on a store."""
 
     act: Callable[[Callable[[], Any], str], Any]
+    """The function that is called instead. Its arguments are the operation and the path of the file."""
     at: int = 0
+    """The number of the operation, counted from 0 among those that ``names`` and ``path`` select."""
     names: tuple[str, ...] = ()
+    """The names of the methods that are counted, or () for all methods."""
     path: str = ""
+    """Text that the path of the file has to contain."""
     lasting: bool = False
-    """Of every one after it too: what dies does nothing any more."""
+    """Whether ``act`` also takes the place of every later operation, as after a death."""
 
 
 @dataclass
 class Operations:
-    """What was done to the stores of a process, in order: (method, file)."""
+    """The operations on the stores of a process."""
 
     fault: Fault | None
     done: list[tuple[str, str]] = field(default_factory=list)
+    """The name of the method and the path of the file of each operation, in order."""
     matching: int = 0
+    """The number of operations so far that the fault selects by name and path."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, name: str, file: str, operation: Callable[[], Any]) -> Any:
@@ -57,26 +62,26 @@ class Operations:
 
 
 class Watched:
-    """A store, reader or writer with every call of a method counted."""
+    """A store, reader or writer that counts every call of a method."""
 
     def __init__(self, target: Any, operations: Operations, file: str) -> None:
         self._target, self._operations, self._file = target, operations, file
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._target, name)
-        if found is self._target:  # what it can do beside the contract
+        attribute = getattr(self._target, name)
+        if attribute is self._target:  # a capability, such as ``Reader.direct``
             return self
-        if isinstance(found, LocalStore):  # the parent
-            return Watched(found, self._operations, str(found.location))
-        if not callable(found) or name == "close":
-            return found
+        if isinstance(attribute, LocalStore):  # the parent
+            return Watched(attribute, self._operations, str(attribute.location))
+        if not callable(attribute) or name == "close":
+            return attribute
         if name == "child":
-            return lambda path: Watched(found(path), self._operations, os.path.join(self._file, path))
+            return lambda path: Watched(attribute(path), self._operations, os.path.join(self._file, path))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             of_a_file = args and isinstance(args[0], str)
             file = os.path.join(self._file, args[0]) if of_a_file else self._file
-            result = self._operations.run(name, file, lambda: found(*args, **kwargs))
+            result = self._operations.run(name, file, lambda: attribute(*args, **kwargs))
             return Watched(result, self._operations, file) if isinstance(result, (LocalReader, LocalWriter)) else result
 
         return call
@@ -84,18 +89,18 @@ class Watched:
 
 @contextmanager
 def faulty(fault: Fault | None = None) -> Iterator[Operations]:
-    """Every store that is opened meanwhile is watched, and has this fault."""
+    """Watches every store that is opened within the ``with`` block, and gives it this fault."""
     operations = Operations(fault)
     watched = {"": lambda location: Watched(LocalStore(location), operations, str(location))}
     with mock.patch.dict(SCHEMES, watched):
         yield operations
 
 
-# What may happen in the place of an operation
+# Functions that take the place of an operation
 
 
 def fail(number: int) -> Callable[[Callable[[], Any], str], Any]:
-    """The operating system refuses, with this errno."""
+    """Returns an ``act`` for which the operating system refuses the operation with the errno ``number``."""
 
     def act(operation: Callable[[], Any], file: str) -> Any:
         error = OSError(number, os.strerror(number))
@@ -114,13 +119,13 @@ def kill(operation: Callable[[], Any], file: str) -> None:
 
 
 def remove(operation: Callable[[], Any], file: str) -> Any:
-    """While it may be open."""
+    """Removes the file, which may be open, and does the operation."""
     os.unlink(file)
     return operation()
 
 
 def replace(operation: Callable[[], Any], file: str) -> Any:
-    """By another one, as long and with other bytes, while it may be open."""
+    """Replaces the file, which may be open, by one of the same length with other bytes, and does the operation."""
     nbytes = os.path.getsize(file)
     os.unlink(file)
     with open(file, "wb") as new:
@@ -130,7 +135,7 @@ def replace(operation: Callable[[], Any], file: str) -> Any:
 
 @contextmanager
 def short(nbytes: int) -> Iterator[None]:
-    """The operating system reads and writes no more than so many bytes at once, as it may."""
+    """Lets the operating system read and write at most ``nbytes`` in each call, which it is allowed to do."""
 
     def few(name: str) -> Callable[..., int]:
         real = getattr(os, name)

@@ -1,4 +1,4 @@
-"""Processes of their own, made by fork: quick, and good enough for what only reads and writes files."""
+"""Runs functions in forked processes, which start quickly and are good enough for code that only uses files."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import pickle
 import signal
 import traceback
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SECONDS = 60
+SECONDS = 600
+"""A process that hangs is ended after so many seconds."""
 
 
 def fork(action: Callable[[], object]) -> tuple[int, int]:
-    """Starts it in a new process; returns its id and what to read its pickled result or error from."""
+    """Runs ``action`` in a new process.
+
+    Returns the process id, and the file descriptor from which the pickled result or error can be read.
+    """
     read, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -36,6 +41,7 @@ def fork(action: Callable[[], object]) -> tuple[int, int]:
 
 
 def result_of(child: tuple[int, int]) -> Any:
+    """Waits for a process of ``fork`` and returns its result or its error. Returns None if the process was killed."""
     with os.fdopen(child[1], "rb") as read:
         raw = read.read()
     os.waitpid(child[0], 0)
@@ -43,17 +49,23 @@ def result_of(child: tuple[int, int]) -> Any:
 
 
 def in_processes(count: int, action: Callable[[int], object]) -> list[Any]:
-    """What ``action(0)``, ``action(1)``, ... return or raise, each in a process of its own, all at once."""
-    children = [fork(lambda number=number: action(number)) for number in range(count)]
+    """Calls ``action(0)``, ``action(1)``, ... at the same time, each in a process of its own.
+
+    Returns the values that the calls return, or the errors that they raise.
+    """
+    children = [fork(partial(action, number)) for number in range(count)]
     return [result_of(child) for child in children]
 
 
 @contextmanager
 def stopped_at(action: Callable[[Callable[[], None]], object]) -> Iterator[tuple[int, Callable[[], Any]]]:
-    """A process that runs ``action`` as far as its call of what it is given, and waits there. The context is its id,
-    and what lets it go on and returns its result. It is killed at the end."""
+    """Runs ``action(wait)`` in a process up to its call of ``wait``, where the process stops.
+
+    Yields the process id, and a function that lets the process go on and returns its result. The process is killed at
+    the end if that function was not called.
+    """
     reached, tell = os.pipe()
-    hold, let_go = os.pipe()
+    hold, release = os.pipe()
 
     def act() -> object:
         def wait() -> None:
@@ -63,20 +75,20 @@ def stopped_at(action: Callable[[Callable[[], None]], object]) -> Iterator[tuple
         return action(wait)
 
     child = fork(act)
-    done: list[Any] = []
+    results: list[Any] = []
     os.close(tell)
     assert os.read(reached, 1), result_of(child)
 
     def go_on() -> Any:
-        os.write(let_go, b"!")
-        done.append(result_of(child))
-        return done[0]
+        os.write(release, b"!")
+        results.append(result_of(child))
+        return results[0]
 
     try:
         yield child[0], go_on
     finally:
-        if not done:
+        if not results:
             os.kill(child[0], signal.SIGKILL)
             result_of(child)
-        for fd in (reached, hold, let_go):
+        for fd in (reached, hold, release):
             os.close(fd)

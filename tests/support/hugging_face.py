@@ -1,4 +1,4 @@
-"""Tiny models of Hugging Face's, of each kind that is saved in its own way, and DeepSpeed checkpoints of them."""
+"""Tiny Hugging Face models, one for each way of saving a model, and DeepSpeed checkpoints of them."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ from tests.support.states import write_state
 if TYPE_CHECKING:
     from pathlib import Path
 
-SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 8}
+Sizes = dict[str, Any]
+SMALL: Sizes = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+VISION: Sizes = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 8}
 
 
 def make_config(kind: str) -> tuple[str, PreTrainedConfig]:
-    """The class of the model, and its configuration."""
-    if kind == "gpt2":  # Conv1D, tied
+    """Returns the name of the model's class, and the model's configuration."""
+    if kind == "gpt2":  # Conv1D layers and tied weights
         return "GPT2LMHeadModel", GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=11, n_head=2)
-    if kind == "t5":  # an encoder and a decoder, tied
-        config = T5Config(
-            vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
-        )
-        return "T5ForConditionalGeneration", config
+    if kind == "t5":  # an encoder and a decoder with tied weights
+        sizes: Sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+        sizes["decoder_start_token_id"] = 0
+        return "T5ForConditionalGeneration", T5Config(**sizes)
     if kind == "mixtral":  # experts that are one tensor in memory
         return "MixtralForCausalLM", MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)
-    if kind == "qwen2_moe":  # the same, and experts that are shared
+    if kind == "qwen2_moe":  # the same, and shared experts
         sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_experts": 12}
         return "Qwen2MoeForCausalLM", Qwen2MoeConfig(**SMALL, num_key_value_heads=2, **sizes)
-    if kind == "llava":  # multimodal; parameters are named otherwise in files
+    if kind == "llava":  # multimodal, with other names of parameters in files
         vision = {name: size for name, size in SMALL.items() if name != "vocab_size"}
         config = LlavaConfig(
             vision_config=CLIPVisionConfig(**vision, image_size=16, patch_size=8), text_config=LlamaConfig(**SMALL)
@@ -68,7 +70,7 @@ def make_hugging_face(kind: str) -> Any:
 
 
 def write_model(path: Path, model: Any, **options: Any) -> None:
-    """A checkpoint of a model, as three ranks write it."""
+    """Writes a checkpoint of a model, as three ranks write it."""
     names: dict[int, str] = {}
     aliases = {name: names.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
     tensors = {name: tensor for name, tensor in model.state_dict().items() if aliases[name] == name}
@@ -81,7 +83,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 def write_both(directory: str, kind: str, stage: int, dtype: str = "bf16") -> None:
-    """Trains a step; then zckpt writes ``<directory>/zckpt``, and DeepSpeed its own checkpoint beside it."""
+    """Trains a step, and writes ``<directory>/zckpt`` with zckpt and ``<directory>/deepspeed`` with DeepSpeed."""
     model = make_hugging_face(kind)
     engine, *_ = deepspeed.initialize(
         model=model,

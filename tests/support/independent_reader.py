@@ -1,4 +1,7 @@
-"""A second reader, from spec/format.md alone: no code of zckpt. Opening checks everything but the trees."""
+"""A second reader, written from spec/format.md alone, without code of zckpt.
+
+Opening a checkpoint checks everything except for the trees.
+"""
 
 import json
 import math
@@ -20,7 +23,7 @@ PART = {"name": str, "layout": range(2**22 + 1), "names": [UINT], "shapes": [UIN
 FILES = {name: [UINT] for name in ("rank", "part", "tier", "bytes", "data_start", "first_block")}
 CHUNKS = {name: [UINT] for name in ("layout", "first_row", "rows", "pieces", "offset", "bytes")} | {"digest": [bytes]}
 BODY = {"save_id": str, "step": UINT, "world_size": range(1, 2**20 + 1), "block_bytes": range(4096, 2**26 + 1, 4096)}
-BODY |= {"names": [str], "aliases": dict, "shapes": [[int]], "parts": [PART], "files": FILES, "chunks": CHUNKS}
+BODY |= {"names": [str], "aliases": dict, "shapes": list, "parts": [PART], "files": FILES, "chunks": CHUNKS}
 BODY |= {"digests": [bytes], "index_bytes": UINT, "state": bytes, "writer": dict}
 LIMITS = {"names": 2**22, "aliases": 2**22, "parts": 256}
 ENTRY = {"dtype": str, "shape": [UINT], "data_offsets": [UINT]}
@@ -43,8 +46,28 @@ def distinct(pairs):
     return dict(pairs)
 
 
-def unpack(rule, data):
-    return parse(rule, msgpack.unpackb, data, strict_map_key=False, object_pairs_hook=distinct)
+def unpack(rule, data, too_deep=None):
+    try:
+        return parse(rule, msgpack.unpackb, data, strict_map_key=False, object_pairs_hook=distinct)
+    except ValueError as error:
+        need(not isinstance(error.__cause__, msgpack.StackError | RecursionError), too_deep or rule, "depth")
+        raise
+
+
+def version(raw):
+    """Returns the version in the envelope, without looking at the bytes after it."""
+    unpacker = msgpack.Unpacker(max_buffer_size=max(len(raw), 1))
+    unpacker.feed(raw)
+    try:
+        need(unpacker.read_array_header() >= 2, "M001", raw[:12])
+        start = unpacker.tell()
+        unpacker.skip()
+        middle = unpacker.tell()
+        unpacker.skip()
+    except (ValueError, msgpack.OutOfData) as error:
+        raise ValueError(f"M001: {error!r}") from error
+    need(raw[start:middle] == b"\xa5zckpt", "M001", raw[:12])
+    return parse("M002", msgpack.unpackb, raw[middle : unpacker.tell()])
 
 
 def integer(digits):
@@ -59,7 +82,7 @@ def parse_object(rule, text):
 
 
 def containers(value):
-    """How many arrays and maps there are in a value."""
+    """Returns the number of arrays and maps in a value."""
     level, count = [value], 0
     while level := [item for item in level if isinstance(item, list | dict)]:
         count += len(level)
@@ -68,17 +91,35 @@ def containers(value):
 
 
 def sound(name, shape):
-    short = len(shape) <= 64 and fits(shape, [UINT]) and math.prod(dim or 1 for dim in shape) in UINT
+    """Returns whether a tensor may have this name and this shape."""
+    short = fits(shape, [UINT]) and len(shape) <= 64 and math.prod(dim or 1 for dim in shape) in UINT
     return short and fits(name, str) and re.fullmatch(NAME, name) and len(name.encode()) <= 1024
 
 
 def fits(value, kind):
-    """Whether a value is an integer of a range, an array, a map that has the fields of a table, or of a type."""
+    """Returns whether a value is of a kind.
+
+    A range stands for the integers in it, a list of one kind for an array of it, a dict of kinds for a map that has
+    these fields, and a class for its instances.
+    """
     if isinstance(kind, list):
         return type(value) is list and all(fits(item, kind[0]) for item in value)
     if isinstance(kind, dict):
         return type(value) is dict and all(fits(value.get(field), kind[field]) for field in kind)
     return type(value) is int and value in kind if isinstance(kind, range) else type(value) is kind
+
+
+def cut(lengths, elements, world_size, name):
+    """Yields the copy and the first element of each piece of a row."""
+    copy, start, remaining = 0, 0, 2**62 - 1
+    for length in lengths:
+        need(copy < world_size and length <= remaining, "I005", name)
+        need(1 <= length <= elements - start or length == elements == 0, "I005", name)
+        yield copy, start
+        start, remaining = start + length, remaining - length
+        if start == elements:
+            copy, start = copy + 1, 0
+    need(start == 0, "I005", name)
 
 
 def read(root, path, begin, count, size=None):
@@ -97,21 +138,24 @@ class Reader:
             need(len(name) <= 256 and re.fullmatch(rf"{TEXT}\n?", name.decode(errors="surrogateescape")), "L001", name)
             names = name.decode().removesuffix("\n").split("/")
             need(not {"", ".", ".."} & {*names}, "L001", name)
-            if len(names) > 1:  # by no link
+            if len(names) > 1:  # fails if a component is a link
                 read(path, "/".join([*names, "manifest.msgpack"]), 0, 0)
             path = path.joinpath(*names)
         raw = read(path, "manifest.msgpack", 0, 256 * MIB + 1)
-        need(len(raw) <= 256 * MIB and raw[1:7] == b"\xa5zckpt", "M001 or M004", raw[:7])
-        need(raw[7:9] == b"\x92\x01", "M002", raw[7:12])
+        need(len(raw) <= 256 * MIB, "M004", path)
+        known = version(raw)
+        need(fits(known, [UINT]) and len(known) == 2 and known[0] == 1, "M002", known)
         envelope = unpack("M001", raw)
-        need(raw[:1] == b"\x94" and msgpack.packb(envelope) == raw and fits(envelope[2:], [bytes]), "M001", raw[:32])
+        need(len(envelope) == 4 and fits(envelope[2:], [bytes]), "M001", raw[:32])
         need(xxhash.xxh3_128_digest(envelope[3]) == envelope[2], "M003", envelope[2])
+        need(msgpack.packb(envelope) == raw, "M001", raw[:32])
         body = self.body = unpack("M005", envelope[3])
-        need(fits(body, {"version": [UINT], "requires": [str]}) and body["version"] == envelope[1], "M001, M005", body)
+        need(type(body) is dict and containers(body) <= 2**22, "M005", "arrays and maps")
+        need(fits(body, {"version": [UINT]}) and body["version"] == envelope[1], "M001", body.get("version"))
+        need(fits(body, {"requires": [str]}), "M005", body.get("requires"))
         need({*body["requires"]} <= {"shared-files"}, "M006", body["requires"])
         need(fits(body, BODY) and len(body["digests"]) == body["world_size"], "M005", [*body])
         need(all(len(body[field]) <= most for field, most in LIMITS.items()), "M005", "limits")
-        need(containers(body) <= 2**22, "M005", "arrays and maps")
         need({*map(len, [envelope[2], *body["digests"], *body["chunks"]["digest"]])} == {16}, "M005", "digests")
         shared = body.get("shared") if body["requires"] else {}
         need(type(shared) is dict and fits([*shared.values()], [[UINT]]) and fits([*shared], [str]), "M005", shared)
@@ -130,16 +174,16 @@ class Reader:
             need(rank < self.world_size and p < len(body["parts"]) and tier < len(TIERS), "M011", (rank, p, tier))
             need(start in range(4096, size + 1, 4096), "S003", start)
         self.root, self.data, self.tensors = path, f"data-{body['save_id']}", {}  # by key: dtype, shape, pieces
-        self.claimed = {}  # bytes of the pieces of each file
+        self.claimed = {}  # the bytes of the pieces in each file
         self._read_parts(set(body["names"]), self._read_index(chunks))
         first_blocks = sorted(zip(files[5], places, strict=True))
         for rank in range(self.world_size):
             self._check_digests(rank, [(block, place) for block, place in first_blocks if place[0] == rank])
 
     def _read_index(self, chunks):
-        """The rows of each layout: name id, and a list of (rank, tier, length, offset, block)."""
+        """Returns the rows of each layout. A row is a name id and a list of (rank, tier, length, offset, block)."""
         at, layouts = 0, [part["layout"] for part in self.body["parts"]]
-        index = {layout: [] for layout in layouts}
+        index: dict[int, list[tuple[int, list[tuple[int, ...]]]]] = {layout: [] for layout in layouts}
         parts = [layouts.count(layout) for layout in chunks[0]]
         pieces = sum(count * times for count, times in zip(chunks[3], parts, strict=True))
         need(sum(parts) <= 4096 and pieces <= 2**26, "M013", pieces)
@@ -177,24 +221,21 @@ class Reader:
                 self.tensors[f"{part}/{names[name]}"] = dtype, shapes[shape], pieces
 
     def _place(self, p, name, dtype, shape, row):
-        """The pieces of a tensor, each as (copy, file, first byte, byte behind the last)."""
-        elements, width, before = math.prod(shape), SIZES.get(dtype), 0
-        copies = sum(piece[2] for piece in row) // elements if elements else len(row)
-        need(copies <= self.world_size, "I005", name)
+        """Yields the pieces of a tensor, each as (copy, file, first byte, end)."""
+        elements, width = math.prod(shape), SIZES.get(dtype)
         need(width and elements * width in UINT, "M008 or M009", name)
-        for i, (rank, tier, length, offset, block) in enumerate(row):
-            copy, start = divmod(before, elements) if elements else (i, 0)
-            before, end, place = before + length, offset + length * width, (rank, p, tier)
-            need(start < start + length <= elements or length == elements == 0, "I005", name)
-            size, data_start, entries = self.files.get(place, (0, 1, {}))  # no file has room for nothing
+        spans = [*cut([piece[2] for piece in row], elements, self.world_size, name)]
+        for (rank, tier, length, offset, block), (copy, start) in zip(row, spans, strict=True):
+            end, place = offset + length * width, (rank, p, tier)
+            # A missing file has no room, not even for 0 bytes.
+            size, data_start, entries = self.files.get(place, (0, 1, {}))
             need(offset % width == 0 and end <= size - data_start, "I006", name)
-            entry, span = (name, shape) if length == elements else (f"{name}@{start}:{start + length}", [length])
+            entry, entry_shape = (name, shape) if length == elements else (f"{name}@{start}:{start + length}", [length])
             need(entry not in entries, "S007", entry)
-            entries[entry] = {"dtype": dtype, "shape": span, "data_offsets": [offset, end]}, block, name, shape
+            entries[entry] = {"dtype": dtype, "shape": entry_shape, "data_offsets": [offset, end]}, block, name, shape
             self.claimed[place] = self.claimed.get(place, 0) + end - offset
             need(self.claimed[place] <= size - data_start, "I007", place)
             yield copy, place, offset, end
-        need(not elements or before % elements == 0, "I005", name)
 
     def _read(self, place, begin, end):
         (rank, p, tier), (size, start, _) = place, self.files[place]
@@ -202,7 +243,7 @@ class Reader:
         return read(self.root, path, start + begin, end - begin, size)
 
     def _check_digests(self, rank, first_blocks):
-        """The rank's digest table, and its files as pairs of their first block and place, in that order."""
+        """Checks the rank's digest table and its files, which are pairs of first block and place, in order."""
         path, block = f"{self.data}/rank-{rank:05}/digests.bin", 0
         table = read(self.root, path, 0, 2**30)
         need(len(table) == (self.root / path).stat().st_size and len(table) % 16 == 0, "D001", rank)
@@ -213,12 +254,13 @@ class Reader:
         need(len(table) == 16 * block, "D001", rank)
 
     def _check_file(self, place, digests):
-        """Header, fillers and digests of a file; returns the number of its blocks."""
+        """Checks the header, the fillers and the digests of a file, and returns the number of its blocks."""
         (rank, p, tier), (size, start, entries), block = place, self.files[place], 0
         facts = {"rank": str(rank), "tier": TIERS[tier][0], "part": self.body["parts"][p]["name"]}
         facts |= {"save_id": self.origins.get(place, self.body["save_id"]), "world_size": str(self.world_size)}
         raw = self._read(place, -start, 0)
         need(int.from_bytes(raw[:8], "little") == start - 8 <= 100_000_000, "S001 or S003", place)
+        self._check_blocks(place, -start, 0, digests)
         need(re.fullmatch(rb"\{.*\} *", raw[8:], re.DOTALL), "S002", place)
         header = parse_object("S002", raw[8:].decode(errors="surrogateescape"))
         meta = header.pop("__metadata__", None)
@@ -242,14 +284,22 @@ class Reader:
         need(all(shapes.get(name) == shape for name, shape in partial), "S006 or S007", place)
         for name, (begin, end) in regions:
             need(name not in entries or entries[name][1] == block, "S007", name)
-            for at in range(begin, end, self.body["block_bytes"]):
-                data = self._read(place, at, min(at + self.body["block_bytes"], end))
-                need(xxhash.xxh3_128_digest(data) == digests[16 * block : 16 * block + 16], "D003", (place, at))
-                block += 1
+            block += self._check_blocks(place, begin, end, digests[16 * block :])
         return block
 
+    def _check_blocks(self, place, begin, end, digests):
+        """Compares the digests of a region of a file, and returns the number of its blocks.
+
+        The region begins and ends at these offsets from the start of the data.
+        """
+        starts = range(begin, end, self.body["block_bytes"])
+        for block, at in enumerate(starts):
+            data = self._read(place, at, min(at + self.body["block_bytes"], end))
+            need(xxhash.xxh3_128_digest(data) == digests[16 * block : 16 * block + 16], "D003", (place, at))
+        return len(starts)
+
     def copies(self, key):
-        """The copies of a tensor, each as its row-major bytes."""
+        """Yields the copies of a tensor, each as its row-major bytes."""
         part, _, name = key.partition("/")
         pieces = self.tensors[f"{part}/{self.aliases.get(name, name)}"][2]
         for _, copy in groupby(pieces, key=lambda piece: piece[0]):
@@ -264,11 +314,11 @@ class Reader:
         dtype, shape, _ = ("U8", [0], ()) if rank is None else self.tensors[f"state/rank/{rank}"]
         need(dtype == "U8" and len(shape) == 1, "T001", rank)
         need(shape[0] <= 2**28, "T004", rank)
-        self.spent, self.referenced = [0, 0], []  # bytes and arrays or maps; both of this tree
+        self.spent, self.referenced = [0, 0], []  # this tree's bytes and its number of arrays and maps; its keys
         return self._tree(self._unpack(self.body["state"] if rank is None else self.load(f"state/rank/{rank}")))
 
     def _unpack(self, data):
-        value = unpack("T001", data)
+        value = unpack("T001", data, too_deep="T002")
         self.spent = [self.spent[0] + len(data), self.spent[1] + containers(value)]
         need(self.spent[0] <= 2**28 and self.spent[1] <= 2**22, "T004", self.spent)
         return value
@@ -283,7 +333,7 @@ class Reader:
             case dict() if all(type(key) in (str, int) for key in value):
                 return {key: self._tree(item, level + 1) for key, item in value.items()}
             case msgpack.ExtType(code=1 | 2):
-                key = f"state/{value.data.decode(errors='surrogateescape')}"
+                key = f"state/{parse('T001', value.data.decode)}"
                 need(key in self.tensors and key not in self.referenced, "T003", key)
                 self.referenced.append(key)
                 return *self.tensors[key][:2], self.load(key)

@@ -1,4 +1,4 @@
-"""Engines over tiny models of transformers', and what ``save_pretrained`` and ``zckpt.export`` write of them."""
+"""Engines over tiny models of transformers, and exports of them by ``save_pretrained`` and ``zckpt.export``."""
 
 from __future__ import annotations
 
@@ -47,8 +47,11 @@ def train(engine: Any, steps: int) -> None:
 
 
 def save_pretrained(engine: Any, fresh: Any, directory: Path, **options: Any) -> None:
-    """By way of a ``fresh`` model of the same kind, with every weight whole on rank 0: the model in an engine of ZeRO-1
-    or 2 has its weights in one buffer, which transformers puts into one file."""
+    """Saves the weights by way of a ``fresh`` model of the same kind, which rank 0 fills with the whole weights.
+
+    The model of the engine itself would not do, because at ZeRO-1 and 2 its weights are in one buffer, which
+    transformers puts into one file.
+    """
     parameters = list(engine.module.parameters())
     whole = deepspeed.zero.GatheredParameters(parameters) if engine.zero_optimization_stage() == 3 else nullcontext()
     with whole:
@@ -58,12 +61,12 @@ def save_pretrained(engine: Any, fresh: Any, directory: Path, **options: Any) ->
     torch.distributed.barrier()
 
 
-def export_both(kind: str, stage: int, directory: Path, shard: str) -> zckpt.Exported:
+def export_both(kind: str, stage: int, directory: Path, data_file: str) -> zckpt.Exported:
     engine = make_engine(kind, stage)
     train(engine, 2)
-    save_pretrained(engine, make_model(kind), directory / "saved", max_shard_size=shard)
+    save_pretrained(engine, make_model(kind), directory / "saved", max_shard_size=data_file)
     zckpt.write(engine, directory / "checkpoint")
-    exported = zckpt.export(engine, directory / "exported", max_shard_size=shard)
-    zckpt.export(engine, directory / "fp32", dtype="fp32", max_shard_size=shard)
+    exported = zckpt.export(engine, directory / "exported", max_shard_size=data_file)
+    zckpt.export(engine, directory / "fp32", dtype="fp32", max_shard_size=data_file)
     zckpt.export(engine, directory / "model.pt", format="pt")
     return exported

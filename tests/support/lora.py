@@ -1,4 +1,4 @@
-"""Tiny models with LoRA adapters, DeepSpeed engines over them, and what PEFT itself saves of them."""
+"""Tiny models with LoRA adapters, and DeepSpeed engines over them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "embedding": {"default": {"target_modules": ["embed_tokens", "o_proj", "lm_head"], "bias": "all"}},
     "tokens": {"default": {"target_modules": "all-linear", "trainable_token_indices": [1, 5]}},
 }
-"""What each adapter of a model is made with."""
+"""The settings of each adapter of a model, by variant and by the name of the adapter."""
 
 
 def make_base(seed: int = 0) -> LlamaForCausalLM:
@@ -37,7 +37,7 @@ def make_model(variant: str, seed: int = 0) -> Any:
         model.add_adapter(name, peft.LoraConfig(**settings))
     torch.manual_seed(seed + 1)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # which begins as zeros
+        if "lora_B" in name:  # PEFT makes it of zeros
             torch.nn.init.normal_(parameter, std=0.02)
     return model
 

@@ -1,4 +1,4 @@
-"""What a process takes of memory, as Linux tells it, and files that are taken out of the page cache."""
+"""The memory of a process, as Linux counts it, and the removal of files from the page cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zckpt.system import linux
 
 
 def peak_growth(action: Any) -> int:
-    """Bytes by which the resident memory at its highest exceeds that before ``action``."""
+    """Returns the bytes by which the peak of the resident memory during ``action`` exceeds that before it."""
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
     action()
@@ -27,5 +27,5 @@ def uncache(directory: Path) -> None:
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
-                os.fsync(file.fileno())  # what is not on the disk yet would stay
+                os.fsync(file.fileno())  # pages that are not on the disk yet would stay in the cache
                 linux.uncache(file.fileno())

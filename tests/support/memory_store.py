@@ -32,7 +32,7 @@ class File:
 
 
 Disk = dict[str, File | None]
-"""Files by their paths; a directory is None."""
+"""The files by their paths. A directory is None."""
 _LOCK = threading.Lock()
 
 
@@ -47,18 +47,18 @@ class MemoryReader:
         return len(self._data(path))
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        found = self._data(path)[offset : offset + nbytes]
-        self.count.add(reads=1, metadata_bytes=len(found))
-        return found
+        data = self._data(path)[offset : offset + nbytes]
+        self.count.add(reads=1, metadata_bytes=len(data))
+        return data
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
-        rest, done = np.frombuffer(self._data(path), np.uint8)[offset:], 0
+        rest, bytes_read = np.frombuffer(self._data(path), np.uint8)[offset:], 0
         for view in views:
-            got = min(len(view), len(rest) - done)
-            np.asarray(view)[:got] = rest[done : done + got]
-            done += got
-        self.count.add(reads=1, data_bytes=done)
-        return done
+            nbytes = min(len(view), len(rest) - bytes_read)
+            np.asarray(view)[:nbytes] = rest[bytes_read : bytes_read + nbytes]
+            bytes_read += nbytes
+        self.count.add(reads=1, data_bytes=bytes_read)
+        return bytes_read
 
     def close(self) -> None: ...
 
@@ -88,7 +88,7 @@ class MemoryWriter:
 
 class MemoryStore:
     free: int | None = None
-    """What ``free_bytes`` returns."""
+    """The value that ``free_bytes`` returns."""
 
     def __init__(self, location: Location, disk: Disk) -> None:
         self.location, self.disk = location, disk
@@ -105,7 +105,7 @@ class MemoryStore:
 
     def _below(self, path: str) -> list[str]:
         above = f"{self.full(path)}/".lstrip("/")
-        return [one.removeprefix(above) for one in list(self.disk) if one and one.startswith(above)]
+        return [key.removeprefix(above) for key in list(self.disk) if key and key.startswith(above)]
 
     def _error(self, message: str, path: str) -> StorageError:
         return StorageError(message, file=str(self.location.child(path)))
@@ -117,18 +117,20 @@ class MemoryStore:
         return self.full(path) in self.disk
 
     def entries(self) -> list[str] | None:
-        return list({one.partition("/")[0] for one in self._below("")}) if self.is_directory("") else None
+        return list({below.partition("/")[0] for below in self._below("")}) if self.is_directory("") else None
 
     def directories(self) -> list[str]:
         if not self.is_directory(""):
             raise self._error("there is no such directory", "")
-        return sorted(one for one in self._below("") if "/" not in one and self.is_directory(one))
+        return sorted(below for below in self._below("") if "/" not in below and self.is_directory(below))
 
     def files(self, path: str) -> list[StoredFile]:
-        files = [self._file(path), *(self.child(path)._file(one) for one in self._below(path))]
+        files = [self._file(path), *(self.child(path)._file(below) for below in self._below(path))]
         disk = list(self.disk.values())
         return [
-            StoredFile(len(file.data), sum(one is file for one in disk), id(file)) for file in files if file is not None
+            StoredFile(len(file.data), sum(other is file for other in disk), id(file))
+            for file in files
+            if file is not None
         ]
 
     def free_bytes(self) -> int | None:
@@ -141,7 +143,7 @@ class MemoryStore:
         return self.disk.get(self.full(path), path) is None
 
     def _put(self, path: str, file: File) -> bool:
-        """``file`` at ``path``, if its directory is there and nothing is at ``path``; whether that is so."""
+        """Puts ``file`` at ``path`` if the directory exists and nothing is at ``path``. Returns whether it did so."""
         full = self.full(path)
         with _LOCK:
             above = self.disk.get(full.rpartition("/")[0], file)
@@ -165,6 +167,9 @@ class MemoryStore:
             return False
         return self._put(path, file)
 
+    def may_share(self, directory: Location) -> bool:
+        return directory.scheme == self.location.scheme
+
     def put(self, path: str, data: bytes) -> None:
         if not self.claim(path, data):
             raise self._error("it is there already, or its directory is not", path)
@@ -177,7 +182,7 @@ class MemoryStore:
         return prepared
 
     def commit(self, path: str, prepared: str) -> None:
-        with _LOCK:  # so that nobody removes it in between
+        with _LOCK:  # so that no other thread removes the file in between
             file = self._file(prepared)
             if file is None or self.is_directory(path):
                 raise self._error("somebody has removed it, or a directory is in the way", prepared)
@@ -186,8 +191,8 @@ class MemoryStore:
 
     def remove(self, path: str) -> None:
         with _LOCK:
-            for one in [self.full(path), *map(self.child(path).full, self._below(path))]:
-                self.disk.pop(one, None)
+            for key in [self.full(path), *map(self.child(path).full, self._below(path))]:
+                self.disk.pop(key, None)
 
     def remove_if_empty(self, path: str) -> None:
         with _LOCK:
@@ -218,7 +223,7 @@ class MemoryStore:
 
 @contextmanager
 def in_memory() -> Iterator[Disk]:
-    """Paths that begin with ``memory://`` are those of a new, empty disk."""
+    """Makes paths that begin with ``memory://`` those of a new, empty disk, and yields this disk."""
     disk: Disk = {}
     with mock.patch.dict(SCHEMES, memory=lambda location: MemoryStore(location, disk)):
         yield disk

@@ -1,4 +1,4 @@
-"""Tiny models, DeepSpeed engines over them and their training, the same on every run: what is random is seeded."""
+"""Tiny models, DeepSpeed engines over them, and their training, which is the same in every run because it is seeded."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ ADAMW = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
 
 
 class Factored(torch.optim.Optimizer):
-    """Keeps what is shaped otherwise than the weights: means over the rows and the columns of the gradient, and a list
-    of the sizes of the last two. Of a 1-D gradient it makes a matrix of up to 16 columns, leaving out what is over.
+    """An optimizer whose states have other shapes than the weights.
+
+    The states are the means over the rows and over the columns of the squared gradient, and a list of the sizes of the
+    last two gradients. A 1-D gradient is taken as a matrix of up to 16 columns, without the elements that do not fill
+    a row.
     """
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr, "decay": 0.8})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -48,7 +51,7 @@ class Factored(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "adamw": {"type": "AdamW", "params": ADAMW},  # DeepSpeed's own, in C++
+    "adamw": {"type": "AdamW", "params": ADAMW},  # that of DeepSpeed in C++
     "torch_adamw": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
     "sgd": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
     "lion": {"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.01}},
@@ -58,7 +61,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
     "none": None,  # for an engine that only evaluates
 }
-"""DeepSpeed's configuration of it, or what makes one of parameters."""
+"""For each optimizer by name, its DeepSpeed configuration, or a function that makes it from the parameters."""
 
 
 class Mlp(nn.Module):
@@ -71,7 +74,14 @@ class Mlp(nn.Module):
 
 
 class Odd(nn.Module):
-    """What a layout can trip over: odd shapes, next to nothing in a parameter, shared, frozen and rank-local state."""
+    """A model with state that is hard to lay out.
+
+    It has odd shapes, parameters of one, two and no elements, shared and frozen weights, and state that differs between
+    ranks.
+    """
+
+    running_mean: torch.Tensor
+    batches: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +93,7 @@ class Odd(nn.Module):
         self.head.weight = self.embed.weight
         self.one = nn.Parameter(torch.ones(1))
         self.two = nn.Parameter(torch.ones(2))
-        self.unused = nn.ParameterDict({"empty": torch.empty(0, 3)})  # in use, it would make ZeRO-3 fail
+        self.unused = nn.ParameterDict({"empty": torch.empty(0, 3)})  # ZeRO-3 would fail if it were used
         self.register_buffer("running_mean", torch.zeros(63))  # differs between ranks, as their batches do
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(63), persistent=False)
@@ -97,7 +107,7 @@ class Odd(nn.Module):
 
 
 class ResizedMlp(Mlp):
-    """With another shape of the last weight and bias, and one more parameter."""
+    """``Mlp`` with another shape of the last weight and bias, and one more parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +119,7 @@ class ResizedMlp(Mlp):
 
 
 class ResizedOdd(Odd):
-    """With another shape of the shared weight and of the head's bias, and one more parameter."""
+    """``Odd`` with another shape of the shared weight and of the head's bias, and one more parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +133,9 @@ class ResizedOdd(Odd):
 
 
 class Wide(nn.Module):
-    """Large enough for NVMe offload: of two ranks, each holds 1 MiB of every weight, in bf16, but not of the biases."""
+    """A model that is large enough for NVMe offload. Each of two ranks holds 1 MiB of every weight in bf16, but less of
+    the biases.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +148,9 @@ class Wide(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Two matrices of 63 and 64 elements: of two ranks, the second holds the last 63 of the second, then padding."""
+    """A model of two matrices, of 63 and 64 elements. The second of two ranks holds the last 63 elements of the second
+    matrix, and then padding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +171,7 @@ class Deep(nn.Sequential):
 
 def make_model(model: str) -> nn.Module:
     if model == "gpt2":
-        sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        sizes: dict[str, Any] = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
         return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     if model == "thawed":
         return Wide().requires_grad_()
@@ -179,12 +193,21 @@ def make_engine(
     mpu: Any = None,
     **zero: Any,
 ) -> deepspeed.DeepSpeedEngine:
-    """An engine over a new model; ``seed`` decides its weights.
+    """Returns an engine over a new model, whose weights depend on ``seed``.
 
-    ``groups``: weights and one-dimensional parameters in two groups with other settings. ``frozen``: the first quarter
-    of the parameters is frozen. ``config`` and ``zero`` go over the DeepSpeed configuration and its zero_optimization.
-    ``optimizer``: one of OPTIMIZERS. ``swap``: the folder for what is offloaded to NVMe. ``mpu``: names
-    the engine's ranks, where it has not all of them.
+    Args:
+        stage: the stage of ZeRO.
+        dtype: "bf16", "fp16" or "fp32".
+        model: the name of the model, one that ``make_model`` knows.
+        groups: whether weights and one-dimensional parameters are in two param groups with different settings.
+        frozen: whether the first quarter of the parameters is frozen.
+        seed: the seed of the weights and of the random state of each rank.
+        optimizer: a name in ``OPTIMIZERS``.
+        scheduler: whether there is a scheduler of the learning rate.
+        config: more settings of DeepSpeed's configuration. They replace those of the same names.
+        swap: the folder for the files of NVMe offload.
+        mpu: an object that names the engine's ranks, if the engine does not have all ranks.
+        zero: more settings of ``zero_optimization``.
     """
     torch.manual_seed(seed)
     module = make_model(model)
@@ -210,7 +233,7 @@ def make_engine(
         "zero_force_ds_cpu_optimizer": False,
         **(config or {}),
     }
-    if dtype == "fp16":  # which DeepSpeed leaves to GPUs, though it runs on the CPU
+    if dtype == "fp16":  # DeepSpeed allows it only on GPUs, though it works on the CPU
         type(get_accelerator()).is_fp16_supported = lambda self: True
     if isinstance(chosen, dict):
         settings["optimizer"] = chosen
@@ -230,13 +253,13 @@ def make_engine(
 
 
 def train(engine: deepspeed.DeepSpeedEngine, steps: int, start_step: int = 0) -> list[float]:
-    """Trains ``steps`` steps and returns their losses. The batch of a step depends on its number and the rank alone."""
+    """Trains ``steps`` steps and returns their losses. The batch of a step depends only on its number and the rank."""
     losses = []
     for step in range(start_step, start_step + steps):
         loss = engine(**batch(engine, step))
         loss = getattr(loss, "loss", loss)
         engine.backward(loss)
-        with torch.no_grad():  # without, DeepSpeed 0.18 cannot step on torch 2.13 at stages 1 and 2
+        with torch.no_grad():  # without no_grad, DeepSpeed 0.18 cannot step on torch 2.13 at stages 1 and 2
             engine.step()
         losses.append(loss.item())
     return losses

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import zckpt
 from tests.support.models import make_engine, train
-from tests.support.runs import ADAM, AFTER, assert_at_rest, settings, told
+from tests.support.runs import ADAM, AFTER, assert_at_rest, fingerprints_of, settings
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -17,9 +17,11 @@ PIPELINED = {**NVME, "pipeline_read": True, "pipeline_write": True, "buffer_coun
 PARAM_NVME = {**NVME, "buffer_size": 1050000}
 PARAM_DISK = {**PARAM_NVME, "max_in_cpu": 0}
 WIDE: dict[str, Any] = {"model": "wide", "groups": True, "sub_group_size": 500000, "scheduler": True}
-"""One weight in each sub-group. With the biases among them too (one group, one sub-group), DeepSpeed 0.19.8 itself goes
-wrong on NVMe: from the first step on, its losses differ from those of the same run with CPU offload, and a restored run
-draws on whatever its buffers held before. Here they are equal.
+"""Settings that put one weight into each sub-group, and the biases into other sub-groups.
+
+If weights and biases share a sub-group (with one param group and one sub-group), DeepSpeed 0.19.8 itself is wrong with
+NVMe offload: from the first step on, its losses differ from those of the same run with CPU offload, and a restored run
+depends on the former content of its buffers. With these settings the losses are equal.
 """
 ODD: dict[str, Any] = {"model": "odd", "groups": True, "sub_group_size": 1000}
 TORCH_ADAM: dict[str, Any] = {"optimizer": "torch_adamw"}
@@ -31,13 +33,15 @@ def fp16(**settings: Any) -> dict[str, Any]:
 
 STATIC = fp16(loss_scale=128)
 DYNAMIC = fp16(initial_scale_power=9, loss_scale_window=3, hysteresis=2)
-"""Skips the first steps of an Odd, then raises the scale until it has to skip again."""
+"""Settings whose scale makes an engine over Odd skip its first steps. Later the scale rises until a step is skipped
+again."""
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    # 20 steps: fewer do not show whether the C++ Adam's running products are restored.
+    # 20 steps, because fewer do not show whether the running products of the C++ Adam are restored.
     "cpu": (20, {"offload_optimizer": CPU}),
-    # Not among the tests of older versions: at stage 3 with something on the CPU, DeepSpeed 0.16.9 itself sometimes
-    # computes garbage of this model (in 6 of 150 plain runs the losses were others, up to NaN; of Wide in 0 of 50).
+    # Not tested with older versions of DeepSpeed: at stage 3 with CPU offload, DeepSpeed 0.16.9 itself sometimes
+    # computes garbage with this model. In 6 of 150 runs without zckpt the losses were different ones, up to NaN. With
+    # the model Wide that happened in 0 of 50 runs.
     "cpu+cpu": (3, {**ODD, "offload_optimizer": CPU, "offload_param": CPU}),
     "param-cpu": (3, {**ODD, "offload_param": CPU}),
     "cpu-torch-adam": (3, {**ODD, **TORCH_ADAM, "offload_optimizer": CPU}),
@@ -48,7 +52,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "nvme-torch-adam": (3, {**WIDE, **TORCH_ADAM, "offload_optimizer": NVME}),
     "nvme-pipelined": (3, {**WIDE, "offload_optimizer": PIPELINED}),
     "nvme+cpu": (3, {**WIDE, "offload_optimizer": NVME, "offload_param": CPU}),
-    # Nothing frozen: a frozen weight on NVMe breaks DeepSpeed's own prefetching ("already assigned swap buffer").
+    # No weight is frozen, because a frozen weight on NVMe breaks DeepSpeed's prefetching ("already assigned swap
+    # buffer").
     "nvme+nvme": (3, {**WIDE, "model": "thawed", "offload_optimizer": NVME, "offload_param": PARAM_NVME}),
     "nvme+disk": (3, {**WIDE, "offload_optimizer": NVME, "offload_param": PARAM_DISK}),
     "nvme-pipelined+disk": (3, {**WIDE, "offload_optimizer": PIPELINED, "offload_param": PARAM_DISK}),
@@ -70,7 +75,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 def state(engine: DeepSpeedEngine) -> dict[str, Any]:
     zero = engine.optimizer
-    steps = [{k: v for k, v in one.items() if k == "step"} for one in zero.optimizer.state.values()]
+    steps = [{k: v for k, v in values.items() if k == "step"} for values in zero.optimizer.state.values()]
     scaler = {key: value for key, value in vars(zero.loss_scaler).items() if key != "dtype"}
     return {**settings(engine), "skipped": engine.skipped_steps, "steps": steps, "scaler": scaler}
 
@@ -78,18 +83,18 @@ def state(engine: DeepSpeedEngine) -> dict[str, Any]:
 def write_and_go_on(path: str, setup: dict[str, Any], swap: str, steps: int, moved: bool = False) -> dict[str, Any]:
     engine = make_engine(**setup, swap=swap)
     train(engine, steps)
-    before = told(engine), state(engine)
+    before = fingerprints_of(engine), state(engine)
     if moved:
         engine.offload_states()
     zckpt.write(engine, path)
     assert_at_rest(engine)
-    zckpt.write(engine, f"{path}-all", parts=["master", *ADAM, "param", "buffer"])  # twice, and more than is needed
+    zckpt.write(engine, f"{path}-all", parts=["master", *ADAM, "param", "buffer"])  # a second write, of more parts
     if moved:
         assert len(engine.optimizer.offloaded_states) == 5
         engine.reload_states()
-    assert (told(engine), state(engine)) == before
+    assert (fingerprints_of(engine), state(engine)) == before
     losses = train(engine, AFTER, steps)
-    return {"before": before, "losses": losses, "after": (told(engine), state(engine))}
+    return {"before": before, "losses": losses, "after": (fingerprints_of(engine), state(engine))}
 
 
 def restore_and_go_on(
@@ -104,6 +109,6 @@ def restore_and_go_on(
     if moved:
         assert len(engine.optimizer.offloaded_states) == 5
         engine.reload_states()
-    before = told(engine), state(engine)
+    before = fingerprints_of(engine), state(engine)
     losses = train(engine, AFTER, steps)
-    return {"before": before, "losses": losses, "after": (told(engine), state(engine))}
+    return {"before": before, "losses": losses, "after": (fingerprints_of(engine), state(engine))}

@@ -1,4 +1,4 @@
-"""A trained reference engine, and whether it is as it was once its states are back."""
+"""A trained reference engine, and checks of its states once an offload has brought them back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.support.reference_engine import held
+from tests.support.reference_engine import tensors_of
 from tests.support.scratch import flip_a_bit
 from zckpt.offloading.away import away
 from zckpt.testing import ReferenceEngine
@@ -22,11 +22,11 @@ def trained(steps: int = 2, seed: int = 0, **options: Any) -> ReferenceEngine:
 
 
 def assert_equal(engine: ReferenceEngine, expected: dict[str, torch.Tensor]) -> None:
-    torch.testing.assert_close(held(engine), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(tensors_of(engine), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def assert_as_before(engine: ReferenceEngine, expected: dict[str, torch.Tensor]) -> None:
-    """With all in memory, nothing watched, and training as it would have been."""
+    """Checks that all states are in memory and unchanged, that no call is watched, and that the engine can train."""
     assert away(engine) is None
     assert not {"step", "backward", "_zckpt_away"} & vars(engine).keys()
     assert_equal(engine, expected)
@@ -34,6 +34,7 @@ def assert_as_before(engine: ReferenceEngine, expected: dict[str, torch.Tensor])
 
 
 def damage(engine: ReferenceEngine, part: str, name: str, at: int = 100) -> None:
-    out = away(engine)
-    assert out is not None
-    flip_a_bit(next(one for one in out.moved if (one.parts, one.name) == ((part,), name)), at)
+    """Flips a bit of byte ``at`` of a tensor in its scratch file."""
+    offloaded = away(engine)
+    assert offloaded is not None
+    flip_a_bit(next(moved for moved in offloaded.moved if (moved.parts, moved.name) == ((part,), name)), at)

@@ -1,6 +1,6 @@
-"""DeepSpeed's C++ ops for the CPU. As a script, compiles them, so that no test has to wait for a compiler.
+"""Loads and compiles DeepSpeed's C++ ops for the CPU. As a script, it does so before a test would have to wait.
 
-Without arguments it compiles all of them, otherwise those that its arguments name.
+The arguments of the script are the names of the ops to compile. Without arguments, it compiles all of them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ BUILDERS = {
 
 
 def load(names: Iterable[str] = BUILDERS) -> None:
-    """Loads the named ops; compiles those that are not there yet, half a minute each, but async_io in minutes.
+    """Loads the named ops, and compiles those that are not compiled yet.
 
-    Leaves out what this DeepSpeed or this machine does not have: Adagrad and Lion before 0.19, async_io without libaio.
+    Compiling takes half a minute for each op, and minutes for async_io. Ops that this version of DeepSpeed or this
+    machine does not have are left out: Adagrad and Lion before 0.19, and async_io without libaio.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
     os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # so that ninja is found
     import deepspeed
     import torch
     from deepspeed.ops.op_builder import cpu
@@ -50,7 +51,8 @@ def load(names: Iterable[str] = BUILDERS) -> None:
         if made_with.exists() and made_with.read_text() != versions:
             for op in directory.glob("*/"):
                 shutil.rmtree(op)
-        # torch waits for ever for a lock that a killed build left. Nobody builds now: the flock is ours.
+        # torch waits for ever for a lock that a killed build has left. No other process builds now, because this one
+        # has the flock.
         for lock in directory.glob("*/lock"):
             lock.unlink()
         with without_debug_information():
@@ -63,8 +65,10 @@ def load(names: Iterable[str] = BUILDERS) -> None:
 
 @contextmanager
 def without_debug_information() -> Iterator[None]:
-    """DeepSpeed has its ops compiled with it, which takes half of the time. The ``c++`` that is found here adds a flag
-    against it; so the commands stay as they were, and a later load finds nothing to compile.
+    """Compiles ops without debug information within the ``with`` block, which halves the time.
+
+    A script named ``c++`` comes first in the PATH and adds a flag to the compiler's arguments. So the commands that
+    DeepSpeed runs stay the same, and a later load finds nothing to compile.
     """
     path, compiler = os.environ["PATH"], shutil.which("c++")
     with tempfile.TemporaryDirectory(prefix="zckpt-compiler-") as directory:
@@ -80,8 +84,10 @@ def without_debug_information() -> Iterator[None]:
 
 
 def async_io() -> bool:
-    """Whether there is NVMe offload on the CPU: its op needs libaio's header, and before DeepSpeed 0.19 pinned memory
-    was CUDA's alone; without any, the swapper aborts in its first write.
+    """Returns whether NVMe offload works on the CPU.
+
+    Its op needs libaio's header. Its swapper needs pinned memory and aborts in its first write without it, and before
+    0.19 DeepSpeed could pin memory only with CUDA.
     """
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 

@@ -1,4 +1,4 @@
-"""An engine of one tensor that is its own adapter: what writes can be tested with, without a framework."""
+"""An engine of one tensor that is its own adapter. It lets tests write checkpoints without a framework."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def engines_are_adapters() -> AbstractContextManager[object]:
-    """``zckpt.write`` takes what it is given for an adapter."""
+    """Lets ``zckpt.write`` take its argument for an adapter."""
     return mock.patch("zckpt.writing.prepare.adapt", lambda engine: engine)
 
 
 class Engine:
-    """All that ``zckpt.write`` asks of an adapter, over one tensor."""
+    """An engine over one tensor, with all that ``zckpt.write`` asks of an adapter."""
 
     def __init__(self, nbytes: int = 4096, seed: int = 0, step: int = 5) -> None:
         torch.manual_seed(seed)
         self.weight = torch.randn(nbytes // 4)
         self.step = step
         self.description = {"framework": "none"}
-        self.parts = ("master", "exp_avg")
+        self.parts: tuple[str, ...] = ("master", "exp_avg")
         self.devices = ()
         self.module = None
 
@@ -60,4 +60,5 @@ def is_whole(path: Path, engine: Engine) -> bool:
 
 
 def everything(path: Path) -> dict[str, bytes | None]:
-    return {str(one.relative_to(path)): one.read_bytes() if one.is_file() else None for one in path.rglob("*")}
+    """Returns the content of all files below ``path``. The content of a directory is None."""
+    return {str(file.relative_to(path)): file.read_bytes() if file.is_file() else None for file in path.rglob("*")}

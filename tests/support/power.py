@@ -1,8 +1,9 @@
-"""What a disk may hold after a loss of power.
+"""Simulates what a disk may hold after a loss of power.
 
-``recorded`` notes what the library asks of the operating system. ``Disk`` plays that back and knows what is durable:
-the content of a file since its fsync, the names in a directory since the directory's. All else may be there, or not, or
-in part, each on its own: more than any file system loses.
+``recorded`` records the system calls of zckpt. ``Disk`` plays them back and knows what is durable: the content of a
+file since the fsync of the file, and the names in a directory since the fsync of the directory. After a loss of power,
+each other change may be there, or be missing, or be there in part, independently of the others. No real file system
+loses more than that.
 """
 
 from __future__ import annotations
@@ -39,17 +40,19 @@ class Op:
 
 
 class Killed(BaseException):
-    """The process is gone: nothing that it would do afterwards happens."""
+    """Stands for the death of the process. The calls after it do not happen."""
 
 
 @dataclass
 class Recorder:
-    """In the place of ``os``, ``shutil`` and the calls of Linux's own, on a file system that shares pages. ``die_at``:
-    the call before which the process dies."""
+    """Takes the place of ``os``, ``shutil`` and the calls that only Linux has, on a file system that shares pages."""
 
     die_at: int | None = None
+    """The number of the call before which the process dies, or None if it does not die."""
     ops: list[Op] = field(default_factory=list)
+    """The calls so far."""
     paths: dict[int, str] = field(default_factory=dict)
+    """The path of each open file, by its descriptor."""
     lock: Any = field(default_factory=threading.RLock)
 
     def __getattr__(self, name: str) -> Any:
@@ -151,7 +154,7 @@ class File:
         self.durable, self.pending = self.content(None), []
 
     def content(self, choice: random.Random | None) -> bytes:
-        """With all that is pending, or with what ``choice`` keeps of it."""
+        """Returns the content with all pending writes, or with those that ``choice`` keeps."""
         data = bytearray(self.durable)
         for op in self.pending:
             nbytes = op.offset + len(op.data)
@@ -162,9 +165,9 @@ class File:
             if fate == "keep":
                 data[op.offset : nbytes] = op.data
             elif fate == "prefix":
-                some = choice.randrange(len(op.data) + 1) if choice else 0
-                data[op.offset : op.offset + some] = op.data[:some]
-            else:  # the file has its new length, and some of the new sectors
+                prefix = choice.randrange(len(op.data) + 1) if choice else 0
+                data[op.offset : op.offset + prefix] = op.data[:prefix]
+            else:  # the file has its new length and some of the new sectors
                 for start in range(0, len(op.data), SECTOR_BYTES):
                     if choice and choice.random() < 0.5:
                         sector = op.data[start : start + SECTOR_BYTES]
@@ -177,7 +180,7 @@ class Directory:
     durable: dict[str, File | Directory] = field(default_factory=dict)
     entries: dict[str, File | Directory] = field(default_factory=dict)
     pending: list[tuple[str, str, File | Directory | None]] = field(default_factory=list)
-    """(a name that goes or "", a name that comes or "", what comes)."""
+    """The changes since the last fsync: a name that is removed or "", a name that is added or "", and its file."""
 
     def change(self, old: str, new: str, node: File | Directory | None) -> None:
         self.pending.append((old, new, node))
@@ -201,10 +204,11 @@ class Directory:
 
 
 def fate_of(choice: random.Random) -> str:
-    """Mostly all or nothing, for that is what hurts."""
+    """Draws the fate of a pending change: "keep", "drop", "prefix" or "sectors"."""
     return choice.choice(choice.fates)  # type: ignore[attr-defined]
 
 
+# Most choices are all or nothing, because these do the most damage.
 FATES = (
     ["drop"], ["keep"], ["drop", "keep"], ["drop", "keep", "prefix", "sectors"], ["keep", "keep", "keep", "drop"],
     ["prefix", "sectors"], ["drop", "drop", "drop", "keep"],
@@ -212,20 +216,21 @@ FATES = (
 
 
 class Disk:
-    """Plays operations below ``root`` back. What is there at first is durable."""
+    """Plays back the operations below ``root``. The files that are there at first are durable."""
 
     def __init__(self, root: Path) -> None:
         self.base = str(root)
         self.root = self._copy(root)
 
     def _copy(self, path: Path) -> Directory:
-        found = Directory()
+        directory = Directory()
         for entry in path.iterdir():
-            found.entries[entry.name] = self._copy(entry) if entry.is_dir() else File(entry.read_bytes())
-        found.sync()
-        return found
+            directory.entries[entry.name] = self._copy(entry) if entry.is_dir() else File(entry.read_bytes())
+        directory.sync()
+        return directory
 
     def find(self, path: str) -> tuple[Directory, str]:
+        """Returns the directory of a path, and the last component of the path."""
         *way, name = os.path.relpath(path, self.base).split("/")
         node = self.root
         for step in way:
@@ -261,26 +266,26 @@ class Disk:
             file.pending.append(op)
 
     def after_loss(self, choice: random.Random) -> dict[str, bytes | None]:
-        """What may be there: the content of files by path, None for directories."""
+        """Draws what may be there after a loss of power: the content of files by path, and None for directories."""
         choice.fates = choice.choice(FATES)  # type: ignore[attr-defined]
-        found: dict[str, bytes | None] = {}
+        tree: dict[str, bytes | None] = {}
         contents: dict[int, bytes] = {}
 
         def walk(directory: Directory, path: str) -> None:
             for name, node in directory.names(choice).items():
                 below = f"{path}{name}"
                 if isinstance(node, Directory):
-                    found[below] = None
+                    tree[below] = None
                     walk(node, below + "/")
                 else:
-                    found[below] = contents.setdefault(id(node), node.content(choice))
+                    tree[below] = contents.setdefault(id(node), node.content(choice))
 
         walk(self.root, "")
-        return found
+        return tree
 
 
 def make(tree: dict[str, bytes | None], root: Path) -> None:
-    """Makes ``root`` anew, with these files."""
+    """Replaces ``root`` by a directory with these files."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     for path, data in tree.items():

@@ -1,9 +1,9 @@
-"""A progress that keeps what it is told."""
+"""A progress that records its calls."""
 
 from __future__ import annotations
 
 
-class Told:
+class RecordedProgress:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
 
@@ -17,9 +17,12 @@ class Told:
         self.calls.append(("end", 0))
 
     def assert_complete(self, action: str) -> int:
-        """That ``action`` has begun once, all of its bytes have moved, and it has ended. Returns the bytes."""
-        (told, nbytes), *moved, last = self.calls
-        assert (told, last) == (action, ("end", 0))
-        assert {what for what, _ in moved} <= {"advance"}
-        assert sum(count for _, count in moved) == nbytes
+        """Checks that ``action`` has begun once, that all of its bytes have moved, and that it has ended.
+
+        Returns the number of bytes.
+        """
+        (begun, nbytes), *advances, last = self.calls
+        assert (begun, last) == (action, ("end", 0))
+        assert {call for call, _ in advances} <= {"advance"}
+        assert sum(count for _, count in advances) == nbytes
         return nbytes

@@ -1,8 +1,8 @@
-"""A run of real engines to look at, its page, and a browser that opens it.
+"""A run of real engines, its report page, and a browser that opens the page.
+
+This command makes the pictures of docs/report.md:
 
     torchrun --nproc-per-node 2 -m tests.support.reports
-
-makes the pictures of docs/report.md anew.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ STEPS = (2, 4, 6, 8)
 
 
 def write_run(directory: str, layers: int = 4, steps: tuple[int, ...] = STEPS) -> list[str]:
-    """A run of a tiny Llama at stage 3, of which a checkpoint is written at each of ``steps``; their paths. Its
-    embeddings are frozen, and the learning rate changes. Every rank calls it."""
+    """Trains a tiny Llama at stage 3, and writes a checkpoint at each of ``steps``.
+
+    The embeddings are frozen, and the learning rate changes. Every rank calls this. Returns the paths of the
+    checkpoints.
+    """
     import deepspeed
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,12 +36,12 @@ def write_run(directory: str, layers: int = 4, steps: tuple[int, ...] = STEPS) -
     import zckpt
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=64))
     model.model.embed_tokens.requires_grad_(False)
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=[one for one in model.parameters() if one.requires_grad],
+        model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
         config={
             "train_micro_batch_size_per_gpu": 2,
             "bf16": {"enabled": True},
@@ -52,7 +55,7 @@ def write_run(directory: str, layers: int = 4, steps: tuple[int, ...] = STEPS) -
     for step in range(1, steps[-1] + 1):
         tokens = torch.randint(64, (2, 32), generator=random)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        with torch.no_grad():  # without, DeepSpeed 0.18 cannot step on torch 2.13 at stages 1 and 2
+        with torch.no_grad():  # without no_grad, DeepSpeed 0.18 cannot step on torch 2.13 at stages 1 and 2
             engine.step()
         if step in steps:
             paths.append(zckpt.write(engine, f"{directory}/global_step{step}", client_state={"tokens": step * 64}))
@@ -60,7 +63,7 @@ def write_run(directory: str, layers: int = 4, steps: tuple[int, ...] = STEPS) -
 
 
 def missing() -> str | None:
-    """What has to be installed to open a page; None if all is there."""
+    """Returns a message on what has to be installed to open a page, or None if all is there."""
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
         return "needs a browser and its driver: Debian's chromium and chromium-driver"
     return None
@@ -68,7 +71,7 @@ def missing() -> str | None:
 
 @contextmanager
 def browser(width: int = 1280, height: int = 900) -> Iterator[WebDriver]:
-    """A headless Chromium that finds no host, and notes what its pages log and ask for."""
+    """Yields a headless Chromium that finds no host, and that records the logs and the requests of its pages."""
     from selenium.webdriver import Chrome, ChromeOptions
     from selenium.webdriver.chrome.service import Service
 
@@ -104,29 +107,29 @@ def opened(driver: WebDriver, page: str, *, width: int = 1280, height: int = 900
 
 
 def requests(driver: WebDriver) -> list[str]:
-    """What pages have asked for since the last call, but for the page itself and what it has in it."""
+    """Returns the addresses that pages have requested since the last call, except for their own file and data in it."""
     import json
 
     events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    urls = [one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"]
+    urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
     return [url for url in urls if not url.startswith(("file:", "data:", "blob:", "chrome:"))]
 
 
 def logged(driver: WebDriver) -> list[Any]:
-    """What the console of the browser has shown since the last call."""
+    """Returns the messages in the browser's console since the last call."""
     return [entry["message"] for entry in driver.get_log("browser")]
 
 
 def take(driver: WebDriver, name: str) -> None:
-    """A picture of what the window shows."""
+    """Writes a picture of the window."""
     import base64
 
-    taken = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "webp", "quality": 85})
-    (PICTURES / f"report-{name}.webp").write_bytes(base64.b64decode(taken["data"]))
+    picture = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "webp", "quality": 85})
+    (PICTURES / f"report-{name}.webp").write_bytes(base64.b64decode(picture["data"]))
 
 
 def take_all(page: str) -> None:
-    """The pictures of docs/report.md. Each is of a section, after something was done there."""
+    """Makes the pictures of docs/report.md. Each shows a section of the page after an action of the user there."""
     import time
 
     desk, phone = {"width": 1200, "height": 820}, {"width": 390, "height": 780}
@@ -149,7 +152,7 @@ def take_all(page: str) -> None:
             driver.execute_script(f"document.getElementById('{section}').scrollIntoView()")
             if section == "overview":
                 driver.execute_script("scrollTo(0, 0)")
-            time.sleep(3)  # until what moves has come to rest
+            time.sleep(3)  # until all animations have ended
             take(driver, name)
         assert logged(driver) == requests(driver) == []
 

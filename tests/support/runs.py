@@ -1,40 +1,45 @@
-"""What the tests of real engines have in common: runs that write or restore, and what an engine then holds."""
+"""Functions that the tests of real engines share: runs that write or restore, and the state of an engine."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import zckpt
+from tests.support.fragments import data_of
 from tests.support.models import make_engine, train
-from zckpt.api import restore as pipeline
+from zckpt.api.open import open_checkpoint
 from zckpt.engines import adapt
 
 BEFORE, AFTER = 3, 3
 ADAM = ("exp_avg", "exp_avg_sq")
-"""The states of AdamW."""
+"""The names of the state tensors of AdamW."""
 
 
-def held(engine: Any) -> dict[tuple[str, int, int], torch.Tensor]:
-    """Everything that this rank's engine holds, 16-bit weights and all, by key and span, as the adapter sees it."""
+def tensors_of(engine: Any) -> dict[tuple[str, int, int], torch.Tensor]:
+    """Returns copies of all tensors of this rank's engine, with the 16-bit weights, as the adapter sees them.
+
+    They are by key and by the first element and the end of the fragment.
+    """
     adapter = adapt(engine)
     everything = [*adapter.inventory(None).fragments, *adapter.inventory(["param"]).fragments]
-    return {(f.key, f.start, f.stop): f.data.clone() for f in everything}
+    return {(f.key, f.start, f.stop): data_of(f).clone() for f in everything}
 
 
 def inner(engine: Any) -> torch.optim.Optimizer:
-    """The optimizer inside whatever DeepSpeed has wrapped around it."""
+    """Returns the optimizer that DeepSpeed has wrapped."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def raw(engine: Any) -> dict[Any, torch.Tensor]:
-    """The same as it lies in the engine, replicas, gathered weights and padding and all."""
+    """Returns copies of the same tensors as they are in the engine, with replicas, gathered weights and padding."""
     tensors: dict[Any, torch.Tensor] = {("param", name): p for name, p in engine.module.named_parameters()}
-    if engine.zero_optimization_stage() == 3:  # whose padding is never initialised
+    if engine.zero_optimization_stage() == 3:  # the padding is never initialised there
         return {key: tensor.detach().clone() for key, tensor in tensors.items()}
     for g, group in enumerate(inner(engine).param_groups):
         for i, master in enumerate(group["params"]):
@@ -51,17 +56,18 @@ def settings(engine: Any) -> dict[str, Any]:
         name: getattr(engine, name) for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps")
     }
     scaler = getattr(engine.optimizer, "loss_scale_config", None) or getattr(engine.optimizer, "loss_scaler", None)
-    scale = vars(scaler) if engine.fp16_enabled() else {}  # in bf16 it only counts
+    scale = vars(scaler) if engine.fp16_enabled() else {}  # in bf16 the scaler only counts steps
     scale = {name: value for name, value in scale.items() if isinstance(value, (int, float))}
     return {"groups": groups, "scheduler": scheduler, "lr": engine.get_lr(), "scale": scale, **counters}
 
 
 def logical(engine: Any, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """The whole tensors by key, without zckpt: by DeepSpeed's public functions, at stage 0 from the optimizer itself.
+    """Returns the whole masters and states by key, without zckpt.
 
-    ``keys``: the optimizer's state tensors. What has no master is left to ``weights``.
+    They come from DeepSpeed's public functions, and at stage 0 from the optimizer itself. ``keys`` are the names of the
+    optimizer's state tensors. ``weights`` returns the tensors that have no master.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     if engine.zero_optimization_stage() == 0:
         optimizer = engine.optimizer
         groups = getattr(optimizer, "fp16_groups", [group["params"] for group in inner(engine).param_groups])
@@ -71,14 +77,14 @@ def logical(engine: Any, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
                 flat = torch.cat([state.detach().reshape(-1) for state in states if state is not None])
                 trained = [p for p in parameters if p.requires_grad and p.numel()]
                 for p, value in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
-                    found[f"{part}/{engine.param_names[p]}"] = value.reshape(p.shape).clone()
-        return found
+                    tensors[f"{part}/{engine.param_names[p]}"] = value.reshape(p.shape).clone()
+        return tensors
     for name, p in engine.module.named_parameters():
         if p.requires_grad and getattr(p, "ds_numel", p.numel()):
-            found[f"master/{name}"] = safe_get_full_fp32_param(p).clone()
+            tensors[f"master/{name}"] = safe_get_full_fp32_param(p).clone()
             for key in keys:
-                found[f"{key}/{name}"] = safe_get_full_optimizer_state(p, key).clone()
-    return found
+                tensors[f"{key}/{name}"] = safe_get_full_optimizer_state(p, key).clone()
+    return tensors
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
@@ -86,51 +92,59 @@ def fingerprint(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.blake2b(raw).hexdigest()}"
 
 
-def told(engine: Any) -> dict[str, str]:
-    """Every whole tensor by key at stage 3, as DeepSpeed's public functions tell. Collective."""
+def fingerprints_of(engine: Any) -> dict[str, str]:
+    """Returns the fingerprint of every whole tensor by key at stage 3, from DeepSpeed's public functions. Every rank
+    calls it.
+    """
     zero, moments = engine.optimizer, {}
     for parameters, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
         state = zero.optimizer.state.get(flat, {})
-        found = [key for key, value in state.items() if is_moment(key, value, parameters)]
-        moments.update({parameter.ds_id: found for parameter in parameters})
-    found = {}
+        keys = [key for key, value in state.items() if is_moment(key, value, parameters)]
+        moments.update({parameter.ds_id: keys for parameter in parameters})
+    fingerprints: dict[str, str] = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad and parameter.ds_numel:
-            found[f"master/{name}"] = fingerprint(safe_get_full_fp32_param(parameter))
+            fingerprints[f"master/{name}"] = fingerprint(safe_get_full_fp32_param(parameter))
             for key in moments[parameter.ds_id]:
-                found[f"{key}/{name}"] = fingerprint(safe_get_full_optimizer_state(parameter, key))
+                fingerprints[f"{key}/{name}"] = fingerprint(safe_get_full_optimizer_state(parameter, key))
         with deepspeed.zero.GatheredParameters([parameter]):
-            found[f"param/{name}"] = fingerprint(parameter)
+            fingerprints[f"param/{name}"] = fingerprint(parameter)
     for name, buffer in engine.module.named_buffers():
-        found[f"buffer/{name}"] = fingerprint(buffer)
-    return found
+        fingerprints[f"buffer/{name}"] = fingerprint(buffer)
+    return fingerprints
 
 
 def is_moment(key: str, value: Any, parameters: list[Any]) -> bool:
-    """Of a flat at stage 3; what lies in a file has no elements. offload_states() leaves its buffers behind."""
+    """Returns whether the state ``key`` of a flat buffer at stage 3 is a moment.
+
+    A moment that is in a swap file has no elements. ``offload_states`` leaves buffers behind, which are no moments.
+    """
     numel = sum(parameter.partition_numel() for parameter in parameters)
-    alike = isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() in (0, numel)
-    return alike and not key.endswith("_offload_buffer")
+    is_flat = isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() in (0, numel)
+    return is_flat and not key.endswith("_offload_buffer")
 
 
 def everything(engine: Any) -> dict[str, Any]:
-    """All that an engine of any stage holds, as far as it is initialised, to be compared. Collective."""
-    zero, found = engine.optimizer, {"settings": settings(engine)}
+    """Returns all initialised state of an engine of any stage, in a form that can be compared. Every rank calls it."""
+    zero, state = engine.optimizer, {"settings": settings(engine)}
     if engine.zero_optimization_stage() < 3:
         buffers = {("buffer", name): buffer for name, buffer in engine.module.named_buffers()}
         tensors = {**raw(engine), **buffers}
         for key in [key for key in tensors if key[0] == "master"]:
             tensors[key] = tensors[key][: filled(engine, key[1])]
-        return {**found, **{key: plain(value) for key, value in tensors.items()}}
+        return {**state, **{key: plain(value) for key, value in tensors.items()}}
     for n, (parameters, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
         for key, value in zero.optimizer.state.get(flat, {}).items():
             if not is_moment(key, value, parameters):
-                found[f"{key} of {n}"] = plain(value)
-    return {**found, **told(engine)}
+                state[f"{key} of {n}"] = plain(value)
+    return {**state, **fingerprints_of(engine)}
 
 
 def filled(engine: Any, group: int) -> int | None:
-    """Where padding begins in this rank's flat at stages 1 and 2. Lion moves it along, but nobody reads it."""
+    """Returns the number of elements before the padding of this rank's flat buffer at stages 1 and 2.
+
+    Lion changes the padding, but no code reads it.
+    """
     groups = getattr(engine.optimizer, "bit16_groups", None) or getattr(engine.optimizer, "bf16_groups", None)
     if groups is None:
         return None
@@ -139,31 +153,32 @@ def filled(engine: Any, group: int) -> int | None:
 
 
 def plain(value: Any) -> Any:
+    """Returns the value with fingerprints in the place of tensors and text in the place of other objects."""
     if isinstance(value, (list, tuple)):
         return [type(value).__name__, *map(plain, value)]
     return fingerprint(value) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:
-    """The whole parameters and persistent buffers in the dtype that the model computes with, on this rank."""
-    found = {name: b.clone() for name, b in engine.module.named_buffers() if name in engine.module.state_dict()}
+    """Returns the whole parameters and persistent buffers in the dtype that the model computes with, on this rank."""
+    tensors = {name: b.clone() for name, b in engine.module.named_buffers() if name in engine.module.state_dict()}
     for name, p in engine.module.named_parameters():
         if hasattr(p, "ds_id"):
             with deepspeed.zero.GatheredParameters([p]):
-                found[name] = p.detach().clone()
+                tensors[name] = p.detach().clone()
         else:
-            found[name] = p.detach().clone()
-    return found
+            tensors[name] = p.detach().clone()
+    return tensors
 
 
 def write_and_go_on(path: str, setup: dict[str, Any]) -> dict[str, Any]:
     engine = make_engine(**setup)
     train(engine, BEFORE)
-    before = held(engine), raw(engine), settings(engine)
+    before = tensors_of(engine), raw(engine), settings(engine)
     written = zckpt.write(engine, path, client_state={"note": "made by a test", "where": torch.arange(3)})
-    assert all(torch.equal(value, before[0][key]) for key, value in held(engine).items())
+    assert all(torch.equal(value, before[0][key]) for key, value in tensors_of(engine).items())
     losses = train(engine, AFTER, BEFORE)
-    after = held(engine), raw(engine), settings(engine)
+    after = tensors_of(engine), raw(engine), settings(engine)
     return {"path": written, "before": before, "losses": losses, "after": after}
 
 
@@ -172,32 +187,34 @@ def restore_and_go_on(path: str, setup: dict[str, Any], trained: int) -> dict[st
     if trained:
         train(engine, trained, 100)
     client_state = zckpt.restore(engine, path, rng=True)
-    before = held(engine), raw(engine), settings(engine)
+    before = tensors_of(engine), raw(engine), settings(engine)
     losses = train(engine, AFTER, BEFORE)
-    after = held(engine), raw(engine), settings(engine)
+    after = tensors_of(engine), raw(engine), settings(engine)
     return {"client": client_state, "before": before, "losses": losses, "after": after}
 
 
-def assert_same(one: dict[Any, torch.Tensor], other: dict[Any, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    differ = [key for key in one if not (one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]))]
+def assert_same(first: dict[Any, torch.Tensor], second: dict[Any, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    differ = [
+        key for key in first if not (first[key].dtype == second[key].dtype and torch.equal(first[key], second[key]))
+    ]
     assert not differ
 
 
 def assert_goes_on_alike(through: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
-    """What every rank returned of an uninterrupted run and of a restored one is equal bit for bit."""
-    for one, other in zip(through, resumed, strict=True):
+    """Checks that the results of an uninterrupted run and of a restored one are equal, bit for bit, on every rank."""
+    for expected, result in zip(through, resumed, strict=True):
         for when in ("before", "after"):
-            assert_same(one[when][0], other[when][0])
-            assert_same(one[when][1], other[when][1])
-            assert one[when][2] == other[when][2]
-        assert one["losses"] == other["losses"]
-        assert other["client"]["note"] == "made by a test"
-        assert torch.equal(other["client"]["where"], torch.arange(3))
+            assert_same(expected[when][0], result[when][0])
+            assert_same(expected[when][1], result[when][1])
+            assert expected[when][2] == result[when][2]
+        assert expected["losses"] == result["losses"]
+        assert result["client"]["note"] == "made by a test"
+        assert torch.equal(result["client"]["where"], torch.arange(3))
 
 
 def assert_at_rest(engine: Any) -> None:
-    """No swap buffer is in use."""
+    """Checks that no swap buffer is in use."""
     swapper = engine.optimizer.optimizer_swapper
     if swapper is not None:
         assert len(swapper.swap_buffer_manager.free_buffer_index) == swapper.swap_buffer_manager.count
@@ -208,7 +225,7 @@ def assert_at_rest(engine: Any) -> None:
 
 
 def write_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...]) -> dict[str, Any]:
-    """Trains, writes, and returns what the engine held, whole, and what its parameters were set to, by name."""
+    """Trains, writes a checkpoint, and returns the whole state of the engine, as ``whole`` does."""
     engine = make_engine(**setup)
     train(engine, BEFORE)
     zckpt.write(engine, path)
@@ -218,7 +235,7 @@ def write_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...]) -> dic
 
 
 def link_all(engine: Any) -> None:
-    """After its first step, DeepSpeed finds the optimizer's state of the first param group alone."""
+    """Lets DeepSpeed find the optimizer's state of all param groups. After its first step it finds only the first."""
     engine.optimizer._link_all_hp_params()
     engine.optimizer._hp_optimizer_states_linked = False
     engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -228,9 +245,14 @@ def restore_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...], trai
     engine = make_engine(**setup, seed=1)
     train(engine, trained, 100)
     opened = []
-    original = pipeline.open_checkpoint
-    pipeline.open_checkpoint = lambda *args: opened.append(original(*args)) or opened[0]  # type: ignore[func-returns-value]
-    zckpt.restore(engine, path, verify=False)  # a digest covers a whole block, which here is most of a file
+
+    def open_and_record(*args: Any) -> zckpt.Checkpoint:
+        opened.append(open_checkpoint(*args))
+        return opened[0]
+
+    with mock.patch("zckpt.api.restore.open_checkpoint", open_and_record):
+        # Not verified, because a digest covers a whole block, so that most of each of these small files would be read.
+        zckpt.restore(engine, path, verify=False)
     restored = whole(engine, parts)
     (loss,) = train(engine, 1, BEFORE)
     return {
@@ -242,22 +264,23 @@ def restore_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...], trai
 
 
 def whole(engine: Any, parts: tuple[str, ...]) -> dict[str, Any]:
+    """Returns whole tensors, the settings of each parameter, other settings, and the step. Every rank calls it."""
     parameters = {
         engine.param_names[p]: {key: value for key, value in group.items() if key not in ("params", "step", "amsgrad")}
         for group, group_parameters in zip(inner(engine).param_groups, grouped(engine), strict=True)
         for p in group_parameters
     }
-    # FusedAdam at stage 0 has 0 in all states but one.
+    # FusedAdam at stage 0 has a step of 0 in all states except for one.
     steps = {int(state["step"]) for state in inner(engine).state.values() if "step" in state}
-    about = {name: value for name, value in settings(engine).items() if name not in ("groups", "scale")}
+    other_settings = {name: value for name, value in settings(engine).items() if name not in ("groups", "scale")}
     return {
-        "logical": logical(engine, parts), "weights": weights(engine), "parameters": parameters, "about": about,
-        "step": max(steps, default=None),
+        "logical": logical(engine, parts), "weights": weights(engine), "parameters": parameters,
+        "about": other_settings, "step": max(steps, default=None),
     }  # fmt: skip
 
 
 def grouped(engine: Any) -> list[list[Any]]:
-    """The trained parameters of each param group."""
+    """Returns the trained parameters of each param group."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         groups: list[list[Any]] = [[] for _ in inner(engine).param_groups]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def flip_a_bit(moved: Moved, at: int) -> None:
-    """Flips one bit of byte ``at`` of a storage that is out, in its scratch file."""
+    """Flips a bit of byte ``at`` of a storage in its scratch file."""
     assert moved.saved is not None
     fd = moved.saved.file.open(os.O_RDWR)
     (before,) = os.pread(fd, 1, moved.start + at)

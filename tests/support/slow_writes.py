@@ -1,8 +1,10 @@
-"""Writes that take long, or wait, so that a test can look at what there is meanwhile."""
+"""Writes that take long, or that wait, so that a test can look at the checkpoint meanwhile."""
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -14,13 +16,13 @@ from zckpt.transfer import write as io_write
 from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
 
 def slow(seconds: float) -> AbstractContextManager[Any]:
-    """Each copy out of the state and each write takes this long: training goes on while they last."""
+    """Makes each copy out of the state and each write take ``seconds`` longer, so that training goes on meanwhile."""
 
     def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -32,18 +34,36 @@ def slow(seconds: float) -> AbstractContextManager[Any]:
     return mock.patch.multiple("zckpt.transfer.write", _take=slowed(io_write._take), _put=slowed(io_write._put))
 
 
+@contextmanager
+def held() -> Iterator[Callable[[], None]]:
+    """Lets no write of this rank end before the function that this yields is called. The files are written meanwhile,
+    but the ranks do not commit before this function is called on each of them."""
+    write_data_files, go_on = RankWrite.write_data_files, threading.Event()
+
+    def write_and_wait(*arguments: Any) -> bytes:
+        digest = write_data_files(*arguments)
+        go_on.wait()
+        return digest
+
+    with mock.patch.object(RankWrite, "write_data_files", write_and_wait):
+        try:
+            yield go_on.set
+        finally:
+            go_on.set()
+
+
 def value(number: float) -> torch.Tensor:
-    """By numpy, as all here: torch's own threads do not survive a fork."""
+    """Returns a tensor filled with ``number``. It is made by numpy, because torch's threads do not survive a fork."""
     return torch.from_numpy(np.full(300_000, number, np.float32))
 
 
 def slow_write(path: Path, wait: Callable[[], None], number: int, **options: Any) -> object:
-    """A write that waits once its files are there, before its commit."""
+    """Writes a checkpoint, but calls ``wait`` once its files are there, before its commit."""
     commit_write = RankWrite.commit
 
-    def commit(*arguments: Any, **keywords: Any) -> bytes:
+    def commit(*arguments: Any, **keywords: Any) -> None:
         wait()
-        return commit_write(*arguments, **keywords)
+        commit_write(*arguments, **keywords)
 
     with mock.patch.object(RankWrite, "commit", commit):
         return write_through(path, value(number), **options)

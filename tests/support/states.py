@@ -1,4 +1,4 @@
-"""Checkpoint directories without engines: the ranks are simulated in one process, the writing is the library's own."""
+"""Writes checkpoints without engines. The ranks are simulated in one process, and zckpt's own functions write."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 import zckpt
 from zckpt.errors import FormatError
-from zckpt.format.names import check_tensor_name
+from zckpt.format.names import Tier, check_tensor_name
 from zckpt.plan import catalog
-from zckpt.state.inventory import BUFFER, MASTER, TIERS, FileSpan, Fragment, Inventory
+from zckpt.state.inventory import BUFFER, MASTER, FileRange, Fragment, Inventory
 from zckpt.testing.fragments import write_fragments
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 from zckpt.writing.collect import add_rank_tree, pack_tree
@@ -33,23 +33,25 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "big": (50, 777),
 }
 PARTS = (MASTER, "exp_avg", "exp_avg_sq")
-BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+DTYPE_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Written:
-    """What went into a checkpoint: whole tensors by key (copy 0), and what each rank held, by key and span."""
+    """The tensors that were written to a checkpoint."""
 
     path: Path
     save_id: str
     full: dict[str, torch.Tensor]
+    """The whole tensors by key, of copy 0."""
     ranks: list[dict[tuple[str, int, int], torch.Tensor]]
+    """The fragments of each rank, by key, first element and end."""
 
 
 def write_state(
     path: Path,
     world_size: int = 3,
-    tensors: Mapping[str, tuple[int, ...]] | Mapping[str, torch.Tensor] = SHAPES,
+    tensors: Mapping[str, tuple[int, ...] | torch.Tensor] = SHAPES,
     *,
     parts: Sequence[str] = PARTS,
     block_bytes: int = BLOCK_BYTES,
@@ -59,97 +61,102 @@ def write_state(
     aliases: Mapping[str, str] | None = None,
     engine_state: object = None,
     client_state: object = None,
+    left_out: Sequence[str] = (),
     overwrite: bool = False,
     latest: bool = True,
     step: int = 5,
     seed: int = 0,
     swap: Path | None = None,
 ) -> Written:
-    """Writes a checkpoint. ``tensors`` are shapes, to be filled at random, or values, the same in every part.
+    """Writes a checkpoint.
 
-    ``layout``: "zero3", where every rank has an equal share of every tensor, or "random": cut anywhere, held by anyone
-    on any tier. ``swap``: a directory for the files of what lies on tier nvme. ``buffers`` has the values of each rank.
-    ``engine_state`` and ``client_state`` go to the tree of state.
+    ``tensors`` has a shape, to be filled at random, or a value for each name. A value is the same in every part. With
+    the ``layout`` "zero3", every rank has an equal share of every tensor. With "random", tensors are cut anywhere, and
+    each piece is on any rank and tier. ``swap`` is a directory for the swap files of tensors on the tier nvme.
+    ``buffers`` has the value of each rank for each name. ``engine_state``, ``client_state`` and ``left_out`` go to the
+    tree of state.
     """
     torch.manual_seed(seed)
     choice = random.Random(seed)
     full: dict[str, torch.Tensor] = {}
     fragments: list[list[Fragment]] = [[] for _ in range(world_size)]
     for part in parts:
-        for name, given in tensors.items():
-            value = given if isinstance(given, torch.Tensor) else torch.randn(given).to(dtype)
+        for name, content in tensors.items():
+            value = content if isinstance(content, torch.Tensor) else torch.randn(content).to(dtype)
             full[f"{part}/{name}"] = value
             for rank, tier, start, stop in cuts(value.numel(), world_size, layout, choice):
                 fragments[rank].append(fragment(part, name, value, start, stop, tier))
     for name, values in (buffers or {}).items():
         full[f"{BUFFER}/{name}"] = values[0]
         for rank, value in enumerate(values):
-            fragments[rank].append(fragment(BUFFER, name, value, 0, value.numel(), "device", rank))
+            fragments[rank].append(fragment(BUFFER, name, value, 0, value.numel(), Tier.DEVICE, rank))
     ranks = [
-        {(f.key, f.start, f.stop): f.data for f in own if isinstance(f.data, torch.Tensor) and f.data.numel()}
-        for own in fragments
+        {(f.key, f.start, f.stop): f.data for f in of_rank if isinstance(f.data, torch.Tensor) and f.data.numel()}
+        for of_rank in fragments
     ]
     if swap is not None:
-        for rank, own in enumerate(fragments):
-            fragments[rank] = swap_out(own, swap / f"{rank}.swp")
-    state = pack_tree({"engine": engine_state, "client_state": client_state}, "", fragments[0], 0)
-    for rank, own in enumerate(fragments):
-        add_rank_tree({"rank": rank}, own, rank)
-    about = catalog.About(step, block_bytes, aliases or {}, state, {"created": "by a test"})
-    save_id = write_fragments(str(path), fragments, about, overwrite=overwrite, latest=latest)
+        for rank, of_rank in enumerate(fragments):
+            fragments[rank] = swap_out(of_rank, swap / f"{rank}.swp")
+    root = {"engine": engine_state, "client_state": client_state, **({"left_out": [*left_out]} if left_out else {})}
+    state = pack_tree(root, "", fragments[0], 0)
+    for rank, of_rank in enumerate(fragments):
+        add_rank_tree({"rank": rank}, of_rank, rank)
+    metadata = catalog.SaveMetadata(step, block_bytes, aliases or {}, state, {"created": "by a test"})
+    save_id = write_fragments(str(path), fragments, metadata, overwrite=overwrite, latest=latest)
     return Written(path, save_id, full, ranks)
 
 
 def fragment(
-    part: str, name: str, value: torch.Tensor, start: int, stop: int, tier: str = "device", copy: int = 0
+    part: str, name: str, value: torch.Tensor, start: int, stop: int, tier: Tier = Tier.DEVICE, copy: int = 0
 ) -> Fragment:
     data = value.contiguous().reshape(-1)[start:stop]
     return Fragment(part, name, tuple(value.shape), DTYPE_NAMES[value.dtype], start, stop, tier, copy, data)
 
 
 def swap_out(fragments: list[Fragment], path: Path) -> list[Fragment]:
-    """Those of tier nvme as ranges of a file, with junk between them."""
+    """Returns the fragments, with those of the tier nvme moved into a file, where junk is between them."""
     swapped = []
     with path.open("wb") as file:
-        for one in fragments:
-            if one.tier == "nvme" and isinstance(one.data, torch.Tensor):
+        for fragment in fragments:
+            if fragment.tier is Tier.NVME and isinstance(fragment.data, torch.Tensor):
                 file.write(b"junk")
-                span = FileSpan(str(path), file.tell(), one.data.nbytes)
-                file.write(one.data.numpy().tobytes())
-                one = replace(one, data=span)
-            swapped.append(one)
+                file_range = FileRange(str(path), file.tell(), fragment.data.nbytes)
+                file.write(fragment.data.numpy().tobytes())
+                fragment = replace(fragment, data=file_range)
+            swapped.append(fragment)
     return swapped
 
 
-def cuts(numel: int, world_size: int, layout: str, choice: random.Random) -> list[tuple[int, str, int, int]]:
-    """``(rank, tier, start, stop)`` of every piece of a tensor; one of no elements is rank 0's."""
+def cuts(numel: int, world_size: int, layout: str, choice: random.Random) -> list[tuple[int, Tier, int, int]]:
+    """Returns ``(rank, tier, start, stop)`` of every piece of a tensor. A tensor without elements has one empty piece,
+    which is on rank 0 with the ``layout`` "zero3"."""
     if layout == "zero3":
         share = max(-(-numel // world_size), 1)
         bounds = [(rank, rank * share, min((rank + 1) * share, numel)) for rank in range(world_size)]
-        return [(rank, "device", start, stop) for rank, start, stop in bounds if start < stop or rank == numel == 0]
+        return [(rank, Tier.DEVICE, start, stop) for rank, start, stop in bounds if start < stop or rank == numel == 0]
     inner = sorted(choice.sample(range(1, numel), min(choice.randrange(8), numel - 1))) if numel > 1 else []
     return [
-        (choice.randrange(world_size), choice.choice(TIERS), start, stop)
+        (choice.randrange(world_size), choice.choice(list(Tier)), start, stop)
         for start, stop in zip([0, *inner], [*inner, numel], strict=True)
     ]
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal in dtype, shape and every bit, NaN and all."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Returns whether the tensors are equal in dtype, shape and every bit. NaNs with the same bits are equal."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    if one.dim() == 0:
-        one, other = one.reshape(1), other.reshape(1)
-    as_bytes = BYTES.get(one.element_size(), torch.int64)
-    return torch.equal(one.contiguous().view(as_bytes), other.contiguous().view(as_bytes))
+    if first.dim() == 0:
+        first, second = first.reshape(1), second.reshape(1)
+    as_bytes = DTYPE_OF_SIZE.get(first.element_size(), torch.int64)
+    return torch.equal(first.contiguous().view(as_bytes), second.contiguous().view(as_bytes))
 
 
-def same_all(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
+def same_all(tensors: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> bool:
+    return tensors.keys() == expected.keys() and all(same(tensors[key], expected[key]) for key in expected)
 
 
 def edit(value: Any, path: str, change: Any) -> None:
-    """Sets the entry at ``path``, such as ``parts.0.names``, of nested maps and lists; None removes it."""
+    """Sets the entry at ``path``, such as ``parts.0.names``, of nested maps and lists. None removes the entry."""
     *way, last = [int(step) if step.isdigit() else step for step in path.split(".")]
     for step in way:
         value = value[step]
@@ -160,7 +167,7 @@ def edit(value: Any, path: str, change: Any) -> None:
 
 
 def is_tensor_name(name: str) -> bool:
-    """Whether the format allows it."""
+    """Returns whether the format allows this name of a tensor."""
     try:
         check_tensor_name(name)
     except FormatError:
@@ -169,7 +176,7 @@ def is_tensor_name(name: str) -> bool:
 
 
 def write_through(path: Path, value: torch.Tensor, *, step: int = 1, **options: Any) -> Any:
-    """``zckpt.write`` of one tensor, ``master/w``, but for the engine: lock, commit, clean-up and all."""
+    """Calls ``zckpt.write`` with its lock, commit and clean-up, for a simulated engine of one tensor, ``master/w``."""
     adapter = SimpleNamespace(
         step=step,
         description={},

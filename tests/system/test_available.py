@@ -1,4 +1,4 @@
-"""Memory that is available: the machine's, and less where a control group of any version sets a limit."""
+"""The available memory is that of the machine, or less if a control group of any version sets a limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ PLACES = {1: "sys/fs/cgroup/memory", 2: "sys/fs/cgroup"}
 
 
 def make(root: Path, version: int, path: str, groups: dict[str, dict[str, object]], top: str = "/") -> str:
-    """A machine of 1000 MiB. ``groups``: the files of each, where the hierarchy is mounted."""
+    """Makes the files of a machine with 1000 MiB of available memory, and returns their root.
+
+    ``groups`` has the files of each control group, by its path below the mount point of the hierarchy. ``path`` is the
+    group of the process, and ``top`` the group that is mounted.
+    """
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: 9999999 kB\nMemAvailable: {1000 << 10} kB\nHugepagesize: 2048 kB\n")
     (root / "proc/self/cgroup").write_text(LINES[version].format(path=path))
@@ -53,7 +57,7 @@ def v1(limit: int, used: int, **more: object) -> dict[str, object]:
 NO_LIMIT = 9223372036854771712
 
 
-def test_without_groups_it_is_the_machine_s(tmp_path: Path) -> None:
+def test_without_a_limit_of_a_group_the_memory_of_the_machine_is_available(tmp_path: Path) -> None:
     assert available_bytes(make(tmp_path, 2, "/user.slice", {"user.slice": v2("max", 7 * MIB)})) == 1000 * MIB
     for file in ("cgroup", "mountinfo"):
         (tmp_path / "proc/self" / file).unlink()
@@ -61,9 +65,9 @@ def test_without_groups_it_is_the_machine_s(tmp_path: Path) -> None:
     assert 0 < available_bytes() < 1 << 50
 
 
-def test_the_smallest_of_all_that_is_left_counts(tmp_path: Path) -> None:
-    """Slurm puts a limit on the job, and systemd on a slice; the group of the process itself has none."""
-    groups = {
+def test_the_group_with_the_least_memory_left_counts(tmp_path: Path) -> None:
+    """Slurm puts a limit on the job, and systemd on a slice. The group of the process itself has no limit."""
+    groups: dict[str, dict[str, object]] = {
         "": {"cgroup.procs": ""},
         "system.slice": v2(900 * MIB, 100 * MIB),
         "system.slice/slurm": v2(500 * MIB, 50 * MIB),
@@ -80,7 +84,7 @@ def test_the_smallest_of_all_that_is_left_counts(tmp_path: Path) -> None:
     assert available_bytes(make(tmp_path / "d", 2, path, groups)) == 40 * MIB, "the cached files go first"
 
 
-def test_in_a_container_the_group_has_another_name_outside(tmp_path: Path) -> None:
+def test_the_limit_counts_in_a_container_where_the_group_has_another_name(tmp_path: Path) -> None:
     limited = {"": v2(300 * MIB, 100 * MIB)}
     assert available_bytes(make(tmp_path / "namespace", 2, "/", limited)) == 200 * MIB
     assert available_bytes(make(tmp_path / "mounted", 2, "/docker/0a", limited, top="/docker/0a")) == 200 * MIB
@@ -89,28 +93,29 @@ def test_in_a_container_the_group_has_another_name_outside(tmp_path: Path) -> No
     assert available_bytes(make(tmp_path / "inner", 2, "/docker/0a/init", inner, top="/docker/0a")) == 50 * MIB
 
 
-def test_version_1(tmp_path: Path) -> None:
+def test_limits_of_groups_of_version_1_count(tmp_path: Path) -> None:
     groups = {"": v1(NO_LIMIT, 5), "slurm": v1(400 * MIB, 100 * MIB), "slurm/job": v1(NO_LIMIT, 100 * MIB)}
     assert available_bytes(make(tmp_path / "a", 1, "/slurm/job", groups)) == 300 * MIB
-    groups["slurm"]["memory.use_hierarchy"] = 0  # then its limit is for its own processes
+    groups["slurm"]["memory.use_hierarchy"] = 0  # then the limit counts only for the group's own processes
     assert available_bytes(make(tmp_path / "b", 1, "/slurm/job", groups)) == 1000 * MIB
     stat = f"cache 9\nhierarchical_memory_limit {350 * MIB}\ntotal_inactive_file {10 * MIB}"
     container = {"": v1(NO_LIMIT, 100 * MIB, stat=stat)}
     assert available_bytes(make(tmp_path / "c", 1, "/docker/0a", container, top="/docker/0a")) == 260 * MIB
 
 
-def test_files_that_say_nothing_are_passed_over(tmp_path: Path) -> None:
-    groups = {"a": v2(500 * MIB, 0), "a/b": {"memory.max": "what", "memory.current": 0}, "a/b/c": {"memory.max": 7}}
+def test_groups_with_missing_or_strange_files_are_ignored(tmp_path: Path) -> None:
+    groups: dict[str, dict[str, object]] = {"a": v2(500 * MIB, 0)}
+    groups |= {"a/b": {"memory.max": "what", "memory.current": 0}, "a/b/c": {"memory.max": 7}}
     assert available_bytes(make(tmp_path, 2, "/a/b/c", groups)) == 500 * MIB
 
 
-def test_a_real_group() -> None:
-    """One that has no limit of its own, in one that has."""
-    program = "import pathlib, os, sys; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))\n"
-    program += "from zckpt.system.available import available_bytes; print(available_bytes())"
+def test_the_limit_of_a_real_group_counts_in_a_group_below_it() -> None:
+    # The imports come first, so that the pages of the imported files do not count as used by the group.
+    program = "import pathlib, os, sys; from zckpt.system.available import available_bytes\n"
+    program += "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); print(available_bytes())"
     try:
         with memory_group() as group:
-            with suppress(OSError):  # of version 1 alone, and always so in newer kernels
+            with suppress(OSError):  # only version 1 has this file, and newer kernels do not let it change
                 (group.path / "memory.use_hierarchy").write_text("1")
             group.close(512 * MIB)
             below = group.path / "below"

@@ -1,4 +1,4 @@
-"""What Linux alone has, where a page of the kernel's is not 4096 bytes long, and where it refuses."""
+"""The calls that only Linux has, on a kernel whose pages are longer than 4096 bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = 1 << 16
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
-    """A C library of a Linux with such pages."""
+    """Returns a mock of the C library of a Linux whose pages have ``LARGE`` bytes."""
     kernel = mock.Mock()
     kernel.fstatfs.return_value = 0
     kernel.syscall.return_value = -1
@@ -31,20 +31,20 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
 
 
 def test_cached_bytes_are_counted_in_the_kernel_s_pages(tmp_path: Path, kernel: mock.Mock) -> None:
-    def cachestat(number: int, fd: int, span: Any, found: Any, flags: int) -> int:
+    def cachestat(number: int, fd: int, span: Any, counts: Any, flags: int) -> int:
         assert (number, list(span)) == (linux.CACHESTAT, [5 * LARGE + 7, 3 * LARGE])
-        found[0] = 4
+        counts[0] = 4
         return 0
 
     kernel.syscall.side_effect = cachestat
     assert cached_bytes(tmp_path, 5 * LARGE + 7, 3 * LARGE) == 4 * LARGE
 
 
-def test_an_older_kernel_tells_by_the_page_too(tmp_path: Path, kernel: mock.Mock) -> None:
-    """It writes a byte for each page, and not one more than there is room for."""
+def test_an_older_kernel_counts_cached_bytes_in_its_pages_too(tmp_path: Path, kernel: mock.Mock) -> None:
+    """The call mincore writes a byte for each page, and the buffer has room for exactly these bytes."""
 
     def mincore(address: ctypes.c_void_p, length: ctypes.c_size_t, vector: ctypes.c_void_p) -> None:
-        assert length.value == 3 * LARGE + 7, "from the page on in which it begins"
+        assert length.value == 3 * LARGE + 7, "the range begins with a page"
         assert vector.value is not None
         ctypes.memmove(vector.value, bytes([1, 0, 1, 1]), -(-length.value // LARGE))
 
@@ -61,7 +61,7 @@ def cached_bytes(directory: Path, offset: int, nbytes: int) -> int:
         os.close(fd)
 
 
-def test_whole_pages_alone_are_given_back(kernel: mock.Mock) -> None:
+def test_only_whole_pages_are_given_back(kernel: mock.Mock) -> None:
     linux.free_lazily(10 * LARGE + 4096, 3 * LARGE)
     (address, nbytes, advice), _ = kernel.madvise.call_args
     assert (address.value, nbytes.value, advice) == (11 * LARGE, 2 * LARGE, linux.MADV_FREE)
@@ -70,12 +70,11 @@ def test_whole_pages_alone_are_given_back(kernel: mock.Mock) -> None:
     kernel.madvise.assert_not_called()
 
 
-def test_what_is_given_back_is_the_callers_and_no_more() -> None:
-    """By the kernel that is here."""
-    room = mmap.mmap(-1, 4 * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    room[:] = b"\1" * len(room)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
-    with mock.patch.object(linux, "MADV_FREE", mmap.MADV_DONTNEED):  # at once, so that it shows
+def test_the_kernel_of_this_machine_takes_back_only_the_pages_within_the_range() -> None:
+    memory = mmap.mmap(-1, 4 * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:] = b"\1" * len(memory)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with mock.patch.object(linux, "MADV_FREE", mmap.MADV_DONTNEED):  # which takes the pages back at once
         linux.free_lazily(address + 1, 3 * mmap.PAGESIZE)
-    kept = mmap.PAGESIZE * b"\1"
-    assert room[:] == kept + bytes(2 * mmap.PAGESIZE) + kept
+    page = mmap.PAGESIZE * b"\1"
+    assert memory[:] == page + bytes(2 * mmap.PAGESIZE) + page

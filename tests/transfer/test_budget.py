@@ -1,4 +1,5 @@
-"""The budget: it bounds the buffers, the environment sets its defaults, and pinned memory is cut up without waste."""
+"""The budget bounds the buffers, the environment sets its defaults, and pinned memory is cut into buffers without
+waste."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_pinned_memory_is_cut_into_buffers_without_waste(nbytes_per_thread: int,
         budget = zckpt.Budget(nbytes_per_thread * threads, threads)
         arena = Arena.within(budget, block_bytes)
         assert arena.nbytes <= budget.nbytes
-        assert arena.nbytes.bit_count() == 1  # torch's allocator rounds nothing up
+        assert arena.nbytes.bit_count() == 1  # torch's allocator rounds up to a power of 2
         assert arena.batch_bytes % block_bytes == 0
         room, buffer_bytes = arena.nbytes - PAGE_BYTES, arena.batch_bytes + 2 * PAGE_BYTES
         assert arena.buffers * buffer_bytes <= room < (arena.buffers + 1) * buffer_bytes

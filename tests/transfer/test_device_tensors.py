@@ -1,7 +1,8 @@
-"""Tensors to devices and from them, bit for bit: on the simulated accelerator, and on GPUs where there are some.
+"""Tensors go to devices and come from them bit for bit, on the simulated accelerator, and on GPUs if there are some.
 
-Whatever fills or reads a tensor may be under way on any stream when zckpt is called, and the training goes on as soon
-as zckpt returns. ``test_device_path.py`` has how the bytes go, and in how many copies.
+When zckpt is called, work that fills or reads a tensor may still be under way on any stream. The training goes on as
+soon as zckpt returns. ``test_copies_to_devices.py`` and ``test_copies_from_devices.py`` test the order and the number
+of copies.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import zckpt
 from tests.support import accelerator
 from tests.support.models import make_engine, train
-from tests.support.reference_engine import held
+from tests.support.reference_engine import tensors_of
 from tests.support.slow_writes import slow
 from tests.support.states import same, same_all, write_state
 from zckpt.engines import adapt
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 KIB, MIB = 1 << 10, 1 << 20
 SHAPES = {"matrix": (1100, 1300), "vector": (63,), "one": (1,), "scalar": (), "empty": (0, 3)}
 SMALL_BUFFERS = zckpt.Budget(nbytes=4 * MIB, threads=2)
-"""So small that each of them is used many times."""
+"""A budget whose buffers are so small that each of them is used many times."""
 
 on_each = pytest.mark.parametrize(
     "kind", [pytest.param("sim", marks=pytest.mark.sim), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -47,7 +48,7 @@ on_each = pytest.mark.parametrize(
 
 
 def devices_of(kind: str) -> list[str]:
-    """Two, where there are as many."""
+    """Returns the names of the first two devices of this kind, or of one if there is only one."""
     return [f"{kind}:{number}" for number in range(min(torch.accelerator.device_count(), 2))]
 
 
@@ -57,8 +58,8 @@ def random_tensors(device: str) -> dict[str, torch.Tensor]:
 
 
 def set_late(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Has a stream that nobody else uses set ``target`` to ``values`` after a while. One of them is on a device, the
-    other there too, or in pinned memory."""
+    """Lets a stream that nobody else uses set ``target`` to ``values`` after a while. One of these tensors is on a
+    device. The other is on a device too, or in pinned memory."""
     device = values.device if target.is_cpu else target.device
     stream = torch.Stream(device)
     with stream:
@@ -72,18 +73,19 @@ def junk_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def seen(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What streams see that wait for no others. Nothing that is still under way changes it."""
-    found = {}
+    """Returns the tensors as streams see them that wait for no other stream. Checks that they do not change
+    afterwards."""
+    copies = {}
     for key, tensor in tensors.items():
-        found[key] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=True)
         with torch.Stream(tensor.device) if not tensor.is_cpu else nullcontext() as stream:
-            found[key].copy_(tensor, non_blocking=True)
+            copies[key].copy_(tensor, non_blocking=True)
         if stream is not None:
             stream.synchronize()
     for number in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(number)
-    assert same_all({key: tensor.cpu() for key, tensor in tensors.items()}, found)
-    return found
+    assert same_all({key: tensor.cpu() for key, tensor in tensors.items()}, copies)
+    return copies
 
 
 def assert_loaded(loaded: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -107,11 +109,11 @@ def test_device_tensors_come_back_as_they_were(
         path = tmp_path / device
         write_state(path, 3, tensors, parts=["master"], block_bytes=block_bytes)
         checkpoint = zckpt.open(path, budget=budget)
-        for wanted in (*devices_of(kind), "cpu"):
-            for loaded in (checkpoint.load(device=wanted), dict(checkpoint.iter(device=wanted))):
-                assert {str(tensor.device) for tensor in loaded.values()} == {wanted}
+        for to_device in (*devices_of(kind), "cpu"):
+            for loaded in (checkpoint.load(device=to_device), dict(checkpoint.iter(device=to_device))):
+                assert {str(tensor.device) for tensor in loaded.values()} == {to_device}
                 assert_loaded(loaded, tensors)
-            rows = checkpoint.load_slice("master/matrix", (slice(7, 1050), slice(100, 1290)), device=wanted)
+            rows = checkpoint.load_slice("master/matrix", (slice(7, 1050), slice(100, 1290)), device=to_device)
             assert same(seen({"": rows})[""], tensors["matrix"].cpu()[7:1050, 100:1290].contiguous())
 
 
@@ -128,7 +130,7 @@ def test_conversion_on_the_way(kind: str, dtype: torch.dtype, tmp_path: Path) ->
 
 @on_each
 def test_all_devices_and_the_host_at_once(kind: str, tmp_path: Path) -> None:
-    """Though each piece of memory is still being written to on a stream of its own when it is handed over."""
+    """When the load is called, a stream of its own is still writing to the memory of each tensor on a device."""
     tensors = random_tensors("cpu")
     places = dict(zip(["master", "exp_avg", "exp_avg_sq"], ["cpu", *devices_of(kind)], strict=False))
     write_state(tmp_path / "c", 2, tensors, parts=[*places])
@@ -161,7 +163,7 @@ def test_the_caller_may_use_another_stream(kind: str, tmp_path: Path) -> None:
 
 @on_each
 def test_loading_waits_for_what_the_memory_was_used_for(kind: str, tmp_path: Path) -> None:
-    """The allocator hands out memory that something queued may still write; the loaded values must win."""
+    """The allocator hands out memory to which queued work may still write. The loaded values must win."""
     tensors = random_tensors("cpu")
     write_state(tmp_path / "c", 2, tensors, parts=["master"])
     checkpoint = zckpt.open(tmp_path / "c")
@@ -193,13 +195,15 @@ def test_a_queue_knows_whether_its_copies_are_done() -> None:
 
 @pytest.mark.gpu
 def test_gpudirect_storage(tmp_path: Path) -> None:
-    """Without digests, from the disk straight to the device; so do pieces that begin anywhere in a page."""
+    """Without digests, bytes go from the disk straight to the device, even if a piece begins in the middle of a
+    page."""
     if not gpudirect.serves(torch.device("cuda")):
         pytest.skip("no kvikio, or no driver for GPUDirect Storage")
     numels = {"a": 3_000_001, "b": 7, "c": 5_000_003}
     tensors = {name: torch.randn(numel, device="cuda") for name, numel in numels.items()}
     write_state(tmp_path / "checkpoint", 2, tensors, block_bytes=1 << 20)
-    checkpoint = zckpt.open(tmp_path / "checkpoint")  # written past the page cache: nothing of it is there
+    # The checkpoint was written past the page cache, so all of it is read from the disk.
+    checkpoint = zckpt.open(tmp_path / "checkpoint")
     direct: list[int] = []
     read = LocalReader.read_to_device
 
@@ -228,30 +232,30 @@ WRITES: dict[str, dict[str, Any]] = {
 
 
 def trained(device: str) -> ReferenceEngine:
-    """An engine that has trained on its device's default stream, with a buffer on another device, if there is one. The
-    last values of its tensors are still under way, each on a stream of its own."""
+    """Returns an engine that has trained on its device's default stream. It has a buffer on another device, if there is
+    one. The last values of its tensors are still under way, each on a stream of its own."""
     engine = ReferenceEngine(ENGINE_SHAPES, device=device)
     engine.train(2)
     other = devices_of(engine.device.type)[-1 - engine.device.index]
     engine.tensors["buffer"]["elsewhere"] = torch.zeros(100, device=other)
     for device_used in {device, other}:
         torch.accelerator.synchronize(device_used)
-    for part, own in engine.tensors.items():
-        for name, tensor in own.items():
-            if part != "param" or name == "frozen":  # what is derived stays as the masters were
+    for part, tensors in engine.tensors.items():
+        for name, tensor in tensors.items():
+            if part != "param" or name == "frozen":  # derived weights keep their values
                 set_late(tensor, (torch.rand(tensor.shape) * 100).to(tensor.dtype).pin_memory())
     return engine
 
 
 def values(engine: ReferenceEngine) -> dict[str, torch.Tensor]:
-    """Without the weights that are derived from masters, once all is done."""
+    """Waits for all work, and returns the state without the weights that are derived from masters."""
     for device in devices_of(engine.device.type):
         torch.accelerator.synchronize(device)
-    return {key: tensor for key, tensor in held(engine).items() if key == "param/frozen" or "param" not in key}
+    return {key: tensor for key, tensor in tensors_of(engine).items() if key == "param/frozen" or "param" not in key}
 
 
 def expected_values(device: str) -> dict[str, torch.Tensor]:
-    """Of an engine that was ``trained``; each is like the others."""
+    """Returns the values of an engine that ``trained`` has made. All such engines have the same values."""
     torch.manual_seed(0)
     return values(trained(device))
 
@@ -259,16 +263,16 @@ def expected_values(device: str) -> dict[str, torch.Tensor]:
 @on_each
 @pytest.mark.parametrize("how", WRITES)
 def test_a_write_is_of_the_state_at_the_call(kind: str, how: str, tmp_path: Path) -> None:
-    """Though the state is still under way to the devices, and training goes on as soon as the write returns."""
+    """At the call, the state may still be under way to the devices. Training goes on as soon as the write returns."""
     for device, other in zip(devices_of(kind), reversed(devices_of(kind)), strict=True):
         expected = expected_values(device)
         torch.manual_seed(0)
         engine = trained(device)
         tokens, view = torch.zeros(1000, device=other), torch.zeros(100, 200, device=other).t()
-        given = {"tokens": torch.rand(1000), "view": torch.rand(200, 100)}
+        client_state = {"tokens": torch.rand(1000), "view": torch.rand(200, 100)}
         torch.accelerator.synchronize(other)
-        set_late(tokens, given["tokens"].pin_memory())
-        set_late(view, given["view"].pin_memory())
+        set_late(tokens, client_state["tokens"].pin_memory())
+        set_late(view, client_state["view"].pin_memory())
         with slow(0.01):
             state = {"tokens": tokens, "view": view}
             written = zckpt.write(engine, tmp_path / device, client_state=state, **WRITES[how])
@@ -285,27 +289,28 @@ def test_a_write_is_of_the_state_at_the_call(kind: str, how: str, tmp_path: Path
         beta_powers, *_ = (expected.pop(key) for key in ("beta_powers", "steps", "learning_rate"))
         assert same_all(loaded, expected)
         assert same(checkpoint.state["engine"]["optimizer"]["beta_powers"], beta_powers)
-        assert same_all(checkpoint.state["client_state"], given)
+        assert same_all(checkpoint.state["client_state"], client_state)
         assert not same(values(engine)["master/matrix"], expected["master/matrix"])
 
 
 @on_each
 def test_client_state_on_a_device_that_the_engine_does_not_use(kind: str, tmp_path: Path) -> None:
     tokens, view = torch.zeros(1000, device=kind), torch.zeros(100, 200, device=kind).t()
-    given = {"tokens": torch.rand(1000), "view": torch.rand(200, 100)}
+    expected = {"tokens": torch.rand(1000), "view": torch.rand(200, 100)}
     torch.accelerator.synchronize(kind)
-    set_late(tokens, given["tokens"].pin_memory())
-    set_late(view, given["view"].pin_memory())
+    set_late(tokens, expected["tokens"].pin_memory())
+    set_late(view, expected["view"].pin_memory())
     zckpt.write(ReferenceEngine(), tmp_path / "c", client_state={"tokens": tokens, "view": view})
-    assert same_all(zckpt.open(tmp_path / "c").state["client_state"], given)
+    assert same_all(zckpt.open(tmp_path / "c").state["client_state"], expected)
 
 
 def offload(engine: ReferenceEngine, junk: bool = False) -> None:
-    """As DeepSpeed's ``offload_states(non_blocking=True)``, with values on their way, or others than the engine's."""
-    for own in engine.tensors.values():
-        for name, tensor in own.items():
-            own[name] = torch.zeros_like(tensor, device="cpu").pin_memory()
-            set_late(own[name], torch.full_like(tensor, 7) if junk else tensor)
+    """Moves the state to host memory as DeepSpeed's ``offload_states(non_blocking=True)`` does, with the values still
+    on their way. With ``junk``, they are not the values of the engine."""
+    for tensors in engine.tensors.values():
+        for name, tensor in tensors.items():
+            tensors[name] = torch.zeros_like(tensor, device="cpu").pin_memory()
+            set_late(tensors[name], torch.full_like(tensor, 7) if junk else tensor)
     engine.beta_powers = engine.beta_powers.cpu()  # nothing is left on the device
 
 
@@ -323,7 +328,7 @@ def test_state_on_its_way_to_host_memory_is_written(kind: str, tmp_path: Path) -
 
 
 def write_deepspeed_state_on_its_way(path: str) -> None:
-    """Of a real engine on the CPU that has been told that it is on a device."""
+    """Writes a real engine on the CPU that was told that it is on a device."""
     engine = make_engine(stage=2)
     train(engine, 1)
     (master,) = engine.optimizer.single_partition_of_fp32_groups
@@ -346,36 +351,44 @@ def test_deepspeed_state_on_its_way_to_host_memory_is_written(cluster: Cluster, 
 @on_each
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_an_engine_holds_what_was_restored(kind: str, offloaded: bool, tmp_path: Path) -> None:
-    """On whichever stream it is looked at, and though its memory was still being written to before."""
+    """Any stream sees the restored values, even if earlier work was still writing to the engine's memory at the
+    call."""
     for device in devices_of(kind):
         engine = ReferenceEngine(ENGINE_SHAPES, device=device)
         engine.train(2)
         zckpt.write(engine, tmp_path / device)
-        expected = held(engine)
+        expected = tensors_of(engine)
         other = ReferenceEngine(ENGINE_SHAPES, device=device, seed=1)
         other.train(1)
         torch.accelerator.synchronize(device)
         if offloaded:
             offload(other, junk=True)
         else:
-            for tensor in (other.beta_powers, *(one for own in other.tensors.values() for one in own.values())):
+            for tensor in (
+                other.beta_powers,
+                *(value for tensors_of_part in other.tensors.values() for value in tensors_of_part.values()),
+            ):
                 set_late(tensor, junk_like(tensor))
         zckpt.restore(other, tmp_path / device, rng=True, budget=SMALL_BUFFERS)
-        tensors = {f"{part}/{name}": one for part, own in other.tensors.items() for name, one in own.items()}
+        tensors = {
+            f"{part}/{name}": value
+            for part, tensors_of_part in other.tensors.items()
+            for name, value in tensors_of_part.items()
+        }
         restored = seen({**tensors, "beta_powers": other.beta_powers})
         assert same_all(restored, {key: expected[key] for key in restored})
         if not offloaded:
             engine.train(2)
-            gone_on = held(engine)
+            gone_on = tensors_of(engine)
             with torch.Stream(device):
                 other.train(2)
-                assert same_all(held(other), gone_on)
+                assert same_all(tensors_of(other), gone_on)
 
 
 @on_each
 @pytest.mark.parametrize("snapshot", ["copy", "lazy"])
-def test_training_goes_on_when_all_has_been_read_that_it_may_change(kind: str, snapshot: str, tmp_path: Path) -> None:
-    """Nothing of it is read before somebody waits for that, or the training has gone on without."""
+def test_training_waits_until_all_that_it_may_change_has_been_read(kind: str, snapshot: str, tmp_path: Path) -> None:
+    """Reading is delayed until the training waits for it, or has gone on without waiting."""
     take, reading = io_write._take, threading.Event()
 
     class Waited(threading.Event):
@@ -389,7 +402,7 @@ def test_training_goes_on_when_all_has_been_read_that_it_may_change(kind: str, s
             setattr(self, "taken" if snapshot == "lazy" else "copied", Waited())
 
     def take_late(job: Any, stage: Any) -> Any:
-        if snapshot == "copy" or job.plan.shard.part == "master":
+        if snapshot == "copy" or job.plan.id.part == "master":
             reading.wait(60)
         return take(job, stage)
 
@@ -408,7 +421,7 @@ def test_training_goes_on_when_all_has_been_read_that_it_may_change(kind: str, s
 
 @on_each
 def test_a_buffer_is_used_again_only_when_it_has_been_written(kind: str, tmp_path: Path) -> None:
-    """Of the first buffer that is full, it takes longer than of many others."""
+    """The write of the first full buffer takes longer than the writes of many later ones."""
     put, full, others = io_write._put, itertools.count(), threading.Semaphore(0)
 
     def put_late(*arguments: Any) -> None:
@@ -433,7 +446,7 @@ def test_a_restore_in_many_batches_pins_memory_once(tmp_path: Path) -> None:
     path = zckpt.write(engine, tmp_path / "c")
     accelerator.reset()
     with mock.patch.object(
-        ReferenceRestoring, "fill", lambda *given: ((one,) for batch in fill(*given) for one in batch)
+        ReferenceRestoring, "fill", lambda *given: ((request,) for batch in fill(*given) for request in batch)
     ):
         zckpt.restore(engine, path)
     counters = accelerator.counters()
@@ -441,8 +454,8 @@ def test_a_restore_in_many_batches_pins_memory_once(tmp_path: Path) -> None:
 
 
 @on_each
-def test_what_was_trained_elsewhere_goes_on_alike(kind: str, tmp_path: Path) -> None:
-    """From the CPU to a device and back."""
+def test_a_run_goes_on_alike_on_another_device(kind: str, tmp_path: Path) -> None:
+    """The run moves from the CPU to a device and back."""
     engine = ReferenceEngine(ENGINE_SHAPES)
     engine.train(2)
     zckpt.write(engine, tmp_path / "cpu")
@@ -453,7 +466,7 @@ def test_what_was_trained_elsewhere_goes_on_alike(kind: str, tmp_path: Path) -> 
     zckpt.restore(back, tmp_path / "there", rng=True)
     back.train(2)
     engine.train(2)
-    assert same_all(held(back), held(engine))
+    assert same_all(tensors_of(back), tensors_of(engine))
 
 
 @on_each

@@ -1,4 +1,5 @@
-"""Which devices can be used, and what is said of the others. ``test_device_path.py`` has what goes to them."""
+"""Which devices can be used, and what errors say about the others. ``test_copies_to_devices.py`` tests copies to
+devices."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def test_cpu_and_meta_are_always_accepted(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["xpu", "hpu:1", "nonsense", torch.device("xpu", 3)])
-def test_what_is_not_there_is_named_with_what_is(device: torch.device | str) -> None:
+def test_a_missing_device_is_named_with_those_that_exist(device: torch.device | str) -> None:
     with pytest.raises(zckpt.DeviceError, match=f"cannot use the device {device}: (.|\n)*the devices there are: cpu"):
         check_device(device)
 
@@ -36,7 +37,7 @@ def test_what_is_not_there_is_named_with_what_is(device: torch.device | str) -> 
 def test_memory_of_the_host_is_on_no_device() -> None:
     assert devices_of([HOST, META, HOST, META]) == (META.device,)
     assert check_devices([HOST]) == ()
-    synchronize(devices_of([HOST, META]))  # there is nothing to wait for
+    synchronize(devices_of([HOST, META]))  # does nothing, because there is nothing to wait for
 
 
 def test_what_has_no_bytes_cannot_be_written() -> None:
@@ -65,43 +66,45 @@ def test_a_load_to_what_is_not_there_is_refused_before_anything_is_read(tmp_path
 
 @pytest.mark.parametrize("load", LOADS)
 def test_nothing_is_read_for_tensors_without_bytes(tmp_path: Path, load: str) -> None:
-    """But the index, by ``load_pieces``, whose keys say where the pieces begin."""
+    """``load_pieces`` reads the index, because its keys say where the pieces begin."""
     write_state(tmp_path / "c", parts=("master", "exp_avg"), buffers={"mean": [torch.ones(3)] * 3})
     expected = LOADS[load](zckpt.open(tmp_path / "c"), "cpu")
     for file in (tmp_path / "c").rglob("*.safetensors"):
         os.truncate(file, 0)
     checkpoint = zckpt.open(tmp_path / "c")
     before = replace(checkpoint.io)
-    found = LOADS[load](checkpoint, "meta")
-    assert isinstance(found, dict)
+    loaded = LOADS[load](checkpoint, "meta")
+    assert isinstance(loaded, dict)
     assert isinstance(expected, dict)
-    assert {key: (one.dtype, one.shape) for key, one in found.items()} == {
-        key: (one.dtype, one.shape) for key, one in expected.items()
+    assert {key: (tensor.dtype, tensor.shape) for key, tensor in loaded.items()} == {
+        key: (tensor.dtype, tensor.shape) for key, tensor in expected.items()
     }
-    assert all(one.is_meta for one in found.values())
+    assert all(tensor.is_meta for tensor in loaded.values())
     assert load == "load_pieces" or checkpoint.io == before
     assert checkpoint.io.data_bytes == 0
 
 
 def test_tensors_without_bytes_among_others(tmp_path: Path) -> None:
-    """They are left out, and progress is told of all."""
+    """A load leaves tensors without bytes out, but reports progress for all tensors."""
     full = write_state(tmp_path / "c", 2, {"a": (1000,), "b": (3000,)}, parts=("master",)).full
     checkpoint = zckpt.open(tmp_path / "c")
     out = {"master/a": torch.empty(1000), "master/b": torch.empty(3000, dtype=torch.float16, device="meta")}
-    told: list[int] = []
-    progress = SimpleNamespace(begin=lambda action, nbytes: told.append(-nbytes), advance=told.append, end=lambda: None)
+    reported: list[int] = []
+    progress = SimpleNamespace(
+        begin=lambda action, nbytes: reported.append(-nbytes), advance=reported.append, end=lambda: None
+    )
     loaded = checkpoint.load(out=out, progress=progress)
     assert torch.equal(loaded["master/a"], full["master/a"])
     assert loaded["master/b"] is out["master/b"]
-    assert sum(told) == 0
+    assert sum(reported) == 0
     assert checkpoint.io.data_bytes < 4 * 3000
 
 
-def test_what_is_given_has_to_be_on_a_device_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_have_to_be_on_a_device_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_state(tmp_path / "c")
     checkpoint = zckpt.open(tmp_path / "c")
     before = replace(checkpoint.io)
-    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as if it were on a device whose memory cannot be read
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as if tensors were on a device that cannot be read
     monkeypatch.setattr(torch.Tensor, "cpu", mock.Mock(side_effect=RuntimeError("out of order")))
     with pytest.raises(zckpt.DeviceError, match="cannot use the device cpu: out of order"):
         checkpoint.load(out={"master/one": torch.empty(1)})

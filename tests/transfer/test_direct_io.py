@@ -1,4 +1,4 @@
-"""Direct I/O: what goes past the page cache and what does not, and file systems that do not have it."""
+"""Direct I/O: which bytes go past the page cache and which do not, and file systems without direct I/O."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 import zckpt
 from tests.support.memory import uncache
 from tests.support.states import PARTS, same_all, write_state
-from zckpt.plan.reshard import Span
-from zckpt.reading.checkpoint import Want
+from zckpt.plan.reshard import ElementRange
+from zckpt.reading.checkpoint import ReadRequest
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
@@ -39,7 +39,7 @@ SHAPES = {"large": (1500, 1009), "larger": (2_200_001,), "one": (1,), "none": (0
 
 
 def cached_bytes(path: Path) -> int:
-    """Of a file, in the page cache."""
+    """Returns how many bytes of a file are in the page cache."""
     libc = ctypes.CDLL(None)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         address = np.frombuffer(mapped, np.uint8).ctypes.data
@@ -56,7 +56,8 @@ def data_files(checkpoint: Path) -> list[Path]:
 
 
 def has_direct_io(directory: Path) -> bool:
-    """And is not all cache, as tmpfs, which takes the flag too."""
+    """Returns whether files in the directory have direct I/O. tmpfs takes the flag too, but keeps all data in the
+    cache."""
     path = directory / "probe"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
@@ -71,7 +72,7 @@ def has_direct_io(directory: Path) -> bool:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    """A directory whose files have direct I/O."""
+    """Returns a directory whose files have direct I/O."""
     if not has_direct_io(tmp_path):
         pytest.skip("the file system has no direct I/O")
     return tmp_path
@@ -79,17 +80,18 @@ def disk(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["its own", (4, 512), (512, 4096), (4096, 512), (4096, 4096)])
 def alignment(request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Bytes that addresses are multiples of, and bytes that offsets are; of the file system, or asked for."""
+    """Sets the alignment of addresses and of offsets for direct I/O, in bytes, and returns both. They are those of the
+    file system, or larger ones."""
     (disk / "file").write_bytes(b"x")
-    own = LocalReader(str(disk)).alignment("file")
-    asked = own if request.param == "its own" else tuple(map(max, request.param, own))
-    monkeypatch.setattr(linux, "direct_alignment", lambda fd: asked)
-    return asked
+    of_file_system = LocalReader(str(disk)).alignment("file")
+    used = of_file_system if request.param == "its own" else tuple(map(max, request.param, of_file_system))
+    monkeypatch.setattr(linux, "direct_alignment", lambda fd: used)
+    return used
 
 
 @pytest.fixture
 def overlay(tmp_path: Path) -> Iterator[Path]:
-    """A directory of an overlay file system, such as containers are given."""
+    """Yields a directory of an overlay file system, such as containers have."""
     directories = [tmp_path / name for name in ("lower", "upper", "work", "merged")]
     for directory in directories:
         directory.mkdir()
@@ -108,7 +110,8 @@ def test_direct_io_leaves_the_page_cache_alone(disk: Path) -> None:
     tmp_path = disk
     state = write_state(tmp_path / "c", 2, SHAPES)
     files = data_files(tmp_path / "c")
-    edges = MIB // 2  # pages shared by two writes, small reads and what the kernel reads ahead of these
+    # Pages that two writes share, small reads, and what the kernel reads ahead of these go through the page cache.
+    edges = MIB // 2
     assert files
     assert all(file.stat().st_size > 6 * MIB for file in files)
     assert all(cached_bytes(file) <= edges for file in files)
@@ -132,14 +135,17 @@ def test_large_tensors_are_read_straight_into_their_memory(
     assert torch.equal(part, state.full["master/larger"][1001:2_100_009])
 
 
-def test_a_restore_into_memory_that_lies_as_that_of_the_writer_copies_edges_alone(
+def test_a_restore_into_memory_with_the_same_alignment_copies_only_edges(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = {"large": (1031, 1009), "larger": (3, 700_001), "last": (600_000,)}
     engine = ReferenceEngine(shapes)
     engine.train(1)
     zckpt.write(engine, disk / "c")
-    before = {part: {name: one.clone() for name, one in own.items()} for part, own in engine.tensors.items()}
+    before = {
+        part: {name: tensor.clone() for name, tensor in tensors_of_part.items()}
+        for part, tensors_of_part in engine.tensors.items()
+    }
     engine.train(1)
     uncache(disk / "c")
     counts: list[IOCount] = []
@@ -147,12 +153,12 @@ def test_a_restore_into_memory_that_lies_as_that_of_the_writer_copies_edges_alon
     zckpt.restore(engine, disk / "c")
     for part, tensors in before.items():
         assert same_all(engine.tensors[part], tensors)
-    large = sum(one.nbytes for part in PARTS for one in before[part].values())
+    large = sum(tensor.nbytes for part in PARTS for tensor in before[part].values())
     assert sum(count.data_bytes for count in counts) >= large
     assert sum(count.copied_bytes for count in counts) < 2 * PAGE_BYTES * sum(count.reads for count in counts)
 
 
-def test_what_goes_through_a_buffer_is_counted(disk: Path) -> None:
+def test_bytes_that_go_through_a_buffer_are_counted(disk: Path) -> None:
     write_state(disk / "c", 1, SHAPES, parts=("master",), block_bytes=MIB)
     for copied in (False, True):
         uncache(disk / "c")
@@ -168,9 +174,9 @@ def test_what_goes_through_a_buffer_is_counted(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 16, 127, 128, 1024])
-def test_nothing_is_read_into_what_lies_beside_a_tensor(disk: Path, alignment: tuple[int, int], shift: int) -> None:
-    """Wherever it lies. The tensors are neighbours in memory, the last one of the file first; each read is of 1 MiB, so
-    that four threads fill neighbouring ranges."""
+def test_no_read_changes_memory_next_to_a_tensor(disk: Path, alignment: tuple[int, int], shift: int) -> None:
+    """The tensors begin anywhere in a page. They are neighbours in memory, in the reverse order of the file. Each read
+    has 1 MiB, so four threads fill neighbouring ranges."""
     shapes = {"a": (1_000_003,), "b": (300_001,), "c": (700_000,)}
     state = write_state(disk / "c", 1, shapes, parts=("master",), block_bytes=MIB)
     memory = torch.from_numpy(np.full(sum(map(sum, shapes.values())) + 4096, 7, np.float32))
@@ -184,11 +190,11 @@ def test_nothing_is_read_into_what_lies_beside_a_tensor(disk: Path, alignment: t
     checkpoint = zckpt.open(disk / "c", budget=zckpt.Budget(nbytes=8 * MIB))
     checkpoint.load(out=out)
     assert same_all(out, state.full)
-    assert all(bool((one == 7).all()) for one in guard)
+    assert all(bool((elements == 7).all()) for elements in guard)
 
 
 def test_each_flipped_bit_of_what_is_read_straight_is_found(disk: Path) -> None:
-    """At the edges of reads, of blocks of the disk and of blocks with a digest."""
+    """The flipped bits are at the edges of reads, of blocks of the disk, and of blocks with a digest."""
     write_state(disk / "c", 1, {"a": (2_200_001,), "b": (300_003,)}, parts=("master",), block_bytes=MIB)
     (path,) = data_files(disk / "c")
     checkpoint = zckpt.open(disk / "c", budget=zckpt.Budget(nbytes=8 * MIB))
@@ -207,8 +213,9 @@ def test_each_flipped_bit_of_what_is_read_straight_is_found(disk: Path) -> None:
             uncache(disk / "c")
             with pytest.raises(zckpt.DigestError) as caught:
                 checkpoint.load()
-            assert (caught.value.key, caught.value.rule) == (key, "D003")
-            assert caught.value.start <= byte < caught.value.stop <= caught.value.start + MIB
+            error: Any = caught.value
+            assert (error.key, error.rule) == (key, "D003")
+            assert error.start <= byte < error.stop <= error.start + MIB
             with path.open("rb+") as file:
                 file.seek(byte)
                 file.write(content[byte : byte + 1])
@@ -219,7 +226,7 @@ def test_each_flipped_bit_of_what_is_read_straight_is_found(disk: Path) -> None:
 
 @pytest.mark.parametrize("percent", [0, 30, 60, 100])
 @pytest.mark.parametrize("verify", [True, False])
-def test_what_is_cached_is_read_from_there_and_the_rest_once(tmp_path: Path, percent: int, verify: bool) -> None:
+def test_cached_bytes_are_read_from_the_cache_and_the_rest_once(tmp_path: Path, percent: int, verify: bool) -> None:
     state = write_state(tmp_path / "c", 1, SHAPES, parts=("master",))
     for file in data_files(tmp_path / "c"):
         with file.open("rb") as opened:
@@ -229,20 +236,20 @@ def test_what_is_cached_is_read_from_there_and_the_rest_once(tmp_path: Path, per
     loaded = checkpoint.load(verify=verify)
     assert same_all(loaded, state.full)
     total = sum(info.nbytes for info in checkpoint.values())
-    whole_pages = 2 * PAGE_BYTES * checkpoint.io.reads  # at either end of a read
+    whole_pages = 2 * PAGE_BYTES * checkpoint.io.reads  # at both ends of each read
     assert total <= checkpoint.io.data_bytes <= total + whole_pages < 1.02 * total
 
 
-def test_no_byte_goes_behind_the_memory_that_it_is_meant_for(tmp_path: Path) -> None:
+def test_no_byte_is_read_past_the_end_of_its_target(tmp_path: Path) -> None:
     write_state(tmp_path / "c", 1, {"w": (8,)}, parts=("master",))
     checkpoint = zckpt.open(tmp_path / "c")
     room = torch.zeros(8)
-    want = Want(checkpoint["master/w"], [Span(0, 8, 0)], room[:7])
-    for wrong in (want, want._replace(spans=[Span(0, 8, -1)], target=room[1:])):
+    request = ReadRequest(checkpoint["master/w"], [ElementRange(0, 8, 0)], room[:7])
+    for wrong in (request, request._replace(ranges=[ElementRange(0, 8, -1)], target=room[1:])):
         with pytest.raises(ValueError, match="longer than the memory"):
             checkpoint.read([wrong])
     with pytest.raises(ValueError, match="no gaps"):
-        checkpoint.read([want._replace(target=torch.zeros(16)[::2])])
+        checkpoint.read([request._replace(target=torch.zeros(16)[::2])])
     assert not room.any()
 
 
@@ -279,7 +286,7 @@ def check_what_is_mostly_cached(directory: Path) -> None:
 def test_a_file_system_without_direct_io(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, when: str
 ) -> None:
-    """Refused where a file is opened, or where it is first used."""
+    """A file system refuses direct I/O when a file is opened, or when the file is first read or written."""
     direct: set[int] = set()
 
     def opened(*args: Any, **kwargs: Any) -> int:
@@ -309,7 +316,7 @@ def test_a_file_system_without_direct_io(
 
 
 def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
-    """In the middle of a direct read, after the sizes were checked."""
+    """The file ends in the middle of a direct read. It was cut after its size was checked."""
     for number, nbytes in enumerate((-1, MIB + 17, PAGE_BYTES)):
         path = tmp_path / str(number)
         write_state(path, 1, SHAPES, parts=("master",))
@@ -328,8 +335,8 @@ def test_a_write_of_any_offset_and_length(tmp_path: Path) -> None:
         file = LocalWriter(str(tmp_path / f"file{direct}"), len(content), direct)
         cuts = [0, *sorted(random.choice(len(content), 40, replace=False).tolist()), 8192, 12288, len(content)]
         cuts = sorted(set(cuts))
-        spans = list(itertools.pairwise(cuts))
-        for start, stop in random.permutation(spans).tolist():
+        ranges = list(itertools.pairwise(cuts))
+        for start, stop in random.permutation(ranges).tolist():
             stage = StagingPool(stop - start).acquire()
             data = stage.bytes[start % PAGE_BYTES :][: stop - start]
             data[:] = content[start:stop]
@@ -340,10 +347,11 @@ def test_a_write_of_any_offset_and_length(tmp_path: Path) -> None:
         assert (tmp_path / f"file{direct}").read_bytes() == content.tobytes()
 
 
-def test_pages_that_are_written_in_parts_go_with_those_beside_them(
+def test_pages_that_are_written_in_parts_go_with_their_neighbours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each byte once, no write of its own for such a page but at the end of the file, and nothing else by the cache."""
+    """Each byte is written once. Only the last page of the file has a write of its own, which goes through the page
+    cache."""
     if not has_direct_io(tmp_path):
         pytest.skip("the file system has no direct I/O")
     content = np.random.default_rng(0).integers(0, 256, 50_001, dtype=np.uint8)
@@ -362,12 +370,12 @@ def test_pages_that_are_written_in_parts_go_with_those_beside_them(
     file.sync()
     file.close()
     assert (tmp_path / "file").read_bytes() == content.tobytes()
-    pages = [(True, *span) for span in [(0, 8192), (8192, 28672), (28672, 40960), (40960, 49152)]]
+    pages = [(True, *bounds) for bounds in [(0, 8192), (8192, 28672), (28672, 40960), (40960, 49152)]]
     assert done == [*pages, (False, 49152, 50_001)]
 
 
 def test_no_space_is_noticed_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit on the size of files is met in the same way as a full disk."""
+    """A limit on the size of files stops the allocation, as a full disk would."""
     written = mock.Mock(side_effect=AssertionError("a byte was written"))
     monkeypatch.setattr(os, "pwritev", written)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

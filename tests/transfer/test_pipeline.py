@@ -1,4 +1,4 @@
-"""The pipeline between memory and files: a thread that fails ends those that wait for it."""
+"""The pipeline between memory and files: if one of its threads fails, the threads that wait for it end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_thread_of_a_pipeline_that_fails_ends_those_that_wait_for_it() -> None
 
     def take(item: int, stage: StagingBuffer) -> int:
         taking.set()
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         raise ValueError
 
     def work() -> None:
@@ -35,8 +35,8 @@ def test_a_thread_of_a_pipeline_that_fails_ends_those_that_wait_for_it() -> None
     threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
     with pool.work():
         threads[0].start()
-        assert taking.wait(10)
+        assert taking.wait(60)
         threads[1].start()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
     assert not any(thread.is_alive() for thread in threads)

@@ -1,8 +1,9 @@
-"""Large tensors in host memory are written from where they lie: no processor copies them, but for parts of pages."""
+"""Large tensors in host memory are written from where they are. The processor copies only parts of pages."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import threading
@@ -18,7 +19,7 @@ import torch
 import zckpt
 from tests.support.independent_reader import Reader
 from tests.support.memory_store import in_memory
-from tests.support.reference_engine import held
+from tests.support.reference_engine import tensors_of
 from tests.support.states import fragment, same_all
 from zckpt.format.digest import BLOCK_BYTES
 from zckpt.plan import catalog
@@ -30,8 +31,6 @@ from zckpt.transfer import write as io_write
 from zckpt.writing.collect import pack_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from zckpt.state.inventory import Fragment
 
 MIB = 1 << 20
@@ -39,7 +38,7 @@ SHAPES = {"large": (1031, 1009), "small": (33,), "larger": (3, 700_001), "one": 
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Large tensors and small ones, in flats and by themselves, at the start of a page and elsewhere."""
+    """Returns large and small tensors, in flat buffers and alone, at the start of a page and elsewhere."""
     torch.manual_seed(0)
     flat = torch.randn(3 * MIB)
     page = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 3 * MIB), np.uint8)).view(torch.float16)
@@ -65,26 +64,26 @@ def written(path: str, tensors: dict[str, torch.Tensor]) -> None:
         part, _, name = key.partition("/")
         fragments.append(fragment(part, name, tensor, 0, tensor.numel()))
     packed = pack_tree({"engine": {}, "client_state": {}}, "", fragments, 0)
-    write_fragments(path, [fragments], catalog.About(1, BLOCK_BYTES, {}, packed, {}))
+    write_fragments(path, [fragments], catalog.SaveMetadata(1, BLOCK_BYTES, {}, packed, {}))
 
 
 @pytest.fixture
-def copied_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """What the processor copies of a write: to staging buffers, and of pages that are written in parts."""
-    found: list[int] = []
+def copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list of the lengths of the processor's copies in a write: to staging buffers, and of parts of pages."""
+    lengths: list[int] = []
     fill, edge = io_write._fill, LocalWriter._edge
 
     def fill_counted(stage: Any, at: int, plan: Any, source: int, start: int, nbytes: int, copies: Any) -> None:
-        found.append(nbytes)
+        lengths.append(nbytes)
         fill(stage, at, plan, source, start, nbytes, copies)
 
     def edge_counted(self: LocalWriter, part: Any, offset: int) -> Any:
-        found.append(len(part))
+        lengths.append(len(part))
         return edge(self, part, offset)
 
     monkeypatch.setattr(io_write, "_fill", fill_counted)
     monkeypatch.setattr(LocalWriter, "_edge", edge_counted)
-    return found
+    return lengths
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -110,11 +109,11 @@ def test_no_large_tensor_is_copied(tmp_path: Path, copied_bytes: list[int], dire
 def test_an_offload_copies_no_large_tensor_either(tmp_path: Path, copied_bytes: list[int]) -> None:
     engine = ReferenceEngine(SHAPES)
     engine.train(1)
-    before = held(engine)
+    before = tensors_of(engine)
     with zckpt.offloaded(engine, tmp_path) as moved:
         pass
     assert sum(copied_bytes) < moved.nbytes // 100
-    assert same_all(held(engine), before)
+    assert same_all(tensors_of(engine), before)
 
 
 def check(path: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -124,8 +123,8 @@ def check(path: str, tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 8])
-def test_with_the_least_memory(tmp_path: Path, threads: int) -> None:
-    """Writes of one block, which begin and end anywhere in a page."""
+def test_a_write_with_the_smallest_budget(tmp_path: Path, threads: int) -> None:
+    """Each write has one block, and begins and ends anywhere in a page."""
     tensors = state()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZCKPT_BUDGET_BYTES", str(threads * 2 * MIB))
@@ -138,7 +137,7 @@ def test_with_the_least_memory(tmp_path: Path, threads: int) -> None:
 def test_in_the_background_the_state_is_copied_before_it_changes(tmp_path: Path, snapshot: str) -> None:
     engine = ReferenceEngine(SHAPES)
     engine.train(1)
-    before = {key: value for key, value in held(engine).items() if "/" in key}
+    before = {key: value for key, value in tensors_of(engine).items() if "/" in key}
     changed, write = threading.Event(), LocalWriter.write
 
     def later(self: LocalWriter, data: Any, offset: int) -> None:
@@ -155,8 +154,8 @@ def test_in_the_background_the_state_is_copied_before_it_changes(tmp_path: Path,
     assert zckpt.validate(tmp_path / "c").ok
 
 
-def test_what_changes_while_it_is_written_can_be_loaded_all_the_same(tmp_path: Path) -> None:
-    """A buffer that another thread or process counts in; masters and moments change by a step alone."""
+def test_a_buffer_that_changes_while_it_is_written_can_be_loaded(tmp_path: Path) -> None:
+    """Another thread or process may change a buffer at any time. Masters and moments change only in a step."""
     engine = ReferenceEngine(SHAPES)
     engine.train(1)
     counted = torch.zeros(2 * MIB)
@@ -180,24 +179,23 @@ def test_data_that_are_not_the_elements_of_a_fragment_are_not_written(tmp_path: 
         fragments = [replace(fragment("master", "w", torch.zeros(count), 0, count), data=data)]
         packed = pack_tree({"engine": {}, "client_state": {}}, "", fragments, 0)
         with pytest.raises(AssertionError, match=why):
-            write_fragments(tmp_path / why, [fragments], catalog.About(1, BLOCK_BYTES, {}, packed, {}))
+            write_fragments(tmp_path / why, [fragments], catalog.SaveMetadata(1, BLOCK_BYTES, {}, packed, {}))
 
 
 def test_a_write_that_fails_in_the_middle_leaves_nothing_and_the_state_as_it_was(tmp_path: Path) -> None:
     engine = ReferenceEngine(SHAPES)
     engine.train(1)
-    before, writes = held(engine), []
+    before, numbers = tensors_of(engine), itertools.count(1)
     real = os.pwritev
 
     def fail(fd: int, views: Any, offset: int) -> int:
-        writes.append(offset)
-        if len(writes) == 4:
+        if next(numbers) == 4:  # the threads write at the same time, and each gets another number
             raise OSError(errno.EIO, "the disk is on fire")
         return real(fd, views, offset)
 
     with mock.patch.object(os, "pwritev", fail), pytest.raises(zckpt.StorageError, match="on fire"):
         zckpt.write(engine, tmp_path / "c")
     assert not (tmp_path / "c").exists()
-    assert same_all(held(engine), before)
+    assert same_all(tensors_of(engine), before)
     zckpt.write(engine, tmp_path / "c")
     assert zckpt.validate(tmp_path / "c").ok

@@ -1,4 +1,4 @@
-"""Levels of validation: what each reads, and what "deep" sees in the values; the work shared by ranks."""
+"""Levels of validation: what each level reads, what "deep" finds in the values, and how ranks share the work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAN, INF = float("nan"), float("inf")
 def observed(path: Path) -> list[tuple[str, str, int]]:
     report = zckpt.validate(path, level="deep")
     assert report.ok, str(report)
-    return [(one.key, one.kind, one.count) for one in report.observations]
+    return [(observation.key, observation.kind, observation.count) for observation in report.observations]
 
 
 def spoilt(values: dict[int, float], numel: int = 5000, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -71,14 +71,17 @@ def test_odd_values_are_counted_by_key(tmp_path: Path, dtype: torch.dtype) -> No
 def test_8_bit_values_are_looked_at_too(tmp_path: Path) -> None:
     value = torch.tensor([1.0, NAN, INF], dtype=torch.float32).to(torch.float8_e5m2)
     write_state(tmp_path / "c", 1, {"a": value, "z": torch.tensor([1j * NAN])}, parts=("param",))
-    found = observed(tmp_path / "c")
-    assert [one for one in found if one[0] == "param/a"] == [("param/a", "inf", 1), ("param/a", "nan", 1)]
-    assert ("param/z", "nan", 2) in found  # 0 * NaN is NaN
+    observations = observed(tmp_path / "c")
+    assert [observation for observation in observations if observation[0] == "param/a"] == [
+        ("param/a", "inf", 1),
+        ("param/a", "nan", 1),
+    ]
+    assert ("param/z", "nan", 2) in observations  # 1j * NaN has two NaNs
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_are_compared_with_their_masters(tmp_path: Path, dtype: torch.dtype) -> None:
-    """However differently both are cut."""
+    """Weights and masters are cut into different pieces."""
     master = {name: torch.randn(300_000) for name in ("same", "other")} | {"alone": torch.randn(3)}
     weights = {name: master[name].to(dtype) for name in ("same", "other")} | {"frozen": torch.randn(3).to(dtype)}
     weights["other"][123_456] += 1
@@ -98,13 +101,15 @@ def test_weights_in_a_checkpoint_are_compared_with_their_masters(tmp_path: Path)
     both |= {f"param/{name}": value.bfloat16() for name, value in master.items()}
     both["param/other"][7, 7] *= 2
     write_parts(tmp_path / "c", both)
-    found = observed(tmp_path / "c")
-    assert [one for one in found if one[1] == "unlike_master"] == [("param/other", "unlike_master", 1)]
-    assert ("master/nan", "nan", 5) in found
+    observations = observed(tmp_path / "c")
+    assert [observation for observation in observations if observation[1] == "unlike_master"] == [
+        ("param/other", "unlike_master", 1)
+    ]
+    assert ("master/nan", "nan", 5) in observations
 
 
 def write_parts(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """One rank's checkpoint of tensors by key."""
+    """Writes a checkpoint of one rank with the given tensors, by key."""
     from tests.support.states import fragment
     from zckpt.plan import catalog
     from zckpt.testing.fragments import write_fragments
@@ -114,7 +119,7 @@ def write_parts(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         part, name = key.split("/")
         middle = value.numel() // (3 if part == "master" else 2)
         fragments += [fragment(part, name, value, a, b) for a, b in ((0, middle), (middle, value.numel()))]
-    write_fragments(str(path), [fragments], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
+    write_fragments(str(path), [fragments], catalog.SaveMetadata(0, 1 << 20, {}, b"\xc0", {}))
 
 
 def test_each_level_reads_what_it_says(tmp_path: Path) -> None:
@@ -139,18 +144,18 @@ def test_an_unknown_level_is_refused(tmp_path: Path) -> None:
 def test_the_json_is_stable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_state(tmp_path / "c", 1, {"a": spoilt({3: NAN}, 10)}, parts=("master",))
     assert main(["validate", "--level", "deep", "--json", str(tmp_path / "c")]) == 0, "values break no rule"
-    found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["path", "level", "ok", "files", "bytes_read", "findings", "observations", "counts"]
-    assert found["observations"] == [{"key": "master/a", "kind": "nan", "count": 1}]
-    assert (found["counts"], found["ok"], found["findings"]) == ({"nan": {"master": 1}}, True, [])
+    output = json.loads(capsys.readouterr().out)
+    assert list(output) == ["path", "level", "ok", "files", "bytes_read", "findings", "observations", "counts"]
+    assert output["observations"] == [{"key": "master/a", "kind": "nan", "count": 1}]
+    assert (output["counts"], output["ok"], output["findings"]) == ({"nan": {"master": 1}}, True, [])
     (file,) = (tmp_path / "c").glob("data-*/rank-00000/master.safetensors")
     with file.open("r+b") as out:
         out.seek(4096)
         out.write(b"\1")
     assert main(["validate", "--json", str(tmp_path / "c")]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] is False
-    (finding,) = found["findings"]
+    output = json.loads(capsys.readouterr().out)
+    assert output["ok"] is False
+    (finding,) = output["findings"]
     assert finding == {
         "rule": "D003",
         "message": "the data is damaged",
@@ -162,7 +167,7 @@ def test_the_json_is_stable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("world_size", "size"), [(1, 1), (1, 3), (3, 2), (5, 8), (8, 8), (9, 4)])
-def test_every_read_is_one_process_s(world_size: int, size: int) -> None:
+def test_every_read_is_done_by_one_process(world_size: int, size: int) -> None:
     reads = range(13)
     done = [
         (rank, read)
@@ -190,7 +195,7 @@ def test_ranks_share_the_work_and_each_gets_the_report(cluster: Cluster, tmp_pat
     assert reports[0] == reports[1]
     bytes_read = json.loads(alone)["bytes_read"]
     assert bytes_read < json.loads(reports[0][0])["bytes_read"] < bytes_read * 1.01, "headers and index twice"
-    same = [{**json.loads(one), "bytes_read": 0} for one in (alone, reports[0][0])]
+    same = [{**json.loads(entry), "bytes_read": 0} for entry in (alone, reports[0][0])]
     assert same[0] == same[1]
     (file,) = path.glob("data-*/rank-00000/exp_avg_sq.safetensors")
     raw = bytearray(file.read_bytes())
@@ -198,7 +203,7 @@ def test_ranks_share_the_work_and_each_gets_the_report(cluster: Cluster, tmp_pat
     raw[-1] ^= 1
     file.write_bytes(raw)
     for report, _ in cluster.run(together, 2, str(path), init=True):
-        rules = [(one["rule"], one["key"]) for one in json.loads(report)["findings"]]
+        rules = [(entry["rule"], entry["key"]) for entry in json.loads(report)["findings"]]
         assert rules == [("D003", "exp_avg_sq/a"), ("D003", "exp_avg_sq/b")]
 
 
@@ -216,7 +221,7 @@ def test_a_launcher_s_ranks_validate_together(cluster: Cluster, tmp_path: Path) 
 
 @pytest.mark.linux
 def test_bounded_memory(tmp_path: Path) -> None:
-    """Not one file, however large, is ever held."""
+    """Validation never holds a whole file in memory, however large the file is."""
     numel = 40 << 20
     write_state(tmp_path / "c", 1, {"a": torch.from_numpy(np.zeros(numel, np.float32))}, parts=("master",))
     script = """

@@ -1,34 +1,48 @@
-"""DeepSpeed's own save_checkpoint and load_checkpoint, with zckpt behind them."""
+"""Makes DeepSpeed's own save_checkpoint and load_checkpoint use zckpt."""
 
 from __future__ import annotations
 
 import functools
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from zckpt.api import zero_to_fp32
+from zckpt.api import frameworks, zero_to_fp32
 from zckpt.api.background import wait
 from zckpt.api.open import open as open_path
 from zckpt.api.restore import restore_engine
 from zckpt.api.write import write_engine
 from zckpt.engines import adapt, group_of
 from zckpt.engines.registered import registered
-from zckpt.errors import FormatError, MismatchError, TagError, UnsupportedError, warn
+from zckpt.errors import FormatError, MismatchError, TagError, UnsupportedError, ZckptError, warn
 from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
+from zckpt.listing.find import find
 from zckpt.listing.other_formats import deepspeed_files
+from zckpt.listing.runs import is_full
 from zckpt.ranks.collectives import Ranks
 from zckpt.restoring.plan import Caller, Request, engine_state
+from zckpt.state.inventory import RESERVED_PARTS
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
-from zckpt.writing.options import WriteOptions
+from zckpt.transfer.budget import flag
+from zckpt.writing.options import WriteOptions, check_counts
+from zckpt.writing.saves import Saves, forget_saves, saves_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
+
+    class _Options(TypedDict, total=False):
+        background: bool | None
+        replace_deepspeed: bool
+        keep_last: int | None
+        keep_every: int | None
+        full_every: int | None
+        reuse: Literal["latest"] | None
+
 
 _WEIGHTS = ("master", "param", "buffer")
 _LOAD = Caller(
@@ -44,80 +58,152 @@ _MARK = "_zckpt_attaches"
 def attach(
     engine: Any,
     *,
-    background: bool = False,
+    background: bool | None = None,
     replace_deepspeed: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    full_every: int | None = None,
+    reuse: Literal["latest"] | None = "latest",
 ) -> Any:
-    """Has ``save_checkpoint`` and ``load_checkpoint`` of a DeepSpeed engine use zckpt; returns the engine.
+    """Makes ``save_checkpoint`` and ``load_checkpoint`` of a DeepSpeed engine use zckpt.
 
-    Arguments, return values, tags, ``latest`` and ``<dir>/<tag>/`` mean what they mean in DeepSpeed, but that:
-    ``load_checkpoint`` also works in an engine that has trained or saved, at another world size, stage and offload; the
-    path it returns is the checkpoint's directory; a failure raises on every rank; a tag that ``latest`` cannot name,
-    such as ``../best``, is a ValueError; and ``custom_load_fn`` is refused for a zckpt checkpoint. A folder in
-    DeepSpeed's own format is loaded by DeepSpeed. Random number generators are left alone. Objects that are registered
-    with the engine (``zckpt.register``) are saved and loaded with it. Rank 0 decides for all ranks
-    what ``latest`` says and in whose format a folder is. Where DeepSpeed's configuration has
-    ``checkpoint.load_universal``, a zckpt checkpoint that ``latest`` names is loaded as it is; ``latest_universal`` is
-    read only where there is none.
+    Arguments, return values, tags, ``latest`` and ``<dir>/<tag>/`` mean what they mean in DeepSpeed, with these
+    differences:
 
-    Tags that differ from rank to rank: ``checkpoint.tag_validation`` in DeepSpeed's configuration decides. "Fail"
-    raises TagError, which is an AssertionError too; with "Warn" and "Ignore" the checkpoint is saved under rank 0's
-    tag, and "Warn" says so. A ``client_state`` that differs from rank to rank: each rank's own is kept, and given back
-    where the number of ranks is the same; another number of ranks gets rank 0's, with a warning. A save in the middle
-    of gradient accumulation leaves the gradients out, as DeepSpeed does, with a warning. An engine without an optimizer
-    saves its weights and buffers.
+    - ``load_checkpoint`` also works in an engine that has trained or saved, and with another world size, ZeRO stage and
+      offload than those of the checkpoint.
+    - The path that ``load_checkpoint`` returns is the directory of the checkpoint.
+    - A failure on one rank raises an error on every rank.
+    - A tag that ``latest`` cannot name, such as ``../best``, raises ValueError.
+    - ``custom_load_fn`` raises UnsupportedError for a zckpt checkpoint.
 
-    ``background``: saves go on while training does; the next save or load and the end of the process wait for them and
-    show their errors. ``replace_deepspeed``: a save to a tag that holds a checkpoint in DeepSpeed's own format removes
-    that once its own is complete; otherwise it raises CheckpointExistsError and changes nothing. ``keep_last``,
-    ``keep_every``: each save removes older checkpoints of ``save_dir``, as for ``zckpt.write``. Attaching twice changes
-    nothing; ``detach`` undoes it.
+    A folder in DeepSpeed's own format is loaded by DeepSpeed. ``load_checkpoint`` does not restore random number
+    generators. Objects that are registered with the engine (``zckpt.register``) are saved and loaded with it. Rank 0
+    reads ``latest`` and determines the format of a folder for all ranks. If DeepSpeed's configuration sets
+    ``checkpoint.load_universal``, a zckpt checkpoint that ``latest`` names is loaded as it is. ``latest_universal`` is
+    read only if ``latest`` names no zckpt checkpoint.
 
-    Raises UnsupportedError for an object that has no such methods, and ValueError for numbers that cannot be.
+    If the ranks pass different tags, ``checkpoint.tag_validation`` in DeepSpeed's configuration decides. "Fail" raises
+    TagError, which is an AssertionError too. "Warn" and "Ignore" save the checkpoint under the tag of rank 0, and
+    "Warn" gives a warning. If the ranks pass different ``client_state``, the ``client_state`` of each rank is saved. A
+    load with the same number of ranks returns to each rank its own. A load with another number of ranks returns the
+    ``client_state`` of rank 0 to every rank, with a warning. A save in the middle of gradient accumulation leaves the
+    gradients out, as DeepSpeed does, with a warning. An engine without an optimizer saves its weights and buffers.
+
+    With ``full_every``, a checkpoint is full if it holds the whole state. The first save is full, and the count begins
+    anew with each full checkpoint that is saved or loaded. A run that was stopped and resumed therefore has its full
+    checkpoints at the same steps as a run that was not. ``load_checkpoint`` raises MismatchError for a checkpoint that
+    is not full, and names the newest full one, unless it is called with ``load_module_only=True`` or
+    ``load_optimizer_states=False``. For this reason ``latest`` continues to name the newest full checkpoint of
+    ``save_dir``, if there is one. A save into the directory of a full checkpoint is full as well.
+
+    Attaching an engine a second time changes nothing, whatever the arguments are, even if ``zckpt run`` attached it
+    first. ``detach`` undoes ``attach``: ``zckpt.attach(zckpt.detach(engine), keep_last=3)`` attaches the engine anew.
+
+    Args:
+        engine: the engine that ``deepspeed.initialize`` has returned.
+        background: whether saves continue in the background while the training goes on. The next save or load and the
+            end of the process wait for them and show their errors. None means that the environment variable
+            ZCKPT_BACKGROUND decides, which is 0 or 1. If it is not set, saves do not run in the background.
+        replace_deepspeed: whether a save to a tag that holds a checkpoint in DeepSpeed's own format removes that
+            checkpoint once the new one is complete. If not, such a save raises CheckpointExistsError and changes
+            nothing.
+        keep_last: the number of checkpoints of ``save_dir`` that each save keeps, as for ``zckpt.write``. None keeps
+            all.
+        keep_every: as for ``zckpt.write``.
+        full_every: a number N: every N-th save holds the whole state. The others leave out what the optimizer keeps for
+            each weight, such as the moments of Adam. With Adam they take a third of the bytes. None means that all
+            checkpoints are full.
+        reuse: None writes all files anew. "latest" has the same meaning as for ``zckpt.write``.
+
+    Returns:
+        The engine.
+
+    Raises:
+        UnsupportedError: the object has no methods ``save_checkpoint`` and ``load_checkpoint``.
+        ValueError: a number is not a whole number of 1 or more, or an argument or the environment variable has a value
+            that is not allowed.
     """
     if not all(hasattr(engine, method) for method in _METHODS):
         raise UnsupportedError(
             f"{type(engine).__name__} has no {' and '.join(_METHODS)}",
             hint="attach the engine that deepspeed.initialize returns; any other one: zckpt.write and zckpt.restore",
         )
+    options = _write_options(background, replace_deepspeed, keep_last, keep_every, full_every, reuse)
+    if saves_of(engine) is None:
+        original: Callable[..., Any] = engine.load_checkpoint
+        saves = Saves(engine, full_every or 1)
+        engine.save_checkpoint = functools.partial(_save_checkpoint, engine, options, saves)
+        engine.load_checkpoint = functools.partial(_load_checkpoint, engine, original, saves)
+    return engine
+
+
+def _write_options(
+    background: bool | None = None,
+    replace_deepspeed: bool = False,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    full_every: int | None = None,
+    reuse: str | None = "latest",
+) -> WriteOptions:
+    """Returns the options of the writes of an attached engine. Raises ValueError."""
+    check_counts(full_every=full_every)
+    if reuse not in ("latest", None):
+        raise ValueError(f"reuse must be 'latest' or None, got {reuse!r}")
     options = WriteOptions(
-        overwrite=True, pending_gradients="drop", background=background, each_client_state=True,
-        replace_foreign=replace_deepspeed, keep_last=keep_last, keep_every=keep_every,
+        overwrite=True, pending_gradients="drop", each_client_state=True, replace_foreign=replace_deepspeed,
+        background=flag("ZCKPT_BACKGROUND", False) if background is None else background, keep_last=keep_last,
+        keep_every=keep_every, reuse=reuse,
     )  # fmt: skip
     options.checked()
-    if not isinstance(vars(engine).get("load_checkpoint"), functools.partial):
-        stock: Callable[..., Any] = engine.load_checkpoint
-        engine.save_checkpoint = functools.partial(_save_checkpoint, engine, options)
-        engine.load_checkpoint = functools.partial(_load_checkpoint, engine, stock)
-    return engine
+    return options
 
 
 def detach(engine: Any) -> Any:
-    """Gives an engine its own ``save_checkpoint`` and ``load_checkpoint`` back; returns it."""
+    """Gives an engine back its own ``save_checkpoint`` and ``load_checkpoint``.
+
+    Args:
+        engine: an engine. Nothing happens if it is not attached.
+
+    Returns:
+        The engine.
+    """
     for method in _METHODS:
         vars(engine).pop(method, None)
+    forget_saves(engine)
     return engine
 
 
-def attach_all(*, replace_deepspeed: bool = False, on_attach: Callable[[Any], None] | None = None) -> None:
-    """Has every engine that ``deepspeed.initialize`` returns from now on attached, whoever calls it.
+def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unpack[_Options]) -> None:
+    """Attaches every engine that ``deepspeed.initialize`` returns from now on.
 
-    For frameworks that make the engine themselves, such as Trainer, Accelerate and Lightning: call it before they do,
-    or start the script with ``zckpt run``. The functions of ``deepspeed.utils.zero_to_fp32`` read the folders of zckpt
-    from then on, beside DeepSpeed's own. ``replace_deepspeed``: as for ``attach``. ``on_attach`` is called with each
-    engine that was attached. Imports DeepSpeed. Calling it twice changes nothing.
+    This is for frameworks that create the engine themselves, such as Trainer, Accelerate and Lightning. Call it before
+    they do, or start the script with ``zckpt run``. From then on:
+
+    - The functions of ``deepspeed.utils.zero_to_fp32`` also read the checkpoints of zckpt.
+    - Trainer resumes only from complete checkpoints.
+    - Trainer, Accelerate and Lightning remove an older checkpoint only when a newer one is complete.
+
+    This imports DeepSpeed. Calling it a second time changes nothing.
+
+    Args:
+        on_attach: a function that is called with each engine after it was attached.
+        options: the options of ``attach``.
+
+    Raises:
+        ValueError: an option has a value that is not allowed.
     """
+    _write_options(**options)
     import deepspeed
 
-    stock: Callable[..., Any] = deepspeed.initialize
-    if hasattr(stock, _MARK):
+    original: Callable[..., Any] = deepspeed.initialize
+    if hasattr(original, _MARK):
         return
 
-    @functools.wraps(stock)
+    @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        engine, *others = stock(*args, **kwargs)
-        attach(engine, replace_deepspeed=replace_deepspeed)
+        engine, *others = original(*args, **kwargs)
+        attach(engine, **options)
         if on_attach is not None:
             on_attach(engine)
         return (engine, *others)
@@ -125,43 +211,68 @@ def attach_all(*, replace_deepspeed: bool = False, on_attach: Callable[[Any], No
     setattr(initialize, _MARK, True)
     deepspeed.initialize = initialize
     zero_to_fp32.teach_deepspeed()
+    frameworks.replace_functions()
 
 
 def _save_checkpoint(
     engine: Any,
     options: WriteOptions,
+    saves: Saves,
     save_dir: StrPath,
     tag: object = None,
     client_state: Mapping[str, Any] | None = None,
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    def own_tag() -> str:
+    def checked_tag() -> str:
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty path, got {save_dir!r}")
-        Location.of(save_dir)  # it raises here, where the other ranks learn of it
+        Location.of(save_dir)  # An invalid path raises its error here, so that the other ranks learn of it.
         adapter.refuse_unsupported(drop_gradients=True)
         return f"global_step{engine.global_steps}" if tag is None else str(tag)
 
     adapter = adapt(engine)
     ranks = Ranks(group_of(engine), call="engine.save_checkpoint")
-    tags = ranks.share(own_tag, "save a checkpoint")
+    tags = ranks.share(checked_tag, "save a checkpoint")
     ranks.together(lambda: _check_tags(engine, tags, ranks), "agree on a tag")
+    path, step = str(Location.of(save_dir).child(tags[0])), engine.global_steps
+    number = saves.begin(path, step)
+    wait()  # The write before this one has to be committed, because its checkpoint may be the full one.
+    if number:
+        replaces_full, latest_is_full = ranks.first(
+            lambda: (_is_full(path), _is_full(save_dir)), "look for a full checkpoint"
+        )
+        number = 0 if replaces_full else number
+        save_latest = save_latest and (replaces_full or not latest_is_full)
     options = replace(
         options,
-        # Without an optimizer, all that there is are parameters which nobody trains
-        exclude=("param",) if exclude_frozen_parameters and adapter.trains else (),
+        exclude=(
+            # Without an optimizer, the engine trains no parameter, so all of its weights would be left out.
+            *(("param",) if exclude_frozen_parameters and adapter.trains else ()),
+            *(part for part in adapter.parts if number and part not in RESERVED_PARTS),
+        ),
         client_state=client_state,
         latest=save_latest,
         run=save_dir,
     )
-    write_engine(engine, str(Location.of(save_dir).child(tags[0])), options)
+    write_engine(engine, path, options)
+    saves.end(number, path, step)
     ranks.together(lambda: _warn_of_gradients(engine) if ranks.rank == 0 else None, "end the save")
     return True
 
 
+def _is_full(path: StrPath) -> bool:
+    """Returns whether the checkpoint at ``path`` is full. In the directory of a run, it is the one that ``latest``
+    names. Returns False if there is no checkpoint that can be read."""
+    try:
+        return is_full(find(path))
+    except ZckptError:
+        return False
+
+
 def _check_tags(engine: Any, tags: Sequence[str], ranks: Ranks) -> None:
-    """If the ranks' tags differ, raises TagError, warns or does nothing, as the engine's configuration says."""
+    """Compares the tags of all ranks. If they differ, raises TagError, warns or does nothing, as DeepSpeed's
+    configuration requires."""
     other = next((number for number, tag in enumerate(tags) if tag != tags[0]), None)
     if other is None or not engine.checkpoint_tag_validation_enabled():
         return
@@ -187,7 +298,8 @@ def _warn_of_gradients(engine: Any) -> None:
 
 def _load_checkpoint(
     engine: Any,
-    stock: Callable[..., Any],
+    original: Callable[..., Any],
+    saves: Saves,
     load_dir: StrPath,
     tag: object = None,
     load_module_strict: bool = True,
@@ -196,27 +308,28 @@ def _load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
+    saves.have_next_full()
     wait()  # A write in the background may be about to change `latest`.
     ranks = Ranks(group_of(engine), call=_LOAD.call)
     universal = engine.load_universal_checkpoint()
     run = ranks.together(lambda: open_store(load_dir), "find the checkpoint")
-    chosen, theirs = ranks.first(lambda: _find(run, tag, universal), "find the checkpoint")
-    if chosen is None:
+    found_tag, in_deepspeed_format = ranks.first(lambda: _find(run, tag, universal), "find the checkpoint")
+    if found_tag is None:
         missing = f"there is no {run.location.child('latest_universal' if universal else 'latest')}"
         if universal:
             raise ValueError(f"{missing}, which DeepSpeed needs with checkpoint.load_universal")
-        said = f"{missing}: pass a tag to load a checkpoint that it does not name"
-        ranks.together(lambda: warn(said) if ranks.rank == 0 else None, "find the checkpoint")
+        warning = f"{missing}: pass a tag to load a checkpoint that it does not name"
+        ranks.together(lambda: warn(warning) if ranks.rank == 0 else None, "find the checkpoint")
         return None, None
-    if theirs:
-        ranks.together(lambda: _refuse_registered(engine, chosen), "find the checkpoint")
+    if in_deepspeed_format:
+        ranks.together(lambda: _refuse_registered(engine, found_tag), "find the checkpoint")
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        return stock(load_dir, chosen, *options, custom_load_fn)  # type: ignore[no-any-return]
-    path = str(run.location.child(chosen))
+        return original(load_dir, found_tag, *options, custom_load_fn)  # type: ignore[no-any-return]
+    path = str(run.location.child(found_tag))
     weights_only = load_module_only or not load_optimizer_states
 
-    def what() -> tuple[list[str] | None, list[str]]:
-        """The parts and the trees of state that are to be restored."""
+    def choose() -> tuple[list[str] | None, list[str]]:
+        """Returns the names of the parts and of the trees of state that are to be restored. None means all parts."""
         if custom_load_fn is not None:
             raise UnsupportedError(
                 "custom_load_fn: the weights go straight into the engine's own memory",
@@ -233,14 +346,18 @@ def _load_checkpoint(
         if weights_only:
             checkpoint = open_path(path)
             parts = [part for part in checkpoint.parts if part in _WEIGHTS]
-            saved = engine_state(checkpoint)
-            if saved is not None and "scheduler" not in saved:  # an engine without an optimizer has none
+            state = engine_state(checkpoint)
+            if state is not None and "scheduler" not in state:  # The writer had no optimizer, so it had no scheduler.
                 left_out.add("scheduler")
         return parts, [tree for tree in adapter.trees if tree not in left_out]
 
-    parts, trees = ranks.together(what, "open the checkpoint")
-    request = Request(parts=parts, state=trees, strict=load_module_strict, own_client_state=True, caller=_LOAD)
+    parts, trees = ranks.together(choose, "open the checkpoint")
+    request = Request(
+        parts=parts, state=trees, strict=load_module_strict, own_client_state=True, caller=_LOAD, all_moments=True
+    )
     restored, _ = restore_engine(engine, path, request)
+    if not weights_only:
+        saves.end(0)
     return path, dict(restored)
 
 
@@ -248,34 +365,36 @@ def _refuse_registered(engine: Any, tag: str) -> None:
     objects = registered(engine).objects
     if objects:
         raise MismatchError(
-            f"{tag} is in DeepSpeed's own format, which has no state of {', '.join(objects)}, registered with the "
-            "engine; nothing was changed",
+            f"{tag} is in DeepSpeed's own format, which has no state of {', '.join(map(repr, objects))}, registered "
+            "with the engine; nothing was changed",
             hint="to begin anew with such an object, register it after load_checkpoint",
         )
 
 
 def _find(run: Store, tag: object, universal: bool) -> tuple[str | None, bool]:
-    """The tag that is to be loaded, None if no file names one, and whether its folder is in DeepSpeed's own format.
+    """Returns the tag that is to be loaded, or None if no file names a tag, and whether its folder is in DeepSpeed's
+    own format.
 
-    ``universal``: a checkpoint of DeepSpeed's is to be one that it has converted, which ``latest_universal`` names.
+    ``universal``: whether a checkpoint of DeepSpeed has to be a Universal Checkpoint, which ``latest_universal`` names.
     """
     if tag is not None:
-        return str(tag), _is_deepspeeds(run.child(str(tag)))
+        return str(tag), _has_deepspeed_format(run.child(str(tag)))
     for file in ("latest", "latest_universal") if universal else ("latest",):
         try:
-            place = run.location.child(file).resolved()  # it may be a link, which a reader follows nowhere
-            with closing(open_store(place.parent).reader()) as reader:
-                raw = reader.read(place.name, 0, LATEST_BYTES_MAX + 1)
-        except (FormatError, ValueError):  # there is no such file, or no file can have such a name
+            target = run.location.child(file).resolved()  # The file may be a symbolic link, and a reader follows none.
+            with closing(open_store(target.parent).reader()) as reader:
+                raw = reader.read(target.name, 0, LATEST_BYTES_MAX + 1)
+        except (FormatError, ValueError):  # There is no such file, or no file can have such a name.
             continue
-        named = raw.decode(errors="surrogateescape").strip()
-        found = run.child(named)
-        if universal and file == "latest" and not found.exists(names.MANIFEST):
+        named_tag = raw.decode(errors="surrogateescape").strip()
+        checkpoint = run.child(named_tag)
+        if universal and file == "latest" and not checkpoint.exists(names.MANIFEST):
             continue
-        theirs = _is_deepspeeds(found)
-        return (named if theirs else names.decode_latest(raw, str(run.location.child(file)))), theirs
+        if _has_deepspeed_format(checkpoint):
+            return named_tag, True
+        return names.decode_latest(raw, str(run.location.child(file))), False
     return None, False
 
 
-def _is_deepspeeds(store: Store) -> bool:
+def _has_deepspeed_format(store: Store) -> bool:
     return not store.exists(names.MANIFEST) and bool(deepspeed_files(store.entries() or ()))

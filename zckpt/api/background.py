@@ -1,4 +1,4 @@
-"""What goes on while training does, such as a write: one at a time, never lost from sight."""
+"""Runs writes and offloads in the background while the training goes on, one at a time, and reports their errors."""
 
 from __future__ import annotations
 
@@ -22,42 +22,48 @@ _current: Background | None = None
 
 
 class Background:
-    """Work that a thread of its own does, on all ranks.
+    """Work that each rank does in a thread of its own, such as a write.
 
-    Nothing has to be done with it. A failure is printed on stderr at once. The next write, restore, offload or reload
-    waits for it and raises its error. A process that ends waits for it too, and prints an error that has not been
-    raised yet.
+    The caller need not do anything with this object. A failure is printed on stderr at once. The next write, restore,
+    offload or reload waits for the work and raises its error. The end of the process waits for it too, and prints an
+    error that has not been raised yet.
     """
 
     def __init__(self, what: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
-        """``what``: for messages, such as "the write of /run/step1". ``finish`` does it, from ``start`` on; it is given
-        what to tell of the engine's state. ``ranks``: those that do it together, as the background knows them."""
+        """``what``: a name of the work for messages, such as "the write of /run/step1". ``finish``: the function that
+        does the work, which the thread calls after ``start``. It has to tell the ``Snapshot`` that it gets when the
+        engine's state may change. ``ranks``: the ranks that do the work together, made for use in the background."""
         self._what = what
         self.error: BaseException | None = None
-        """Why it has failed; the same kind of failure on every rank."""
+        """The error with which the work has failed. All ranks fail together, each with an error of its own."""
         self._finish = finish
         self._ranks = ranks
         self._snapshot = Snapshot()
         self._started = threading.Event()
         self._cancelled = False
         self._seen = False
-        # No daemon: the interpreter waits for it before it exits
+        self._afterwards: list[Callable[[], None]] | None = []
+        """The functions that this rank's thread calls once all ranks have finished the work. None means that the thread
+        calls no more of them."""
+        self._ending = threading.Lock()
+        # The interpreter waits for threads that are no daemons before it exits.
         self._worker = Worker(self._run, "zckpt-background", daemon=False)
 
     def stand_by(self) -> None:
-        """Has its thread ready. Raises RuntimeError where the system has no thread left."""
+        """Starts the thread, which waits for ``start``. Raises RuntimeError if the system cannot create a thread."""
         self._worker.start()
 
     def start(self) -> None:
-        """Has it begin, after ``stand_by``. From now on the next write, restore, offload or reload waits for it, and so
-        does the end of the process. Raises nothing."""
-        global _current  # noqa: PLW0603  the one that there is
+        """Begins the work, after ``stand_by``. From now on the next write, restore, offload or reload and the end of
+        the process wait for it. Raises nothing."""
+        global _current  # noqa: PLW0603  only one runs at a time
         _current = self
         self._started.set()
 
     def cancel(self) -> bool:
-        """To be called after a failure. Before ``start``: stops the thread, and returns True. After it: the work goes
-        on if ``Snapshot.copied`` is set, and is given up if not; returns False."""
+        """Cancels the work after a failure in the caller's thread, and returns whether it never began. Before
+        ``start``, it stops the thread and returns True. After ``start``, it returns False: the work continues if
+        ``Snapshot.copied`` is set, and is given up otherwise."""
         if self._started.is_set() and not self._cancelled:
             if not self._snapshot.copied.is_set():
                 self._give_up()
@@ -70,12 +76,12 @@ class Background:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the work has ended, with or without an error."""
         return self._worker.ended
 
     def join(self, timeout: float | None = None) -> None:
-        """Returns once it is done. Raises its error, and TimeoutError after ``timeout`` seconds. May be called again
-        after that, or after an interrupt."""
+        """Waits for the end of the work. Raises its error, or TimeoutError after ``timeout`` seconds. It may be called
+        again, also after an interrupt."""
         if not self._worker.wait(timeout):
             raise TimeoutError(f"{self._what} is still under way")
         if self.error is not None:
@@ -83,23 +89,44 @@ class Background:
             raise self.error
 
     def settle(self) -> None:
-        """Waits until it has ended, well or not. Raises nothing but an interrupt."""
+        """Waits until the work has ended, with or without an error. Raises nothing except KeyboardInterrupt."""
         self._worker.wait()
 
     def finish(self) -> None:
-        """As ``join``, but an error that the caller has seen is not raised again."""
+        """Waits as ``join`` does, but does not raise again an error that ``join`` has already raised."""
         if not self._seen:
             self.join()
 
+    def then(self, action: Callable[[], None]) -> None:
+        """Makes this rank's thread call ``action`` once all ranks have finished the work. If they already have, calls
+        ``action`` here and now. If the work fails, ``action`` is never called. ``action`` must not raise."""
+        with self._ending:
+            if self._afterwards is not None:
+                self._afterwards.append(action)
+                return
+        if self.error is None:
+            action()
+
+    def _end(self) -> None:
+        while True:
+            with self._ending:
+                if self.error is not None or not self._afterwards:
+                    self._afterwards = None
+                    return
+                action = self._afterwards.pop(0)
+            action()
+
     def wait_until_copied(self, ranks: Ranks) -> None:
-        """Until what may change at any time has been copied. Raises nothing but an interrupt, and gives up then; one
-        that comes later than the copies is not raised here."""
+        """Waits until the state that may change as soon as training goes on has been copied. Raises nothing except
+        KeyboardInterrupt, which gives up the work. An interrupt that arrives after the copies are made is not raised
+        here."""
         if not self._snapshot.copied.is_set():
             with self._giving_up(), ranks.interruptible():
                 self._snapshot.copied.wait()
 
     def wait_until_taken(self) -> None:
-        """Until all of the engine's state may change. Raises nothing but an interrupt, and gives up then."""
+        """Waits until all of the engine's state may change. Raises nothing except KeyboardInterrupt, which gives up the
+        work."""
         with self._giving_up():
             self._snapshot.taken.wait()
 
@@ -107,7 +134,7 @@ class Background:
     def _giving_up(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # the state may change now
+        except BaseException:  # The caller stops waiting, so the state may change under the work.
             self._give_up()
             raise
 
@@ -119,21 +146,23 @@ class Background:
         try:
             if not self._cancelled:
                 self._finish(self._snapshot)
-        except BaseException as error:  # raised by join()
-            traceback.clear_frames(error.__traceback__)  # what is open there goes now, whoever keeps the error
+        except BaseException as error:  # ``join`` raises it again.
+            # The frames refer to open files and large tensors, which would stay alive as long as the error.
+            traceback.clear_frames(error.__traceback__)
             self.error = error
             if self._ranks.rank == 0 or not isinstance(error, RankError):
-                why = f"{type(error).__name__}: {error}"
-                what = f"zckpt: {self._what} in the background has failed: {why}\n"
+                reason = f"{type(error).__name__}: {error}"
+                message = f"zckpt: {self._what} in the background has failed: {reason}\n"
                 with suppress(Exception):
                     print(
-                        f"{what}The next write, restore, offload, reload or wait raises this error.",
+                        f"{message}The next write, restore, offload, reload or wait raises this error.",
                         file=sys.stderr,
                         flush=True,
                     )
         finally:
-            del self._finish  # and with it the state
+            del self._finish  # It refers to the engine's state, whose copies must not stay in memory.
             self._snapshot.end()
+            self._end()
 
     def _report(self) -> None:
         if self.error is not None and not self._seen:
@@ -141,43 +170,74 @@ class Background:
 
 
 class PendingWrite(Background):
-    """What ``zckpt.write(..., background=True)`` returns.
+    """A write in the background, as ``zckpt.write(..., background=True)`` returns it.
 
-    Nothing has to be done with it. A failure is printed on stderr at once. The next write, restore, offload or reload
-    waits for it and raises its error. A process that ends waits for it too, and prints an error that has not been
-    raised yet.
+    The caller need not do anything with this object. A failure is printed on stderr at once. The next write, restore,
+    offload or reload waits for the write and raises its error. The end of the process waits for it too, and prints an
+    error that has not been raised yet.
     """
 
     def __init__(self, path: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
-        """``finish`` writes and commits; ``ranks`` write together."""
+        """``finish``: the function that writes and commits. ``ranks``: the ranks that write together."""
         super().__init__(f"the write of {path}", finish, ranks)
         self.path = path
-        """The checkpoint's absolute path."""
+        """The absolute path of the checkpoint."""
 
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.done else "under way"
         return f"<zckpt.PendingWrite {self.path!r}: {state}>"
 
     def wait(self, timeout: float | None = None) -> str:
-        """Returns the path once the checkpoint is durable. Raises what ``zckpt.write`` would have raised, and
-        TimeoutError after ``timeout`` seconds. May be called again after that, or after an interrupt."""
+        """Waits until the checkpoint is durable. It may be called again, also after an interrupt.
+
+        Args:
+            timeout: the number of seconds to wait at most. None waits without a limit.
+
+        Returns:
+            The absolute path of the checkpoint.
+
+        Raises:
+            TimeoutError: the write is still under way.
+            ZckptError: the write has failed. This is the error that ``zckpt.write`` raises without ``background``.
+        """
         self.join(timeout)
         return self.path
 
 
 def wait() -> None:
-    """Waits until this rank has nothing under way in the background, be it a write or an offload. Every rank that takes
-    part in that calls it. Raises its error on every one of them, unless ``PendingWrite.wait`` or ``Offloaded.wait`` has
-    done so on all of them. An interrupt on one of them ends the wait on all, and not the work: the next write, restore,
-    offload or reload waits for it again."""
-    global _current  # noqa: PLW0603  the one that there is
+    """Waits for the end of the write or offload that is running in the background, if there is one.
+
+    All ranks that write or offload together have to call this. An interrupt on one rank ends the wait on all of them,
+    but not the write or offload itself. The next write, restore, offload or reload waits for it again.
+
+    Raises:
+        ZckptError: the write or offload has failed. Every rank raises its error, unless ``PendingWrite.wait`` or
+            ``Offloaded.wait`` has already raised it on every rank.
+    """
+    global _current  # noqa: PLW0603  only one runs at a time
     pending = _current
     if pending is not None:
         ranks = pending._ranks.foreground("zckpt.wait")
         with ranks.undivided():
             ranks.together(pending._worker.wait, "wait for what goes on in the background")
-            _current = None  # on all ranks or none: they go on together
+            _current = None  # ``together`` raises on all ranks or on none, so all of them get here or none does.
             ranks.together(pending.finish, "finish what goes on in the background")
+
+
+def settle() -> None:
+    """Waits until the work of this rank in the background has ended, with or without an error. Unlike ``wait``, a
+    single rank may call it. Raises nothing except KeyboardInterrupt."""
+    if _current is not None:
+        _current.settle()
+
+
+def after_commit(action: Callable[[], None]) -> None:
+    """Calls ``action`` on this rank once the write that is running in the background is committed. If that write fails,
+    ``action`` is never called. If no write is running, ``action`` is called at once."""
+    if _current is None:
+        action()
+    else:
+        _current.then(action)
 
 
 @atexit.register

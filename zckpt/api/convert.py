@@ -36,14 +36,14 @@ class Converted:
     path: str
     """The absolute path of the new checkpoint."""
     found_format: str
-    """What the source was found to be, such as ``a checkpoint of zckpt``."""
+    """The format of the source in words, such as ``a checkpoint of zckpt``."""
     missing: tuple[str, ...]
-    """What the new checkpoint lacks of what an engine would have saved, because the source does not have it or the new
-    format has no place for it. Each entry is a phrase about one thing."""
+    """Descriptions of what an engine would have saved and the new checkpoint does not have, because the source does not
+    have it or the new format has no place for it."""
 
     def __str__(self) -> str:
         lines = [f"{self.path}: converted from {self.found_format}"]
-        return "\n".join([*lines, *(f"  missing: {one}" for one in self.missing)])
+        return "\n".join([*lines, *(f"  missing: {item}" for item in self.missing)])
 
 
 def convert(
@@ -58,31 +58,48 @@ def convert(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> Converted:
-    """Converts the checkpoint in the folder ``source`` to the format ``to``. It does not need DeepSpeed, and a single
-    process is enough. Where torch.distributed is initialised, every rank calls it with the same arguments, and the
-    ranks share the files. If one rank fails or is lost, all of them raise an error.
+    """Converts a checkpoint from another format, or to DeepSpeed's.
 
-    ``to="zckpt"``: ``source`` is a folder in DeepSpeed's own format (stage 0 to 3), a Universal Checkpoint, or a
-    Hugging Face model. It may also be the directory of a run: then the checkpoint is the one that ``tag`` names, or,
-    without ``tag``, the one that ``latest`` names. ``destination`` is the directory of the new checkpoint; no file
-    ``latest`` is written. ``zckpt.restore`` resumes from the new checkpoint as it would from one that ``zckpt.write``
-    has written. What such a checkpoint would have and the source does not have is listed in ``Converted.missing``.
+    DeepSpeed does not have to be installed, and a single process is enough. If torch.distributed is initialised, every
+    rank has to call this with the same arguments, and the ranks share the files. If one rank fails or is lost, all of
+    them raise an error.
 
-    ``to="deepspeed"``: ``source`` is a checkpoint of zckpt, or the directory of a run of zckpt. ``destination`` is the
-    directory of a run in DeepSpeed's format. In it the folder ``tag`` (None means ``global_step<N>``) is written, from
-    which stock ``engine.load_checkpoint`` resumes, and ``latest`` names it. ``stage`` and ``world_size`` are the ZeRO
-    stage and the number of ranks of the engine that is to resume; None means those of the engine that wrote the
-    checkpoint.
+    Code in the pickles of old checkpoints is never executed. The pickles may contain plain values, tensors and
+    DeepSpeed's own classes. An error names anything else that they contain. The memory for tensors is limited by
+    ``budget``. The new checkpoint is at ``destination`` only once all of it is durable.
 
-    The code in the pickles of old checkpoints is not run. They may hold plain values, tensors and DeepSpeed's own
-    classes; anything else is refused with an error that names it. Tensors are copied range by range in the memory of
-    ``budget`` (None means ``Budget.from_environment()``). ``overwrite``: replace a checkpoint at ``destination``.
-    Nothing at ``destination`` can be taken for a checkpoint until all of it is durable.
+    Args:
+        source: with ``to="zckpt"`` a folder in DeepSpeed's own format (stage 0 to 3), a Universal Checkpoint, a Hugging
+            Face model, or the directory of a run. With ``to="deepspeed"`` a checkpoint of zckpt, or the directory of a
+            run of zckpt.
+        destination: with ``to="zckpt"`` the directory of the new checkpoint, from which ``zckpt.restore`` resumes. No
+            file ``latest`` is written. With ``to="deepspeed"`` the directory of a run in DeepSpeed's format. The new
+            checkpoint is the folder ``tag`` in it, from which DeepSpeed's own ``engine.load_checkpoint`` resumes, and
+            the file ``latest`` names it.
+        to: the format of the result, "zckpt" or "deepspeed".
+        tag: with ``to="zckpt"`` the checkpoint of the run ``source`` that is converted. None means the one that
+            ``latest`` names. With ``to="deepspeed"`` the name of the new folder. None means ``global_step<N>``.
+        stage: with ``to="deepspeed"`` the ZeRO stage of the engine that will resume. None means the stage of the engine
+            that wrote the checkpoint.
+        world_size: with ``to="deepspeed"`` the number of ranks of the engine that will resume. None means the number of
+            ranks that wrote the checkpoint.
+        overwrite: whether a checkpoint at ``destination`` is replaced.
+        budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
+        progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
 
-    Raises CheckpointNotFoundError; UnsupportedError for a folder of another format, which it names, and for state that
-    the new format has no place for; MissingFileError and FormatError for a source that is damaged or malicious;
-    CheckpointExistsError, NoSpaceError, StorageError and RankError; and ValueError for arguments that contradict each
-    other.
+    Returns:
+        The path of the result, the format of ``source``, and what could not be converted.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at ``source``.
+        UnsupportedError: the source has a format that cannot be converted, which the error names, or it has state that
+            the new format has no place for.
+        FormatError: the source is damaged or malicious. If a file is missing, the error is a MissingFileError.
+        CheckpointExistsError: there is already a checkpoint at ``destination``.
+        NoSpaceError: there is too little free space.
+        StorageError: the operating system reports an error when it reads or writes.
+        RankError: another rank has failed or is lost, or the ranks have different arguments.
+        ValueError: the arguments contradict each other.
     """
     ranks = Ranks(call="zckpt.convert")
 
@@ -97,26 +114,26 @@ def convert(
         return str(Location.of(source).absolute()), open_store(Location.of(destination).absolute())
 
     def look() -> tuple[str, str]:
-        found = formats.find_format(origin, tag if to == "zckpt" else None)
-        if (found.format == formats.ZCKPT) != (to == "deepspeed"):
+        folder = formats.find_format(origin, tag if to == "zckpt" else None)
+        if (folder.format == formats.ZCKPT) != (to == "deepspeed"):
             hint = "copy it with zckpt.cp (zckpt cp), or convert it with to='deepspeed' (--to deepspeed)"
             if to == "deepspeed":
                 hint = "convert it to a checkpoint of zckpt first: to='zckpt' (without --to)"
-            raise UnsupportedError(f"{found.path} is {_DESCRIPTIONS[found.format]}", hint=hint)
-        return found
+            raise UnsupportedError(f"{folder.path} is {_DESCRIPTIONS[folder.format]}", hint=hint)
+        return folder
 
     with ranks.undivided():
         origin, store = ranks.together(check, "check the arguments")
         ranks.agree([origin, str(store.location), to, tag, stage, world_size, overwrite], "arguments")
-        kind, path = ranks.first(look, "look at the source")
+        source_format, path = ranks.first(look, "look at the source")
         if to == "deepspeed":
             checkpoint = ranks.together(lambda: open_path(path, budget=budget), "open the checkpoint")
-            made, missing = to_deepspeed(
+            new_path, missing = to_deepspeed(
                 checkpoint, str(store.location), ranks, tag=tag, stage=stage, world_size=world_size,
                 overwrite=overwrite, budget=budget, progress=progress,
             )  # fmt: skip
-            return Converted(made, _DESCRIPTIONS[formats.ZCKPT], missing)
-        read = {formats.DEEPSPEED: read_deepspeed, formats.HUGGINGFACE: read_hugging_face}[kind]
-        found = ranks.together(lambda: read(path), "read the source")
-        write_source(found, store, ranks, overwrite=overwrite, budget=budget, progress=progress)
-    return Converted(str(store.location), found.found_format, found.missing)
+            return Converted(new_path, _DESCRIPTIONS[formats.ZCKPT], missing)
+        read = {formats.DEEPSPEED: read_deepspeed, formats.HUGGINGFACE: read_hugging_face}[source_format]
+        content = ranks.together(lambda: read(path), "read the source")
+        write_source(content, store, ranks, overwrite=overwrite, budget=budget, progress=progress)
+    return Converted(str(store.location), content.found_format, content.missing)

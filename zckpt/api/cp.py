@@ -36,61 +36,79 @@ def cp(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> str:
-    """Copies a checkpoint to the new directory ``destination``. Returns the absolute path of the copy once the copy is
-    whole and durable. The manifest is written last, so nothing at ``destination`` is a checkpoint before that.
+    """Copies a checkpoint, or some of its tensors, to a new directory.
 
-    ``source``: a checkpoint, or the directory of a run, whose ``latest`` names the checkpoint. ``keys``: None means the
-    whole checkpoint: then the copy has the same bytes and the same save id. Otherwise a key, a glob such as
-    ``"master/*"`` for a part, several of either, or a predicate over keys: then the copy is a checkpoint of these
-    tensors alone, with a save id of its own. Such a copy has the step and all trees of non-tensor state of the source,
-    and each rank's files hold the same pieces of these tensors as in the source, so
-    ``zckpt.restore(..., strict=False)`` can restore it. No file ``latest`` is changed.
+    The manifest is written last, so ``destination`` becomes a checkpoint only when the copy is complete and durable.
+    After an error, everything that was at ``destination`` before is unchanged, and nothing of the copy is left. No file
+    ``latest`` is changed.
 
-    ``verify``: compare everything that is read with its digest, and raise an error at the first damage. With False,
-    damaged blocks are copied as they are, and so are their digests: reading them from the copy raises the same error as
-    reading them from the source. ``overwrite``: replace a checkpoint at ``destination`` once the copy is whole. A copy
-    of a whole checkpoint cannot replace a checkpoint of the same save, because their data would have the same names.
-    ``share``: where a whole checkpoint is copied within one file system, do not write its data files again. The files
-    of the copy then share their blocks with those of the source where the file system can do that. Otherwise they are
-    further names (hard links) of them. Damage to such a file is damage to both checkpoints. With False, the copy has
-    all bytes of its own. ``budget``: memory, threads and kind of I/O; None means ``Budget.from_environment()``.
-    ``progress``: an object that is told how far the copy is, such as ``zckpt.ProgressBar()``.
+    If torch.distributed is initialised, every rank has to call this with the same arguments. The ranks share the files
+    that are copied. If one rank fails or is lost, all of them raise an error.
 
-    Where torch.distributed is initialised, every rank has to call this with the same arguments. The ranks share the
-    files that are copied. If one rank fails or is lost, all of them raise an error.
+    Args:
+        source: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint.
+        destination: the directory of the copy.
+        keys: the tensors that are copied. None copies the whole checkpoint, and the copy has the same bytes and the
+            same save id. Otherwise this is a key, a glob such as ``"master/*"`` for a part, several keys or globs, or a
+            predicate over keys. It makes a checkpoint of only these tensors, with a save id of its own. This checkpoint
+            has the step and all trees of non-tensor state of the source. Each rank's files hold the same pieces of
+            these tensors as in the source, so ``zckpt.restore(..., strict=False)`` can restore it. If it has weights
+            without their moments, training cannot resume from it.
+        verify: whether everything that is read is compared with its digest, and the first damaged block raises an
+            error. With False, damaged blocks and their digests are copied as they are. Reading them from the copy
+            raises the same error as reading them from the source.
+        overwrite: whether a checkpoint at ``destination`` is replaced once the copy is complete. A copy of a whole
+            checkpoint cannot replace a checkpoint with the same save id, because their data directories have the same
+            name.
+        share: whether a copy of a whole checkpoint within one file system shares the data files of the source instead
+            of writing them again. The new files then share their blocks with those of the source if the file system can
+            do that. Otherwise they are hard links to them. Damage to a shared file damages both checkpoints. With
+            False, all bytes are written again.
+        budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
+        progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
 
-    Raises CheckpointNotFoundError, KeyNotFoundError, FormatError (damaged or missing data), CheckpointExistsError (also
-    where ``destination`` is the directory of a run or lies in a checkpoint), LockedError, RankError, StorageError,
-    NoSpaceError, and UnsupportedError for a URL of an unknown kind of store. After an error, everything that was at
-    ``destination`` before is unchanged, and nothing of the copy is left.
+    Returns:
+        The absolute path of the copy.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at ``source``.
+        KeyNotFoundError: ``keys`` matches nothing.
+        FormatError: data of the source is damaged or missing.
+        CheckpointExistsError: there is already a checkpoint at ``destination``, or ``destination`` is the directory of
+            a run or is inside of a checkpoint.
+        LockedError: another writer is writing to ``destination``.
+        RankError: another rank has failed or is lost, or the ranks have different arguments.
+        NoSpaceError: there is too little free space for the copy.
+        StorageError: the operating system reports an error when it reads or writes.
+        UnsupportedError: a path is a URL, and there is no store for its scheme.
     """
     ranks = Ranks(call="zckpt.cp")
     copies: list[Copy] = []
 
     def arguments() -> dict[str, object]:
         paths = {"source": source, "destination": destination}
-        places = {name: str(open_store(path).location.absolute()) for name, path in paths.items()}
-        return comparable(**places, verify=verify, overwrite=overwrite, share=share)
+        locations = {name: str(open_store(path).location.absolute()) for name, path in paths.items()}
+        return comparable(**locations, verify=verify, overwrite=overwrite, share=share)
 
     def prepare() -> bytes:
         options = WriteOptions(overwrite=overwrite, latest=False, budget=budget, progress=progress).checked()
         reader = origin.reader()
         raw = manifest_bytes(reader)
         contents = Contents(decode_manifest(origin, raw), reader)
-        chosen = None if keys is None else contents.select(keys)
+        selected_keys = None if keys is None else contents.select(keys)
         copy = Copy(
             contents=contents, manifest=raw, save_id=contents.manifest.save_id, target=target,
-            selection=None if chosen is None else Selection.of(contents, chosen),
+            selection=None if selected_keys is None else Selection.of(contents, selected_keys),
             number=ranks.rank, size=ranks.size, verify=verify, shared_with=origin.location if share else None,
             options=options,
         )  # fmt: skip
         copies.append(copy)
-        return digest(raw + repr(chosen).encode(errors="backslashreplace"))
+        return digest(raw + repr(selected_keys).encode(errors="backslashreplace"))
 
     with ranks.undivided():
         check_arguments(ranks.share(arguments, "prepare the copy"))
-        found = ranks.first(lambda: str(find(source).location.absolute()), "find the checkpoint")
-        origin, target = open_store(found), open_store(Location.of(destination).absolute())
+        source_path = ranks.first(lambda: str(find(source).location.absolute()), "find the checkpoint")
+        origin, target = open_store(source_path), open_store(Location.of(destination).absolute())
         with advised(origin):
             check_equal(ranks.share(prepare, "open the checkpoint"), "checkpoints, or keys")
             (copy,) = copies
@@ -98,8 +116,8 @@ def cp(
             if copy.selection is not None:
                 copy.save_id = ranks.first(lambda: lock.save_id, "plan the copy")
             try:
-                receipts = ranks.share(copy.receipts, "plan the copy")
-                space = ranks.first(lambda: copy.begin(lock, [*chain(*receipts)]), "begin the copy")
+                rank_records = ranks.share(copy.rank_records, "plan the copy")
+                space = ranks.first(lambda: copy.begin(lock, [*chain(*rank_records)]), "begin the copy")
                 ranks.together(lambda: Space(*space).refuse_lack(), "begin the copy")
                 digests = ranks.share(copy.write, "copy")
                 ranks.first(lambda: copy.commit([*chain(*digests)]), "commit")

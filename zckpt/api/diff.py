@@ -13,6 +13,7 @@ from zckpt.comparing.tensors import Comparison, budget_of_a_read, compared_copie
 from zckpt.comparing.trees import settings, tree_differences
 from zckpt.comparing.values import Tally
 from zckpt.errors import KeyNotFoundError
+from zckpt.format.digest import digest
 from zckpt.listing.find import advised, find
 from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.storage.location import Location
@@ -39,33 +40,46 @@ def diff(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> Difference:
-    """Compares two checkpoints. They may have been written with different world sizes, stages and kinds of offload. It
-    finds the tensors that only one of them has, tensors with different shapes, dtypes or values, and differences in the
-    trees of non-tensor state: the step, the names of tied weights, param groups, counters and ``client_state``.
+    """Compares two checkpoints, which may differ in world size, stage and offload.
 
-    ``a`` and ``b``: checkpoints, or directories of runs, whose ``latest`` names the checkpoint. ``keys``: None compares
-    everything. A key, a glob, several of either, or a predicate over keys compares these tensors only, and no trees.
+    The result lists the tensors that only one checkpoint has, the tensors with different shapes, dtypes or values, and
+    differences in the trees of non-tensor state: the step, the names of tied weights, param groups, counters and
+    ``client_state``.
 
-    Without a tolerance, values are compared bit for bit: NaN equals the same NaN, and -0.0 differs from 0.0. With
-    ``rtol`` or ``atol``, finite values of tensors are equal too if ``|a - b| <= atol + rtol * max(|a|, |b|)``. Trees of
+    Without a tolerance, values are compared bit for bit: NaN equals the same NaN, and -0.0 differs from 0.0. Trees of
     non-tensor state are always compared exactly. If both checkpoints have the same number of ranks, the trees of each
-    rank, such as its random number generators, are compared, and of a buffer whose values differ from rank to rank the
-    value of each rank. Otherwise the trees of the ranks are not compared, and of such a buffer only the value that
-    every load reads.
+    rank are compared too, such as the states of its random number generators. If a buffer has different values on
+    different ranks, the values of each rank are compared. If the numbers of ranks differ, the trees of the ranks are
+    not compared, and of such a buffer only the values that ``zckpt.Checkpoint.load`` returns.
 
-    Both checkpoints are read slice by slice in the memory of ``budget`` (None means ``Budget.from_environment()``),
-    past the page cache, and what is read is verified. Where both cut a tensor into the same pieces, only the blocks
-    whose digests differ are read. Damage to other blocks is therefore not noticed: ``zckpt.validate`` finds it.
-    ``progress``: an object that is told how far the comparison is, such as ``zckpt.ProgressBar()``.
+    Both checkpoints are read in slices within the memory of ``budget``, without filling the page cache, and all data
+    that are read are verified. If both checkpoints cut a tensor into the same pieces, only the blocks whose digests
+    differ are read. Damage to other blocks is therefore not noticed; ``zckpt.validate`` finds it.
 
-    Where torch.distributed is initialised, every rank has to call this. The ranks share the work, and each of them gets
-    the whole result.
+    If torch.distributed is initialised, every rank has to call this. The ranks share the work.
 
-    Raises what ``zckpt.open`` and ``Checkpoint.load`` raise, for either checkpoint; KeyNotFoundError where ``keys``
-    matches nothing in both; ValueError for a tolerance that is negative or not finite; and RankError.
+    Args:
+        a: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint.
+        b: the directory of the other checkpoint, or that of a run.
+        keys: the tensors that are compared. None compares all tensors and the trees. A key, a glob, several keys or
+            globs, or a predicate over keys compares only these tensors, and no trees.
+        rtol: the relative tolerance. If ``rtol`` or ``atol`` is given, finite values also count as equal if ``|a - b|
+            <= atol + rtol * max(|a|, |b|)``.
+        atol: the absolute tolerance.
+        budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
+        progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
+
+    Returns:
+        The differences. Every rank gets all of them.
+
+    Raises:
+        KeyNotFoundError: a key, glob or predicate of ``keys`` matches nothing in either checkpoint.
+        ValueError: a tolerance is negative or not finite.
+        RankError: another rank has failed or is lost, or the ranks have different arguments.
+        ZckptError: one of the checkpoints cannot be read. ``zckpt.open`` and ``Checkpoint.load`` list these errors.
     """
     ranks = Ranks(call="zckpt.diff")
-    opened: list[_Opened] = []
+    opened: list[_BothCheckpoints] = []
 
     def arguments() -> list[object]:
         for name, value in (("rtol", rtol), ("atol", atol)):
@@ -73,48 +87,51 @@ def diff(
                 raise ValueError(f"{name} must be a finite number of 0 or more, got {value!r}")
         return [*(str(Location.of(path).absolute()) for path in (a, b)), rtol, atol]
 
-    def prepare(places: Sequence[str]) -> list[object]:
-        opened.append(_Opened(places, keys, budget))
-        return opened[0].about
+    def prepare(paths: Sequence[str]) -> list[object]:
+        opened.append(_BothCheckpoints(paths, keys, budget))
+        return opened[0].identity
 
     with ranks.undivided():
         check_equal(ranks.share(arguments, "compare"), "arguments")
-        places = ranks.first(lambda: [str(find(path).location) for path in (a, b)], "find the checkpoints")
-        check_equal(ranks.share(lambda: prepare(places), "open the checkpoints"), "checkpoints, or keys")
+        paths = ranks.first(lambda: [str(find(path).location) for path in (a, b)], "find the checkpoints")
+        check_equal(ranks.share(lambda: prepare(paths), "open the checkpoints"), "checkpoints, or keys")
         (both,) = opened
         shares = ranks.share(lambda: both.compare(ranks.rank, ranks.size, rtol, atol, progress), "compare")
     return both.joined(shares)
 
 
 _Share = tuple[dict[str, tuple[int, int, float, float]], list[tuple[str, str | None, str | None]], int]
-"""What one process has found: for the key of each tensor that differs the row of its Tally, the fields of each
-difference in the trees, and the number of bytes that the process has read."""
+"""The result of one process: the row of the Tally of each tensor that differs, by the key of the tensor; the fields of
+each difference in the trees; and the number of bytes that the process has read."""
 
 
-class _Opened:
-    """Both checkpoints after they were opened, and the tensors of them that are compared."""
+class _BothCheckpoints:
+    """The two checkpoints that are compared, both open, and the tensors of them that are compared."""
 
-    def __init__(self, places: Sequence[str], keys: Keys, budget: Budget | None) -> None:
+    def __init__(self, paths: Sequence[str], keys: Keys, budget: Budget | None) -> None:
         self._budget = budget or Budget.from_environment()
-        self.checkpoints = a, b = self._open(places[0]), self._open(places[1])
-        chosen = _selected(a, b, keys)
-        self.pairs, self.only_in_a, self.only_in_b = paired(a, b, *chosen)
+        self.checkpoints = a, b = self._open(paths[0]), self._open(paths[1])
+        selected_keys = _selected(a, b, keys)
+        self.pairs, self.only_in_a, self.only_in_b = paired(a, b, *selected_keys)
         self._with_state = keys is None
-        self.about: list[object] = [a.manifest.save_id, b.manifest.save_id, *chosen]
+        keys_digest = digest(repr(selected_keys).encode(errors="backslashreplace"))
+        self.identity: list[object] = [a.manifest.save_id, b.manifest.save_id, keys_digest]
+        """The save ids of the checkpoints and a digest of the keys. They have to be equal on all ranks."""
 
-    def _open(self, place: str) -> Checkpoint:
-        store = open_store(place)
+    def _open(self, path: str) -> Checkpoint:
+        store = open_store(path)
         with advised(store):
             return open_checkpoint(store, budget_of_a_read(self._budget), partial(advised, store))
 
     def compare(self, number: int, size: int, rtol: float, atol: float, progress: Progress | None) -> _Share:
         a, b = self.checkpoints
-        before = a.io.bytes_read + b.io.bytes_read
+        bytes_read_before = a.io.bytes_read + b.io.bytes_read
         comparison = Comparison(a, b, self._budget, rtol, atol, number, size)
-        found = comparison.run([pair for pair in self.pairs if pair.is_comparable], progress)
-        state = list(self._state(number, size)) if self._with_state else []
-        read = a.io.bytes_read + b.io.bytes_read - before
-        return {key: tally.row for key, tally in found.items()}, [astuple(one) for one in state], read
+        tallies = comparison.run([pair for pair in self.pairs if pair.is_comparable], progress)
+        differences = list(self._state(number, size)) if self._with_state else []
+        bytes_read = a.io.bytes_read + b.io.bytes_read - bytes_read_before
+        rows = {key: tally.row for key, tally in tallies.items()}
+        return rows, [astuple(difference) for difference in differences], bytes_read
 
     def _state(self, number: int, size: int) -> Iterator[StateDifference]:
         a, b = self.checkpoints
@@ -133,9 +150,9 @@ class _Opened:
         state = [StateDifference(*fields) for _, differences, _ in shares for fields in differences]
         return Difference(
             a.path, b.path,
-            tuple(found for pair in self.pairs if (found := self._difference(pair, tallies.get(pair.key)))),
+            tuple(difference for pair in self.pairs if (difference := self._difference(pair, tallies.get(pair.key)))),
             tuple(state), tuple(self.only_in_a), tuple(self.only_in_b),
-            len(self.pairs), sum(read for *_, read in shares),
+            len(self.pairs), sum(bytes_read for *_, bytes_read in shares),
         )  # fmt: skip
 
     def _difference(self, pair: Pair, tally: Tally | None) -> TensorDifference | None:
@@ -151,18 +168,18 @@ class _Opened:
 
 
 def _selected(a: Checkpoint, b: Checkpoint, keys: Keys) -> tuple[list[str], list[str]]:
-    """Returns the keys of each checkpoint that ``keys`` asks for. Raises KeyNotFoundError for one that matches nothing
-    in either checkpoint."""
+    """Returns the keys of each checkpoint that ``keys`` selects. Raises KeyNotFoundError if a key, a glob or a
+    predicate matches nothing in either checkpoint."""
     if keys is None:
         return list(a), list(b)
-    chosen: tuple[dict[str, None], dict[str, None]] = ({}, {})
-    for wanted in [keys] if isinstance(keys, str) or callable(keys) else list(keys):
+    selected: tuple[dict[str, None], dict[str, None]] = ({}, {})
+    for pattern in [keys] if isinstance(keys, str) or callable(keys) else list(keys):
         errors = []
-        for checkpoint, found in zip((a, b), chosen, strict=True):
+        for checkpoint, selected_keys in zip((a, b), selected, strict=True):
             try:
-                found.update(dict.fromkeys(checkpoint.contents.select(wanted)))
+                selected_keys.update(dict.fromkeys(checkpoint.contents.select(pattern)))
             except KeyNotFoundError as error:
                 errors.append(error)
         if len(errors) == 2:
             raise errors[0]
-    return list(chosen[0]), list(chosen[1])
+    return list(selected[0]), list(selected[1])

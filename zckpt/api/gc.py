@@ -1,4 +1,4 @@
-"""Removes what dead writers have left in a run or in a checkpoint."""
+"""Removes the files that dead writers have left in a run or in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError
 from zckpt.format import names
 from zckpt.listing.runs import directories, is_begun, nothing_at, run_leftovers
 from zckpt.storage.location import Location, StrPath
+from zckpt.storage.process_names import left_over
 from zckpt.storage.schemes import open_store
-from zckpt.storage.scratch import left_over
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -21,45 +21,53 @@ if TYPE_CHECKING:
 
 
 def gc(path: StrPath, *, dry_run: bool = False, discard: StrPath | Collection[StrPath] = ()) -> Cleanup:
-    """Removes what dead writers have left in a run, or in one checkpoint: data that no manifest names, temporary files,
-    checkpoints that were never committed, and scratch files of ``zckpt.offload``. It removes no committed checkpoint;
-    ``zckpt.prune`` does that. It leaves alone what somebody is writing at this moment, and what ``zckpt.repair`` could
-    make a checkpoint of, because all data of a save are there and only the manifest is missing.
+    """Removes the files that dead writers have left in a run, or in one checkpoint. Call this on one rank only.
 
-    The checkpoints of a run are those directly in its directory, those further down that ``latest`` may name, and those
-    in the ``checkpoint-<N>`` of Hugging Face's Trainer. Another run within the directory is left alone.
+    These are data that no manifest names, temporary files, checkpoints that were never committed, unfinished exports
+    and conversions, and scratch files of ``zckpt.offload``. Committed checkpoints are not removed; ``zckpt.prune`` does
+    that. A checkpoint that another process is writing at this moment stays too, and so does one that only lacks its
+    manifest, because ``zckpt.repair`` can rebuild it.
 
-    ``dry_run``: remove nothing, and return what would be removed. ``discard``: the directory of a checkpoint without a
-    manifest, or several such directories, as paths that may be relative to ``path``: they are removed although they
-    could be repaired. Call this on one rank only.
+    Args:
+        path: the directory of a run, or of one checkpoint. The checkpoints of a run are those directly in its
+            directory, those further down that a file ``latest`` can name, and those in the folders ``checkpoint-<N>``
+            of Hugging Face's Trainer. Another run inside of the directory is left alone.
+        dry_run: whether to remove nothing, and only return what would be removed.
+        discard: the directory of a checkpoint without a manifest, or several such directories. The paths are absolute,
+            or relative to ``path`` or to the working directory. They are removed although they could be repaired.
 
-    Raises CheckpointNotFoundError if ``path`` is no directory, or if ``discard`` names no checkpoint in it;
-    CheckpointExistsError if a checkpoint that ``discard`` names has a manifest; StorageError; and UnsupportedError for
-    a URL of an unknown kind of store.
+    Returns:
+        The files and directories that were removed, with their sizes.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` is not a directory, or ``discard`` names no checkpoint in it.
+        CheckpointExistsError: a checkpoint that ``discard`` names has a manifest.
+        StorageError: the operating system reports an error when it reads or removes something.
+        UnsupportedError: the path is a URL, and there is no store for its scheme.
     """
     run = open_store(path)
     entries = run.entries()
     if entries is None:
         raise nothing_at(run)
-    checkpoints = [one for one, entries in directories(run) if is_begun(entries)]
-    found = [run] * is_begun(entries) + checkpoints
-    work = Work(dry_run, _discarded(run, found, discard))
-    for one in found:
-        work.clean(one)
+    checkpoints = [run] * is_begun(entries) + [store for store, entries in directories(run) if is_begun(entries)]
+    work = Work(dry_run, _discarded(run, checkpoints, discard))
+    for checkpoint in checkpoints:
+        work.clean(checkpoint)
     work.remove(run, [*run_leftovers(run), *left_over(entries)], "leftover")
-    return work.result(len(found))
+    return work.result(len(checkpoints))
 
 
 def _discarded(run: Store, checkpoints: Sequence[Store], discard: StrPath | Collection[StrPath]) -> set[Location]:
-    """Returns the directories of those ``checkpoints`` that ``discard`` names."""
-    found = set()
-    for given in (discard,) if isinstance(discard, (str, os.PathLike)) else discard:
-        one = os.fspath(given)
-        named = {Location.of(one).absolute(), run.location.child(one).absolute()}
-        matching = [checkpoint for checkpoint in checkpoints if checkpoint.location.absolute() in named]
+    """Returns the directories of those ``checkpoints`` that ``discard`` names. Raises CheckpointNotFoundError and
+    CheckpointExistsError."""
+    discarded = set()
+    for path_like in (discard,) if isinstance(discard, (str, os.PathLike)) else discard:
+        path = os.fspath(path_like)
+        locations = {Location.of(path).absolute(), run.location.child(path).absolute()}
+        matching = [checkpoint for checkpoint in checkpoints if checkpoint.location.absolute() in locations]
         if not matching:
             raise CheckpointNotFoundError(
-                f"discard names {one!r}, in which no checkpoint was begun", file=str(run.location)
+                f"discard names {path!r}, in which no checkpoint was begun", file=str(run.location)
             )
         for checkpoint in matching:
             if checkpoint.exists(names.MANIFEST):
@@ -67,5 +75,5 @@ def _discarded(run: Store, checkpoints: Sequence[Store], discard: StrPath | Coll
                     "discard names a checkpoint that has a manifest", file=str(checkpoint.location),
                     hint="to remove checkpoints that have a manifest, use zckpt.prune",
                 )  # fmt: skip
-            found.add(checkpoint.location)
-    return found
+            discarded.add(checkpoint.location)
+    return discarded

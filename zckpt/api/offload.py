@@ -1,4 +1,4 @@
-"""The states of a live engine to files on a local disk and back, so that their memory is free meanwhile."""
+"""Moves states of a live engine to files on a local disk and back, so that their memory is free meanwhile."""
 
 from __future__ import annotations
 
@@ -30,22 +30,29 @@ if TYPE_CHECKING:
 
 
 class Offloaded:
-    """What ``zckpt.offload`` returns."""
+    """The result of ``zckpt.offload``."""
 
     def __init__(self, parts: tuple[str, ...] = (), nbytes: int = 0, pending: Background | None = None) -> None:
         self.parts = parts
-        """The parts of which something is moved on at least one rank."""
+        """The names of the parts of which at least one rank moves something."""
         self.nbytes = nbytes
-        """The number of bytes of memory that are freed on this rank. Some of them belong to buffers whose values nobody
-        needs, which are not written."""
+        """The number of bytes of memory that are freed on this rank. They include buffers that are not written to disk,
+        because nobody needs their values."""
         self._pending = pending
 
     def __repr__(self) -> str:
         return f"<zckpt.Offloaded {', '.join(self.parts) or 'nothing'}: {self.nbytes} bytes>"
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns once the memory is free. Raises what ``zckpt.offload`` would have raised, and TimeoutError after
-        ``timeout`` seconds. May be called again."""
+        """Waits until the memory is free. It may be called again.
+
+        Args:
+            timeout: the number of seconds to wait at most. None waits without a limit.
+
+        Raises:
+            TimeoutError: the offload is still running.
+            ZckptError: the offload has failed. This is the error that ``zckpt.offload`` raises without ``background``.
+        """
         if self._pending is not None:
             self._pending.join(timeout)
 
@@ -59,65 +66,81 @@ def offload(
     auto: bool = False,
     budget: Budget | None = None,
 ) -> Offloaded:
-    """Moves states of a training engine from the memory of a device or of the host to scratch files on a disk of this
-    machine, and frees that memory. Every rank calls it. ``zckpt.reload`` brings them back.
+    """Moves states of a training engine to scratch files on a disk of this machine, and frees their memory.
 
-    ``directory``: where the files are made; it need not exist, and each rank may have another one. The files have no
-    names where the file system allows that, and are gone when the process ends, however it does.
+    Every rank has to call this. ``zckpt.reload`` brings the states back. The states may be in the memory of a device or
+    of the host. No memory is freed before every rank has written all of its states. If one rank fails, for instance
+    because its disk is full, every rank raises an error, and the engine is unchanged.
 
-    ``parts``: such as ``["master", "exp_avg"]``; None: ``master``, all moments, ``param`` and ``gradient``. DeepSpeed's
-    names ``hp_params``, ``optim_states``, ``lp_params``, ``lp_grads`` and ``contiguous_grad_buffer`` mean the same
-    here. A part that is out already, or of which there is nothing yet, is left alone. So is memory that also holds a
-    part which is not asked for, and what lies in swap files, in memory that processes share, or in memory that
-    DeepSpeed itself has locked.
+    The files have no names if the file system allows that. They are then gone when the process ends, even if it is
+    killed. Otherwise the next offload to the same directory, or ``zckpt.gc``, removes the files of a killed process.
 
-    ``background``: return at once, and have a thread move the states. Whatever uses the engine waits for it.
-    ``auto``: a call that uses what is out, such as ``engine.step()``, first brings back what it needs. Without ``auto``
-    it raises OffloadedError. The last offload decides this for all that is out. ``budget``: as for ``write``.
+    Args:
+        engine: the training engine.
+        directory: the directory in which the files are made. It need not exist, and it may differ from rank to rank.
+        parts: the names of the parts that are moved, such as ``["master", "exp_avg"]``. None means ``master``, all
+            moments, ``param`` and ``gradient``. DeepSpeed's names ``hp_params``, ``optim_states``, ``lp_params``,
+            ``lp_grads`` and ``contiguous_grad_buffer`` are accepted too. A part that is already offloaded, or that does
+            not exist yet, is skipped. Memory that also holds a part which is not to be moved is left alone. So are
+            states in swap files, in memory that several processes share, and in memory that DeepSpeed has pinned in its
+            own way.
+        background: whether to return at once and move the states in a thread. Every call that uses the engine waits for
+            this thread.
+        auto: whether a call that uses an offloaded state, such as ``engine.step()``, first brings back what it needs.
+            If not, such a call raises OffloadedError. The last offload decides this for everything that is offloaded.
+        budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
 
-    Nothing is freed before every rank has written all of its own: if one fails, by a full disk for instance, all raise,
-    and the engine is as before. Raises ValueError for an unknown part; OffloadedError if an earlier offload has lost
-    something; UnsupportedError, StorageError, NoSpaceError, DeviceError, RankError.
+    Returns:
+        The parts that are moved, and their size. With ``background``, its ``wait`` returns once the memory is free.
+
+    Raises:
+        ValueError: there is no part of such a name.
+        OffloadedError: a state that an earlier offload moved is lost.
+        UnsupportedError: the engine is not supported.
+        NoSpaceError: there is too little free space.
+        StorageError: the operating system reports an error when it writes.
+        DeviceError: a device fails.
+        RankError: another rank has failed or is lost.
     """
     wait()
     group = group_of(engine)
     ranks = Ranks(group, call="zckpt.offload")
-    own = _Offload(engine, auto, budget)
+    rank_offload = _RankOffload(engine, auto, budget)
 
     def prepare() -> dict[str, object]:
-        asked = None if parts is None else [*several(parts)]
-        arguments = comparable(parts=asked, background=background, auto=auto)
-        return {"arguments": arguments, "parts": own.prepare(directory, asked)}
+        requested = None if parts is None else [*several(parts)]
+        arguments = comparable(parts=requested, background=background, auto=auto)
+        return {"arguments": arguments, "parts": rank_offload.prepare(directory, requested)}
 
     with ranks.undivided():
-        told: list[Any] = ranks.share(prepare, "prepare the offload")
-        check_arguments([one["arguments"] for one in told])
-        moving = in_order({part for one in told for part in one["parts"]})
-        if not moving:
+        prepared: list[Any] = ranks.share(prepare, "prepare the offload")
+        check_arguments([rank["arguments"] for rank in prepared])
+        moved_parts = in_order({part for rank in prepared for part in rank["parts"]})
+        if not moved_parts:
             return Offloaded()
-        others = Ranks(group, background=True, call="zckpt.offload") if background else ranks
+        writing_ranks = Ranks(group, background=True, call="zckpt.offload") if background else ranks
 
         def finish(snapshot: Snapshot) -> None:
             try:
-                others.together(lambda: own.write(snapshot), "offload")
+                writing_ranks.together(lambda: rank_offload.write(snapshot), "offload")
             except BaseException:
-                own.give_up()
+                rank_offload.give_up()
                 raise
-            own.take(moving)
+            rank_offload.take(moved_parts)
 
-        pending = Background(f"the offload to {own.directory}", finish, others) if background else None
+        pending = Background(f"the offload to {rank_offload.directory}", finish, writing_ranks) if background else None
         try:
-            ranks.together(lambda: own.begin(pending), "begin the offload")
+            ranks.together(lambda: rank_offload.begin(pending), "begin the offload")
         except BaseException:
             if pending is not None:
                 pending.cancel()
-            own.give_up()
+            rank_offload.give_up()
             raise
         if pending is None:
             finish(Snapshot())
         else:
             pending.start()
-        return Offloaded(moving, own.nbytes, pending)
+        return Offloaded(moved_parts, rank_offload.nbytes, pending)
 
 
 def reload(
@@ -128,36 +151,46 @@ def reload(
     prefetch: int = 1,
     budget: Budget | None = None,
 ) -> None:
-    """Brings states back that ``zckpt.offload`` has moved to disk, to the memory of the device or host where they were,
-    bit for bit; when it returns, they are there. Every rank calls it.
+    """Brings back the states that ``zckpt.offload`` has moved to disk, bit for bit, to the memory where they were.
 
-    ``parts``: as for ``offload``; None: all that is out. What is not out is left alone. ``verify``: compare every block
-    with its digest; None: yes, unless the environment has ZCKPT_VERIFY=0. ``prefetch``: how many more parts a
-    thread reads into the page cache when these are back, so that their reload finds them there; it takes those that
-    training uses next, and the system can take that memory back. ``budget``: as for ``write``.
+    The states are there when this returns. Every rank has to call it.
 
-    Raises MissingFileError, DigestError and other FormatErrors, and StorageError, where a file is lost, damaged or not
-    readable: ``key`` says which tensors that means. All else is back then, and the engine refuses to step, to compute
-    and to be saved until these tensors are: by another reload, or by ``zckpt.restore``. Raises ValueError for an
-    unknown part; DeviceError where there is too little memory, and what is not back then is on disk still; RankError.
+    Args:
+        engine: the training engine.
+        parts: the names of the parts that are brought back, as for ``zckpt.offload``. None means all that are
+            offloaded. A part that is not offloaded is skipped.
+        verify: whether every block is compared with its digest. None means yes, unless the environment has
+            ZCKPT_VERIFY=0.
+        prefetch: the number of further parts that a thread reads into the page cache afterwards, so that their reload
+            is faster. They are those that the training uses next. The system can reclaim this memory.
+        budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
+
+    Raises:
+        FormatError: a scratch file is damaged (DigestError) or missing (MissingFileError). The attribute ``key`` of the
+            error names the tensors that are lost. Everything else is back. The engine refuses to step, to compute and
+            to be saved until these tensors are back, by another reload or by ``zckpt.restore``.
+        StorageError: the operating system reports an error when it reads. The consequences are those of a FormatError.
+        ValueError: there is no part of such a name.
+        DeviceError: there is too little memory. The states that are not back are still on disk.
+        RankError: another rank has failed or is lost.
     """
     wait()
     out = away(engine)
     if out is None:
-        chosen(several(parts), movable(adapt(engine).parts))
+        chosen(several(parts), movable(adapt(engine).parts))  # This raises ValueError for an unknown part.
         return
     ranks = Ranks(group_of(engine), call="zckpt.reload")
-    own = _Reload(engine, out, verify, budget)
+    rank_reload = _RankReload(engine, out, verify, budget)
 
     def prepare() -> dict[str, object]:
-        own.prepare(several(parts))
-        return comparable(parts=own.parts)
+        rank_reload.prepare(several(parts))
+        return comparable(parts=rank_reload.parts)
 
     with ranks.undivided():
         check_arguments(ranks.share(prepare, "prepare the reload"))
-        own.bring(ranks)
-        out.read_ahead(next_in_use(own.parts, out.parts, prefetch))
-        own.check(ranks)
+        rank_reload.bring(ranks)
+        out.read_ahead(next_in_use(rank_reload.parts, out.parts, prefetch))
+        rank_reload.check(ranks)
 
 
 @contextmanager
@@ -170,8 +203,23 @@ def offloaded(
     auto: bool = False,
     budget: Budget | None = None,
 ) -> Iterator[Offloaded]:
-    """A context in which states are offloaded; at its end, also after an error, they are reloaded. The arguments and
-    the value are those of ``offload``."""
+    """Offloads states for the duration of a ``with`` block, and reloads them at its end, also after an error.
+
+    Args:
+        engine: the training engine.
+        directory: as for ``zckpt.offload``.
+        parts: as for ``zckpt.offload``.
+        background: as for ``zckpt.offload``.
+        auto: as for ``zckpt.offload``.
+        budget: as for ``zckpt.offload``. It is used for the reload too.
+
+    Returns:
+        A context manager, whose value is the result of ``zckpt.offload``.
+
+    Raises:
+        ZckptError: the states cannot be moved at the beginning, or cannot be brought back at the end. ``zckpt.offload``
+            and ``zckpt.reload`` list these errors.
+    """
     moved = offload(engine, directory, parts=parts, background=background, auto=auto, budget=budget)
     try:
         yield moved
@@ -180,15 +228,15 @@ def offloaded(
 
 
 def bring_back_to_restore(engine: object, kept: Collection[str], ranks: Ranks, budget: Budget | None) -> None:
-    """Before a restore, on all ranks: brings back all that is out. What cannot be brought back gets memory again.
-    ``kept``: the keys of the tensors that the restore leaves as they are; none of these may be lost. Raises
-    MismatchError, and what ``reload`` raises."""
+    """Brings back everything that is offloaded, before a restore. This is collective. A state that is lost gets memory
+    again, but not its values. ``kept``: the keys of the tensors that the restore does not set. Raises MismatchError if
+    one of these is lost, and the errors of ``reload``."""
     out = away(engine)
     if out is None:
         return
-    own = _Reload(engine, out, None, budget)
-    ranks.together(lambda: own.prepare(None), "bring the state back")
-    own.bring(ranks)
+    rank_reload = _RankReload(engine, out, None, budget)
+    ranks.together(lambda: rank_reload.prepare(None), "bring the state back")
+    rank_reload.bring(ranks)
     missing = [key for key in out.lost if _is_kept(key, kept)]
     if missing:
         raise MismatchError(
@@ -204,9 +252,9 @@ def _is_kept(key: str, kept: Collection[str]) -> bool:
     return key in kept or (part == PARAM and f"{MASTER}/{name}" in kept)
 
 
-class _Offload:
-    """One rank's part in an offload: ``prepare``, ``begin``, ``write``, ``take``; after a failure on any rank
-    ``give_up``."""
+class _RankOffload:
+    """The part of one rank in an offload. The steps are ``prepare``, ``begin``, ``write`` and ``take``. After a failure
+    on any rank, ``give_up`` takes the place of the remaining steps."""
 
     def __init__(self, engine: Any, auto: bool, budget: Budget | None) -> None:
         self._engine, self._auto, self._budget = engine, auto, budget
@@ -215,10 +263,11 @@ class _Offload:
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in self._moved)
+        return sum(moved.nbytes for moved in self._moved)
 
-    def prepare(self, directory: StrPath, asked: Collection[str] | None) -> tuple[str, ...]:
-        """The parts that this rank has something of to move."""
+    def prepare(self, directory: StrPath, requested: Collection[str] | None) -> tuple[str, ...]:
+        """Finds the memory that this rank can move. Returns the names of the parts in it. ``requested``: the names of
+        parts that the caller has given, or None."""
         check_supported()
         self.directory = os.fspath(directory)
         adapter = self._adapter = adapt(self._engine)
@@ -226,13 +275,13 @@ class _Offload:
         out = away(self._engine)
         if out is not None:
             out.refuse_lost("zckpt.offload")
-        self._moved = storages(adapter, chosen(asked, movable(adapter.parts)))
+        self._moved = storages(adapter, chosen(requested, movable(adapter.parts)))
         if self._moved:
             self.directory = scratch_directory(self.directory)
-        return in_order({part for one in self._moved for part in one.parts})
+        return in_order({part for moved in self._moved for part in moved.parts})
 
     def begin(self, pending: Background | None) -> None:
-        """From now on, whatever uses the engine asks first what is out, and waits for ``pending``."""
+        """Makes every call that uses the engine wait for ``pending``, and check what is offloaded, from now on."""
         out = away(self._engine) or Away(self._engine, self._adapter.uses())
         if pending is not None:
             pending.stand_by()
@@ -245,51 +294,52 @@ class _Offload:
 
     def take(self, parts: Collection[str]) -> None:
         out = away(self._engine)
-        assert out is not None, "it has begun"
+        assert out is not None, "``begin`` was called"
         out.take(self._moved, parts)
         out.bring_back = partial(reload, self._engine, budget=self._budget) if self._auto else None
         give_back(self._adapter.devices)
 
     def give_up(self) -> None:
-        for one in self._moved:
-            one.drop()
+        for moved in self._moved:
+            moved.drop()
         out = away(self._engine)
         if out is not None:
             out.settled(out.parts, out.lost)
 
 
-class _Reload:
-    """One rank's part in a reload."""
+class _RankReload:
+    """The part of one rank in a reload. The steps are ``prepare``, ``bring`` and ``check``."""
 
     def __init__(self, engine: object, out: Away, verify: bool | None, budget: Budget | None) -> None:
         self._engine, self._out, self._verify, self._budget = engine, out, verify, budget
         self._back = Back()
 
-    def prepare(self, asked: Collection[str] | None) -> None:
+    def prepare(self, requested: Collection[str] | None) -> None:
         self._adapter = adapt(self._engine)
-        self.parts = chosen(asked, {*movable(self._adapter.parts), *self._out.parts})
-        self._checked = flag("ZCKPT_VERIFY", True) if self._verify is None else self._verify
+        self.parts = chosen(requested, {*movable(self._adapter.parts), *self._out.parts})
+        self._verifies = flag("ZCKPT_VERIFY", True) if self._verify is None else self._verify
 
     def bring(self, ranks: Ranks) -> None:
-        """Brings back what can be, and tells all ranks of the rest."""
+        """Brings back every state that can be brought back, and tells all ranks which ones cannot."""
 
         def bring() -> tuple[tuple[str, ...], dict[str, str]]:
             budget = self._budget or Budget.from_environment()
-            self._back = self._out.bring(self.parts, self._adapter, budget, verify=self._checked)
+            self._back = self._out.bring(self.parts, self._adapter, budget, verify=self._verifies)
             return self._back.left, self._back.lost
 
-        told = ranks.share(bring, "reload")
-        self._told = [lost for _, lost in told]
-        lost = {key: why for key, why in self._out.lost.items() if key.partition("/")[0] not in self.parts}
-        for one in self._told:
-            lost |= one
-        self._out.settled({part for left, _ in told for part in left}, lost)
+        of_ranks = ranks.share(bring, "reload")
+        self._lost_by_rank = [lost for _, lost in of_ranks]
+        lost = {key: reason for key, reason in self._out.lost.items() if key.partition("/")[0] not in self.parts}
+        for lost_on_rank in self._lost_by_rank:
+            lost |= lost_on_rank
+        self._out.settled({part for still_out, _ in of_ranks for part in still_out}, lost)
 
     def check(self, ranks: Ranks) -> None:
-        """Raises the same kind of error on all ranks if any of them could not bring something back."""
+        """Raises an error on every rank if any rank could not bring something back. It is the rank's own error, or a
+        RankError that names the other rank."""
         if self._back.error is not None:
             raise self._back.error
-        for number, lost in enumerate(self._told):
+        for number, lost in enumerate(self._lost_by_rank):
             if lost:
-                rank, (key, why) = ranks.members[number], next(iter(lost.items()))
-                raise RankError(f"rank {rank} failed to reload {key}: {why}", rank=rank, key=key, hint=LOST_HINT)
+                rank, (key, reason) = ranks.members[number], next(iter(lost.items()))
+                raise RankError(f"rank {rank} failed to reload {key}: {reason}", rank=rank, key=key, hint=LOST_HINT)

@@ -18,25 +18,37 @@ if TYPE_CHECKING:
     from zckpt.transfer.budget import Budget
 
 
-def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa: A001  reads like the builtin on purpose
-    """Opens the checkpoint at ``path``, or, in the directory of a run, the one that ``latest`` names.
+def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa: A001  like the builtin, on purpose
+    """Opens a checkpoint for reading.
 
-    ``budget``: memory, threads and kind of I/O of all reads; None means ``Budget.from_environment()``.
+    This reads only the manifest. It needs neither the framework that wrote the checkpoint nor torch.distributed.
 
-    It reads the manifest and nothing else. It needs neither the framework that wrote the checkpoint nor
-    torch.distributed. Raises CheckpointNotFoundError, which says what is there instead, UnfinishedWriteError,
-    VersionError, FeatureError, FormatError, StorageError, and UnsupportedError for a URL of an unknown kind of store.
-    If something is damaged or missing, this error and that of every later load name the newest other checkpoints of the
-    run that are whole.
+    Args:
+        path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint.
+        budget: the memory, the threads and the kind of I/O of all later reads. None means
+            ``Budget.from_environment()``.
+
+    Returns:
+        The checkpoint. Its methods load any part of it.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint. The error says what is there instead.
+        UnfinishedWriteError: there are only the data of a write that was never committed.
+        VersionError: the checkpoint has another major version of the format.
+        FeatureError: the checkpoint uses a feature that this version of zckpt does not know.
+        FormatError: the checkpoint is damaged. This error, and the FormatError of every later load, names the newest
+            complete checkpoints of the same run.
+        StorageError: the operating system reports an error when it reads.
+        UnsupportedError: the path is a URL, and there is no store for its scheme.
     """
-    found = find(path)
-    with advised(found):
-        return open_checkpoint(found, budget, partial(advised, found))
+    store = find(path)
+    with advised(store):
+        return open_checkpoint(store, budget, partial(advised, store))
 
 
 def open_checkpoint(
     store: Store, budget: Budget | None = None, advised: Callable[..., AbstractContextManager[None]] = nullcontext
 ) -> Checkpoint:
-    """Opens the checkpoint in exactly this directory. ``advised`` extends the hints of its errors. Raises what
-    ``open_contents`` raises."""
+    """Opens the checkpoint in exactly this directory. ``advised``: returns a context that adds hints to the errors that
+    are raised in it. Raises the errors of ``open_contents``."""
     return Checkpoint(str(store.location), open_contents(store), budget, advised)

@@ -1,4 +1,4 @@
-"""One last checkpoint when a signal is about to end the job."""
+"""Writes a last checkpoint when a signal announces the end of the job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zckpt.api.background import wait
 from zckpt.api.write import write
 from zckpt.engines import adapt, group_of
-from zckpt.engines.hooks import after_calls
+from zckpt.engines.hooks import after_calls, before_calls, workers_ignore
 from zckpt.errors import ZckptError, warn
 from zckpt.ranks.collectives import Ranks
 from zckpt.ranks.last_step import LastStep
@@ -22,19 +22,21 @@ if TYPE_CHECKING:
 
 
 class Preemption:
-    """What ``zckpt.on_preemption`` returns."""
+    """Writes a last checkpoint after a signal. ``zckpt.on_preemption`` returns it."""
 
-    def __init__(self, engine: Any, write_last: Callable[[], object], signals: Collection[int], exits: bool) -> None:
+    def __init__(self, engine: Any, write_last: Callable[[], str], signals: Collection[int], exits: bool) -> None:
         self.requested = False
-        """Whether the last checkpoint has been written because of a signal. It becomes True on all ranks after the same
-        step, so a training loop may end because of it."""
+        """Whether a signal has come and the last checkpoint has been written. It becomes True on all ranks after the
+        same step, so a training loop can use it to stop."""
         self._engine, self._write_last, self._exits = engine, write_last, exits
         self._ranks = Ranks(group_of(engine), call="zckpt.on_preemption")
         self._last_step = LastStep(self._ranks)
-        self._before: dict[int, Any] = {}
-        """The handlers that there were, by signal."""
-        self._step = adapt(engine).step
-        self._undo: Callable[[], None] = lambda: None
+        self._former_handlers: dict[int, Any] = {}
+        """The handlers that the signals had before, by the number of the signal."""
+        self._step = -1
+        """The number of steps that the engine had taken before the current call of its ``step``."""
+        self._process = os.getpid()
+        self._undo: list[Callable[[], None]] = []
         try:
             self._ranks.together(lambda: self._begin(signals), "watch for signals")
         except BaseException:
@@ -42,83 +44,114 @@ class Preemption:
             raise
 
     def _begin(self, signals: Collection[int]) -> None:
-        for number in signals:
-            self._before[number] = signal.signal(number, self._handle)
-        self._undo = after_calls([(self._engine, "step", self._after_step)])
+        for number in dict.fromkeys(signals):
+            try:
+                self._former_handlers[number] = signal.signal(number, self._handle)
+            except OSError as error:
+                raise ValueError(f"no program can handle the signal {number!r}") from error
+        self._undo.append(workers_ignore(self._former_handlers))
+        self._undo.append(before_calls([(self._engine, "step", self._before_step)]))
+        self._undo.append(after_calls([(self._engine, "step", self._after_step)]))
 
     def cancel(self) -> None:
-        """Gives the signals back to the handlers that they had before. Nothing is written any more. Every rank calls
-        it; as often as one likes."""
-        self._undo()
-        self._undo = lambda: None
-        while self._before:
-            number, before = self._before.popitem()
-            if signal.getsignal(number) == self._handle:  # somebody may have put another one in its place
-                signal.signal(number, signal.SIG_DFL if before is None else before)
+        """Stops waiting for signals, and gives them back the handlers that they had before. No last checkpoint is
+        written any more. Every rank has to call this. It may be called several times."""
+        while self._undo:
+            self._undo.pop()()
+        while self._former_handlers:
+            number, former = self._former_handlers.popitem()
+            if signal.getsignal(number) == self._handle:  # Other code may have set another handler meanwhile.
+                signal.signal(number, signal.SIG_DFL if former is None else former)
         self._last_step.close()
 
     def _handle(self, number: int, frame: Any) -> None:
+        former = self._former_handlers.get(number)
+        # A forked child has this handler too. multiprocessing ends its processes by SIGTERM, so SIGTERM has to end the
+        # child. The other signals do not end it.
+        if number == signal.SIGTERM and os.getpid() != self._process:
+            signal.signal(number, signal.SIG_DFL if former is None else former)
+            os.kill(os.getpid(), number)
+            return
         self._last_step.ask(number)
-        before = self._before.get(number)
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+        if callable(former) and former is not signal.default_int_handler:
+            former(number, frame)
+
+    def _before_step(self) -> None:
+        self._step = adapt(self._engine).step
 
     def _after_step(self) -> None:
-        step = adapt(self._engine).step
-        if step == self._step:  # in the middle of gradient accumulation
+        if adapt(self._engine).step == self._step:  # The engine only accumulated gradients.
             return
-        self._step = step
         try:
             if not self._last_step.ended():
                 return
-            self._write_last()
+            path = self._write_last()
         except BaseException:
             self.cancel()
             raise
         self.cancel()
         self.requested = True
+        if self._ranks.rank == 0:
+            print(f"zckpt: after the signal {self._last_step.reason}, the last checkpoint is {path}", file=sys.stderr)
         if self._exits:
             sys.exit(128 + (self._last_step.reason or 0))
 
 
 def on_preemption(
     engine: Any,
-    path: StrPath | None = None,
+    path: StrPath | Callable[[], StrPath] | None = None,
     *,
     signals: Collection[int] = (signal.SIGTERM,),
     client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
-    exit: bool = True,  # noqa: A002  what users call it
+    exit: bool = True,  # noqa: A002  the usual name for users
 ) -> Preemption:
-    """Has one last checkpoint written when one of ``signals`` says that the job is about to be ended, as schedulers do
-    some time before they kill it. Every rank calls this, after the same step and in its main thread.
+    """Makes the engine write a last checkpoint when a signal announces the end of the job.
 
-    The signal may reach one rank, some or all of them, once or several times. The ranks agree through the store of the
-    job on the next step that none of them has ended yet, and write right after it, inside of ``engine.step()``. In all
-    other steps nothing is sent. A handler that a signal had before is called when the signal comes.
+    Schedulers send such a signal some time before they kill a job. Every rank has to call this after the same step, in
+    its main thread. The signal may reach one, some or all of the ranks, once or several times. The ranks then agree on
+    the next step that none of them has ended yet, and write the checkpoint at the end of this step, inside of
+    ``engine.step()``. Without a signal, the ranks exchange nothing in a step. Rank 0 prints the path of the last
+    checkpoint on stderr. The handlers that the signals had before are called too.
 
-    ``path``: the directory of the checkpoint, which is replaced if it is a checkpoint already; None:
-    ``checkpoints/global_step<N>``. ``client_state``: as for ``zckpt.write``, or a function that returns it, which is
-    called after the last step. What ``zckpt.register`` has registered is kept too. A write that is under way in the
-    background is waited for.
+    Call this before data loaders start their worker processes. Launchers such as torchrun send the signal to these
+    processes too, and without them the training does not reach the end of its step. Workers that are started by fork
+    after this call ignore the signal.
 
-    ``exit``: end the process after the checkpoint, with the exit status 128 + the number of the signal, 143 for
-    SIGTERM, on all ranks. Otherwise ``Preemption.requested`` is True after that step, and the signals have their
-    former handlers again.
+    The last checkpoint also has the states of the objects that are registered with ``zckpt.register``. If a write is
+    running in the background, the last checkpoint is written after it. If the process is killed before the last
+    checkpoint is committed, the checkpoint before it is complete, and the next write removes the remains. If a rank has
+    died, ``engine.step()`` raises RankError after some seconds, and no checkpoint is written. If the write fails,
+    ``engine.step()`` raises its error.
 
-    If the process is killed before the checkpoint is committed, the one before it is whole, and what was written is
-    removed by the next write. If a rank has died, ``engine.step()`` raises RankError after some seconds, and no
-    checkpoint is written. Otherwise it raises there what ``zckpt.write`` raises.
+    Args:
+        engine: the engine that ``deepspeed.initialize`` has returned.
+        path: the directory of the last checkpoint. A checkpoint that is there already is replaced. It may also be a
+            function that returns the directory after the last step, such as ``lambda:
+            f"run/global_step{engine.global_steps}"``. None means ``checkpoints/global_step<N>``, even if other
+            checkpoints are in another directory.
+        signals: the numbers of the signals.
+        client_state: as for ``zckpt.write``, or a function that returns it after the last step.
+        exit: whether the process ends after the checkpoint, on all ranks. Its exit status is 128 plus the number of the
+            signal, such as 143 for SIGTERM. With False, ``Preemption.requested`` is True after the last step, and the
+            signals have their former handlers again.
 
-    This raises ValueError for a signal that cannot be handled or in another thread, UnsupportedError and RankError.
+    Returns:
+        An object that tells whether the last checkpoint was written. Its ``cancel()`` undoes this call.
+
+    Raises:
+        ValueError: one of the signals cannot be handled, or this is not the main thread.
+        UnsupportedError: zckpt does not support engines of this kind.
+        RankError: another rank has failed or is lost.
     """
-    named = None if path is None else os.fspath(path)
+    path_or_function = path if path is None or callable(path) else os.fspath(path)
 
-    def write_last() -> None:
+    def write_last() -> str:
         try:
             wait()
-        except ZckptError as error:  # of an earlier checkpoint: the last one is all the more needed
+        except ZckptError as error:  # An earlier checkpoint has failed, so this last one is needed even more.
             warn(f"a write in the background has failed: {error}")
         state = client_state() if callable(client_state) else client_state
-        write(engine, named, client_state=state, overwrite=True, pending_gradients="drop")
+        last_path = path_or_function() if callable(path_or_function) else path_or_function
+        return write(engine, last_path, client_state=state, overwrite=True, pending_gradients="drop")
 
     return Preemption(engine, write_last, signals, exit)

@@ -1,4 +1,4 @@
-"""Rebuilds a lost or damaged manifest, index or digest table from the data files themselves."""
+"""Rebuilds a lost or damaged manifest, index or digest table from the data files."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
     from zckpt.storage.location import StrPath
 
 LOST = ("step", "aliases of tied weights", "the tree of state: counters, param groups, scheduler, client_state")
-"""The things that are only in the manifest, and so cannot be rebuilt."""
+"""Descriptions of what only the manifest contains, so that it cannot be rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What ``zckpt.repair`` has done."""
+    """The result of ``zckpt.repair``."""
 
     path: str
-    """The directory of the checkpoint that is whole now."""
+    """The directory of the checkpoint that is complete now."""
     rebuilt: tuple[str, ...]
-    """The files that were rebuilt, relative to the checkpoint. It is empty if nothing had to be rebuilt."""
+    """The paths of the files that were rebuilt, relative to the checkpoint. It is empty if nothing had to be
+    rebuilt."""
     kept: tuple[str, ...] = ()
-    """The paths that the damaged files have now."""
+    """The paths to which the damaged files were renamed."""
     lost: tuple[str, ...] = ()
     """Descriptions of what could not be recovered."""
     unverified: tuple[str, ...] = ()
@@ -53,22 +54,34 @@ class RepairReport:
 def repair(
     path: StrPath, *, output: StrPath | None = None, accept_unverified: bool = False, budget: Budget | None = None
 ) -> RepairReport:
-    """Rebuilds the manifest, the index or digest tables of a checkpoint from the headers of its data files, where they
-    are lost or damaged. All data is read, and compared with the digests that are left.
+    """Rebuilds a lost or damaged manifest, index or digest table from the data files. Call this on one rank only.
 
-    ``path``: the directory of the checkpoint. ``output``: another directory, where a whole checkpoint is made, data and
-    all; the copy is read back and compared before it becomes a checkpoint. None: in place, where the damaged files stay
-    under other names. ``accept_unverified``: go on although some data cannot be verified, or is damaged. Damaged
-    blocks keep their old digest and are refused when read. ``budget``: memory, threads and kind of I/O. Call it on one
-    rank.
+    All data are read, and compared with the digests that are left. If the manifest is lost, so are the step, the
+    aliases and the tree of non-tensor state. Tensors can then be loaded, and the weights of an engine can be restored
+    (``zckpt.restore`` with ``parts``), but training cannot resume. Damaged data cannot be repaired.
 
-    Without the manifest, step, aliases and the tree of non-tensor state are lost: tensors can be loaded, and an
-    engine's weights restored (``parts``), but no training resumed. Damaged data cannot be repaired at all.
+    Args:
+        path: the directory of the checkpoint.
+        output: another directory, in which a complete checkpoint with all data is made. The copy is read back and
+            compared before it becomes a checkpoint. None repairs the checkpoint in place. The damaged files are then
+            kept under other names.
+        accept_unverified: whether to continue if some data are damaged or cannot be verified. Damaged blocks keep their
+            old digests, so reading them raises an error.
+        budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
 
-    Raises RepairError, which lists everything, if files are missing, damaged or of several saves; LockedError;
-    CheckpointNotFoundError, which says what is there instead; CheckpointExistsError (``output``); VersionError;
-    FeatureError; UnsupportedError for the URL of a store that does not exist; StorageError, also for a copy that
-    differs, of which nothing is left then.
+    Returns:
+        The files that were rebuilt, and what is lost.
+
+    Raises:
+        RepairError: data files are missing or damaged, or they belong to several saves. The error lists everything.
+        LockedError: another writer is writing to the checkpoint.
+        CheckpointNotFoundError: there is no checkpoint. The error says what is there instead.
+        CheckpointExistsError: there is already a checkpoint at ``output``.
+        VersionError: the checkpoint has another major version of the format.
+        FeatureError: the checkpoint uses a feature that this version of zckpt does not know.
+        UnsupportedError: a path is a URL, and there is no store for its scheme.
+        StorageError: the operating system reports an error when it reads or writes, or the copy differs from what was
+            written. Nothing of the copy is left then.
     """
     source = open_store(path)
     target = source if output is None else open_store(output)
@@ -97,22 +110,22 @@ def _repair(
     old, finding = _manifest(source)
     if old is not None and not elsewhere and not structure_findings(open_checkpoint(source, budget)):
         return RepairReport(path, ())
-    found = the_save(source, old, finding)
-    rebuilt = rebuild_from(source, found, old, budget)
+    save = the_save(source, old, finding)
+    rebuilt = rebuild_from(source, save, old, budget)
     if rebuilt.unverified and not accept_unverified:
         hint = "to go on all the same, pass accept_unverified (--accept-unverified)"
         raise refused(source, rebuilt.unverified, hint)
     check_rebuilt(source, rebuilt, budget)
     files = dict(rebuilt.files)
     if old is None or elsewhere or rebuilt.differs_from(old):
-        files[names.MANIFEST] = rebuilt.manifest  # last: it is the commit
-    data_dir = names.data_dir(found.save_id)
+        files[names.MANIFEST] = rebuilt.manifest  # The manifest is the last file, because it commits the others.
+    data_dir = names.data_dir(save.save_id)
     if elsewhere and target.exists(data_dir):
-        there = str(target.location.child(data_dir))
-        raise CheckpointExistsError("the data of this save are here", file=there, hint="choose another output")
+        existing = str(target.location.child(data_dir))
+        raise CheckpointExistsError("the data of this save are here", file=existing, hint="choose another output")
     try:
         if elsewhere:
-            copy_data(source, target, found, budget)
+            copy_data(source, target, save, budget)
             check_copy(target, rebuilt, budget)
         changed, kept = put_files(target, files, confirm)
     except BaseException:
@@ -123,8 +136,8 @@ def _repair(
 
 
 def _manifest(store: Store) -> tuple[Manifest | None, str]:
-    """The manifest if it is sound, else what is wrong with it. Raises VersionError, FeatureError: it may be sound to
-    others."""
+    """Returns the manifest and an empty text, or None and what is wrong with the manifest. Raises VersionError and
+    FeatureError, because another version of zckpt may be able to read such a manifest."""
     try:
         return open_checkpoint(store).manifest, ""
     except (VersionError, FeatureError):

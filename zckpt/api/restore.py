@@ -1,10 +1,10 @@
-"""Restores a checkpoint into a live engine. Everything is checked before anything in the engine is changed."""
+"""Restores a checkpoint into a live engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
@@ -17,11 +17,11 @@ from zckpt.errors import FormatError, MismatchError, RankError, StorageError, wa
 from zckpt.listing.find import advised, find
 from zckpt.listing.runs import whole_neighbours
 from zckpt.offloading.away import away
-from zckpt.plan.reshard import Span
+from zckpt.plan.reshard import ElementRange
 from zckpt.plan.select import by_part, several
-from zckpt.progress import Progress, reported
+from zckpt.progress import Progress, logged, reported
 from zckpt.ranks.collectives import Ranks, check_arguments, comparable
-from zckpt.reading.checkpoint import Want
+from zckpt.reading.checkpoint import ReadRequest
 from zckpt.restoring.plan import Request, RestorePlan, plan_restore
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
@@ -30,8 +30,6 @@ from zckpt.writing.reuse import remember
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
-
-    from typing_extensions import Unpack
 
     from zckpt.reading.checkpoint import Checkpoint
     from zckpt.transfer.budget import Budget
@@ -47,13 +45,10 @@ if TYPE_CHECKING:
 
 
 class Restored(dict[str, Any]):
-    """What ``restore`` returns: the ``client_state`` as a dict, and which tensors of the engine were set.
+    """The ``client_state`` of a checkpoint as a dict, and the names of the tensors that ``zckpt.restore`` has set.
 
-    ``restored``: the engine's tensors that have the checkpoint's values now. ``kept``: the engine's tensors that were
-    to be restored, but are as before, because the checkpoint does not have them in the right shape. ``unexpected``: the
-    checkpoint's tensors that were not read, because the engine has no place for them, or one of another shape. Each is
-    a mapping from the name of a part to names of tensors, and is equal on every rank. Moments that begin at zero are in
-    none of them.
+    The attributes ``restored``, ``kept`` and ``unexpected`` map the name of a part to names of tensors. They are equal
+    on every rank. Moments that begin at zero are in none of them.
     """
 
     def __init__(
@@ -65,22 +60,27 @@ class Restored(dict[str, Any]):
     ) -> None:
         super().__init__(client_state)
         self.restored = restored
+        """The tensors of the engine that have the values of the checkpoint now."""
         self.kept = kept
+        """The tensors of the engine that should have been restored, but keep their former values, because the
+        checkpoint does not have them in the right shape."""
         self.unexpected = unexpected
+        """The tensors of the checkpoint that were not read, because the engine has no such tensor, or has it in another
+        shape."""
 
 
 class RankStates(Sequence["dict[str, Any] | None"]):
-    """What each rank of the writer had of its own: its ``rank_state``, and what was registered with its engine, by
-    name; None for a rank that had neither.
+    """A sequence with the state of each rank of the writer: its ``rank_state``, and the states of its registered
+    objects by name. An element is None if the rank had neither.
 
-    A sequence as long as the writer had ranks. Each element is read when it is asked for, on any rank, and anew each
-    time. ``own``: that of this rank, read already; None if the writer had another number of ranks. Indexing raises
-    IndexError, FormatError and StorageError.
+    Each element is read anew whenever it is accessed. Every rank can read all elements. Indexing raises IndexError,
+    FormatError and StorageError.
     """
 
     def __init__(self, checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
         self._checkpoint = checkpoint
         self.own = own
+        """The state of this rank, which is already in memory. It is None if the writer had another number of ranks."""
 
     def __len__(self) -> int:
         return self._checkpoint.world_size
@@ -120,36 +120,60 @@ def restore(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> Restored | tuple[Restored, RankStates]:
-    """Reads a checkpoint straight into the memory of a live engine, of any world size, stage and offload. Every rank
-    that the engine is spread over calls it. Returns the ``client_state``, as a dict that also says which tensors were
-    restored; ``with_rank_state``: returns that and what each rank of the writer had of its own, as ``RankStates``.
+    """Reads a checkpoint straight into the memory of a live engine. Every rank has to call this.
 
-    ``parts``: only these, such as ``["master"]`` for a warm start; None: all that the engine has. Weights in the dtype
-    that the model computes with are derived from restored masters. ``state``: which trees of non-tensor state
-    ("counters", "optimizer", "scaler", "scheduler"); None: all, or none where ``parts`` is given. Both take one name or
-    several. ``rng``: also restore the random number generators of every rank, which needs the world size of the writer.
-    ``verify``: compare every block with its digest; None: yes, unless the environment has ZCKPT_VERIFY=0. ``budget``:
-    as for ``open``. ``progress``: such as ``zckpt.ProgressBar()``.
+    The world size, the ZeRO stage and the offload may differ from those of the writer. Everything that can be known
+    without reading tensors is checked before the engine is changed. If one rank fails, every rank raises an error: its
+    own, or a RankError that names the rank. If a FormatError or StorageError comes after the engine was changed, its
+    hint says so.
 
-    ``strict=False``: leaves out what is missing, unexpected or of another shape, and the engine keeps its own tensors;
-    a warning says how much that is, and the result says which tensors. At least one weight has to fit, if weights are
-    asked for. What was frozen and now is trained, or the reverse, is restored: ``master`` from ``param`` and ``param``
-    from ``master``, converted. If the weight of a parameter is restored and the checkpoint has no moments of it, as it
-    was frozen, its moments begin at zero, and the warning says so. A parameter whose weight is kept keeps its moments.
-    Parameters of one param group share their settings; those whose steps DeepSpeed counts together, such as all of one
-    partition, share a step. If the checkpoint has settings or a step for a restored one of them, all take these, and
-    kept moments are counted with that step from then on. If not, the settings stay as they are, and so does the step
-    where all of these weights are kept; where one is restored, the step begins at 0.
+    Weights in the dtype that the model computes with are derived from the restored master weights. Objects that are
+    registered with the engine (``zckpt.register``) get their states last, unless ``parts`` is given. Gradients of the
+    engine that no optimizer step has used yet are dropped, because they belong to the former weights. States that
+    ``zckpt.offload`` has moved to disk are brought back first. If some of them are lost, they have to be among the
+    restored tensors.
 
-    Objects that are registered with the engine (``zckpt.register``) get their states last, unless ``parts`` is given.
-    Gradients of the engine that no optimizer step has used yet are dropped: they belong to the weights that it had.
-    What ``zckpt.offload`` has moved to disk is brought back first; what was lost there has to be restored.
+    Parameters that were frozen and are trained now, or the reverse, can be restored with ``strict=False``. Then
+    ``master`` is converted from ``param``, and ``param`` from ``master``. If a weight is restored and the checkpoint
+    has no moments for it, because it was frozen, its moments begin at zero, and a warning says so. A parameter whose
+    weight is kept keeps its moments. The parameters of one param group share their settings. Parameters whose steps
+    DeepSpeed counts together, such as all those of one partition, share a step. If the checkpoint has settings or a
+    step for one of these parameters, and that parameter is restored, all of them take these values, and the moments
+    that were kept count with that step from then on. Otherwise the settings stay as they are. The step also stays as it
+    is if all of these weights are kept; if one of them is restored, the step begins at 0.
 
-    Everything that can be known without reading tensors is checked before the engine is touched. Raises MismatchError,
-    which says how many tensors do not fit and shows some of each kind, in full on one rank; ValueError for a part or
-    tree that does not exist; and what ``zckpt.open`` and ``Checkpoint.load`` raise. If one rank fails, every rank
-    raises an error: its own, or a RankError that names the rank. A FormatError or StorageError that comes after the
-    engine was touched says so in its hint.
+    Args:
+        engine: the engine that ``deepspeed.initialize`` has returned.
+        path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint.
+        parts: the name of a part of the state, or several names, such as ``["master"]`` for a warm start. None means
+            all parts that the engine has.
+        strict: whether the checkpoint and the engine must have the same tensors. With False, tensors that are missing,
+            unexpected or of another shape are left out, and the engine keeps its own values of them. A warning says how
+            many they are, and the result names them. If weights are to be restored, at least one of them has to fit.
+        state: the names of the trees of non-tensor state that are restored: "counters", "optimizer", "scaler",
+            "scheduler". None means all of them, or none if ``parts`` is given.
+        rng: whether the random number generators of every rank are restored too, which needs the world size of the
+            writer.
+        with_rank_state: whether the state that each rank of the writer had alone is returned too.
+        verify: whether every block is compared with its digest. None means yes, unless the environment has
+            ZCKPT_VERIFY=0.
+        budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
+        progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
+
+    Returns:
+        The ``client_state``, as a dict that also names the tensors that were restored. With ``with_rank_state``, a pair
+        of this dict and the ``RankStates``.
+
+    Raises:
+        MismatchError: the checkpoint does not fit the engine. On one rank, the error says how many tensors do not fit,
+            and names some of each kind. On ranks with the same problems, it refers to that rank.
+        ValueError: there is no part or tree of such a name.
+        CheckpointNotFoundError: there is no checkpoint at ``path``.
+        FormatError: data of the checkpoint are damaged or missing.
+        UnsupportedError: the engine has something that cannot be restored, or there is no store for the scheme of a
+            URL.
+        RankError: another rank has failed or is lost, or the ranks have different arguments.
+        StorageError: the operating system reports an error when it reads.
     """
     request = Request(
         parts=several(parts), strict=strict, state=several(state), rng=rng, verify=verify, budget=budget,
@@ -160,7 +184,7 @@ def restore(
 
 
 def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Restored, RankStates]:
-    """``restore``, for integrations."""
+    """Does the work of ``restore``, and of the ``load_checkpoint`` of an attached engine."""
     wait()
     ranks = Ranks(group_of(engine), call=request.caller.call)
     plans: list[RestorePlan] = []
@@ -175,7 +199,7 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Res
         plans.append(_plan(engine, path, request, ranks))
         return "\n".join(plans[0].problems)
 
-    # Every step of a chain of `share` runs on all ranks, with nothing that can fail between two of them.
+    # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
     with ranks.undivided():
         check_arguments(ranks.share(arguments, "prepare the restore"))
         problems = ranks.share(prepare, "prepare the restore")
@@ -183,38 +207,39 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Res
         if any(problems):
             raise _mismatch(plan, problems, ranks)
         ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
-        kept = {one.key for one in plan.match.wanted} - {one.key for one in plan.match.filled}
+        kept = {fragment.key for fragment in plan.match.wanted} - {fragment.key for fragment in plan.match.filled}
         bring_back_to_restore(engine, kept, ranks, request.budget)
-        own = ranks.rank if plan.checkpoint.world_size == ranks.size else None
-        ranks.together(lambda: _fill(plan, own, request), "restore")
+        rank_of_writer = ranks.rank if plan.checkpoint.world_size == ranks.size else None
+        ranks.together(lambda: _fill(plan, rank_of_writer, request), "restore")
         ranks.together(lambda: _set_state(plan), "restore")
-        # Nobody has failed: from here on, none leaves the others alone in a collective, not even by an interrupt.
+        # ``finish`` uses collectives of its own, so no rank may skip them, not even after an interrupt.
         errors: list[BaseException] = []
         try:
             plan.restoring.finish()
-            synchronize(plan.adapter.devices)  # so that every stream may use what was restored
+            synchronize(plan.adapter.devices)  # From here on, every stream of a device may use the restored tensors.
             remember(engine, str(Location.of(plan.checkpoint.path).absolute()))
-        except BaseException as error:  # raised again below, for the others to know
+        except BaseException as error:  # It is raised again below, where the other ranks learn of it.
             errors.append(error)
         ranks.together(lambda: _raise_first(errors), "restore")
         out = away(engine)
         if out is not None:
-            out.settled((), {})  # nothing is lost any more
+            out.settled((), {})  # The lost states were restored.
         ranks.together(lambda: _load_registered(engine, plan, request, ranks), "load what is registered")
-    found = plan.match
-    restored = Restored(plan.client_state, by_part(found.sources), by_part(found.kept), by_part(found.unexpected))
+    match = plan.match
+    restored = Restored(plan.client_state, by_part(match.sources), by_part(match.kept), by_part(match.unexpected))
     return restored, RankStates(plan.checkpoint, plan.rank_state)
 
 
 def _load_registered(engine: object, plan: RestorePlan, request: Request, ranks: Ranks) -> None:
-    """The state of each object that is registered; those of names that are not are kept until the next step."""
+    """Gives each registered object its state. States for which no object is registered wait for a ``register`` until
+    the next step."""
     if not request.resumes:
         return
-    own, states = registered(engine), plan.rank_state or {}
-    own.load(states)
-    taken = request.with_rank_state or not plan.adapter.trains
-    unclaimed = {} if taken else {name: state for name, state in states.items() if name not in own.objects}
-    own.keep(unclaimed, plan.adapter, warns=ranks.rank == 0)
+    of_engine, states = registered(engine), plan.rank_state or {}
+    of_engine.load(states)
+    caller_takes_them = request.with_rank_state or not plan.adapter.trains
+    unclaimed = {name: state for name, state in states.items() if name not in of_engine.objects}
+    of_engine.keep({} if caller_takes_them else unclaimed, plan.adapter, warns=ranks.rank == 0)
 
 
 def _raise_first(errors: Sequence[BaseException]) -> None:
@@ -230,9 +255,9 @@ def _plan(engine: object, path: StrPath, request: Request, ranks: Ranks) -> Rest
             "tensors of the engine are on the device meta, which keeps no values",
             hint="give them memory before they are restored, such as by module.to_empty(device=...)",
         )
-    found = find(path)
-    with advised(found):
-        checkpoint = open_checkpoint(found, request.budget)
+    store = find(path)
+    with advised(store):
+        checkpoint = open_checkpoint(store, request.budget)
         names = registered(engine).objects if request.resumes else ()
         plan = plan_restore(adapter, checkpoint, request, ranks.rank, ranks.size, names)
     for warning in plan.warnings if ranks.rank == 0 else ():
@@ -241,42 +266,48 @@ def _plan(engine: object, path: StrPath, request: Request, ranks: Ranks) -> Rest
 
 
 def _mismatch(plan: RestorePlan, problems: Sequence[str], ranks: Ranks) -> Exception:
-    """The error of this rank, where any rank has found ``problems``. The first rank that has found them lists them, and
-    the others name it: on a thousand ranks the same list a thousand times would hide everything."""
-    own = problems[ranks.rank]
+    """Returns the error that this rank raises if any rank has found problems. ``problems``: for each rank, a text with
+    its problems. If several ranks have the same problems, the first of them lists them, and the others only name that
+    rank. Otherwise a thousand ranks would print the same list a thousand times."""
+    problems_of_rank = problems[ranks.rank]
     message = "the checkpoint does not fit the engine; nothing was changed"
-    if own and own not in problems[: ranks.rank]:
-        listed = own.replace("\n", "\n  ")
+    if problems_of_rank and problems_of_rank not in problems[: ranks.rank]:
+        listed = problems_of_rank.replace("\n", "\n  ")
         return MismatchError(f"{message}:\n  {listed}", file=plan.checkpoint.path, rank=ranks.job_rank, hint=plan.hint)
-    first = problems.index(own) if own else next(rank for rank, text in enumerate(problems) if text)
+    if problems_of_rank:
+        first = problems.index(problems_of_rank)
+    else:
+        first = next(rank for rank, text in enumerate(problems) if text)
     line = problems[first].partition("\n")[0].partition("; the first")[0]
     message = f"{message}: {line}; rank {ranks.members[first]} lists all that differs"
-    kind, rank = (MismatchError, ranks.job_rank) if own else (RankError, ranks.members[first])
-    return kind(message, file=plan.checkpoint.path, rank=rank, hint=plan.hint)
+    error_class, rank = (MismatchError, ranks.job_rank) if problems_of_rank else (RankError, ranks.members[first])
+    return error_class(message, file=plan.checkpoint.path, rank=rank, hint=plan.hint)
 
 
 def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
     checkpoint, sources = plan.checkpoint, plan.match.sources
-    nbytes = sum((f.stop - f.start) * sources[f.key].dtype.itemsize for f in plan.match.filled if f.key in sources)
+    stored = [fragment for fragment in plan.match.filled if fragment.key in sources]
+    nbytes = sum((fragment.stop - fragment.start) * sources[fragment.key].dtype.itemsize for fragment in stored)
     synchronize(plan.adapter.devices)
     staging = checkpoint.staging(plan.adapter.devices)
     with (
         _changing_the_engine(checkpoint),
         staging.kept(),
+        logged("restored", checkpoint.path, nbytes),
         reported(request.progress, "restore", nbytes) as advance,
         closing(plan.restoring.fill()) as batches,
     ):
         for fragments in batches:
-            wants = []
+            reads = []
             for fragment in fragments:
-                assert isinstance(fragment.data, torch.Tensor), "fill supplies the memory"
+                assert isinstance(fragment.data, torch.Tensor), "``fill`` supplies the memory"
                 info = sources.get(fragment.key)
-                if info is None:
+                if info is None:  # The checkpoint does not have these moments, because the parameter was frozen.
                     fragment.data.zero_()
                     continue
-                span = Span(fragment.start, fragment.stop, 0)
-                wants.append(Want(info, [span], fragment.data))
-            checkpoint.read(wants, rank=rank, verify=request.verify, advance=advance, staging=staging)
+                elements = ElementRange(fragment.start, fragment.stop, 0)
+                reads.append(ReadRequest(info, [elements], fragment.data))
+            checkpoint.read(reads, rank=rank, verify=request.verify, advance=advance, staging=staging)
 
 
 def _set_state(plan: RestorePlan) -> None:

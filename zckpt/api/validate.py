@@ -27,70 +27,84 @@ def validate(
 ) -> Report:
     """Checks a checkpoint against the specification.
 
-    ``level``: "structure" reads all but the tensors' data: names, sizes, headers, index, digest tables. "digests" reads
-    every byte too and compares it with its digest. "deep" looks at the values on the way: NaN, infinities, negative
-    moments of squares, 16-bit weights that are not their masters rounded. Those are observations; no rule is about
-    them. ``budget``: memory, threads and kind of I/O; None: ``Budget.from_environment()``. ``progress``: such as
-    ``zckpt.ProgressBar()``.
+    The report lists everything that is wrong with the checkpoint; this raises no error for it. If torch.distributed is
+    initialised, every rank has to call this with the same arguments, and the ranks share the work.
 
-    Where torch.distributed is initialised, every rank calls it; they share the work, and each gets the whole report.
+    Args:
+        path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint.
+        level: how much is checked. "structure" checks everything except the data of tensors: names, sizes, headers, the
+            index and the digest tables. "digests" also reads every byte and compares it with its digest. "deep" also
+            looks for unusual values: NaN, infinities, negative second moments, and 16-bit weights that differ from
+            their rounded master weights. Unusual values break no rule, so they are reported as observations.
+        budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
+        progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
 
-    Never raises for what is wrong with the checkpoint: that is in the report, one finding per broken rule and place.
-    Raises CheckpointNotFoundError if there is nothing to check, UnsupportedError for the URL of a store that does
-    not exist, StorageError and RankError.
+    Returns:
+        The report, with a finding for each broken rule and each place where it is broken. Every rank gets the same
+        report.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        ValueError: ``level`` is unknown.
+        UnsupportedError: the path is a URL, and there is no store for its scheme.
+        StorageError: the operating system reports an error when it reads.
+        RankError: another rank has failed or is lost, or the ranks have different paths.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     ranks = Ranks(call="zckpt.validate")
     paths = ranks.share(lambda: str(Location.of(path)), "find the checkpoint")
     check_equal(paths, "paths")
-    given = paths[0]
+    common_path = paths[0]
     share = Share(ranks.rank, ranks.size)
-    place = ranks.first(lambda: _find(given), "find the checkpoint")
+    identity = ranks.first(lambda: _find(common_path), "find the checkpoint")
     while True:
-        found, _, finding = place
+        directory, _, finding = identity
         if finding:
-            return Report(given, level, (Finding(*finding),), files=1)
-        report = _join(found, level, ranks.share(partial(_check, found, level, share, budget, progress), "validate"))
+            return Report(common_path, level, (Finding(*finding),), files=1)
+        checked = ranks.share(partial(_check, directory, level, share, budget, progress), "validate")
+        report = _join(directory, level, checked)
         if report.ok:
             return report
-        checked, place = place, ranks.first(lambda: _find(given), "find the checkpoint")
-        # Another place: somebody has replaced it meanwhile, and what is missing says nothing about what is there now.
-        if place == checked:
+        checked_identity, identity = identity, ranks.first(lambda: _find(common_path), "find the checkpoint")
+        # If the checkpoint was replaced meanwhile, the findings say nothing about the one that is there now.
+        if identity == checked_identity:
             return report
 
 
 def _find(path: str) -> tuple[str, str, tuple[Any, ...]]:
-    """The directory of the checkpoint, its save id, and the fields of what is wrong with its manifest, if anything."""
+    """Returns the directory of the checkpoint, its save id, and an empty tuple. If its manifest is damaged, returns
+    empty strings and the fields of the finding."""
     try:
-        found = find(path)
-        return str(found.location), open_checkpoint(found).manifest.save_id, ()
+        store = find(path)
+        return str(store.location), open_checkpoint(store).manifest.save_id, ()
     except FormatError as error:
         return "", "", astuple(Finding.of(error))
 
 
 _Checked = tuple[list[tuple[Any, ...]], bytes, int, int]
-"""What a rank has found: the fields of each finding, packed ``Values``, the number of files and of bytes read."""
+"""The result of one rank: the fields of each finding, the packed ``Values``, the number of files of the checkpoint, and
+the number of bytes that the rank has read."""
 
 
 def _check(path: str, level: Level, share: Share, budget: Budget | None, progress: Progress | None) -> _Checked:
     try:
         checkpoint = open_checkpoint(open_store(path), budget)
-    except (CheckpointNotFoundError, FormatError) as error:  # replaced just now
+    except (CheckpointNotFoundError, FormatError) as error:  # Another process has replaced the checkpoint meanwhile.
         return [("", error.message)], Values({}).pack(), 0, 0
     findings, values, bytes_read = check_checkpoint(checkpoint, level, share, progress)
     manifest = checkpoint.manifest
-    files = 2 + manifest.world_size + len(manifest.files)  # manifest, index, a digest table for each rank
-    return [astuple(one) for one in findings], values.pack(), files, bytes_read
+    files = 2 + manifest.world_size + len(manifest.files)  # manifest, index, digest tables, data files
+    return [astuple(finding) for finding in findings], values.pack(), files, bytes_read
 
 
 def _join(path: str, level: Level, checked: list[_Checked]) -> Report:
     findings: list[Finding] = []
     values = Values({})
     files = bytes_read = 0
-    for own_findings, own_values, own_files, own_bytes in checked:
-        findings += [Finding(*fields) for fields in own_findings]
-        values.add(own_values)
-        files = max(files, own_files)
-        bytes_read += own_bytes
+    for rank_findings, rank_values, rank_files, rank_bytes in checked:
+        findings += [Finding(*fields) for fields in rank_findings]
+        values.add(rank_values)
+        files = max(files, rank_files)
+        bytes_read += rank_bytes
     return Report(path, level, in_order(findings), values.observations(), files, bytes_read)

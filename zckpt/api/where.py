@@ -1,4 +1,4 @@
-"""Where the state of a live engine is, as its tensors and files tell, and what the system and the accelerator say."""
+"""Reports where the state of a live engine is, and what the operating system and the accelerator say about memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.offloading.away import moved_from
 from zckpt.offloading.memory import is_locked
 from zckpt.ranks.collectives import Ranks
-from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, FileSpan
+from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, FileRange
 from zckpt.system.available import available_bytes
 from zckpt.system.linux import locked_ranges, resident_bytes
 from zckpt.transfer.devices import used_bytes
@@ -28,92 +28,105 @@ if TYPE_CHECKING:
     from zckpt.engines.contract import EngineAdapter
 
 TIERS = ("device", "pinned", "pageable", "nvme", "offloaded")
-"""The memory of a device; host memory that torch has pinned or the system has locked; other host memory; swap files of
-the framework; what zckpt.offload has moved out, to scratch files."""
+"""The kinds of places where a state can be. "device" is the memory of a device. "pinned" is host memory that torch has
+pinned or that is locked. "pageable" is other host memory. "nvme" is a swap file of the framework. "offloaded" is a
+scratch file of ``zckpt.offload``."""
 _LAST_PARTS = (PARAM, BUFFER, GRADIENT)
+"""The parts that are shown last, in this order."""
 _COLUMNS = 8
-"""How many ranks stand beside each other in a table. The others come below."""
-_TOLD = {
+"""The number of ranks that are shown side by side in a table. Further ranks follow in further tables."""
+_MEMORY_ROWS = {
     "resident memory": "resident_bytes",
     "available memory": "available_bytes",
     "device allocated": "allocated_bytes",
     "device reserved": "reserved_bytes",
 }
-"""Maps the words of the table to the fields of ``RankMemory``."""
+"""The fields of ``RankMemory`` by their labels in the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementEntry:
-    """What one rank holds of one part of the state in one place."""
+    """The bytes of one part of the state that one rank holds in one place."""
 
     rank: int
-    """The rank that holds it."""
+    """The rank that holds the bytes."""
     part: str
-    """The part of the state, such as ``master``, ``exp_avg``, ``param``, ``buffer`` or ``gradient``."""
+    """The name of the part, such as ``master``, ``exp_avg``, ``param``, ``buffer`` or ``gradient``."""
     dtype: str
     """Torch's name of the dtype, such as ``float32``."""
     tier: str
     """The kind of place: "device", "pinned", "pageable", "nvme" or "offloaded"."""
     nbytes: int
-    """The bytes that the storages take, with their padding. For a swap file, it is what the file takes on the disk."""
+    """The size of the storages in bytes, with their padding. For a swap file, this is the space that the file takes on
+    the disk."""
     path: str | None
-    """The swap file, or the directory that was given to ``zckpt.offload``. It is None for memory, and for what was
-    offloaded without being written because nobody needs its values."""
+    """The path of the swap file, or the directory that was given to ``zckpt.offload``. It is None for memory, and for
+    offloaded buffers that were not written because nobody needs their values."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What the operating system and the accelerator say about the memory of one rank. A figure is None where they do
-    not say it."""
+    """The memory of one rank, as the operating system and the accelerator report it. A number is None if they do not
+    report it."""
 
     rank: int
     """The rank."""
     resident_bytes: int | None
-    """All memory that the process has, not only that of the state."""
+    """The number of bytes of memory that the process has, not only for the state."""
     available_bytes: int | None
-    """How much more the process could take on its machine."""
+    """The number of bytes of memory that the process could still take on its machine."""
     allocated_bytes: int | None
-    """What torch's allocator has given to tensors on the engine's devices."""
+    """The number of bytes on the engine's devices that torch's allocator has given to tensors."""
     reserved_bytes: int | None
-    """What torch's allocator has taken from these devices."""
+    """The number of bytes on the engine's devices that torch's allocator has taken from the devices."""
     free_bytes: Mapping[str, int]
-    """The space that is free on the disk of each directory in which there are files of the state."""
+    """The number of bytes that are free on the disk, for each directory that has files of the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What ``zckpt.where`` has found, on all ranks. ``str()`` of it is a table."""
+    """The result of ``zckpt.where`` for all ranks. ``str()`` of it is a table."""
 
     entries: tuple[PlacementEntry, ...]
-    """What each rank holds: one entry for each rank, part, dtype, tier and path."""
+    """The bytes of the state that each rank holds. There is one entry for each rank, part, dtype, tier and path."""
     ranks: tuple[RankMemory, ...]
     """The memory of each rank."""
 
     def total(self, tier: str) -> int:
-        """The bytes that all parts on all ranks have in one tier. Raises ValueError where there is no such tier."""
+        """Returns the number of bytes that all parts on all ranks have in one tier.
+
+        Args:
+            tier: the name of the tier, such as "device".
+
+        Returns:
+            The number of bytes.
+
+        Raises:
+            ValueError: there is no such tier.
+        """
         if tier not in TIERS:
             raise ValueError(f"there is no tier {tier!r}; the tiers are {', '.join(TIERS)}")
         return sum(entry.nbytes for entry in self.entries if entry.tier == tier)
 
     def __str__(self) -> str:
-        numbers = [one.rank for one in self.ranks]
+        numbers = [memory.rank for memory in self.ranks]
         blocks = [numbers[start : start + _COLUMNS] for start in range(0, len(numbers), _COLUMNS)]
         return "\n".join([*(self._table(block, last=block is blocks[-1]) for block in blocks), *self._directories()])
 
     def _table(self, ranks: Sequence[int], *, last: bool) -> str:
-        """``last``: with a column for the sum of all ranks, not only these."""
+        """Returns a table of these ranks. ``last``: whether it has a column for the sums over all ranks of the job."""
         sums: dict[tuple[str, str, str], Counter[int]] = {}
-        for one in self.entries:
-            for row in ((one.part, one.dtype, one.tier), ("all parts", "", one.tier)):
-                sums.setdefault(row, Counter())[one.rank] += one.nbytes
+        for entry in self.entries:
+            for row in ((entry.part, entry.dtype, entry.tier), ("all parts", "", entry.tier)):
+                sums.setdefault(row, Counter())[entry.rank] += entry.nbytes
         rows = [["part", "dtype", "tier", *(f"rank {rank}" for rank in ranks), *(["all ranks"] if last else [])]]
         for row in sorted(sums, key=_place_in_table):
             of_ranks = [*(sums[row][rank] for rank in ranks), *([sums[row].total()] if last else [])]
             rows.append([*row, *map(_size, of_ranks)])
-        for label, field in _TOLD.items():
-            told = [getattr(self.ranks[rank], field) for rank in ranks]
-            if any(one is not None for one in told):
-                cells = ["" if one is None else _size(one) for one in told]
+        for label, field in _MEMORY_ROWS.items():
+            numbers = [getattr(self.ranks[rank], field) for rank in ranks]
+            if any(number is not None for number in numbers):
+                cells = ["" if number is None else _size(number) for number in numbers]
                 rows.append([label, "", "", *cells, *([""] if last else [])])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         formats = [f"{'<' if column < 3 else '>'}{width}" for column, width in enumerate(widths)]
@@ -122,61 +135,73 @@ class Placement:
 
     def _directories(self) -> Iterator[str]:
         nbytes: Counter[tuple[int, str]] = Counter()
-        for one in self.entries:
-            if one.path is not None:
-                nbytes[one.rank, _directory(one.tier, one.path)] += one.nbytes
-        for (rank, directory), taken in sorted(nbytes.items()):
+        for entry in self.entries:
+            if entry.path is not None:
+                nbytes[entry.rank, _directory(entry.tier, entry.path)] += entry.nbytes
+        for (rank, directory), used in sorted(nbytes.items()):
             free = self.ranks[rank].free_bytes.get(directory)
-            left = "" if free is None else f", {_size(free)} free"
-            yield f"rank {rank}: {_size(taken)} in {directory}{left}"
+            remaining = "" if free is None else f", {_size(free)} free"
+            yield f"rank {rank}: {_size(used)} in {directory}{remaining}"
 
 
 def where(engine: object) -> Placement:
-    """Where the state of a live engine is: every part of it, on every rank, and its gradients, in bytes, beside what
-    the operating system and the accelerator say. ``print`` it for a table.
+    """Returns where the state of a live engine is: the bytes of every part and of the gradients, on every rank.
 
-    Each storage counts once, whole, and where it is now; what the engine is configured to do does not matter. If it
-    holds several parts, as the parameters of an engine in fp32 may, it counts for the first of them, ``master`` before
-    all others. Buffers through which a framework swaps whatever it needs next are no state and are not counted.
+    The result also has what the operating system and the accelerator report about memory. ``print`` shows it as a
+    table.
 
-    Every rank over which the engine is spread calls it, and each gets the whole answer. It changes nothing, and may be
-    called at any time. Raises UnsupportedError for an engine that could not be written, and RankError.
+    Each storage is counted once, as a whole, in the place where it is now. If it holds several parts, as the parameters
+    of an engine in fp32 may, it is counted for the first of them, and ``master`` comes before all others. Buffers
+    through which a framework moves the state that it needs next are not counted.
+
+    Every rank of the engine has to call this. It changes nothing, and it may be called at any time.
+
+    Args:
+        engine: the training engine.
+
+    Returns:
+        The bytes by rank, part and tier. Every rank gets the entries of all ranks.
+
+    Raises:
+        UnsupportedError: the engine has something that ``zckpt.write`` cannot save.
+        RankError: another rank has failed or is lost.
     """
     ranks = Ranks(group_of(engine), call="zckpt.where")
-    found = ranks.share(lambda: _look(adapt(engine)), "look where the state is")
-    entries = [PlacementEntry(rank, *entry) for rank, (own, _) in enumerate(found) for entry in own]
-    return Placement(tuple(entries), tuple(RankMemory(rank, *told) for rank, (_, told) in enumerate(found)))
+    rows = ranks.share(lambda: _look(adapt(engine)), "look where the state is")
+    entries = [PlacementEntry(rank, *fields) for rank, (of_rank, _) in enumerate(rows) for fields in of_rank]
+    return Placement(tuple(entries), tuple(RankMemory(rank, *fields) for rank, (_, fields) in enumerate(rows)))
 
 
 def _look(adapter: EngineAdapter) -> tuple[list[tuple[Any, ...]], tuple[Any, ...]]:
-    """The fields of this rank's entries, and those of its ``RankMemory``, without the rank."""
+    """Returns the fields of this rank's entries and those of its ``RankMemory``, both without the rank."""
     adapter.refuse_unsupported(drop_gradients=True)
     sums: Counter[tuple[str, str, str, str | None]] = Counter()
     seen: set[int | str] = set()
     locked = locked_ranges()
-    for one in adapter.memory():
+    for holding in adapter.memory():
         place: int | str
         path: str | None
-        if isinstance(one.data, FileSpan):
-            place, tier, nbytes, path = one.data.path, "nvme", _on_disk(one.data.path), one.data.path
+        if isinstance(holding.data, FileRange):
+            place, tier, path = holding.data.path, "nvme", holding.data.path
+            nbytes = _on_disk(path)
         else:
-            storage = one.data.untyped_storage()
+            storage = holding.data.untyped_storage()
             place, nbytes, moved = storage._cdata, storage.nbytes(), moved_from(storage)
             path = moved.saved.file.directory if moved is not None and moved.saved is not None else None
             tier = "offloaded" if moved is not None else _tier(storage, locked)
         if place not in seen:
             seen.add(place)
-            sums[one.part, torch_name(one.dtype), tier, path] += nbytes
+            sums[holding.part, torch_name(holding.dtype), tier, path] += nbytes
     entries = [(part, dtype, tier, nbytes, path) for (part, dtype, tier, path), nbytes in sums.items()]
-    used = [found for device in adapter.devices if (found := used_bytes(device)) is not None]
+    used = [numbers for device in adapter.devices if (numbers := used_bytes(device)) is not None]
     allocated, reserved = (sum(numbers) for numbers in zip(*used, strict=True)) if used else (None, None)
     available = None
-    with suppress(UnsupportedError):  # this system does not tell
+    with suppress(UnsupportedError):  # Not every operating system reports it.
         available = available_bytes()
     directories = {_directory(tier, path) for _, _, tier, path in sums if path is not None}
     free = {}
     for directory in directories:
-        with suppress(OSError):  # somebody has removed it
+        with suppress(OSError):  # Another process may have removed the directory.
             free[directory] = shutil.disk_usage(directory).free
     return entries, (resident_bytes(), available, allocated, reserved, free)
 
@@ -184,12 +209,12 @@ def _look(adapter: EngineAdapter) -> tuple[list[tuple[Any, ...]], tuple[Any, ...
 def _tier(storage: torch.UntypedStorage, locked: Sequence[tuple[int, int]]) -> str:
     if storage.device.type != "cpu":
         return "device"
-    # DeepSpeed can pin memory in its own way, of which torch does not know.
+    # DeepSpeed can lock memory in its own way, which torch does not notice.
     return "pinned" if is_locked(storage, locked) or storage.is_pinned() else "pageable"
 
 
 def _on_disk(path: str) -> int:
-    """The bytes that a file takes; 0 if the framework has not written it yet."""
+    """Returns the space in bytes that a file takes on the disk, or 0 if the framework has not written it yet."""
     with suppress(FileNotFoundError):
         return os.stat(path).st_blocks * 512
     return 0

@@ -1,12 +1,12 @@
-"""From a live engine to a checkpoint, now or in the background: what all ranks do together, step by step."""
+"""Writes the state of a live engine as a checkpoint, at once or in the background."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from zckpt.api.background import PendingWrite, wait
-from zckpt.api.prune import prune
+from zckpt.api.prune import remove_older
 from zckpt.engines import group_of
 from zckpt.errors import warn
 from zckpt.offloading.away import away
@@ -19,8 +19,6 @@ from zckpt.writing.prepare import Preparation
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-
-    from typing_extensions import Unpack
 
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
@@ -77,55 +75,83 @@ def write(
     snapshot: Literal["copy", "lazy"] = "copy",
     snapshot_bytes: int | None = None,
 ) -> str | PendingWrite:
-    """Writes the state of a training engine as one checkpoint; durable when it returns. Every rank calls it.
+    """Writes the state of a training engine as one checkpoint. Every rank has to call this.
 
-    ``path`` is the checkpoint's directory, on a file system that all ranks share; None: ``checkpoints/global_step<N>``.
-    ``parts``: which parts of the state; None: all that a bit-exact resume needs. ``exclude``: parts to leave out, such
-    as the ``param`` of frozen weights. Both take one name or several. If a tied tensor is left out, so are all
-    of its names. ``client_state``: the caller's own plain values, tensors on any device and arrays, taken from rank
-    0; a warning says so where another rank gives other ones. Some values come back as plain ones: a numpy scalar as
-    Python's number or string, ``torch.Size`` as a tuple, a path as a string, a date or time as a string in ISO 8601, a
-    set as a sorted list, a ``defaultdict`` as a dict. ``rank_state``: what this rank alone has, such as the position of
-    its data loader, of the same kinds of values; each rank's own is kept, and rank numbers are those of the engine's
-    ranks. What ``zckpt.register`` has registered with the engine is kept beside it, without being passed here.
-    ``overwrite``: replace the checkpoint at ``path``, which stays
-    whole until the new one is committed; after that, files of a checkpoint in DeepSpeed's own format go too.
-    ``latest``: have the file ``latest`` beside the checkpoint name it. ``budget``: memory, threads and kind of I/O;
-    None: ``Budget.from_environment()``. ``progress``: such as ``zckpt.ProgressBar()``. ``pending_gradients``: what is
-    done where gradients wait for an optimizer step, which no checkpoint holds: "refuse" the write, or "drop" them.
-    ``keep_last``, ``keep_every``: once this checkpoint is committed, rank 0 removes older ones beside it, as
-    ``zckpt.prune`` does with these arguments; None: none is removed. A failure to remove them is a warning.
-    ``reuse``: an earlier checkpoint, or a run. Data files of 64 KiB or more that it has already, such as those of
-    frozen weights, are not written again: they share their blocks with its files where the file system can do that,
-    else they are further names (hard links) of them. Digests say which ones have not changed, and no tensor of the
-    earlier checkpoint is read. Both checkpoints are whole by themselves: either may be deleted, moved or copied. But
-    damage to a shared file is damage to both. "latest": the one that this engine has written or was restored from last,
-    else the one that ``latest`` names; if there is none that can be read, all is written. None: all is written.
-    Without ``background``, nothing may change masters and moments before the write returns: a load would find them
-    damaged.
+    The checkpoint is durable when this returns. If any rank fails, this raises an error on every rank, and nothing of
+    the checkpoint is left. Everything that can be checked from the state alone is checked before a byte is written. A
+    KeyboardInterrupt on one rank makes the other ranks raise RankError. If it comes after all ranks have agreed to
+    commit, the checkpoint is complete all the same.
 
-    ``background``: return a PendingWrite as soon as training may go on; the checkpoint is of the state at this call.
-    With ``snapshot="copy"`` that is once the state has been copied. With "lazy" it is once that has been copied which
-    the optimizer does not own, such as buffers and frozen weights. Masters and moments are read while the next forward
-    and backward passes run, and the next optimizer step waits until that is done; change them in no other way before.
-    ``snapshot_bytes`` bounds the memory for copies on this rank: where the state is larger, the rest is on disk before
-    training goes on. None: half of what is available, shared by the ranks of a machine. One write is under way at a
-    time: the next write or restore and the end of the process wait for it and raise or print its error, which stderr
-    shows as soon as it happens.
+    Without ``background``, nothing may change master weights and moments before the write returns, or a later load
+    would report them as damaged. With ``background``, this returns as soon as the training may continue, and the
+    checkpoint has the state at the time of this call. Only one write runs at a time. If it fails, its error is printed
+    on stderr at once. The next write or restore waits for it and raises its error. The end of the process waits for it
+    too, and prints its error.
 
-    What ``zckpt.offload`` has moved to disk is not loaded: the checkpoint shares pages with those files where the file
-    system can do that, and else their bytes are copied.
+    The states of the objects that are registered with the engine (``zckpt.register``) are saved too. States that
+    ``zckpt.offload`` has moved to disk are not loaded into memory. Their bytes are copied from file to file, or shared
+    with the checkpoint if the file system can do that.
 
-    Returns the checkpoint's absolute path. Raises on every rank, and leaves nothing behind, if any rank fails:
-    UnsupportedError (also for more than the format can hold), StateError, DeviceError (a device that gives no bytes),
-    OffloadedError for what was lost while it was offloaded, ValueError for a part that the engine does not have and for
-    a path that ``latest`` cannot name, CheckpointExistsError (also where ``path`` is the directory of a run or lies in
-    a checkpoint: whoever opens the outer of two gets that), LockedError (somebody else is writing there), RankError,
-    StorageError, NoSpaceError (before a byte is written, where the file system says how much is free: what all ranks
-    need is compared with it, and a checkpoint that is replaced stays until the new one is committed). All that can be
-    known from the state is checked before a byte is written.
-    KeyboardInterrupt on one rank makes the others raise RankError, unless it comes when all have agreed to commit: then
-    the write has happened.
+    Args:
+        engine: the engine that ``deepspeed.initialize`` has returned.
+        path: the directory of the checkpoint, on a file system that all ranks share. None means
+            ``checkpoints/global_step<N>``.
+        parts: the name of a part of the state, or several names. None means all parts that a bit-exact resume needs.
+        exclude: the names of parts that are left out, such as ``param``, which holds frozen weights. If a tied tensor
+            is left out, so are all of its names.
+        client_state: values of the caller that are saved too: plain values, arrays, and tensors on any device. Those of
+            rank 0 are saved, and a warning says if another rank passes different ones. Some types change: a numpy
+            scalar comes back as a Python number or string, ``torch.Size`` as a tuple, a path as a string, a date or
+            time as a string in ISO 8601, a set as a sorted list, and a ``defaultdict`` as a dict.
+        rank_state: values of this rank that are saved too, such as the position of its data loader. They may have the
+            same types as those of ``client_state``. Those of each rank are saved. Ranks are numbered within the
+            engine's process group.
+        overwrite: whether a checkpoint at ``path`` is replaced. It stays complete until the new one is committed. After
+            that, the files of a checkpoint in DeepSpeed's own format are removed too.
+        latest: whether the file ``latest`` beside the checkpoint is changed to name it.
+        budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
+        progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
+        pending_gradients: what happens if gradients wait for an optimizer step, which no checkpoint can hold. "refuse"
+            raises UnsupportedError, and "drop" leaves them out.
+        keep_last: the number of checkpoints in the same run that are kept. Once this checkpoint is committed, rank 0
+            removes older ones, as ``zckpt.prune`` does. If that fails, it gives a warning. None removes nothing.
+        keep_every: with ``keep_last``, checkpoints whose step is a multiple of this number are kept too.
+        reuse: an earlier checkpoint, or a run, whose data files are reused. Data files of 64 KiB or more that have not
+            changed since then, such as those of frozen weights, are not written again. They share their blocks with the
+            earlier files if the file system can do that, and are hard links to them otherwise. Digests tell which files
+            have not changed, and no tensor of the earlier checkpoint is read. Both checkpoints are complete by
+            themselves, so each may be deleted, moved or copied. Damage to a shared file damages both. "latest" means
+            the checkpoint that this engine wrote or restored last. If there is none, or if it cannot be read, "latest"
+            means the checkpoint that the file ``latest`` names. If that cannot be read either, all files are written.
+            None also writes all files.
+        background: whether a PendingWrite is returned before the data are on disk.
+        snapshot: with ``background``, the time at which training may continue. "copy" means that the state has been
+            copied in memory. "lazy" means that only what the optimizer does not own has been copied, such as buffers
+            and frozen weights. Master weights and moments are then read while the next forward and backward passes run,
+            and the next optimizer step waits until that is done. Nothing else may change them before.
+        snapshot_bytes: with ``background``, the number of bytes of memory that the copies may take on this rank. If the
+            state is larger, the rest is on disk before training continues. None means half of the available memory,
+            divided among the ranks of a machine.
+
+    Returns:
+        The absolute path of the checkpoint. With ``background``, a PendingWrite.
+
+    Raises:
+        UnsupportedError: the engine has a state that cannot be saved and restored completely, or the state exceeds a
+            limit of the format.
+        StateError: a value cannot be saved, or the optimizers of the ranks differ in settings that are saved only once.
+        DeviceError: copying from a device fails.
+        OffloadedError: a state that ``zckpt.offload`` moved to disk is lost.
+        ValueError: the engine does not have one of the parts, ``latest`` cannot name ``path``, or an argument has a
+            value that is not allowed.
+        TypeError: an argument has the wrong type.
+        CheckpointExistsError: there is already a checkpoint at ``path``, or ``path`` is the directory of a run or is
+            inside of a checkpoint. One of two nested checkpoints would hide the other.
+        LockedError: another writer is writing to ``path``.
+        RankError: another rank has failed or is lost, or the ranks have different arguments.
+        NoSpaceError: there is too little free space. The space that all ranks need is compared with the free space
+            before a byte is written. A checkpoint that is replaced takes its space until the new one is committed.
+        StorageError: the operating system reports an error when it reads or writes.
     """
     options = WriteOptions(
         parts=parts, exclude=exclude, client_state=client_state, rank_state=rank_state, overwrite=overwrite,
@@ -137,8 +163,8 @@ def write(
 
 
 def write_engine(engine: object, path: StrPath | None, options: WriteOptions) -> str | PendingWrite:
-    """What ``zckpt.write`` and an attached engine have in common."""
-    # Each step runs on all ranks, with nothing that can fail between two steps.
+    """Does the work of ``zckpt.write``, and of the ``save_checkpoint`` of an attached engine."""
+    # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
     wait()
     group = group_of(engine)
     ranks = Ranks(group, call="zckpt.write")
@@ -147,16 +173,16 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
     with ranks.undivided():
         facts = ranks.share(prepared.prepare, "prepare the write")
         plans = ranks.share(lambda: prepared.plan(facts), "plan the write")
-        own = prepared.write
-        # The ranks have agreed that all of them write in the background, or none.
-        others = Ranks(group, background=True, call="zckpt.write") if options.background else ranks
+        rank_write = prepared.write
+        # The ranks have agreed by now on whether they write in the background.
+        writing_ranks = Ranks(group, background=True, call="zckpt.write") if options.background else ranks
 
-        finish = partial(_finish, prepared, others)
+        finish = partial(_finish, prepared, writing_ranks)
 
         def begin() -> Space:
             nonlocal pending
             if options.background:
-                pending = PendingWrite(prepared.target, finish, others)
+                pending = PendingWrite(prepared.target, finish, writing_ranks)
             return prepared.begin(plans)
 
         try:
@@ -165,45 +191,48 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
             if pending is None:
                 finish(Snapshot())
             else:
-                _go_on(pending, prepared, ranks)
+                _continue_in_background(pending, prepared, ranks)
         except BaseException:
-            # A thread that has been started removes what there is by itself, and is only told.
+            # A thread that has begun to write removes its files by itself.
             if pending is None or pending.cancel():
-                own.remove()
+                rank_write.remove()
             raise
-        out = away(engine)
-        if out is None or PARAM not in out.parts:  # what would be gathered is in memory
+        offloaded = away(engine)
+        # ``after_write`` may gather parameters, which have to be in memory.
+        if offloaded is None or PARAM not in offloaded.parts:
             prepared.adapter.after_write()
         return pending or prepared.target
 
 
 def _finish(prepared: Preparation, ranks: Ranks, snapshot: Snapshot) -> None:
-    """Writes every rank's files and commits them; after a failure on any rank, none of it is left. Then rank 0 removes
-    older checkpoints. All ranks call it, in the main thread or in that of a background write."""
-    own = prepared.write
+    """Writes the files of every rank and commits them. Then rank 0 removes older checkpoints. After a failure on any
+    rank, no file is left. All ranks call this, in the main thread or in the thread of a background write."""
+    rank_write = prepared.write
     try:
-        digests = ranks.share(lambda: own.write_own(snapshot), "write")
-        ranks.together(snapshot.check, "write")  # what has come to a rank while it waited for the others
+        digests = ranks.share(lambda: rank_write.write_data_files(snapshot), "write")
+        ranks.together(snapshot.check, "write")  # This rank may have been interrupted while it waited for the others.
         ranks.first(lambda: prepared.commit(digests), "commit")
     except BaseException:
-        own.remove()
+        rank_write.remove()
         raise
-    if own.lock is not None:
-        own.lock.release()
+    if rank_write.lock is not None:
+        rank_write.lock.release()
         if prepared.options.keep_last is not None:
             _remove_older(prepared, prepared.options.keep_last)
 
 
 def _remove_older(prepared: Preparation, keep_last: int) -> None:
-    """Removes the checkpoints of the run that are no longer to be kept. Warns where that fails."""
+    """Removes older checkpoints of the run. Gives a warning if that fails."""
     try:
-        prune(str(prepared.run.location), keep_last=keep_last, keep_every=prepared.options.keep_every)
-    except Exception as error:  # the checkpoint is committed, and its write has not failed
+        keep_every, newest = prepared.options.keep_every, prepared.write.save_id
+        remove_older(str(prepared.run.location), keep_last, keep_every, newest=newest)
+    except Exception as error:  # The new checkpoint is committed, so the write must not fail.
         warn(f"{prepared.target} is written, but older checkpoints could not be removed: {error}")
 
 
-def _go_on(pending: PendingWrite, prepared: Preparation, ranks: Ranks) -> None:
-    """Has a thread finish the write, and the engine wait for it where it has to; returns when training may go on."""
+def _continue_in_background(pending: PendingWrite, prepared: Preparation, ranks: Ranks) -> None:
+    """Lets a thread finish the write, and returns when the training may continue. With a lazy snapshot, the next
+    optimizer step of the engine waits for the thread."""
 
     def stand_by() -> None:
         pending.stand_by()
@@ -211,5 +240,5 @@ def _go_on(pending: PendingWrite, prepared: Preparation, ranks: Ranks) -> None:
             prepared.adapter.before_change(pending.wait_until_taken)
 
     ranks.together(stand_by, "begin the write")
-    pending.start()  # raises nothing
+    pending.start()
     ranks.together(lambda: pending.wait_until_copied(ranks), "copy the state", interruptible=False)

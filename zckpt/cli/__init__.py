@@ -1,15 +1,15 @@
 """The command line: ``zckpt COMMAND ...`` or ``python -m zckpt COMMAND ...``.
 
 Each command is a module of this folder, which is imported only when the command is called. The docstring of the module
-is the description that ``--help`` prints, ``EXAMPLES`` holds the example command lines below it,
-``configure(parser)`` adds the arguments of the command, and ``run(arguments)`` carries it out and returns the exit
+is the description that ``--help`` prints. ``EXAMPLES`` contains the example command lines below the description.
+``configure(parser)`` adds the arguments of the command. ``run(arguments)`` runs the command and returns its exit
 status:
 
     0   the command has succeeded, or the answer is yes
     1   the answer is no: a checkpoint is not valid, or two checkpoints differ
     2   the usage was wrong, or an error occurred; the message is on stderr
     130 the command was interrupted by Ctrl-C
-    141 the program that read the output has ended before the command did, as `head` does
+    141 the program that read the output, such as `head`, has ended before the command
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ COMMANDS = {
     "cp": "copy a checkpoint, or some of its tensors",
     "validate": "check a checkpoint against the specification",
     "repair": "rebuild a lost or damaged manifest, index or digest table from the data files",
-    "gc": "remove what dead writers have left",
+    "gc": "remove the files that dead writers have left",
     "prune": "remove older checkpoints of a run",
     "export": "write the weights as a Hugging Face model, or as one file for torch.load",
     "convert": "convert a checkpoint of DeepSpeed to one of zckpt, or the other way",
     "run": "run a training script whose DeepSpeed engines save and load with zckpt",
     "completion": "print a script that completes zckpt's command lines in a shell",
 }
-"""For the name of each command its line in the list of commands. The module of a command in this folder has the same
-name."""
+"""The names of the commands, and their lines in the list that ``zckpt --help`` prints. The module of a command has the
+name of the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,19 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except zckpt.ZckptError as error:
         output.print_text(f"zckpt: {error}", sys.stderr)
         return 2
-    except BrokenPipeError:  # the program that read the output, such as `head`, has ended
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # Python flushes stdout once more when it exits
+    except BrokenPipeError:  # The program that read the output, such as `head`, has ended.
+        with open(os.devnull, "w") as devnull:
+            # Python flushes stdout once more when it exits, which must not fail.
+            os.dup2(devnull.fileno(), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         if arguments.command == "run":
-            raise  # the error of the script, with its traceback and exit status
-        if not isinstance(error, ValueError):  # a defect of zckpt must not end with the status 1, which is an answer
+            raise  # This is an error of the script. Python prints its traceback and sets the exit status.
+        if not isinstance(error, ValueError):
+            # This is a defect of zckpt. Python would exit with the status 1, which is an answer.
             traceback.print_exc()
             return 2
-        # The library refuses arguments that contradict each other.
+        # The library raises ValueError for arguments that contradict each other.
         output.print_text(f"zckpt {arguments.command}: {error}", sys.stderr)
         return 2
     return status
@@ -84,7 +86,7 @@ def make_parser(configured: Collection[str] = tuple(COMMANDS)) -> argparse.Argum
         epilog="`zckpt COMMAND --help` prints the arguments of a command, and examples.",
     )
     parser.add_argument("--version", action="version", version=f"zckpt {zckpt.__version__}")
-    # DeepSpeed's launcher puts this option before all other arguments. It is meant for the script of `run`.
+    # DeepSpeed's launcher puts this option before all other arguments. `run` passes it to the script.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     for name, summary in COMMANDS.items():
@@ -98,14 +100,15 @@ def make_parser(configured: Collection[str] = tuple(COMMANDS)) -> argparse.Argum
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """A parser that also takes options between positional arguments, as in ``zckpt ls PATH --long GLOB``."""
+    """A parser that also accepts options between positional arguments, as in ``zckpt ls PATH --long GLOB``."""
 
     _intermixed = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._intermixed or any(action.nargs == argparse.REMAINDER for action in self._actions):
             return super().parse_known_args(args, namespace)
-        self._intermixed = True  # argparse calls this method again from within: for the options, and for the rest
+        # argparse calls this method again from within, once for the options and once for the positional arguments.
+        self._intermixed = True
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:

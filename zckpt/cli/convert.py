@@ -2,9 +2,9 @@
 
 SOURCE is a folder in DeepSpeed's own format of any ZeRO stage, a Universal Checkpoint, or a Hugging Face model. With
 --to deepspeed it is a checkpoint of zckpt. If SOURCE is the directory of a run, the checkpoint that `latest` names is
-converted. The code in the pickles of old checkpoints is not run. What the new checkpoint lacks because the source does
-not have it, such as the states of random number generators, is printed.
-Under a launcher such as torchrun the ranks share the work, and rank 0 prints.
+converted. Code in the pickles of old checkpoints is never executed. The command prints what the new checkpoint lacks
+because the source does not have it, such as the states of random number generators. Under a launcher such as torchrun,
+the ranks share the work, and rank 0 prints the result.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="the checkpoint, or the directory of a run")
-    parser.add_argument("destination", help="the directory of the new checkpoint; with --to deepspeed, of its run")
+    parser.add_argument("destination", help="the directory of the new checkpoint; with --to deepspeed, that of its run")
     parser.add_argument(
         "--to", choices=["zckpt", "deepspeed"], default="zckpt", help="the format to write; default: zckpt"
     )
     parser.add_argument(
-        "--tag", help="the checkpoint of the run SOURCE to convert; with --to deepspeed, the tag of the new checkpoint"
+        "--tag", help="the checkpoint to convert in the run SOURCE; with --to deepspeed, the tag of the new checkpoint"
     )
     parser.add_argument(
         "--stage", type=int, choices=range(4), help="with --to deepspeed: the ZeRO stage; default: that of the source"
     )
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="with --to deepspeed: how many ranks; default: as in the source"
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="with --to deepspeed: the number of ranks; default: that of the source",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at DESTINATION")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")

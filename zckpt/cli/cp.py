@@ -1,11 +1,10 @@
-"""Copy a checkpoint, all of it or some of its tensors, and print where the copy is.
+"""Copy a checkpoint, or some of its tensors, and print the path of the copy.
 
-Everything that is read is compared with its digests. The copy is a checkpoint only once all of it is durable. A copy of
-the whole checkpoint has the same bytes and the same save id. A copy of some tensors is a checkpoint of its own, with
-the same step and the same non-tensor state. Within one file system, a copy of the whole checkpoint takes no space,
-because it shares the data files of the source. Then damage to one of these files is damage to both checkpoints;
---no-share makes a copy that stands alone. No file `latest` is changed. Under a launcher such as torchrun, the ranks
-share the work.
+All data that are read are compared with their digests. The copy becomes a checkpoint only when all of it is durable. A
+copy of a whole checkpoint has the same bytes and the same save id. A copy of some tensors is a checkpoint of its own,
+with the same step and the same non-tensor state. Within one file system, a copy of a whole checkpoint takes no space,
+because it shares the data files of the source. Damage to one of these files damages both checkpoints; --no-share makes
+an independent copy. No file `latest` is changed. Under a launcher such as torchrun, the ranks share the work.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint, or the directory of a run with a `latest` file")
-    parser.add_argument("destination", help="the directory to make for the copy")
+    parser.add_argument("destination", help="the directory of the copy")
     parser.add_argument(
         "keys", nargs="*", default=[], metavar="KEY", help="copy only these keys and globs, such as 'master/*'"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at DESTINATION")
     parser.add_argument("--no-verify", action="store_true", help="copy damaged data as they are, instead of failing")
     parser.add_argument(
-        "--no-share", action="store_true", help="write all bytes, instead of sharing the source's files"
+        "--no-share", action="store_true", help="write all bytes, instead of sharing the files of the source"
     )
 
 

@@ -1,9 +1,9 @@
 """Compare two checkpoints: their structure, their non-tensor state, and the values of all tensors.
 
-They may have been written with different numbers of ranks, ZeRO stages and kinds of offload. The exit status is 0 if
-they are equal, 1 if they differ, and 2 if one of them cannot be read. Values are compared bit for bit unless there is a
-tolerance. Data with the same digests in both checkpoints is not read. Under a launcher such as torchrun, the ranks
-share the work, and rank 0 prints the result.
+The checkpoints may have been written with different numbers of ranks, ZeRO stages and kinds of offload. The exit status
+is 0 if they are equal, 1 if they differ, and 2 if one of them cannot be read. Values are compared bit for bit unless a
+tolerance is given. Data with the same digests in both checkpoints are not read. Under a launcher such as torchrun, the
+ranks share the work, and rank 0 prints the result.
 """
 
 from __future__ import annotations
@@ -24,22 +24,30 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", help="a checkpoint, or the directory of a run with a `latest` file")
-    parser.add_argument("b", help="another checkpoint, or the directory of a run")
+    parser.add_argument("b", help="another checkpoint, or the directory of a run with a `latest` file")
     parser.add_argument(
         "keys", nargs="*", default=[], metavar="KEY", help="compare only these keys and globs, and no non-tensor state"
     )
     parser.add_argument(
-        "--rtol", type=_tolerance, default=0.0, metavar="R", help="values are equal if |a - b| <= A + R * max(|a|, |b|)"
+        "--rtol",
+        type=_tolerance,
+        default=0.0,
+        metavar="R",
+        help="the relative tolerance: values are equal if |a - b| <= A + R * max(|a|, |b|); default: 0",
     )
     parser.add_argument(
-        "--atol", type=_tolerance, default=0.0, metavar="A", help="the A of that formula; default of both: 0"
+        "--atol",
+        type=_tolerance,
+        default=0.0,
+        metavar="A",
+        help="the absolute tolerance, which is A in this formula; default: 0",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     with launched() as rank:
-        found = zckpt.diff(
+        difference = zckpt.diff(
             arguments.a,
             arguments.b,
             arguments.keys or None,
@@ -48,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
             progress=zckpt.ProgressBar(),
         )
         if rank == 0:
-            output.print_text(found.to_json() if arguments.json else found)
-    return 0 if found.equal else 1
+            output.print_text(difference.to_json() if arguments.json else difference)
+    return 0 if difference.equal else 1
 
 
 def _tolerance(text: str) -> float:

@@ -1,8 +1,8 @@
 """Write the weights of a checkpoint as the folder of a Hugging Face model, or as one file for torch.load.
 
---config names the folder of the model that was trained. With it, OUT has the files that save_pretrained writes, which
-transformers, vLLM and others load. The exit status is 0, or 2 after an error. OUT appears only once all of it is
-written. Under a launcher such as torchrun, the ranks share the files, and rank 0 prints the result.
+--config names the folder of the model that was trained, and needs transformers 5 or newer. With it, OUT has the files
+that save_pretrained writes, which transformers, vLLM and others load. OUT appears only once all of it is written. Under
+a launcher such as torchrun, the ranks share the work, and rank 0 prints the result.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="a checkpoint, or the directory of a run with a `latest` file")
-    parser.add_argument("out", help="the directory to make; with --format pt, the file")
+    parser.add_argument("out", help="the new directory; with --format pt, the new file")
     parser.add_argument(
         "--format",
         choices=["hf", "pt"],
         default="hf",
-        help="hf: safetensors files and the configuration (default); pt: a dict of tensors for torch.load",
+        help="hf: safetensors files and the configuration; pt: a dict of tensors for torch.load; default: hf",
     )
     parser.add_argument(
         "--dtype", choices=["bf16", "fp16", "fp32"], help="convert floating point tensors to this dtype"
     )
-    parser.add_argument("--config", metavar="DIR", help="a folder with the model's config.json, and its tokenizer")
+    parser.add_argument("--config", metavar="DIR", help="a folder with the model's config.json and tokenizer")
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         default="5GB",
         type=_size,
-        help="the largest size of a safetensors file, such as 5GB (default)",
+        help="the largest size of a safetensors file, such as 500MB; default: 5GB",
     )
     parser.add_argument("--adapter", metavar="NAME", help="write the folder of this LoRA adapter of PEFT instead")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")

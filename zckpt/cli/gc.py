@@ -1,6 +1,6 @@
-"""Remove what dead writers have left in a run or in a checkpoint.
+"""Remove the files that dead writers have left in a run or in a checkpoint.
 
-Checkpoints that are complete are not removed; `zckpt prune` does that.
+Complete checkpoints are not removed; `zckpt prune` does that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="also remove this checkpoint, which has no manifest but could be repaired; may be given several times",
+        help="also remove this checkpoint, which has no manifest but could be repaired; can be given several times",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 

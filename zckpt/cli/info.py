@@ -1,9 +1,9 @@
 """Summarize a checkpoint, or all checkpoints of a run.
 
-For a checkpoint, this prints its step, what wrote it, its parts with their dtypes and sizes, and whether it is
-complete, which means that every file is there and has the right length. For the directory of a run, it prints all
-checkpoints, the one that was committed last first, which of them `latest` names, and what dead writers have left. No
-tensor is read.
+For a checkpoint, this prints its step, the software that wrote it, its parts with their dtypes and sizes, and whether
+it is complete, which means that every file is there and has the right length. For the directory of a run, this prints
+all checkpoints, beginning with the one that was committed last, the one that `latest` names, and the files that dead
+writers have left. No tensor is read.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from zckpt.listing.summary import CheckpointSummary, summary
 
-    found = summary(arguments.path)
+    result = summary(arguments.path)
     if arguments.json:
-        output.print_json(asdict(found))
-    elif isinstance(found, CheckpointSummary):
-        _print_checkpoint(found)
+        output.print_json(asdict(result))
+    elif isinstance(result, CheckpointSummary):
+        _print_checkpoint(result)
     else:
-        _print_run(found)
+        _print_run(result)
     return 0
 
 
-def _print_checkpoint(found: CheckpointSummary) -> None:
+def _print_checkpoint(checkpoint: CheckpointSummary) -> None:
     output.print_fields(
         [
-            ("path", found.path),
-            ("step", found.step),
-            ("world size", found.world_size),
-            *found.writer.items(),
-            ("age", output.age(found.age_seconds)),
-            ("files", f"{found.files} with tensors, {output.size(found.nbytes)}"),
-            *([("shared", f"{output.size(found.shared_bytes)} of them")] if found.shared_bytes else []),
-            ("complete", "yes" if found.problem is None else f"no: {_in_one_line(found.problem)}"),
-            ("locked", "no" if found.locked_by is None else f"by {found.locked_by}"),
-            *(("leftover", name) for name in found.leftovers),
-            ("save id", found.save_id),
+            ("path", checkpoint.path),
+            ("step", checkpoint.step),
+            ("world size", checkpoint.world_size),
+            *checkpoint.writer.items(),
+            ("age", output.age(checkpoint.age_seconds)),
+            ("files", f"{checkpoint.files} with tensors, {output.size(checkpoint.nbytes)}"),
+            *([("shared", f"{output.size(checkpoint.shared_bytes)} of them")] if checkpoint.shared_bytes else []),
+            ("complete", "yes" if checkpoint.problem is None else f"no: {_in_one_line(checkpoint.problem)}"),
+            ("locked", "no" if checkpoint.locked_by is None else f"by {checkpoint.locked_by}"),
+            *(("leftover", name) for name in checkpoint.leftovers),
+            ("save id", checkpoint.save_id),
         ]
     )
     print()
@@ -64,34 +64,34 @@ def _print_checkpoint(found: CheckpointSummary) -> None:
         ("part", "tensors", "elements", "size", "dtype"),
         (
             (part.name, f"{part.tensors:,}", f"{part.numel:,}", output.size(part.nbytes), ", ".join(part.dtypes))
-            for part in found.parts
+            for part in checkpoint.parts
         ),
         numbers=("tensors", "elements", "size"),
     )
 
 
-def _print_run(found: RunSummary) -> None:
-    output.print_fields([("run", found.path), ("latest", found.latest or "there is no file `latest`")])
+def _print_run(run: RunSummary) -> None:
+    output.print_fields([("run", run.path), ("latest", run.latest or "there is no file `latest`")])
     print()
     output.print_table(
         ("checkpoint", "step", "ranks", "size", "age", ""),
         (
             (
-                one.path,
-                "" if one.step is None else str(one.step),
-                "" if one.world_size is None else str(one.world_size),
-                output.size(one.nbytes),
-                output.age(one.age_seconds),
-                "; ".join(_remarks(one)),
+                entry.path,
+                "" if entry.step is None else str(entry.step),
+                "" if entry.world_size is None else str(entry.world_size),
+                output.size(entry.nbytes),
+                output.age(entry.age_seconds),
+                "; ".join(_remarks(entry)),
             )
-            for one in found.checkpoints
+            for entry in run.checkpoints
         ),
         numbers=("step", "ranks", "size", "age"),
     )
-    left = [*found.leftovers, *(f"{one.path}/{name}" for one in found.checkpoints for name in one.leftovers)]
-    if left:
+    leftovers = [*run.leftovers, *(f"{entry.path}/{name}" for entry in run.checkpoints for name in entry.leftovers)]
+    if leftovers:
         print("\nleft by writers that have died or are still writing; `zckpt gc` removes what is not in use:")
-        for name in left:
+        for name in leftovers:
             print(f"  {output.printable(name)}")
 
 
@@ -99,10 +99,10 @@ def _in_one_line(problem: str) -> str:
     return "; ".join(line.strip() for line in problem.splitlines())
 
 
-def _remarks(one: RunEntry) -> list[str]:
-    found = ["latest"] if one.is_latest else []
-    if one.problem is not None:
-        found.append(f"not a checkpoint: {_in_one_line(one.problem)}")
-    if one.locked_by is not None:
-        found.append(f"locked by {one.locked_by}")
-    return found
+def _remarks(entry: RunEntry) -> list[str]:
+    remarks = ["latest"] if entry.is_latest else []
+    if entry.problem is not None:
+        remarks.append(f"not a checkpoint: {_in_one_line(entry.problem)}")
+    if entry.locked_by is not None:
+        remarks.append(f"locked by {entry.locked_by}")
+    return remarks

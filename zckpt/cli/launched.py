@@ -1,4 +1,4 @@
-"""Lets a command share its work over the ranks of a launcher, such as torchrun, on one machine or on several."""
+"""Lets the ranks of a launcher, such as torchrun, share the work of a command, on one machine or on several."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def launched() -> Iterator[int]:
-    """Yields the rank of this process. Under a launcher, the process group exists until the block ends. Only rank 0 is
-    to print anything."""
+    """Yields the rank of this process, which is 0 without a launcher. Under a launcher, the process group exists until
+    the block ends. Only rank 0 may print."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield 0
         return

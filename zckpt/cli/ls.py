@@ -1,8 +1,8 @@
 """List the tensors of a checkpoint: their sizes, dtypes and shapes, the ranks that hold them, and their keys.
 
 A key is `<part>/<parameter name>`. A glob such as 'master/*' or '*/model.layers.3.*' lists the tensors whose keys match
-it. Put it in quotes, or the shell may replace it by names of files. A tied weight is listed under one of its names;
---long and --json print the others too. No tensor is read.
+it. Put globs in quotes, or the shell may replace them by names of files. A tied weight is listed under one of its
+names; --long and --json print the others too. No tensor data are read.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--long", action="store_true", help="also print pieces, tiers and the other names of tied weights"
     )
-    parser.add_argument("--sort", choices=["key", "size", "ranks"], help="sort; with size and ranks, the largest first")
+    parser.add_argument(
+        "--sort", choices=["key", "size", "ranks"], help="the order; size and ranks list the largest first"
+    )
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--tree", action="store_true", help="print a tree of modules with the sums of each")
+    shown.add_argument("--tree", action="store_true", help="print a tree of modules with the sizes of each")
     shown.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
@@ -65,10 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _other_names(contents: Contents) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    """Returns the aliases of each tied weight, by the name under which the weight is stored."""
+    other_names: dict[str, list[str]] = {}
     for alias, name in contents.manifest.aliases.items():
-        found.setdefault(name, []).append(alias)
-    return found
+        other_names.setdefault(name, []).append(alias)
+    return other_names
 
 
 def _record(info: TensorInfo, holders: Holders, other_names: Sequence[str]) -> dict[str, Any]:
@@ -112,10 +115,12 @@ def _count(tensors: int, nbytes: int) -> str:
 
 
 def _ranks(holders: Holders) -> str:
+    """Returns the ranks as text: ``3``, ``0-7`` for all ranks from 0 to 7, or ``2 of 0-7`` for some of them."""
     if holders.ranks == 1:
         return str(holders.first_rank)
-    span = f"{holders.first_rank}-{holders.last_rank}"
-    return span if holders.ranks == holders.last_rank - holders.first_rank + 1 else f"{holders.ranks} of {span}"
+    first_to_last = f"{holders.first_rank}-{holders.last_rank}"
+    are_all = holders.ranks == holders.last_rank - holders.first_rank + 1
+    return first_to_last if are_all else f"{holders.ranks} of {first_to_last}"
 
 
 def _print_tree(rows: Sequence[Row]) -> None:
@@ -123,31 +128,34 @@ def _print_tree(rows: Sequence[Row]) -> None:
     from rich.tree import Tree
 
     sums: dict[str, list[int]] = {}
+    """The number of tensors and of bytes in each module."""
     for info, _ in rows:
-        for above in _modules(info):
-            count = sums.setdefault(above, [0, 0])
-            count[0] += 1
-            count[1] += info.nbytes
+        for module in _modules(info):
+            sum_ = sums.setdefault(module, [0, 0])
+            sum_[0] += 1
+            sum_[1] += info.nbytes
     root = Tree(Text(_total(rows)))
     nodes: dict[str, Tree] = {}
     for info, _ in rows:
-        at, before = root, ""
+        parent, parent_path = root, ""
         modules = _modules(info)
-        inside = [sums[below][0] for below in modules[1:]] + [1]
-        for above, tensors_below in zip(modules, inside, strict=True):
-            if sums[above][0] == tensors_below:
-                continue  # all tensors of this module are in one below it, or it has one only: that is shown instead
-            if above not in nodes:
-                tensors, nbytes = sums[above]
-                own = above.removeprefix(before).lstrip("/.")
-                nodes[above] = at.add(Text(f"{own}  {_count(tensors, nbytes)}"))
-            at, before = nodes[above], above
-        own = info.key.removeprefix(before).lstrip("/.")
-        at.add(Text(f"{own}  {info.torch_name} {list(info.shape)}, {output.size(info.nbytes)}"))
+        tensors_in_next = [sums[module][0] for module in modules[1:]] + [1]
+        for module, tensors_below in zip(modules, tensors_in_next, strict=True):
+            # A module is not shown if all of its tensors are in a single module below it, or if it has only one tensor.
+            if sums[module][0] == tensors_below:
+                continue
+            if module not in nodes:
+                tensors, nbytes = sums[module]
+                label = module.removeprefix(parent_path).lstrip("/.")
+                nodes[module] = parent.add(Text(f"{label}  {_count(tensors, nbytes)}"))
+            parent, parent_path = nodes[module], module
+        label = info.key.removeprefix(parent_path).lstrip("/.")
+        parent.add(Text(f"{label}  {info.torch_name} {list(info.shape)}, {output.size(info.nbytes)}"))
     output.print_tree(root)
 
 
 def _modules(info: TensorInfo) -> list[str]:
-    """Returns the part of a tensor and the modules that it is in, the outermost first. Each is a path from the part."""
+    """Returns the part of a tensor, and the modules around the tensor, the outermost first. Each module is a path that
+    begins with the part, such as ``master/model.layers``."""
     *modules, _ = info.name.split(".")
-    return [info.part, *(f"{info.part}/{'.'.join(modules[:count])}" for count in range(1, len(modules) + 1))]
+    return [info.part, *(f"{info.part}/{'.'.join(modules[:depth])}" for depth in range(1, len(modules) + 1))]

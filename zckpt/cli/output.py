@@ -1,4 +1,4 @@
-"""Prints what commands have found: tables, trees by means of rich, sizes and ages for people, JSON for scripts."""
+"""Prints the results of commands: tables, trees, sizes and ages for people, and JSON for scripts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def size(nbytes: float | None) -> str:
 
 
 def age(seconds: float | None) -> str:
-    """Returns an age as text, in the largest unit that it has a whole one of, such as ``3 hours``, or an empty text if
-    it is not known."""
+    """Returns an age as text, such as ``3 hours``, or an empty text if it is not known. The unit is the largest one
+    that is not longer than the age, and the number is rounded down."""
     if seconds is None:
         return ""
     units = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
-    unit, length = next((one for one in units if seconds >= one[1]), units[-1])
-    return count(int(seconds // length), unit)
+    name, unit_seconds = next((unit for unit in units if seconds >= unit[1]), units[-1])
+    return count(int(seconds // unit_seconds), name)
 
 
 def print_json(value: Any) -> None:
@@ -41,30 +41,32 @@ def print_json(value: Any) -> None:
 
 
 def printable(text: str) -> str:
-    """Returns a text with all that a terminal would not show as it is, such as line breaks, escape sequences and bytes
-    that are no text, in the notation of Python. Checkpoints come from others, who choose the names that are in them."""
+    """Returns a text in which every character that is not printable is replaced by its escape sequence in Python, such
+    as ``\\n``. A checkpoint may come from a stranger, who could hide terminal commands in the names in it."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def print_text(text: object, file: TextIO | None = None) -> None:
-    """Prints a text of several lines."""
+    """Prints a text line by line, with characters that are not printable replaced as by ``printable``."""
     for line in str(text).splitlines():
         print(printable(line), file=file)
 
 
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:
-    """Prints a line for each name and value, with the values below each other."""
-    found = list(fields)
-    width = max(len(printable(name)) for name, _ in found)
-    for name, value in found:
+    """Prints one line for each name and value. The values are aligned in a column."""
+    rows = list(fields)
+    width = max(len(printable(name)) for name, _ in rows)
+    for name, value in rows:
         print(f"{printable(name):{width}}  {printable(str(value))}")
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str] = ()) -> None:
-    """Prints a table. ``numbers``: the headings of the columns that are aligned to the right. It does not use a table
-    of rich's, because that takes a second for three thousand rows."""
+    """Prints a table. ``numbers``: the headings of the columns that are aligned to the right."""
+    # A table of rich would take a second for three thousand rows.
     table = [headings, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
@@ -76,7 +78,8 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers:
 
 
 def print_tree(tree: Tree) -> None:
-    """Prints lines without wrapping them: a terminal wraps long lines by itself, and other programs want whole ones."""
+    """Prints a tree without wrapping long lines. A terminal wraps them by itself, and other programs need whole
+    lines."""
     from rich.console import Console
     from rich.text import Text
 

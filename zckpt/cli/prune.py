@@ -1,7 +1,7 @@
 """Remove older checkpoints of a run.
 
-The checkpoint that `latest` names is never removed, nor is one that somebody is writing, nor one that is not
-whole.
+These checkpoints are never removed: the one that `latest` names, the newest one that has all of the optimizer's state,
+one that another process is writing, and one that is incomplete.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ EXAMPLES = """
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="the directory of a run")
     parser.add_argument(
-        "--keep-last", type=_at_least_1, metavar="N", required=True, help="keep the N most recent checkpoints"
+        "--keep-last",
+        type=at_least_1,
+        metavar="N",
+        required=True,
+        help="keep the N checkpoints that were committed last",
     )
     parser.add_argument(
-        "--keep-every", type=_at_least_1, metavar="STEPS", help="also keep those whose step is a multiple of STEPS"
+        "--keep-every",
+        type=at_least_1,
+        metavar="STEPS",
+        help="also keep checkpoints whose step is a multiple of STEPS",
     )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -36,7 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _at_least_1(text: str) -> int:
+def at_least_1(text: str) -> int:
+    """Returns the number that the text of an argument means. argparse prints an error if it is not a whole number of 1
+    or more."""
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, got {text!r}")
     return int(text)

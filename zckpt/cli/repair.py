@@ -17,9 +17,13 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="the directory of the checkpoint")
-    parser.add_argument("--output", metavar="DIR", help="write a whole checkpoint here; leave the damaged one alone")
     parser.add_argument(
-        "--accept-unverified", action="store_true", help="go on although some data cannot be verified, or is damaged"
+        "--output", metavar="DIR", help="make a complete checkpoint here, and leave the damaged one unchanged"
+    )
+    parser.add_argument(
+        "--accept-unverified",
+        action="store_true",
+        help="continue even if some data are damaged or cannot be verified",
     )
 
 

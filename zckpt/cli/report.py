@@ -1,9 +1,10 @@
-"""Write a page about a checkpoint, or about several of a run: one HTML file that needs no network.
+"""Write a page about a checkpoint, or about several of a run, as one HTML file that needs no network.
 
 The page has a treemap of the bytes, the bytes of each rank, a table of all tensors with statistics and histograms, and
 the findings of `zckpt validate`. If several checkpoints are given, it also has the norms and the updates of each layer
-over the training steps, and what has changed from each checkpoint to the next. The exit status is 0 even if something
-is damaged: the page says so. Under a launcher such as torchrun the ranks share the work, and rank 0 prints the path.
+over the training steps, and what has changed from each checkpoint to the next. If some data are damaged, the page says
+so, and the exit status is still 0. Under a launcher such as torchrun, the ranks share the work, and rank 0 prints the
+path of the page. This needs the packages plotly, itables and jinja2: pip install 'zckpt[report]'.
 """
 
 from __future__ import annotations
@@ -25,21 +26,25 @@ EXAMPLES = """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    from zckpt.validation.report import LEVELS
+
     parser.add_argument(
         "paths",
         nargs="+",
         metavar="PATH",
         help="a checkpoint, or the directory of a run with a `latest` file; give several for a page about a run",
     )
-    parser.add_argument("-o", "--out", metavar="FILE", default="report.html", help="the file; default: report.html")
-    parser.add_argument("--no-statistics", action="store_true", help="read no tensors: the page has no statistics then")
+    parser.add_argument("-o", "--out", metavar="FILE", default="report.html", help="the page; default: report.html")
+    parser.add_argument(
+        "--no-statistics", action="store_true", help="leave out the statistics of the tensors, and read no tensor"
+    )
     parser.add_argument(
         "--level",
-        choices=["structure", "digests", "deep"],
+        choices=LEVELS,
         default="structure",
-        help="what is checked, as in `zckpt validate`; default: structure, which reads no tensor data",
+        help="how much to check, as for `zckpt validate`; default: structure",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier page")
 
 
 def run(arguments: argparse.Namespace) -> int:

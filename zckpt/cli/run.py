@@ -1,4 +1,4 @@
-"""Run a training script with every DeepSpeed engine attached: its checkpoints are zckpt's."""
+"""Run a training script whose DeepSpeed engines save and load with zckpt."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import zckpt
+from zckpt.cli.prune import at_least_1
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -21,14 +22,28 @@ EXAMPLES = """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module; SCRIPT is its name")
     parser.add_argument(
         "--replace-deepspeed",
         action="store_true",
-        help="a save to a tag that holds a checkpoint in DeepSpeed's own format removes that, instead of failing",
+        help="replace checkpoints in DeepSpeed's own format that have the tag of a save, instead of failing",
     )
-    parser.add_argument("script", help="what you would give to python, or to the launcher in place of zckpt")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    parser.add_argument(
+        "--background",
+        action="store_true",
+        help="write checkpoints while the training goes on, as with the environment variable ZCKPT_BACKGROUND=1",
+    )
+    parser.add_argument(
+        "--full-every",
+        type=at_least_1,
+        metavar="N",
+        help="save the whole state at every N-th save, and leave out the optimizer state at the others",
+    )
+    parser.add_argument(
+        "--no-reuse", action="store_true", help="write all files anew, and share none with an earlier checkpoint"
+    )
+    parser.add_argument("script", help="the script, as you would give it to python")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the script")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,45 +58,51 @@ def run(arguments: argparse.Namespace) -> int:
     def on_attach(engine: Any) -> None:
         attached.append(type(engine).__name__)
         if len(attached) == 1 and engine.global_rank == 0:
-            _say(f"attached a {attached[0]}: from now on every engine's save_checkpoint and load_checkpoint use zckpt")
+            _print(
+                f"attached a {attached[0]}: from now on every engine's save_checkpoint and load_checkpoint use zckpt"
+            )
 
-    zckpt.attach_all(replace_deepspeed=arguments.replace_deepspeed, on_attach=on_attach)
+    zckpt.attach_all(
+        background=arguments.background or None, full_every=arguments.full_every,
+        reuse=None if arguments.no_reuse else "latest", replace_deepspeed=arguments.replace_deepspeed,
+        on_attach=on_attach,
+    )  # fmt: skip
     local_rank = [] if arguments.local_rank is None else [f"--local_rank={arguments.local_rank}"]
     sys.argv = [script, *local_rank, *arguments.arguments]
-    came_to_its_end = False
+    succeeded = False
     try:
         if arguments.module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script, run_name="__main__")
-        came_to_its_end = True
-    except SystemExit as end:
-        came_to_its_end = end.code in (None, 0)
+        succeeded = True
+    except SystemExit as exit_of_script:
+        succeeded = exit_of_script.code in (None, 0)
         raise
     except (Exception, KeyboardInterrupt) as error:
-        # Not of this command but of the script: as python reports it, with the script's frames alone.
-        error.__traceback__ = _of_script(error.__traceback__)
+        # The error is reported as python reports it without this command: only with the frames of the script.
+        error.__traceback__ = _frames_of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     finally:
-        if came_to_its_end and not attached and os.environ.get("RANK", "0") == "0":
-            _say("nothing was attached: the script made no engine by deepspeed.initialize")
+        if succeeded and not attached and os.environ.get("RANK", "0") == "0":
+            _print("nothing was attached: the script made no engine by deepspeed.initialize")
     return 0
 
 
-def _of_script(traceback: TracebackType | None) -> TracebackType | None:
-    """Without the frames of this command and of ``runpy``, which come first."""
+def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
+    """Returns the traceback without the frames of this command and of ``runpy``, which come first."""
     while traceback is not None and traceback.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
         traceback = traceback.tb_next
     return traceback
 
 
-def _say(what: str) -> None:
-    print(f"zckpt run: {what}", file=sys.stderr, flush=True)
+def _print(message: str) -> None:
+    print(f"zckpt run: {message}", file=sys.stderr, flush=True)
 
 
 def _no_script(path: str) -> str | None:
-    """Why Python cannot run this file or directory; None if it can."""
+    """Returns the reason why Python cannot run this file or directory, or None if it can."""
     if not os.path.exists(path):
         return f"there is no file {path}"
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py")):
@@ -90,7 +111,7 @@ def _no_script(path: str) -> str | None:
 
 
 def _no_module(name: str) -> str | None:
-    """Why Python cannot run the module of this name; None if it can."""
+    """Returns the reason why Python cannot run the module of this name, or None if it can."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:

@@ -1,10 +1,10 @@
 """Show where a tensor is stored, and statistics of its values.
 
 For one tensor, this prints its pieces by rank, file and bytes, the minimum, maximum and mean of its values, their norm
-(the square root of the sum of the squares), and how many elements are NaN, infinite and zero. For several tensors, it
-prints a line of these numbers for each. Minimum, maximum, mean and norm are those of the finite elements. The values
-are read a few MiB at a time, and their digests are checked. Under a launcher such as torchrun, the ranks share the
-work, and rank 0 prints the result.
+(the square root of the sum of the squares), and how many elements are NaN, infinite and zero. For several tensors, this
+prints one line of these numbers for each tensor. The minimum, maximum, mean and norm are those of the finite elements.
+The values are read at most 32 MiB at a time, and compared with their digests. Under a launcher such as torchrun, the
+ranks share the work, and rank 0 prints the result.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with launched() as rank:
-        infos, found = _statistics(arguments.path, arguments.keys)
+        infos, statistics = _statistics(arguments.path, arguments.keys)
         if rank == 0:
             if arguments.json:
-                output.print_json([_record(*one) for one in zip(infos, found, strict=True)])
+                output.print_json([_record(*row) for row in zip(infos, statistics, strict=True)])
             elif len(infos) == 1:
-                _print_one(infos[0], found[0])
+                _print_one(infos[0], statistics[0])
             else:
-                _print_several(infos, found)
+                _print_several(infos, statistics)
     return 0
 
 
 def _statistics(path: str, keys: Sequence[str]) -> tuple[list[TensorInfo], list[Statistics]]:
-    """Returns the tensors, and the statistics of each. All ranks share the work."""
+    """Returns the selected tensors, and the statistics of each. All ranks share the work."""
     from zckpt.progress import ProgressBar, reported
     from zckpt.ranks.collectives import Ranks, check_equal
     from zckpt.reading.statistics import Statistics, statistics, stretches
@@ -60,43 +60,43 @@ def _statistics(path: str, keys: Sequence[str]) -> tuple[list[TensorInfo], list[
     checkpoint = ranks.together(lambda: zckpt.open(path), "open the checkpoint")
     infos = ranks.together(lambda: [checkpoint[key] for key in checkpoint.contents.select(keys)], "find the tensors")
 
-    def own() -> tuple[str, list[tuple[Any, ...]]]:
-        mine = list(stretches(checkpoint, infos))[ranks.rank :: ranks.size]
-        nbytes = sum((one.stop - one.start) * infos[one.number].item_bytes for one in mine)
+    def share_of_this_rank() -> tuple[str, list[tuple[Any, ...]]]:
+        share = list(stretches(checkpoint, infos))[ranks.rank :: ranks.size]
+        nbytes = sum((stretch.stop - stretch.start) * infos[stretch.number].item_bytes for stretch in share)
         with reported(ProgressBar(), "show", nbytes) as advance:
-            found = statistics(checkpoint, infos, mine, advance)
-        return checkpoint.manifest.save_id, [astuple(one) for one in found]
+            of_tensors = statistics(checkpoint, infos, share, advance)
+        return checkpoint.manifest.save_id, [astuple(of_tensor) for of_tensor in of_tensors]
 
-    shared = ranks.share(own, "look at the values")
-    check_equal([save_id for save_id, _ in shared], "checkpoints")
-    found = [Statistics() for _ in infos]
-    for _, rows in shared:
-        found = [one.plus(Statistics(*row)) for one, row in zip(found, rows, strict=True)]
-    return infos, found
+    shares = ranks.share(share_of_this_rank, "look at the values")
+    check_equal([save_id for save_id, _ in shares], "checkpoints")
+    totals = [Statistics() for _ in infos]
+    for _, rows in shares:
+        totals = [total.plus(Statistics(*row)) for total, row in zip(totals, rows, strict=True)]
+    return infos, totals
 
 
-def _record(info: TensorInfo, found: Statistics) -> dict[str, Any]:
+def _record(info: TensorInfo, statistics: Statistics) -> dict[str, Any]:
     return {
         "key": info.key,
         "dtype": info.torch_name,
         "shape": info.shape,
         "nbytes": info.nbytes,
-        **dict(zip(("min", "max", "mean", "norm"), _finite(found), strict=True)),
-        "nan": found.nan,
-        "inf": found.inf,
-        "zeros": found.zeros,
+        **dict(zip(("min", "max", "mean", "norm"), _finite(statistics), strict=True)),
+        "nan": statistics.nan,
+        "inf": statistics.inf,
+        "zeros": statistics.zeros,
         "pieces": [asdict(piece) for piece in info.pieces],
     }
 
 
-def _print_one(info: TensorInfo, found: Statistics) -> None:
+def _print_one(info: TensorInfo, statistics: Statistics) -> None:
     output.print_fields(
         [
             ("key", info.key),
             ("dtype", info.torch_name),
             ("shape", list(info.shape)),
             ("size", output.size(info.nbytes)),
-            *zip(_NUMBERS, _numbers(found), strict=True),
+            *zip(_NUMBERS, _numbers(statistics), strict=True),
         ]
     )
     print()
@@ -117,21 +117,21 @@ def _print_one(info: TensorInfo, found: Statistics) -> None:
     )
 
 
-def _print_several(infos: Sequence[TensorInfo], found: Sequence[Statistics]) -> None:
-    rows = ((*_numbers(one), info.key) for info, one in zip(infos, found, strict=True))
+def _print_several(infos: Sequence[TensorInfo], statistics: Sequence[Statistics]) -> None:
+    rows = ((*_numbers(of_tensor), info.key) for info, of_tensor in zip(infos, statistics, strict=True))
     output.print_table((*_NUMBERS, "key"), rows, numbers=_NUMBERS)
 
 
 _NUMBERS = ("min", "max", "mean", "norm", "NaN", "infinite", "zeros")
 
 
-def _numbers(found: Statistics) -> tuple[str, ...]:
-    shown = ("-" if one is None else f"{one:.6g}" for one in _finite(found))
-    return (*shown, f"{found.nan:,}", f"{found.inf:,}", f"{found.zeros:,}")
+def _numbers(statistics: Statistics) -> tuple[str, ...]:
+    numbers = ("-" if number is None else f"{number:.6g}" for number in _finite(statistics))
+    return (*numbers, f"{statistics.nan:,}", f"{statistics.inf:,}", f"{statistics.zeros:,}")
 
 
-def _finite(found: Statistics) -> list[float | None]:
-    """Returns the minimum, maximum, mean and norm. A number is None where no element is finite, and where the number
-    itself is too large for a float."""
-    numbers = (found.min, found.max, found.mean, found.norm)
-    return [one if one is not None and math.isfinite(one) else None for one in numbers]
+def _finite(statistics: Statistics) -> list[float | None]:
+    """Returns the minimum, maximum, mean and norm. A number is None if no element is finite, or if the number itself is
+    too large for a float."""
+    numbers = (statistics.min, statistics.max, statistics.mean, statistics.norm)
+    return [number if number is not None and math.isfinite(number) else None for number in numbers]

@@ -1,9 +1,9 @@
 """Show the tree of non-tensor state of a checkpoint.
 
 The tree has the counters of the engine, its param groups, the state of the scheduler and your client_state. WHERE is a
-path in the tree, such as client_state.epoch or 'engine.optimizer.param_groups[0]'. With --rank, the tree of one rank is
-shown instead, which holds what that rank alone had, such as the states of its random number generators. Of tensors in
-the tree only the dtype and shape are shown; they are not read.
+path in the tree, such as client_state.epoch or 'engine.optimizer.param_groups[0]'. With --rank, the command shows the
+tree of one rank instead, which has the state of that rank alone, such as the states of its random number generators.
+Tensors in the tree are shown only by their dtypes and shapes; they are not read.
 """
 
 from __future__ import annotations
@@ -52,22 +52,23 @@ def run(arguments: argparse.Namespace) -> int:
                 hint=f"{count(contents.manifest.world_size, 'rank')} wrote the checkpoint, and not every engine has "
                 "state of each rank",
             )  # fmt: skip
-        found = tree.unpack(packed[0], lambda ext, name: contents.state_info(name), packed[1])
-    found = _at(found, arguments.where)
+        root = tree.unpack(packed[0], lambda ext, name: contents.state_info(name), packed[1])
+    value = _at(root, arguments.where)
     if arguments.json:
-        output.print_json(_plain(found))
+        output.print_json(_plain(value))
     else:
-        _print(found, arguments.where or "state")
+        _print(value, arguments.where or "state")
     return 0
 
 
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(?:(-?[0-9]+)|'([^']*)'|\"([^\"]*)\")\]")
-"""One step of a path: a name, a number in brackets, or a quoted name in brackets. Errors about trees write paths in the
-same way."""
+"""One step of a path: a name, a number in brackets, or a quoted name in brackets. Errors about trees use this notation
+too."""
 
 
-def _at(found: Any, where: str) -> Any:
-    """Returns what is at a path of the tree. Raises KeyNotFoundError, which says what is there instead."""
+def _at(value: Any, where: str) -> Any:
+    """Returns the value at the path ``where`` of the tree ``value``. Raises KeyNotFoundError if there is none. Its hint
+    says what is there instead."""
     position = 0
     while position < len(where):
         step = _STEP.match(where, position)
@@ -77,80 +78,82 @@ def _at(found: Any, where: str) -> Any:
                 hint="write a path such as client_state.epoch or 'engine.optimizer.param_groups[0]'",
             )  # fmt: skip
         name, number, *quoted = step.groups()
-        key: Any = int(number) if number is not None else next(one for one in (name, *quoted) if one is not None)
+        names = (name, *quoted)
+        key: Any = int(number) if number is not None else next(name for name in names if name is not None)
         try:
-            found = found[key]
+            value = value[key]
         except (LookupError, TypeError):
             raise KeyNotFoundError(
-                f"there is no {key!r} in {where[:position] or 'the tree'}", key=where, hint=_what_is_in(found)
+                f"there is no {key!r} in {where[:position] or 'the tree'}", key=where, hint=_what_is_in(value)
             ) from None
         position = step.end()
-    return found
+    return value
 
 
-def _what_is_in(found: Any) -> str:
-    if isinstance(found, dict):
-        return f"it has {', '.join(map(repr, found))}" if found else "it is empty"
-    return f"it has {len(found)} elements" if isinstance(found, (list, tuple)) else "it is a single value"
+def _what_is_in(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"it has {', '.join(map(repr, value))}" if value else "it is empty"
+    return f"it has {len(value)} elements" if isinstance(value, (list, tuple)) else "it is a single value"
 
 
-def _plain(found: Any) -> Any:
-    """Returns a value that JSON can hold. Bytes become base64, and numbers that JSON does not have become text."""
-    if isinstance(found, dict):
-        return {str(key): _plain(value) for key, value in found.items()}
-    if isinstance(found, (list, tuple)):
-        return [_plain(one) for one in found]
-    if isinstance(found, bytes):
-        return {"base64": base64.b64encode(found).decode()}
-    if isinstance(found, float) and not math.isfinite(found):
-        return str(found)
-    if found is None or isinstance(found, (bool, int, float, str)):
-        return found
-    return {"dtype": found.torch_name, "shape": list(found.shape)}
+def _plain(value: Any) -> Any:
+    """Returns the value as JSON can express it. Bytes become base64, and NaN and infinities become text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return {"dtype": value.torch_name, "shape": list(value.shape)}
 
 
-def _print(found: Any, name: str) -> None:
+def _print(value: Any, name: str) -> None:
     from rich.text import Text
     from rich.tree import Tree
 
-    root = Tree(Text(_line(name, found)))
-    _add(root, found)
+    root = Tree(Text(_line(name, value)))
+    _add(root, value)
     output.print_tree(root)
 
 
-def _add(node: Tree, found: Any) -> None:
+def _add(node: Tree, value: Any) -> None:
     from rich.text import Text
 
-    if _is_short(found):
+    if _is_short(value):
         return
-    rows = found.items() if isinstance(found, dict) else ((f"[{number}]", one) for number, one in enumerate(found))
-    for name, value in rows:
-        _add(node.add(Text(_line(str(name), value))), value)
+    rows = value.items() if isinstance(value, dict) else ((f"[{number}]", item) for number, item in enumerate(value))
+    for name, item in rows:
+        _add(node.add(Text(_line(str(name), item))), item)
 
 
-def _line(name: str, found: Any) -> str:
-    return f"{name}: {_text(found)}" if _is_short(found) else name
+def _line(name: str, value: Any) -> str:
+    return f"{name}: {_text(value)}" if _is_short(value) else name
 
 
-def _is_short(found: Any) -> bool:
-    """Whether the value is shown in one line, because it is a single value or a short list."""
-    if isinstance(found, dict):
-        return not found
-    if isinstance(found, (list, tuple)):
-        return not any(isinstance(one, (dict, list, tuple)) and one for one in found) and len(_text(found)) <= _LINE
+def _is_short(value: Any) -> bool:
+    """Returns whether the value is shown in one line, because it is a single value or a short list."""
+    if isinstance(value, dict):
+        return not value
+    if isinstance(value, (list, tuple)):
+        is_nested = any(isinstance(item, (dict, list, tuple)) and item for item in value)
+        return not is_nested and len(_text(value)) <= _LINE_LENGTH_MAX
     return True
 
 
-_LINE = 80
+_LINE_LENGTH_MAX = 80
 
 
-def _text(found: Any) -> str:
-    if isinstance(found, bytes):
-        return f"{len(found):,} bytes"
-    if isinstance(found, (list, tuple)):
-        inside = ", ".join(map(_text, found))
-        return f"[{inside}]" if isinstance(found, list) else f"({inside})"
-    return repr(found) if found is None or isinstance(found, (bool, int, float, str, dict)) else _tensor(found)
+def _text(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(map(_text, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items})"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str, dict)) else _tensor(value)
 
 
 def _tensor(info: TensorInfo) -> str:

@@ -22,12 +22,14 @@ EXAMPLES = """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    from zckpt.validation.report import LEVELS
+
     parser.add_argument("path", help="a checkpoint, or the directory of a run with a `latest` file")
     parser.add_argument(
         "--level",
-        choices=["structure", "digests", "deep"],
+        choices=LEVELS,
         default="digests",
-        help="structure: all but tensor data; digests: also every byte (default); deep: also NaN, infinities, signs",
+        help="structure: check all but tensor data; digests: also all bytes; deep: also values; default: digests",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 

@@ -1,1 +1,1 @@
-"""The steps of zckpt.diff: pair the tensors, plan what is read, compare values and trees."""
+"""The steps of zckpt.diff: pair the tensors, plan the reads, compare values and trees."""

@@ -10,8 +10,8 @@ from zckpt.errors import count
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that both checkpoints have, and that differs. If its shape or its dtype differs, no values are compared,
-    and all numbers are 0."""
+    """A tensor that differs between the two checkpoints. If its shape or its dtype differs, its values are not
+    compared, and all numbers are 0."""
 
     key: str
     """The key of the tensor in a."""
@@ -28,7 +28,7 @@ class TensorDifference:
     all its copies are counted."""
     changed: int = 0
     """The number of elements that differ by more than the tolerance. Without a tolerance, it is the number of elements
-    of which any bit differs."""
+    in which any bit differs."""
     nonfinite: int = 0
     """The number of changed elements that are NaN or infinite in a or in b. They are left out of ``max_abs`` and
     ``max_rel``."""
@@ -45,10 +45,10 @@ class TensorDifference:
     def __str__(self) -> str:
         if (self.dtype_a, self.shape_a) != (self.dtype_b, self.shape_b):
             return f"{self.key}: {self.dtype_a} {[*self.shape_a]} in a, {self.dtype_b} {[*self.shape_b]} in b"
-        odd = f", {self.nonfinite:,} NaN or infinite" if self.nonfinite else ""
+        nonfinite = f", {self.nonfinite:,} NaN or infinite" if self.nonfinite else ""
         return (
             f"{self.key}: {self.changed:,} of {self.compared:,} elements ({self.share:.3%}), "
-            f"max abs {self.max_abs:.3g}, max rel {self.max_rel:.3g}{odd}"
+            f"max abs {self.max_abs:.3g}, max rel {self.max_rel:.3g}{nonfinite}"
         )
 
 
@@ -64,13 +64,13 @@ class StateDifference:
     """The value in b as a short text, or None if b has nothing there."""
 
     def __str__(self) -> str:
-        told = [f"{'nothing' if value is None else value} in {name}" for name, value in (("a", self.a), ("b", self.b))]
-        return f"{self.path}: {', '.join(told)}"
+        sides = [f"{'nothing' if value is None else value} in {name}" for name, value in (("a", self.a), ("b", self.b))]
+        return f"{self.path}: {', '.join(sides)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What ``zckpt.diff`` has found."""
+    """The result of ``zckpt.diff``."""
 
     a: str
     """The path of the first checkpoint."""
@@ -87,7 +87,7 @@ class Difference:
     compared: int
     """The number of tensors that both checkpoints have."""
     bytes_read: int
-    """The number of bytes that were read of both checkpoints. Blocks with the same digests in both are not read."""
+    """The number of bytes that were read from both checkpoints. Blocks with the same digests in both are not read."""
 
     @property
     def equal(self) -> bool:
@@ -96,15 +96,15 @@ class Difference:
 
     def to_json(self) -> str:
         """Returns one line of JSON with the fields of this class and ``equal``. Each tensor also has its ``share``."""
-        tensors = [{**asdict(one), "share": one.share} for one in self.tensors]
+        tensors = [{**asdict(tensor), "share": tensor.share} for tensor in self.tensors]
         return json.dumps({"equal": self.equal, **asdict(self), "tensors": tensors})
 
     def __str__(self) -> str:
         lines = [f"a: {self.a}", f"b: {self.b}"]
         lines += [f"only in a  {key}" for key in self.only_in_a]
         lines += [f"only in b  {key}" for key in self.only_in_b]
-        lines += [f"state      {one}" for one in self.state]
-        lines += [f"tensor     {one}" for one in self.tensors]
+        lines += [f"state      {difference}" for difference in self.state]
+        lines += [f"tensor     {difference}" for difference in self.tensors]
         verdict = (
             "equal" if self.equal else f"{len(self.tensors)} of them and {count(len(self.state), 'setting')} differ"
         )

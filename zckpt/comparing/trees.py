@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 _NOTHING = object()
 LONG_BYTES = 16
-"""Of a longer value of bytes, only the number of bytes is shown."""
+"""The largest number of bytes that a text shows. Of longer values, it shows only the number of bytes."""
 
 
 def settings(checkpoint: Checkpoint) -> dict[str, object]:
-    """Returns the non-tensor state that all ranks share: the step, the names of tied weights, and the entries at the
-    root of the tree of state, where the tree of every engine has a mapping. Raises FormatError and StorageError."""
+    """Returns the non-tensor state that all ranks share: the step, the names of tied weights, and the entries of the
+    mapping at the root of the tree of state. If the root is not a mapping, it is the entry ``state``. Raises
+    FormatError and StorageError."""
     state = checkpoint.state
     shared = state if isinstance(state, Mapping) else {"state": state}
     return {"step": checkpoint.step, "aliases": checkpoint.aliases, **shared}
@@ -36,18 +37,19 @@ def tree_differences(a: object, b: object, path: str) -> Iterator[StateDifferenc
     their type and all their bits are equal, which holds for NaN too."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in {**a, **b}:
-            below = f"{path}.{key}" if path else str(key)
-            yield from tree_differences(a.get(key, _NOTHING), b.get(key, _NOTHING), below)
+            child_path = f"{path}.{key}" if path else str(key)
+            yield from tree_differences(a.get(key, _NOTHING), b.get(key, _NOTHING), child_path)
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         for number in range(max(len(a), len(b))):
-            in_a, in_b = (one[number] if number < len(one) else _NOTHING for one in (a, b))
+            in_a, in_b = (items[number] if number < len(items) else _NOTHING for items in (a, b))
             yield from tree_differences(in_a, in_b, f"{path}[{number}]")
     elif _value(a) != _value(b):
         yield StateDifference(path, _text(a), _text(b))
 
 
 def _value(leaf: object) -> tuple[object, ...]:
-    """Returns a value that is equal for two leaves exactly if they are the same bit for bit."""
+    """Returns a value that is equal for two leaves if and only if their types and all their bits are equal. All NaN of
+    Python's ``float`` count as equal."""
     if isinstance(leaf, torch.Tensor):
         return "tensor", leaf.dtype, tuple(leaf.shape), host_bytes(leaf.contiguous()).tobytes()
     if isinstance(leaf, np.ndarray):

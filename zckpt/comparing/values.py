@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PORTION_ITEMS = 1 << 16
-"""The number of elements that are compared at once. What is computed from them stays in the processor's cache."""
+"""The number of elements that are compared at once. It is so small that intermediate results stay in the processor's
+cache."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""For the size of an element in bytes, the dtype under which elements are compared bit for bit."""
+"""The dtypes with which elements are compared bit for bit, by the size of an element in bytes."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What has been found about one tensor so far. The fields have the meaning that they have in
+    """The counts and maxima of the compared elements of one tensor. The fields have the same meaning as in
     ``TensorDifference``."""
 
     changed: int = 0
@@ -27,7 +28,7 @@ class Tally:
     max_rel: float = 0.0
 
     def add(self, other: Sequence[float]) -> None:
-        """Adds what was found in other elements of the tensor, in the order of the fields."""
+        """Adds the ``row`` of the tally of other elements of the tensor."""
         changed, nonfinite, max_abs, max_rel = other
         self.changed += int(changed)
         self.nonfinite += int(nonfinite)
@@ -41,18 +42,18 @@ class Tally:
 
 
 def compare(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Tally:
-    """Compares two 1-D tensors of the same dtype and length in host memory. Elements whose bits are equal are equal,
-    even if they are NaN. With a tolerance above 0, finite elements are equal too if ``|a - b| <= atol + rtol *
-    max(|a|, |b|)``."""
+    """Compares two 1-D tensors of the same dtype and length in host memory. Elements with equal bits are equal, even if
+    they are NaN. With a tolerance above 0, finite elements are equal too if ``|a - b| <= atol + rtol * max(|a|,
+    |b|)``."""
     tally = Tally()
     bits = _BITS[a.element_size()]
     for start in range(0, a.numel(), PORTION_ITEMS):
-        one, other = (tensor[start : start + PORTION_ITEMS].view(bits) for tensor in (a, b))
-        if torch.equal(one, other):
+        bits_a, bits_b = (tensor[start : start + PORTION_ITEMS].view(bits) for tensor in (a, b))
+        if torch.equal(bits_a, bits_b):
             continue
-        places = one != other
+        differs = bits_a != bits_b
         wide = torch.complex128 if a.dtype.is_complex else torch.float64
-        x, y = (bits_of[places].view(a.dtype).to(wide) for bits_of in (one, other))
+        x, y = (all_bits[differs].view(a.dtype).to(wide) for all_bits in (bits_a, bits_b))
         difference, larger = (x - y).abs(), torch.maximum(x.abs(), y.abs())
         finite = x.isfinite() & y.isfinite() & difference.isfinite()
         changed = torch.ones_like(finite)

@@ -1,1 +1,2 @@
-"""The steps of zckpt.convert: find out what a folder is, read it, and write the same state in the other format."""
+"""The steps of zckpt.convert: find out which format a folder is in, read the folder, and write the same state in the
+other format."""

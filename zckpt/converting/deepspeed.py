@@ -1,5 +1,6 @@
-"""Reads a folder in DeepSpeed's own format, or a Universal Checkpoint, as a ``Source``. As far as its files tell, that
-is what ``zckpt.write`` would have written of the engine that saved the folder, made by the same functions."""
+"""Reads a folder in DeepSpeed's own format, or a Universal Checkpoint, as a ``Source``. The result is what
+``zckpt.write`` would have written from the engine that saved the folder, as far as the files contain it. It is made by
+the same functions."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from zckpt.errors import FormatError, UnsupportedError
 from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.format.limits import WORLD_SIZE_MAX
+from zckpt.format.names import Tier
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, Fragment
 from zckpt.transfer.memory import byte_tensor
 from zckpt.transfer.torch_dtypes import torch_name
@@ -42,20 +44,21 @@ _BUFFERS = "the buffers of all ranks but the first, if their values differ"
 
 
 def read_deepspeed(path: str) -> Source:
-    """Reads the folder at ``path``. Raises UnsupportedError for state that zckpt has no place for, MissingFileError,
+    """Reads the folder at ``path``. Raises UnsupportedError for state that zckpt cannot store. Raises MissingFileError,
     FormatError and StorageError."""
     return _Reader(DeepSpeedFolder(path)).source()
 
 
 class _Reader:
-    """Reads one folder. What is needed of every rank is read once and kept."""
+    """Reads one folder. What the conversion of every rank needs is read once and kept."""
 
     def __init__(self, folder: DeepSpeedFolder) -> None:
         self._folder = folder
         self._files = TorchFiles()
         self._model = folder.model(self._files, 0)
-        """The model states of rank 0, or, below stage 3, those of all ranks."""
+        """The model states of rank 0. Below stage 3 they are those of all ranks."""
         self._file = folder.model_path(0)
+        """The path of the file with these model states."""
         with values_of(self._file):
             self._world_size = of_type(self._model, "dp_world_size", int)
             if not 1 <= self._world_size <= WORLD_SIZE_MAX:
@@ -74,14 +77,14 @@ class _Reader:
         folder, model = self._folder, self._model
         state: dict[str, Any] = {"counters": self._counters(), "deepspeed": self._setup().tree()}
         client_state, missing = self._client_state(model), [_MICRO_STEPS, _RNG]
-        kind = None
+        optimizer_class = None
         if first.optimizer:
-            kind = first.optimizer["class"]
-            schedule, saved = self._scheduler(), self._scaler()
-            state |= {"optimizer": first.optimizer, "scaler": saved, "scheduler": schedule}
-            missing += [_OPTIMIZER] if kind is None else []
-            missing += [_HIDDEN] if kind is None or kind in optimizer.INTERCHANGEABLE else []
-            missing += [_SCHEDULER] if schedule is not None and schedule["class"] is None else []
+            optimizer_class = first.optimizer["class"]
+            scheduler, saved = self._scheduler(), self._scaler()
+            state |= {"optimizer": first.optimizer, "scaler": saved, "scheduler": scheduler}
+            missing += [_OPTIMIZER] if optimizer_class is None else []
+            missing += [_HIDDEN] if optimizer_class is None or optimizer_class in optimizer.INTERCHANGEABLE else []
+            missing += [_SCHEDULER] if scheduler is not None and scheduler["class"] is None else []
             missing += [_SCALER] if saved is not None else []
         if self._buffers(model) and not folder.partitions_weights and self._world_size > 1:
             missing.append(_BUFFERS)
@@ -90,7 +93,7 @@ class _Reader:
         mode = f"ZeRO stage {self._stage}"
         description = {
             "framework": f"DeepSpeed {model.get('ds_version', 'of an unknown version')}", "mode": mode,
-            "optimizer": "none" if not first.optimizer else kind or "unknown",
+            "optimizer": "none" if not first.optimizer else optimizer_class or "unknown",
         }  # fmt: skip
         return Source(
             folder.path, f"{what}, {mode}", self._world_size, state["counters"]["global_steps"], self._aliases, state,
@@ -98,6 +101,7 @@ class _Reader:
         )  # fmt: skip
 
     def rank(self, rank: int) -> RankPart:
+        """Reads what one rank has."""
         files, folder = (self._files if rank == 0 else TorchFiles()), self._folder
         model = self._model if rank == 0 or not folder.partitions_weights else folder.model(files, rank)
         if model["global_steps"] != self._model["global_steps"]:
@@ -109,21 +113,22 @@ class _Reader:
         group = RankGroup(None, rank, tuple(range(self._world_size)))
         zero = self._zero if rank == 0 or self._zero is None else folder.zero(files, rank)
         with values_of(folder.optimizer_path(rank)):
-            found = list(self._flats(files, zero, group))
-            tree, bound = self._optimizer(found, self._groups(zero))
-            fragments = list(self._of_flats(found))
+            flat_values = list(self._flats(files, zero, group))
+            tree, bound = self._optimizer(flat_values, self._groups(zero))
+            fragments = list(self._of_flats(flat_values))
         with values_of(folder.model_path(rank)):
-            fragments += self._frozen(model, group, {name for one in found for name in one.flat.names})
+            fragments += self._frozen(model, group, {name for values in flat_values for name in values.flat.names})
             fragments += self._own_buffers(model, rank)
-            own = self._client_state(model)
+            client_state = self._client_state(model)
         rank_state: dict[str, Any] = {"optimizer": bound} if bound else {}
-        if rank and folder.partitions_weights and fingerprint(own) != fingerprint(self._client_state(self._model)):
-            rank_state[names.CLIENT_STATE] = own
+        first_client_state = self._client_state(self._model)
+        if rank and folder.partitions_weights and fingerprint(client_state) != fingerprint(first_client_state):
+            rank_state[names.CLIENT_STATE] = client_state
         return RankPart(fragments, rank_state, tree, files.place)
 
     def _flats(self, files: TorchFiles, zero: Mapping[str, Any] | None, group: RankGroup) -> Iterator[FlatValues]:
-        """Yields the flat tensors of one rank. ``zero``: the content of its file of optimizer states, or None if there
-        is no such file."""
+        """Yields the flat buffers of one rank. ``zero``: the content of the rank's file of optimizer states, or None if
+        there is no such file."""
         folder, model, rank = self._folder, self._model, group.rank
         if folder.universal:
             settings, shapes = self._universal, self._shapes
@@ -143,59 +148,65 @@ class _Reader:
             yield from deepspeed_values.stage_0(of_type(model, "optimizer", dict), weights, group)
 
     def _optimizer(
-        self, found: list[FlatValues], groups: list[dict[str, Any]] | None
+        self, flat_values: list[FlatValues], groups: list[dict[str, Any]] | None
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Returns what ``optimizer.capture`` and ``optimizer.capture_bound`` return for a live optimizer."""
         if groups is None:
             return {}, []
-        kind, inner = self._optimizer_class(groups)
-        live: Any = type(kind or "unknown", (), {})()
-        live.param_groups, live.state = groups, {one.flat.master: one.state for one in found}
-        if inner is not None:
-            live.aux_optimizer = type(inner, (), {})()
-        flats = [one.flat for one in found]
-        return {**optimizer.capture(live, flats), "class": kind}, optimizer.capture_bound(live, flats)
+        optimizer_class, inner_class = self._optimizer_class(groups)
+        live: Any = type(optimizer_class or "unknown", (), {})()
+        live.param_groups, live.state = groups, {values.flat.master: values.state for values in flat_values}
+        if inner_class is not None:
+            live.aux_optimizer = type(inner_class, (), {})()
+        flats = [values.flat for values in flat_values]
+        return {**optimizer.capture(live, flats), "class": optimizer_class}, optimizer.capture_bound(live, flats)
 
-    def _of_flats(self, found: list[FlatValues]) -> Iterator[Fragment]:
-        parts = dict.fromkeys(part for one in found for part in (*one.flat.files, *moments(one.flat, one.state)))
-        tier = "host" if self._offloads("optimizer") else "device"
-        for part in dict.fromkeys([MASTER, *parts]):
-            for one in found:
-                data = one.data(part)
+    def _of_flats(self, flat_values: list[FlatValues]) -> Iterator[Fragment]:
+        """Yields the fragments of the master weights and moments of one rank, part by part."""
+        parts = {MASTER: None}
+        for values in flat_values:
+            parts |= dict.fromkeys([*values.flat.files, *moments(values.flat, values.state)])
+        tier = Tier.HOST if self._offloads("optimizer") else Tier.DEVICE
+        for part in parts:
+            for values in flat_values:
+                data = values.data(part)
                 if isinstance(data, torch.Tensor):
                     data = data.contiguous()
                 if data is not None:
-                    yield from one.flat.fragments(part, one.dtype(part), data, tier)
+                    yield from values.flat.fragments(part, values.dtype(part), data, tier)
 
     def _frozen(self, model: Mapping[str, Any], group: RankGroup, trained: set[str]) -> Iterator[Fragment]:
-        """Yields this rank's elements of the weights that have no master weights."""
-        tier = "host" if self._offloads("param") else "device"
+        """Yields this rank's elements of the weights that have no master weights. ``trained``: the names of the
+        parameters that have master weights."""
+        tier = Tier.HOST if self._offloads("param") else Tier.DEVICE
         if self._folder.partitions_weights:
             shapes = model.get("frozen_param_shapes") or {}
             for name, data in (model.get("frozen_param_fragments") or {}).items():
-                slot = cut_alone(_plain_name(name), shapes[name], group.rank, group.size)
-                count = slot.stop - slot.start
-                if slot.name not in self._not_saved and (count or (group.rank == 0 and 0 in slot.shape)):
-                    kept = data.detach().reshape(-1)[:count]
-                    dtype = dtype_name(data.dtype, f"{PARAM}/{slot.name}")
-                    yield Fragment(PARAM, slot.name, slot.shape, dtype, slot.start, slot.stop, tier, data=kept)
+                parameter_range = cut_alone(_plain_name(name), shapes[name], group.rank, group.size)
+                plain_name, shape = parameter_range.name, parameter_range.shape
+                start, stop = parameter_range.start, parameter_range.stop
+                if plain_name not in self._not_saved and (start < stop or (group.rank == 0 and 0 in shape)):
+                    elements = data.detach().reshape(-1)[: stop - start]
+                    dtype = dtype_name(data.dtype, f"{PARAM}/{plain_name}")
+                    yield Fragment(PARAM, plain_name, shape, dtype, start, stop, tier, data=elements)
             return
         for name in self._parameters:
             weight = self._module[name]
             start, stop = share(weight.numel(), group)
             if name not in trained and (start < stop or (group.rank == 0 and not weight.numel())):
                 dtype = dtype_name(weight.dtype, f"{PARAM}/{name}")
-                kept = weight.contiguous().view(-1)[start:stop]
-                yield Fragment(PARAM, name, tuple(weight.shape), dtype, start, stop, tier, data=kept)
+                elements = weight.contiguous().view(-1)[start:stop]
+                yield Fragment(PARAM, name, tuple(weight.shape), dtype, start, stop, tier, data=elements)
 
     def _own_buffers(self, model: Mapping[str, Any], rank: int) -> Iterator[Fragment]:
-        """Yields all buffers for rank 0, and for another rank those whose values differ from rank 0's."""
+        """Yields a fragment for each buffer on rank 0. On another rank, yields a fragment for each buffer whose values
+        differ from those of rank 0."""
         if rank and not self._folder.partitions_weights:
             return
         for name, buffer in self._buffers(model).items():
             data = buffer.detach().contiguous().view(-1)
-            known = self._first_buffers.get(name)
-            if rank == 0 or known is None or _digest(data) != known:
+            first_digest = self._first_buffers.get(name)
+            if rank == 0 or first_digest is None or _digest(data) != first_digest:
                 dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
                 if data.numel() or rank == 0:
                     yield Fragment(BUFFER, name, tuple(buffer.shape), dtype, 0, data.numel(), copy=rank, data=data)
@@ -205,31 +216,32 @@ class _Reader:
         return {**{key: of_type(self._model, key, int) for key in keys}, "micro_steps": 0}
 
     def _setup(self) -> Setup:
-        """Returns what ``setup_of`` returns for a live engine, taken from the configuration that was saved."""
+        """Returns what ``setup_of`` returns for a live engine. It is made from the configuration that was saved."""
         config, model = self._config, self._model
         zero = config.get("zero_optimization")
         zero = zero if isinstance(zero, dict) else {}
         dtypes = {name: torch_name(self._module[name].dtype) for name in self._parameters}
-        dtype = next((one for one in dtypes.values() if one in DTYPES.values()), "float32")
+        dtype = next((name for name in dtypes.values() if name in DTYPES.values()), "float32")
         accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
         saved, weights = model.get("optimizer"), {name: self._module[name] for name in self._parameters}
-        whole = isinstance(saved, dict) and "optimizer_state_dict" not in saved
+        unwrapped = isinstance(saved, dict) and "optimizer_state_dict" not in saved
         return Setup(
             stage=self._stage, dtype=dtype, grad_accum_dtype=DTYPES.get(str(accumulated), dtype),
-            gradient_clipping=float(config.get("gradient_clipping", 1.0)),  # DeepSpeed's own default
+            gradient_clipping=float(config.get("gradient_clipping", 1.0)),  # 1.0 is DeepSpeed's own default.
             sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
             round_robin_gradients=bool(zero.get("round_robin_gradients", False)),
             parameter_alignment=bool(zero.get("parameter_alignment", False)),
             cpu_offload=self._offloads("optimizer") and zero["offload_optimizer"]["device"] == "cpu",
-            other_dtypes={name: one for name, one in dtypes.items() if one != dtype},
-            groups=deepspeed_values.groups_without_masters(saved, weights) if saved and whole else None,
+            other_dtypes={name: other for name, other in dtypes.items() if other != dtype},
+            groups=deepspeed_values.groups_without_masters(saved, weights) if saved and unwrapped else None,
         )  # fmt: skip
 
     def _scheduler(self) -> dict[str, Any] | None:
+        """Returns the tree of the scheduler, as it is in the state of an engine, or None if there is no scheduler."""
         saved = self._model.get("lr_scheduler")
         settings = self._config.get("scheduler")
-        kind = settings.get("type") if isinstance(settings, dict) else None
-        return None if saved is None else {"class": kind, "state": saved}
+        scheduler_class = settings.get("type") if isinstance(settings, dict) else None
+        return None if saved is None else {"class": scheduler_class, "state": saved}
 
     def _scaler(self) -> dict[str, Any] | None:
         """Returns what ``scaler.capture`` returns for a live loss scaler."""
@@ -238,54 +250,63 @@ class _Reader:
             return None
         if self._zero is None and not self._folder.universal:
             saved = of_type(self._model, "optimizer", dict)
-            known = {
+            plain_values = {
                 key: value for key, value in saved.items() if isinstance(value, scaler.PLAIN) and key != "clip_grad"
             }
-            dynamic = "dynamic" if known.get("dynamic_loss_scale") else "static"
-            return {"class": f"LossScaleConfig({dynamic})", "values": known, "wrapper": {}}
+            dynamic = "dynamic" if plain_values.get("dynamic_loss_scale") else "static"
+            return {"class": f"LossScaleConfig({dynamic})", "values": plain_values, "wrapper": {}}
         saved = self._universal if self._folder.universal else self._zero or {}
-        kept = saved.get("loss_scaler")
-        values = {key: value for key, value in vars(kept).items() if isinstance(value, scaler.PLAIN)} if kept else {}
-        return {"class": type(kept).__name__, "values": values, "wrapper": {"overflow": bool(saved.get("overflow"))}}
+        saved_scaler = saved.get("loss_scaler")
+        attributes = vars(saved_scaler) if saved_scaler else {}
+        values = {key: value for key, value in attributes.items() if isinstance(value, scaler.PLAIN)}
+        wrapper = {"overflow": bool(saved.get("overflow"))}
+        return {"class": type(saved_scaler).__name__, "values": values, "wrapper": wrapper}
 
     def _client_state(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the entries that the caller of ``save_checkpoint`` has added to the model states."""
         return {key: value for key, value in model.items() if key not in STOCK}
 
     def _buffers(self, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        called = set(map(_plain_name, model.get("buffer_names") or ()))
-        return {name: one for name, one in _tensors(model).items() if name in called and name not in self._aliases}
+        """Returns the persistent buffers by name."""
+        buffer_names = set(map(_plain_name, model.get("buffer_names") or ()))
+        persistent = {name: tensor for name, tensor in _tensors(model).items() if name in buffer_names}
+        return {name: tensor for name, tensor in persistent.items() if name not in self._aliases}
 
     @cached_property
     def _module(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers by name; where each rank has a part of the weights, these have no elements."""
+        """The weights and buffers by name. At stage 3 the weights have no elements here, because each rank has a part
+        of them in another file."""
         return _tensors(self._model)
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
-        """The further names of tied weights and buffers."""
+        """For each other name of a tied weight or buffer, the name under which it is stored."""
         shared = self._model.get("shared_params") or {} if self._folder.partitions_weights else {}
-        found = {_plain_name(name): _plain_name(first) for name, first in shared.items()}
+        aliases = {_plain_name(name): _plain_name(first) for name, first in shared.items()}
         places: dict[tuple[Any, ...], str] = {}
         for name, tensor in self._module.items():
             if tensor.numel():
                 place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
                 if places.setdefault(place, name) != name:
-                    found[name] = places[place]
-        return found
+                    aliases[name] = places[place]
+        return aliases
 
     @cached_property
     def _parameters(self) -> list[str]:
+        """The names of all parameters, in the order of the module."""
         buffers = set(map(_plain_name, self._model.get("buffer_names") or ()))
         return [name for name in self._module if name not in buffers and name not in self._aliases]
 
     @cached_property
     def _shapes(self) -> Shapes:
-        found = of_type(self._model, "param_shapes", list)
-        return [{_plain_name(name): tuple(shape) for name, shape in one.items()} for one in found]
+        """For each flat buffer, the shapes of its parameters by name."""
+        saved = of_type(self._model, "param_shapes", list)
+        return [{_plain_name(name): tuple(shape) for name, shape in shapes.items()} for shapes in saved]
 
     @cached_property
     def _first_buffers(self) -> dict[str, bytes]:
-        return {name: _digest(one.contiguous()) for name, one in self._buffers(self._model).items()}
+        """The digest of each buffer on rank 0, by name."""
+        return {name: _digest(buffer.contiguous()) for name, buffer in self._buffers(self._model).items()}
 
     @cached_property
     def _not_saved(self) -> set[str]:
@@ -302,27 +323,30 @@ class _Reader:
 
     @cached_property
     def _zero(self) -> Mapping[str, Any] | None:
+        """The content of the file of optimizer states of rank 0, or None if there are no such files."""
         return self._folder.zero(self._files, 0) if self._folder.has_optimizer_files else None
 
     @cached_property
     def _universal(self) -> Mapping[str, Any]:
-        found = self._folder.universal_file(self._files, "optimizer_state.pt")
-        if not isinstance(found, dict):
+        """The state of the optimizer that a Universal Checkpoint has in one file for all parameters."""
+        state = self._folder.universal_file(self._files, "optimizer_state.pt")
+        if not isinstance(state, dict):
             raise FormatError(
                 "its file zero/optimizer_state.pt is missing, or is not one of DeepSpeed's", file=self._folder.path,
                 hint="run DeepSpeed's ds_to_universal.py again, or convert the checkpoint that it was made from",
             )  # fmt: skip
-        return found
+        return state
 
     @cached_property
     def _stage(self) -> int:
+        """The ZeRO stage of the run that saved the folder."""
         if self._folder.partitions_weights:
             return 3
         if self._folder.universal:
             return _number(self._universal.get("zero_stage"), 1)
         if self._zero is None:
             return 0
-        return _number(self._zero.get("zero_stage"), 1)  # BF16_Optimizer is of stage 1 and does not save its stage
+        return _number(self._zero.get("zero_stage"), 1)  # BF16_Optimizer has stage 1, but does not save this number.
 
     def _groups(self, zero: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
         """Returns the param groups of the optimizer, or None if there is no optimizer."""
@@ -336,58 +360,62 @@ class _Reader:
         return None if saved is None else list(of_type(saved, "param_groups", list))
 
     def _optimizer_class(self, groups: list[dict[str, Any]]) -> tuple[str | None, str | None]:
-        """Returns the class of the optimizer and that of the optimizer inside Muon, which DeepSpeed chooses by its
-        configuration. Returns None for an optimizer that the caller has made, and where there is none inside."""
+        """Returns the class of the optimizer, which DeepSpeed chooses by its configuration, and the class of the
+        optimizer inside Muon. The first one is None if it is not known, as for an optimizer that the training script
+        has made itself. The second one is None if there is no optimizer inside."""
         settings = self._config.get("optimizer")
         if not isinstance(settings, dict) or not isinstance(settings.get("type"), str):
             return None, None
-        given = settings.get("params") or {}
-        on_cpu, kind = self._offloads("optimizer"), settings["type"].lower()
+        options = settings.get("params") or {}
+        on_cpu, configured = self._offloads("optimizer"), settings["type"].lower()
         adam = "DeepSpeedCPUAdam" if on_cpu else "FusedAdam"
-        if kind in ("adam", "adamw"):
-            if given.get("torch_adam"):
-                return ("AdamW" if kind == "adamw" or given.get("adam_w_mode", True) else "Adam"), None
+        if configured in ("adam", "adamw"):
+            if options.get("torch_adam"):
+                return ("AdamW" if configured == "adamw" or options.get("adam_w_mode", True) else "Adam"), None
             return (adam if all("bias_correction" in group for group in groups) else None), None
-        if kind == "muon":
+        if configured == "muon":
             return "MuonWithAuxAdam", adam if any(not group.get("use_muon") for group in groups) else None
-        known = {
+        classes = {
             "adagrad": "DeepSpeedCPUAdagrad" if on_cpu else "Adagrad", "lamb": "FusedLamb",
             "lion": "DeepSpeedCPULion" if on_cpu else "FusedLion",
         }  # fmt: skip
-        return known.get(kind, settings["type"]), None
+        return classes.get(configured, settings["type"]), None
 
     def _offloads(self, what: str) -> bool:
+        """Returns whether the run had offloaded ``what``, which is "optimizer" or "param", to host memory or NVMe."""
         zero = self._config.get("zero_optimization")
         settings = zero.get(f"offload_{what}") if isinstance(zero, dict) else None
         return isinstance(settings, dict) and settings.get("device") in ("cpu", "nvme")
 
     def _refuse_unsupported(self) -> None:
+        """Raises UnsupportedError if the run used a feature of DeepSpeed that zckpt does not support."""
         model = self._model
-        found = [
+        features = [
             f"model parallelism ({model.get('mp_world_size')} ranks)" if model.get("mp_world_size", 1) != 1 else "",
             "pipeline parallelism" if not isinstance(model["module"], dict) else "",
             "a mixture of experts (deepspeed.moe)" if "num_experts" in model else "",
             "random_ltd" if model.get("random_ltd") is not None else "",
             "curriculum learning (data_sampler)" if model.get("data_sampler") is not None else "",
         ]
-        if any(found):
+        if any(features):
             raise UnsupportedError(
-                f"it was written by a run with {', '.join(filter(None, found))}, which zckpt does not support"
+                f"it was written by a run with {', '.join(filter(None, features))}, which zckpt does not support"
             )
 
 
 def _tensors(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {_plain_name(name): one for name, one in model["module"].items() if isinstance(one, torch.Tensor)}
+    """Returns all tensors in the module's state dict, by the names that zckpt uses."""
+    return {_plain_name(name): tensor for name, tensor in model["module"].items() if isinstance(tensor, torch.Tensor)}
 
 
 def _plain_name(name: str) -> str:
-    """Returns the name of a parameter as zckpt has it, without the wrapper of torch.compile."""
+    """Returns the name that zckpt uses for a parameter, which is the name without the wrapper of torch.compile."""
     return ".".join(component for component in name.split(".") if component != "_orig_mod")
 
 
 def _number(value: Any, default: int) -> int:
-    """Returns the number of a value of one of DeepSpeed's enums, or ``default`` if it is none."""
-    return next((one for one in (*getattr(value, "args", ()), value) if type(one) is int), default)
+    """Returns the number of a member of one of DeepSpeed's enums, or ``default`` if ``value`` has no number."""
+    return next((item for item in (*getattr(value, "args", ()), value) if type(item) is int), default)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -1,9 +1,9 @@
-"""Where DeepSpeed 0.19.8 keeps each parameter in its flat tensors, at any stage and on any number of ranks. These are
+"""Where DeepSpeed 0.19.8 keeps each parameter in its flat buffers, at any stage and on any number of ranks. These are
 pure functions of names, shapes and settings, which need no engine. In the following, P is the number of ranks.
 
-Stages 1 and 2 put the parameters of a group one behind the other, pad the end to a multiple of 2 P elements, and cut
-that into P partitions. Stage 3 pads and cuts each parameter on its own; a flat tensor holds what one rank has of a
-sub-group. Stage 0 cuts nothing: each flat tensor is a whole param group, or one parameter.
+Stages 1 and 2 put the parameters of a group one after another, pad the end to a multiple of 2 P elements, and cut the
+result into P partitions. Stage 3 pads and cuts each parameter on its own. A flat buffer holds what one rank has of a
+sub-group. Stage 0 cuts nothing: each flat buffer is a whole param group, or one parameter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zckpt.engines.deepspeed.flats import Flat, consecutive, cut_each, cut_together, momentum_of_muon, partition_numel
+from zckpt.engines.deepspeed.flats import (
+    FlatBuffer,
+    consecutive,
+    cut_each,
+    cut_together,
+    momentum_of_muon,
+    partition_numel,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 START_ALIGNMENT = 2
-"""The number of elements in a partition of stages 1 and 2 is a multiple of this. DeepSpeed calls it
+"""The number of elements in a partition of stages 1 and 2 is a multiple of this number. DeepSpeed calls it
 ``nccl_start_alignment_factor``."""
 PARAMETER_ALIGNMENT_BYTES = 16
 """With ``parameter_alignment``, each parameter begins at a multiple of this many bytes."""
@@ -37,25 +44,25 @@ def natural_order(names: Sequence[str], setup: Setup, ranks: int) -> list[str]:
     return [name for _, name in sorted(zip(order, names, strict=True))]
 
 
-def round_robin(things: Sequence[int], ranks: int) -> list[int]:
-    """Returns the order that DeepSpeed's ``_round_robin_reorder`` makes: every P-th thing, beginning with the first
-    one, then every P-th one beginning with the second, and so on."""
-    return [thing for first in range(ranks) for thing in things[first::ranks]]
+def round_robin(indices: Sequence[int], ranks: int) -> list[int]:
+    """Returns ``indices`` in the order that DeepSpeed's ``_round_robin_reorder`` gives them: first every P-th index,
+    beginning with the first one, then every P-th index, beginning with the second one, and so on."""
+    return [index for first in range(ranks) for index in indices[first::ranks]]
 
 
 def offsets_of(shapes: Sequence[Shape], setup: Setup) -> tuple[list[int], list[int], int]:
-    """For stages 1 and 2, returns the element at which each parameter of a group begins, the number of elements of
-    padding behind each, and the element at which the last one ends."""
-    item = getattr(torch, setup.dtype).itemsize
-    multiple = PARAMETER_ALIGNMENT_BYTES // math.gcd(PARAMETER_ALIGNMENT_BYTES, item)
+    """Returns, for a param group of stage 1 or 2, the element at which each parameter begins, the number of elements of
+    padding after each parameter, and the element at which the last parameter ends."""
+    itemsize = getattr(torch, setup.dtype).itemsize
+    multiple = PARAMETER_ALIGNMENT_BYTES // math.gcd(PARAMETER_ALIGNMENT_BYTES, itemsize)
     multiple = multiple if setup.aligns else 1
-    offsets, paddings, at = [], [], 0
+    offsets, paddings, offset = [], [], 0
     for number, shape in enumerate(shapes):
-        offsets.append(at)
-        at += math.prod(shape)
-        paddings.append(-at % multiple if number < len(shapes) - 1 else 0)
-        at += paddings[-1]
-    return offsets, paddings, at
+        offsets.append(offset)
+        offset += math.prod(shape)
+        paddings.append(-offset % multiple if number < len(shapes) - 1 else 0)
+        offset += paddings[-1]
+    return offsets, paddings, offset
 
 
 def flats(
@@ -67,58 +74,64 @@ def flats(
     *,
     muon: Sequence[bool] = (),
     flattened: bool = False,
-) -> list[Flat]:
-    """Returns all flat tensors of one rank. ``groups``: for each param group, the names of its parameters in the order
+) -> list[FlatBuffer]:
+    """Returns all flat buffers of one rank. ``groups``: for each param group, the names of its parameters in the order
     in which DeepSpeed keeps them. ``muon``: for each param group, whether the optimizer Muon updates it. ``flattened``:
-    whether stage 0 has one flat tensor for each group."""
+    whether stage 0 has one flat buffer for each group."""
     if setup.stage == 3:
         return [
-            Flat(number, cut_each(own, rank, ranks), torch.empty(_numel(own, ranks), device="meta"))
+            FlatBuffer(number, cut_each(sub_group, rank, ranks), torch.empty(_numel(sub_group, ranks), device="meta"))
             for number, group in enumerate(groups)
-            for own in _sub_groups([(name, shapes[name]) for name in group], setup.sub_group_size, ranks)
+            for sub_group in _sub_groups([(name, shapes[name]) for name in group], setup.sub_group_size, ranks)
         ]
     if setup.stage in (1, 2):
         return [
             _partition(number, group, shapes, setup, ranks, rank, bool(muon and muon[number]))
             for number, group in enumerate(groups)
         ]
-    found = []
+    flat_buffers = []
     for number, group in enumerate(groups):
         for names in [group] if flattened else [[name] for name in group]:
-            own = [shapes[name] for name in names]
-            slots = cut_together(zip(names, own, consecutive(own), strict=True), 0, sum(map(math.prod, own)))
-            if slots:
-                shape = (sum(map(math.prod, own)),) if flattened else own[0]
-                found.append(Flat(number, slots, torch.empty(shape, device="meta"), whole=len(names) == 1))
-    return found
+            own_shapes = [shapes[name] for name in names]
+            numel = sum(map(math.prod, own_shapes))
+            ranges = cut_together(zip(names, own_shapes, consecutive(own_shapes), strict=True), 0, numel)
+            if ranges:
+                shape = (numel,) if flattened else own_shapes[0]
+                master = torch.empty(shape, device="meta")
+                flat_buffers.append(FlatBuffer(number, ranges, master, whole=len(names) == 1))
+    return flat_buffers
 
 
 def _numel(named: Sequence[tuple[str, Shape]], ranks: int) -> int:
-    """The elements that each rank has of parameters that are cut on their own."""
+    """Returns the number of elements that each rank has of parameters that are each cut on their own, including the
+    padding."""
     return sum(partition_numel(shape, ranks) for _, shape in named)
 
 
 def _sub_groups(named: Sequence[tuple[str, Shape]], numel_max: int, ranks: int) -> list[Sequence[tuple[str, Shape]]]:
     """Returns the sub-groups of a param group, as DeepSpeed's ``_create_fp16_sub_groups`` makes them. A sub-group is
-    full once a rank has ``numel_max`` elements of it or more."""
+    full once a rank has ``numel_max`` elements of it, or more."""
     if not named or numel_max >= _numel(named, ranks):
         return [named] if named else []
-    found: list[list[tuple[str, Shape]]] = [[]]
+    sub_groups: list[list[tuple[str, Shape]]] = [[]]
     numel = 0
-    for one in named:
+    for name, shape in named:
         if numel >= numel_max:
-            found.append([])
+            sub_groups.append([])
             numel = 0
-        found[-1].append(one)
-        numel += partition_numel(one[1], ranks)
-    return [*found]
+        sub_groups[-1].append((name, shape))
+        numel += partition_numel(shape, ranks)
+    return [*sub_groups]
 
 
 def _partition(
     number: int, names: Sequence[str], shapes: Mapping[str, Shape], setup: Setup, ranks: int, rank: int, by_muon: bool
-) -> Flat:
-    own = [shapes[name] for name in names]
-    offsets, _, numel = offsets_of(own, setup)
+) -> FlatBuffer:
+    """Returns the flat buffer with the partition that a rank has of one param group at stage 1 or 2."""
+    group_shapes = [shapes[name] for name in names]
+    offsets, _, numel = offsets_of(group_shapes, setup)
     length = -(-numel // (START_ALIGNMENT * ranks)) * START_ALIGNMENT
-    slots = cut_together(zip(names, own, offsets, strict=True), rank, length)
-    return Flat(number, slots, torch.empty(length, device="meta"), wider=momentum_of_muon(slots) if by_muon else {})
+    ranges = cut_together(zip(names, group_shapes, offsets, strict=True), rank, length)
+    return FlatBuffer(
+        number, ranges, torch.empty(length, device="meta"), wider=momentum_of_muon(ranges) if by_muon else {}
+    )

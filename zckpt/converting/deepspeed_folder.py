@@ -1,4 +1,4 @@
-"""A folder in DeepSpeed's own format: which files it has, and what each of them says.
+"""The files of a folder in DeepSpeed's own format:
 
 mp_rank_00_model_states.pt                           stages 0 to 2: weights, buffers, counters; at stage 0 also the
                                                      optimizer's state
@@ -33,13 +33,13 @@ STOCK = frozenset({
     "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions",
     "universal_checkpoint_info", "sparse_tensor_module_names", "csr_tensor_module_names",
 })  # fmt: skip
-"""The keys that DeepSpeed itself uses in a file of model states. The keys of the caller's ``client_state`` stand beside
-them."""
+"""The keys that DeepSpeed itself uses in a file of model states. The same dict also has the keys of the caller's
+``client_state``."""
 
 
 class DeepSpeedFolder:
-    """The files of one folder. Its methods raise UnsupportedError for state that zckpt has no place for,
-    MissingFileError, FormatError and StorageError."""
+    """The files of one folder. Its methods raise UnsupportedError for state that zckpt cannot store, MissingFileError,
+    FormatError and StorageError."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -49,19 +49,20 @@ class DeepSpeedFolder:
             raise from_os_error(error, "list", path) from error
         _refuse_others(path, names)
         self.universal = "zero" in names
+        """Whether the folder is a Universal Checkpoint."""
         self._models = _by_rank(path, _MODEL, names)
         self._optimizers = {} if self.universal else _by_rank(path, _OPTIMIZER, names)
         self.partitions_weights = None not in self._models
-        """Whether the folder is of stage 3, where each rank has its own file of model states."""
+        """Whether the folder is of stage 3, in which each rank has its own file of model states."""
 
     @property
     def has_optimizer_files(self) -> bool:
-        """Whether there are files of optimizer states, which every stage but 0 has."""
+        """Whether there are files of optimizer states. Every stage except 0 has them."""
         return bool(self._optimizers)
 
     def check_ranks(self, world_size: int) -> None:
-        """Raises MissingFileError unless there is a file of each kind for each rank, and FormatError if there are
-        more."""
+        """Raises MissingFileError unless there is a file of each kind for each rank. Raises FormatError if there are
+        more files."""
         kinds = [(self._optimizers, "optim_states.pt")] if self._optimizers else []
         if self.partitions_weights:
             kinds.append((self._models, "model_states.pt"))
@@ -91,7 +92,7 @@ class DeepSpeedFolder:
         return self._optimizers[rank] if self._optimizers else self.model_path(rank)
 
     def model(self, files: TorchFiles, rank: int) -> dict[str, Any]:
-        """Returns the model states of ``rank``; below stage 3 they are the same for all ranks."""
+        """Returns the model states of ``rank``. Below stage 3 they are the same for all ranks."""
         path = self.model_path(rank)
         state = files.load(path)
         steps = state.get("global_steps") if isinstance(state, dict) else None
@@ -100,7 +101,7 @@ class DeepSpeedFolder:
         return state
 
     def zero(self, files: TorchFiles, rank: int) -> dict[str, Any]:
-        """Returns what ZeRO's wrapper of the optimizer has put into the file of optimizer states of ``rank``."""
+        """Returns what ZeRO's wrapper of the optimizer has saved in the file of optimizer states of ``rank``."""
         path = self._optimizers[rank]
         state = files.load(path)
         inner = state.get("optimizer_state_dict") if isinstance(state, dict) else None
@@ -119,8 +120,8 @@ class DeepSpeedFolder:
         return path
 
     def universal_file(self, files: TorchFiles, *names: str) -> Any:
-        """Returns what a file in the folder ``zero`` holds, or None if there is no such file. ``names``: those of
-        folders and of the file, which another file may have told."""
+        """Returns the content of a file in the folder ``zero``, or None if there is no such file. ``names``: the names
+        of directories and of the file. They may come from another file, so they are checked."""
         for name in names:
             if os.path.basename(name) != name or name in ("", os.curdir, os.pardir) or "\0" in name:
                 raise FormatError(f"a parameter of the name {name!r} has no file", file=self.path, hint=AS_WRITTEN)
@@ -129,29 +130,31 @@ class DeepSpeedFolder:
 
 
 def of_type(tree: Any, key: str, kind: type) -> Any:
-    """Returns the value of ``key``. Raises FormatError unless it is a ``kind``."""
+    """Returns the value that ``tree`` has at ``key``. Raises FormatError if there is none, or if it is not of the type
+    ``kind``."""
     if not isinstance(tree, Mapping) or not isinstance(tree.get(key), kind):
         raise FormatError(f"{key} is missing, or is not what DeepSpeed puts there")
     return tree[key]
 
 
 def _by_rank(path: str, pattern: re.Pattern[str], names: Iterable[str]) -> dict[int | None, str]:
-    """Returns the paths of the files of one kind by rank. A file that all ranks share has the key None."""
-    found: dict[int | None, str] = {}
+    """Returns the paths of the files of one kind, by rank. A file that all ranks share has the key None."""
+    paths: dict[int | None, str] = {}
     for match in filter(None, map(pattern.fullmatch, names)):
-        rank, parallel = match.groups()
-        if int(parallel):
+        rank, model_parallel_rank = match.groups()
+        if int(model_parallel_rank):
             raise UnsupportedError(f"{path} was written by a run with tensor or pipeline parallelism: {match.string}")
-        found[None if rank is None else int(rank)] = os.path.join(path, match.string)
-    if None in found and len(found) > 1:
+        paths[None if rank is None else int(rank)] = os.path.join(path, match.string)
+    if None in paths and len(paths) > 1:
         raise FormatError(
-            f"the folder holds the files of two checkpoints: {first_few(list(found.values()), 2)}", file=path,
+            f"the folder holds the files of two checkpoints: {first_few(list(paths.values()), 2)}", file=path,
             hint=ONE_FOLDER,
         )  # fmt: skip
-    return found
+    return paths
 
 
 def _refuse_others(path: str, names: Iterable[str]) -> None:
+    """Raises UnsupportedError if the names of the files show a run that zckpt does not support."""
     for name in names:
         if re.fullmatch(r"layer_\d+-model.*_states\.pt", name):
             raise UnsupportedError(f"{path} was written by a run with pipeline parallelism: {name}")

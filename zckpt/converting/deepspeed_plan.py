@@ -1,7 +1,7 @@
-"""Plans the files of a folder in DeepSpeed's own format from a checkpoint, for any stage and world size, as trees.
+"""Plans from a checkpoint, as trees, the files of a folder in DeepSpeed's own format, for any stage and world size.
 
-The functions of deepspeed_flats.py say where DeepSpeed keeps each parameter. The scalars of each flat tensor are looked
-up as in a restore. The trees have a ``View`` (exporting/torch_file.py) where DeepSpeed's trees have a tensor.
+The functions of deepspeed_flats.py know where DeepSpeed keeps each parameter. The scalars of each flat buffer are
+looked up as in a restore. Where DeepSpeed's trees have a tensor, these trees have a ``View`` (exporting/torch_file.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from zckpt.errors import MismatchError, UnsupportedError, first_few
 from zckpt.exporting.plan import Run
 from zckpt.exporting.torch_file import Instance, Storage, View, torch_file
 from zckpt.format import names
-from zckpt.state.inventory import BUFFER, MASTER, PARAM, TIERS
+from zckpt.format.names import Tier
+from zckpt.state.inventory import BUFFER, MASTER, PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from zckpt.engines.deepspeed.flats import Flat
+    from zckpt.engines.deepspeed.flats import FlatBuffer
     from zckpt.exporting.plan import OutputFile
     from zckpt.listing.contents import TensorInfo
     from zckpt.reading.checkpoint import Checkpoint
@@ -38,21 +39,23 @@ if TYPE_CHECKING:
 DEEPSPEED_VERSION = "0.19.8"
 """The version of DeepSpeed whose layout is written. The files name it as the version that wrote them."""
 SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+"""The module of DeepSpeed that has the classes of ZeRO's loss scalers."""
 DYNAMIC_SCALER = {
     "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1,
     "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False, "raise_error_at_min_scale": True,
 }  # fmt: skip
-"""The attributes of ZeRO's dynamic loss scaler, with DeepSpeed's defaults. Without ZeRO, a scaler has some of them."""
+"""The attributes of ZeRO's dynamic loss scaler, with DeepSpeed's defaults. A scaler without ZeRO has some of them."""
 
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """The files of a folder as trees. The members raise what ``to_deepspeed`` raises for a checkpoint that does not
-    fit."""
+    """Plans the files of a folder as trees. The members raise what ``to_deepspeed`` raises for a checkpoint that does
+    not fit."""
 
     checkpoint: Checkpoint
     stage: int | None
-    """The ZeRO stage of the engines that will load the folder. None means that of the checkpoint's engine."""
+    """The ZeRO stage of the engines that will load the folder. None means the stage of the engine that wrote the
+    checkpoint."""
     world_size: int | None
     """The number of ranks that will load the folder. None means the number that wrote the checkpoint."""
 
@@ -86,7 +89,7 @@ class FolderPlan:
         return self.world_size or self.checkpoint.world_size
 
     def files(self) -> Iterator[OutputFile]:
-        """Yields the plan of each file, which is made of the tensors ``infos``. A file is planned when it is asked
+        """Yields the plan of each file, whose tensors are those of ``infos``. A file is planned when it is asked
         for."""
         setup = self.setup
         for rank in range(self.ranks if setup.stage == 3 else 1):
@@ -98,51 +101,53 @@ class FolderPlan:
 
     @cached_property
     def infos(self) -> dict[str, TensorInfo]:
-        """All tensors by key, and the copies of buffers that ranks have of their own, by a name that is no key."""
+        """All tensors of the checkpoint by key, and the copies of buffers that single ranks have, by names that are not
+        keys."""
         return {**self.checkpoint, **{name: self.checkpoint[_key_of(name)] for name in self.copies}}
 
     @cached_property
     def copies(self) -> dict[str, int]:
-        """The number of each of these copies."""
+        """The number ``copy`` of each copy of a buffer that a single rank has, by the name that it has in ``infos``."""
         if not self._same_ranks:
             return {}
         infos = [info for info in self.checkpoint.values() if info.part == BUFFER]
         return {_copy(info.key, piece.rank): piece.copy for info in infos for piece in info.pieces if piece.copy}
 
     def missing(self) -> tuple[str, ...]:
-        """Returns what the folder lacks, a phrase for each thing."""
-        checkpoint, setup, found = self.checkpoint, self.setup, []
+        """Returns a phrase for each thing that the folder lacks."""
+        checkpoint, setup, phrases = self.checkpoint, self.setup, []
         first = checkpoint.rank_state(0) or {}
         if first.get("rng") is not None:
-            found.append("the state of the random number generators: DeepSpeed's format has no place for it")
+            phrases.append("the state of the random number generators: DeepSpeed's format has no place for it")
         if self._saved.optimizer_class in optimizer.INTERCHANGEABLE:
-            found.append(
+            phrases.append(
                 "the running products that DeepSpeed's Adam for the CPU keeps in C++: DeepSpeed computes them again, "
                 "so its updates on the CPU may differ in the last bit from those of a run that never stopped"
             )
-        if any(TIERS[file.tier] == "nvme" for file in checkpoint.manifest.files):
-            found.append(
+        if any(file.tier is Tier.NVME for file in checkpoint.manifest.files):
+            phrases.append(
                 "the offload to NVMe: DeepSpeed loads no such engine right; load the folder with the optimizer on the "
                 "device or in CPU memory"
             )
-        local = [key for key, info in checkpoint.items() if info.part == BUFFER and len(_copies(info)) > 1]
-        if local and (setup.stage < 3 or not self._same_ranks):
-            found.append(f"the values that ranks other than 0 have of {first_few(local, 3)}")
+        rank_local = [key for key, info in checkpoint.items() if info.part == BUFFER and len(_copies(info)) > 1]
+        if rank_local and (setup.stage < 3 or not self._same_ranks):
+            phrases.append(f"the values that ranks other than 0 have of {first_few(rank_local, 3)}")
         if (setup.stage < 3 or not self._same_ranks) and self._any_rank_has(names.CLIENT_STATE):
-            found.append("the client_state of ranks other than 0")
+            phrases.append("the client_state of ranks other than 0")
         trees = (checkpoint.rank_state(rank, lazy=True) for rank in range(checkpoint.world_size))
         if any(isinstance(tree, dict) and names.CLIENT_RANK_STATE in tree for tree in trees):
-            found.append("what each rank has of its own: rank_state, and registered objects (client_rank_state)")
+            phrases.append("what each rank has of its own: rank_state, and registered objects (client_rank_state)")
         reserved = sorted(STOCK.intersection(map(str, self._client_state(0))))
         if reserved:
-            found.append(f"the entries {', '.join(reserved)} of client_state: DeepSpeed uses these keys itself")
+            phrases.append(f"the entries {', '.join(reserved)} of client_state: DeepSpeed uses these keys itself")
         if self._assumed_of_scaler:
-            found.append(f"{', '.join(self._assumed_of_scaler)} of the loss scaler: they get DeepSpeed's defaults")
-        return tuple(found)
+            phrases.append(f"{', '.join(self._assumed_of_scaler)} of the loss scaler: they get DeepSpeed's defaults")
+        return tuple(phrases)
 
     # Trees
 
     def _model_states(self, rank: int) -> dict[str, Any]:
+        """Returns the tree of the file of model states of ``rank``."""
         engine, setup = self._engine, self.setup
         counters = counters_of(engine)
         scheduler = engine.get("scheduler")
@@ -168,7 +173,8 @@ class FolderPlan:
         }
 
     def _config(self) -> dict[str, Any]:
-        """The settings on which the files depend, for who reads them. DeepSpeed has its own."""
+        """Returns the settings on which the files depend, for readers other than DeepSpeed. DeepSpeed uses the
+        configuration of its own engine."""
         setup = self.setup
         return {
             "zero_optimization": {
@@ -183,6 +189,7 @@ class FolderPlan:
         }
 
     def _optim_states(self, rank: int) -> dict[str, Any]:
+        """Returns the tree of the file of optimizer states of ``rank``."""
         setup, flats = self.setup, self._flats(rank)
         masters = [self._storage(MASTER, flat) for flat in flats]
         inner = self._optimizer_state(flats, rank)
@@ -197,15 +204,17 @@ class FolderPlan:
         else:
             layouts = [offsets_of([self._shapes[name] for name in group], setup) for group in self._groups]
             ends = [end for *_, end in layouts]
-            lean = [min(max(end - rank * one.numel, 0), one.numel) for one, end in zip(masters, ends, strict=True)]
+            counts = [
+                min(max(end - rank * master.numel, 0), master.numel) for master, end in zip(masters, ends, strict=True)
+            ]
             state |= {
                 "zero_stage": setup.stage,
                 "clip_grad": setup.gradient_clipping,
                 "base_optimizer_state": inner,
                 "single_partition_of_fp32_groups": [
-                    View(master, (count,)) for master, count in zip(masters, lean, strict=True)
+                    View(master, (count,)) for master, count in zip(masters, counts, strict=True)
                 ],
-                "group_paddings": [master.numel - count for master, count in zip(masters, lean, strict=True)],
+                "group_paddings": [master.numel - count for master, count in zip(masters, counts, strict=True)],
                 "param_alignment_paddings": [paddings for _, paddings, _ in layouts],
                 "partition_count": [self.ranks] * len(flats),
                 "ds_version": DEEPSPEED_VERSION,
@@ -227,46 +236,47 @@ class FolderPlan:
         return {
             **(self._stage_0_scaler() if self.setup.dtype == "float16" else {}),
             "optimizer_state_dict": inner,
-            "fp32_groups_flat": [own[0] if own else View(Storage(torch.float32, 0), (0,)) for own in masters],
+            "fp32_groups_flat": [views[0] if views else View(Storage(torch.float32, 0), (0,)) for views in masters],
             "clip_grad": self.setup.gradient_clipping,
         }
 
-    def _optimizer_state(self, flats: Sequence[Flat], rank: int) -> dict[str, Any]:
-        """Returns what ``torch.optim.Optimizer.state_dict`` would return on one rank. Raises MismatchError where a
-        restore would raise it."""
-        saved, against = self._saved_of(rank), list[str]()
+    def _optimizer_state(self, flats: Sequence[FlatBuffer], rank: int) -> dict[str, Any]:
+        """Returns what ``torch.optim.Optimizer.state_dict`` would return on one rank. Raises MismatchError if a restore
+        would raise it."""
+        saved, reasons = self._saved_of(rank), list[str]()
         numbers, members = self._numbers(flats)
         states: dict[int, dict[str, Any]] = {}
         for number, flat in zip(numbers, flats, strict=True):
             group = self._groups[flat.group]
             counts_together = self._wrapping == "none" and self._is_adam and len(group) > 1
-            state, problems = saved.state(flat, saved.together(group) if counts_together else None)
-            against += problems
+            state, more_reasons = saved.state(flat, saved.together(group) if counts_together else None)
+            reasons += more_reasons
             moments = {part: View(self._storage(part, flat), flat.moment_shape(part)) for part in state.moments}
             if state.values or moments:
-                # An object that a tree has twice is one object after it is read back. Two flat tensors must not count
+                # An object that is in a tree twice is one object after it is read back. Two flat buffers must not count
                 # their steps in the same tensor, so each gets a copy.
                 states[number] = {**deepcopy(state.values), **moments}
         groups = []
-        for number, (group, own) in enumerate(zip(self._groups, members, strict=True)):
-            settings, problems = saved.settings(group, ()) if group else (saved.groups[number], [])
-            against += problems
-            groups.append({**settings, "params": own})
-        if against:
+        for number, (group, numbers_of_group) in enumerate(zip(self._groups, members, strict=True)):
+            settings, more_reasons = saved.settings(group, ()) if group else (saved.groups[number], [])
+            reasons += more_reasons
+            groups.append({**settings, "params": numbers_of_group})
+        if reasons:
             raise MismatchError(
                 f"the checkpoint does not fit ZeRO stage {self.setup.stage} on {self.ranks} ranks: "
-                + first_few(against, 5),
+                + first_few(reasons, 5),
                 file=self.checkpoint.path,
                 hint="convert it for the stage and the number of ranks of the run",
             )
         return {"state": states, "param_groups": groups}
 
-    def _numbers(self, flats: Sequence[Flat]) -> tuple[list[int], list[list[int]]]:
-        """Returns the numbers that torch's ``state_dict`` has for the flat tensors, and the numbers of each param
-        group. If the optimizer has frozen parameters too, they are counted."""
+    def _numbers(self, flats: Sequence[FlatBuffer]) -> tuple[list[int], list[list[int]]]:
+        """Returns the numbers that torch's ``state_dict`` has for the flat buffers, and the numbers of each param
+        group. If the optimizer has frozen parameters too, they are counted as well."""
         if self._wrapping == "none" and self.setup.groups is not None:
-            named = {name: n for n, name in enumerate(name for group in self.setup.groups for name in group)}
-            return [named[flat.names[0]] for flat in flats], [[named[name] for name in g] for g in self.setup.groups]
+            groups = self.setup.groups
+            numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
+            return [numbers[flat.names[0]] for flat in flats], [[numbers[name] for name in group] for group in groups]
         if self._wrapping == "group":
             return [flat.group for flat in flats], [[number] for number in range(len(self._groups))]
         members: list[list[int]] = [[] for _ in self._groups]
@@ -278,18 +288,19 @@ class FolderPlan:
         """Yields the names and tensors of the module's state dict. At stage 3 its parameters have no elements, because
         the elements are in the other files."""
         weights = {**dict.fromkeys(self._named(MASTER), MASTER), **dict.fromkeys(self._masterless, PARAM)}
-        found = {name: self._weight(part, name) for name, part in weights.items()}
+        views = {name: self._weight(part, name) for name, part in weights.items()}
         for name in self._named(BUFFER):
             info = self.checkpoint[f"{BUFFER}/{name}"]
-            own = _copy(info.key, rank)
-            found[name] = _whole(own if own in self.copies else info.key, info.dtype, info.shape)
-        yield from found.items()
+            copy_name = _copy(info.key, rank)
+            views[name] = _whole(copy_name if copy_name in self.copies else info.key, info.dtype, info.shape)
+        yield from views.items()
         for alias, name in self.checkpoint.aliases.items():
-            if name in found:
-                yield alias, found[name]
+            if name in views:
+                yield alias, views[name]
 
     def _weight(self, part: str, name: str) -> View:
-        """Returns a weight in the dtype that the model computes with. DeepSpeed too rounds master weights to it."""
+        """Returns a weight in the dtype that the model computes with. DeepSpeed too rounds master weights to this
+        dtype."""
         info = self.checkpoint[f"{part}/{name}"]
         dtype = info.dtype if part == PARAM else getattr(torch, self.setup.other_dtypes.get(name, self.setup.dtype))
         if self.setup.stage == 3:
@@ -304,38 +315,46 @@ class FolderPlan:
             if self.setup.stage == 2:
                 yield name, _whole(info.key, info.dtype, info.shape)
                 continue
-            slot, numel = cut_alone(name, info.shape, rank, self.ranks), partition_numel(info.shape, self.ranks)
-            yield name, View(Storage(info.dtype, numel, {0: Run(info.key, slot.start, slot.stop)}), (numel,))
+            parameter_range = cut_alone(name, info.shape, rank, self.ranks)
+            numel = partition_numel(info.shape, self.ranks)
+            run = Run(info.key, parameter_range.start, parameter_range.stop)
+            yield name, View(Storage(info.dtype, numel, {0: run}), (numel,))
 
     def _param_shapes(self) -> list[OrderedDict[str, torch.Size]]:
-        """Returns for each flat tensor the shapes of its parameters, in the order in which they lie in it."""
-        return [OrderedDict(_sizes({slot.name: slot.shape for slot in flat.slots})) for flat in self._flats(0)]
+        """Returns for each flat buffer the shapes of its parameters, in the order in which they lie in it."""
+        return [
+            OrderedDict(_sizes({parameter_range.name: parameter_range.shape for parameter_range in flat.ranges}))
+            for flat in self._flats(0)
+        ]
 
-    def _slices(self, flat: Flat) -> OrderedDict[str, Instance]:
-        """Returns for each parameter which elements of a flat tensor of stages 1 and 2 are this rank's part of it."""
-        name = "deepspeed.utils.tensor_fragment", "fragment_address"
-        own = (slot for slot in flat.slots if slot.start < slot.stop)
-        return OrderedDict(
-            (slot.name, Instance(*name, {"numel": slot.stop - slot.start, "start": slot.offset})) for slot in own
-        )
+    def _slices(self, flat: FlatBuffer) -> OrderedDict[str, Instance]:
+        """Returns for each parameter which elements of a flat buffer of stage 1 or 2 are this rank's part of it."""
+        module, name = "deepspeed.utils.tensor_fragment", "fragment_address"
+        slices: OrderedDict[str, Instance] = OrderedDict()
+        for parameter_range in flat.ranges:
+            numel = parameter_range.stop - parameter_range.start
+            if numel > 0:
+                slices[parameter_range.name] = Instance(module, name, {"numel": numel, "start": parameter_range.offset})
+        return slices
 
-    def _storage(self, part: str, flat: Flat) -> Storage:
-        """Returns the master weights of a flat tensor, or one of its moments. Raises MismatchError if the checkpoint
-        does not have all of it."""
+    def _storage(self, part: str, flat: FlatBuffer) -> Storage:
+        """Returns the storage of the master weights of a flat buffer, or of one of its moments. Raises MismatchError if
+        the checkpoint does not have all of it."""
         shape = tuple(flat.master.shape) if part == MASTER else flat.moment_shape(part)
         runs, dtypes = {}, set()
-        for slot in flat.wider.get(part, flat.slots):
-            key = f"{part}/{slot.name}"
+        for parameter_range in flat.wider.get(part, flat.ranges):
+            key = f"{part}/{parameter_range.name}"
             if key not in self.checkpoint:
                 raise MismatchError("the checkpoint does not have all of the optimizer's state", key=key)
             dtypes.add(self.checkpoint[key].dtype)
-            if slot.start < slot.stop:
-                runs[slot.offset] = Run(key, slot.start, slot.stop)
+            if parameter_range.start < parameter_range.stop:
+                runs[parameter_range.offset] = Run(key, parameter_range.start, parameter_range.stop)
         return Storage(next(iter(dtypes), torch.float32), math.prod(shape), runs)
 
     # The loss scaler
 
     def _zero_scaler(self) -> dict[str, Any]:
+        """Returns what ZeRO's wrapper saves of the loss scale."""
         values = self._scaler_values
         name = "DynamicLossScaler" if values["dynamic"] else "LossScaler"
         wrapper = (self._engine.get("scaler") or {}).get("wrapper", {})
@@ -346,23 +365,24 @@ class FolderPlan:
         }
 
     def _stage_0_scaler(self) -> dict[str, Any]:
+        """Returns what a wrapper of stage 0 saves of the loss scale."""
         values, saved = self._scaler_values, self._engine.get("scaler")
-        found = {"dynamic_loss_scale": values["dynamic"], "cur_scale": values["cur_scale"]}
-        found["cur_iter"] = 0 if saved is None else scaler.values_in_zero(saved).get("cur_iter", 0)
+        attributes = {"dynamic_loss_scale": values["dynamic"], "cur_scale": values["cur_scale"]}
+        attributes["cur_iter"] = 0 if saved is None else scaler.values_in_zero(saved).get("cur_iter", 0)
         if values["dynamic"]:
-            found |= {key: values[key] for key in ("last_overflow_iter", "scale_factor", "scale_window")}
-        return found
+            attributes |= {key: values[key] for key in ("last_overflow_iter", "scale_factor", "scale_window")}
+        return attributes
 
     @cached_property
     def _scaler_values(self) -> dict[str, Any]:
         """The attributes of ZeRO's loss scaler."""
         saved = self._engine.get("scaler")
-        values = {} if saved is None else scaler.values_in_zero(saved)  # Nothing is scaled in bf16 and fp32.
-        found = {"cur_scale": values.get("cur_scale", 1.0), "dynamic": bool(values.get("dynamic"))}
-        if found["dynamic"]:
-            found |= {name: values.get(name, default) for name, default in DYNAMIC_SCALER.items()}
-            found["dtype"] = torch.float16
-        return found
+        values = {} if saved is None else scaler.values_in_zero(saved)  # In bf16 and fp32 the loss is not scaled.
+        attributes = {"cur_scale": values.get("cur_scale", 1.0), "dynamic": bool(values.get("dynamic"))}
+        if attributes["dynamic"]:
+            attributes |= {name: values.get(name, default) for name, default in DYNAMIC_SCALER.items()}
+            attributes["dtype"] = torch.float16
+        return attributes
 
     @property
     def _assumed_of_scaler(self) -> list[str]:
@@ -375,11 +395,13 @@ class FolderPlan:
 
     @cached_property
     def _engine(self) -> Mapping[str, Any]:
+        """The trees of the engine's state. The result is empty if the checkpoint has none."""
         engine = (self.checkpoint.state or {}).get("engine") if isinstance(self.checkpoint.state, dict) else None
         return engine if isinstance(engine, dict) else {}
 
     @cached_property
     def _same_ranks(self) -> bool:
+        """Whether the folder is for the number of ranks that wrote the checkpoint."""
         return self.ranks == self.checkpoint.world_size
 
     @cached_property
@@ -387,50 +409,56 @@ class FolderPlan:
         return optimizer.Saved(self._engine["optimizer"])
 
     def _saved_of(self, rank: int) -> optimizer.Saved:
-        """Returns the optimizer's tree, together with what one rank has for its flat tensors alone, if it has any."""
+        """Returns the optimizer's tree, together with the values that only the flat buffers of one rank have, if there
+        are any."""
         tree = self._engine["optimizer"]
         if not (self._same_ranks and optimizer.Saved.has_bound(tree)):
             return self._saved
         return optimizer.Saved(tree, (self.checkpoint.rank_state(rank) or {}).get("optimizer"))
 
     def _client_state(self, rank: int) -> Mapping[str, Any]:
-        own = self.checkpoint.rank_state(rank) if self.setup.stage == 3 and self._same_ranks and rank else None
-        found = {**self.checkpoint.state, **(own or {})}.get(names.CLIENT_STATE)
-        return found if isinstance(found, dict) else {}
+        """Returns the ``client_state`` of a rank."""
+        rank_state = self.checkpoint.rank_state(rank) if self.setup.stage == 3 and self._same_ranks and rank else None
+        client_state = {**self.checkpoint.state, **(rank_state or {})}.get(names.CLIENT_STATE)
+        return client_state if isinstance(client_state, dict) else {}
 
     def _any_rank_has(self, key: str) -> bool:
-        """Whether the tree of state of any rank has this key. A checkpoint that was converted has no tree of rank 0."""
+        """Returns whether the tree of state of any rank has this key. A checkpoint that was converted has no tree of
+        rank 0."""
         trees = (self.checkpoint.rank_state(rank, lazy=True) for rank in range(self.checkpoint.world_size))
         return any(key in (tree or {}) for tree in trees)
 
     def _named(self, part: str) -> list[str]:
+        """Returns the names of all tensors in a part."""
         return [info.name for info in self.checkpoint.values() if info.part == part]
 
     @cached_property
     def _masterless(self) -> list[str]:
+        """The names of the parameters that have no master weight."""
         trained = set(self._named(MASTER))
         return [name for name in self._named(PARAM) if name not in trained]
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter by name."""
         return {info.name: info.shape for info in self.checkpoint.values() if info.part in (MASTER, PARAM)}
 
     def _aliases(self, part: str) -> dict[str, str]:
-        """Returns for each other name of a tied buffer, or of a tied parameter, the one under which it is stored."""
-        of = set(self._named(BUFFER)) if part == BUFFER else self._shapes.keys()
-        return {alias: name for alias, name in self.checkpoint.aliases.items() if name in of}
+        """Returns for each other name of a tied buffer, or of a tied parameter, the name under which it is stored."""
+        stored = set(self._named(BUFFER)) if part == BUFFER else self._shapes.keys()
+        return {alias: name for alias, name in self.checkpoint.aliases.items() if name in stored}
 
     @cached_property
     def _groups(self) -> list[list[str]]:
         """The names of each param group, in the order in which DeepSpeed will keep them."""
         ranks = self.checkpoint.world_size
-        given = [natural_order(group["params"], self.source, ranks) for group in self._saved.groups]
-        unknown = [name for group in given for name in group if name not in self._shapes]
+        groups = [natural_order(group["params"], self.source, ranks) for group in self._saved.groups]
+        unknown = [name for group in groups for name in group if name not in self._shapes]
         if unknown:
             raise MismatchError(f"the checkpoint does not have the weights of {first_few(unknown, 3)}")
         if self.setup.reorders:
-            given = [[group[n] for n in round_robin(range(len(group)), self.ranks)] for group in given]
-        return given
+            groups = [[group[n] for n in round_robin(range(len(group)), self.ranks)] for group in groups]
+        return groups
 
     @property
     def _is_adam(self) -> bool:
@@ -438,15 +466,15 @@ class FolderPlan:
 
     @property
     def _wrapping(self) -> str:
-        """What one master tensor of DeepSpeed covers. It is "partition" from stage 1 on. At stage 0 it is "group" or
-        "parameter", or "none" where the parameters themselves are the master weights."""
+        """What one tensor of master weights covers in DeepSpeed. From stage 1 on it is "partition". At stage 0 it is
+        "group" or "parameter", or "none" if the parameters themselves are the master weights."""
         if self.setup.stage:
             return "partition"
         if self.setup.dtype == "float32":
             return "none"
         return "group" if self._saved.optimizer_class in optimizer.INTERCHANGEABLE else "parameter"
 
-    def _flats(self, rank: int) -> list[Flat]:
+    def _flats(self, rank: int) -> list[FlatBuffer]:
         muon = [
             bool(group.get("use_muon")) and not (self.setup.cpu_offload or self.setup.bf16_optimizer)
             for group in self._saved.groups
@@ -461,11 +489,13 @@ def _whole(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
 
 
 def _copy(key: str, rank: int) -> str:
-    """The name of a rank's own copy of a tensor. No key has a line break."""
+    """Returns the name in ``FolderPlan.infos`` of a rank's own copy of a tensor. It cannot be a key, because no key
+    contains a line break."""
     return f"{key}\n{rank}"
 
 
 def _key_of(name: str) -> str:
+    """Returns the key of the tensor of which ``_copy`` has made this name."""
     return name.partition("\n")[0]
 
 
@@ -474,4 +504,5 @@ def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.S
 
 
 def _copies(info: TensorInfo) -> set[int]:
+    """Returns the numbers of all copies of a tensor."""
     return {piece.copy for piece in info.pieces}

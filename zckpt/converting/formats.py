@@ -1,4 +1,4 @@
-"""Finds out which format a folder is in, by the names of its files."""
+"""Finds out by the names of its files which format a folder is in."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class Found(NamedTuple):
     """A checkpoint that was found, and its format."""
 
     format: str
-    """``DEEPSPEED``, ``HUGGINGFACE`` or ``ZCKPT``."""
+    """The format: ``DEEPSPEED``, ``HUGGINGFACE`` or ``ZCKPT``."""
     path: str
-    """The directory of the checkpoint itself, also where the given folder is that of a run."""
+    """The directory of the checkpoint itself, even if the caller named the directory of a run."""
 
 
 def find_format(path: str, tag: str | None) -> Found:
-    """Finds the checkpoint at ``path``. If ``path`` is the directory of a run, it is the checkpoint that ``tag`` names,
-    or, without ``tag``, the one that ``latest`` names. Raises CheckpointNotFoundError, UnsupportedError for the format
-    of another program, FormatError for a ``latest`` that cannot be, and StorageError."""
+    """Finds the checkpoint at ``path``. If ``path`` is the directory of a run, this is the checkpoint that ``tag``
+    names, or without ``tag`` the one that ``latest`` names. Raises CheckpointNotFoundError, UnsupportedError for the
+    format of another program, FormatError for a ``latest`` that cannot be the name of a checkpoint, and
+    StorageError."""
     run = os.path.dirname(path) if tag is None else path
     if tag is not None:
         path = os.path.join(path, tag)
@@ -37,13 +38,14 @@ def find_format(path: str, tag: str | None) -> Found:
     if tag is None and latest is not None and _format(entries) not in (DEEPSPEED, ZCKPT):
         run, path = path, os.path.join(path, _named(path, latest))
         entries = _entries(path, run)
-    found = _format(entries)
-    if found is None:
+    format_name = _format(entries)
+    if format_name is None:
         raise _unknown(path, entries)
-    return Found(found, path)
+    return Found(format_name, path)
 
 
 def _format(entries: list[str]) -> str | None:
+    """Returns the format of a folder with these files, or None if zckpt cannot convert it."""
     other = other_formats.other_format(entries)
     if names.MANIFEST in entries:
         return ZCKPT
@@ -51,6 +53,7 @@ def _format(entries: list[str]) -> str | None:
 
 
 def _unknown(path: str, entries: list[str]) -> Exception:
+    """Returns the error for a folder that is in no format that zckpt can convert."""
     other = other_formats.other_format(entries)
     if other is not None:
         return UnsupportedError(f"{path} is {other.what}", hint=other.hint)
@@ -64,13 +67,13 @@ def _unknown(path: str, entries: list[str]) -> Exception:
 
 
 def _those_in(path: str) -> str | None:
-    """A hint that names the checkpoints in a folder."""
+    """Returns a hint that names the checkpoints in a folder, or None if it has none."""
     try:
-        inner = sorted(os.listdir(path))
-        found = [name for name in inner if _format(_listed(os.path.join(path, name)))]
+        entries = sorted(os.listdir(path))
+        checkpoints = [name for name in entries if _format(_listed(os.path.join(path, name)))]
     except OSError:
         return None
-    return f"name one of the checkpoints in {path}: {first_few(found, 5)}" if found else None
+    return f"name one of the checkpoints in {path}: {first_few(checkpoints, 5)}" if checkpoints else None
 
 
 def _listed(path: str) -> list[str]:
@@ -87,7 +90,7 @@ def _entries(path: str, run: str) -> list[str]:
 
 
 def _named(run: str, latest: str) -> str:
-    """Returns the tag that a file ``latest`` holds, which cannot lead out of the run."""
+    """Returns the tag that a file ``latest`` contains. ``read_latest`` refuses a tag that leads out of the run."""
     try:
         return read_latest(open_store(run), latest)
     except FormatError as error:

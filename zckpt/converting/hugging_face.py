@@ -1,8 +1,8 @@
-"""Reads the folder of a Hugging Face model as a ``Source``: its weights and buffers, to begin a run with.
+"""Reads the folder of a Hugging Face model as a ``Source``: its weights and buffers, from which a run can begin.
 
-The folder has the weights under the names that they have on the hub. A checkpoint needs the names of the model's
-parameters. To compare both, a model without memory is made from the configuration, without running any code of the
-folder.
+In the folder, the weights have the names that they have on the hub. A checkpoint needs the names of the model's
+parameters. To compare the two, a model without memory is made from the configuration, without running any code that is
+in the folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffe
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import NDIM_MAX
-from zckpt.state.inventory import BUFFER, PARAM, FileSpan, Fragment
+from zckpt.state.inventory import BUFFER, PARAM, FileRange, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
     import torch
 
 HEADER_BYTES_MAX = 100_000_000
-"""The limit that safetensors itself has."""
+"""The largest header of a safetensors file that is read, in bytes. The safetensors library has the same limit."""
 
 
 def read_hugging_face(path: str) -> Source:
-    """Reads the folder at ``path``. Raises UnsupportedError where transformers is not installed, or would rename or
-    reshape the weights; MissingFileError, FormatError and StorageError."""
+    """Reads the folder at ``path``. Raises UnsupportedError if transformers is not installed, or if it would rename or
+    reshape the weights. Raises MissingFileError, FormatError and StorageError."""
     with values_of(path):
         return _read(path)
 
 
 def _read(path: str) -> Source:
     model = _empty_model(path)
-    (parameters, tied), (buffers, shared) = named_parameters(model), persistent_buffers(model)
-    aliases = {**tied, **shared}
+    (parameters, tied_parameters), (buffers, tied_buffers) = named_parameters(model), persistent_buffers(model)
+    aliases = {**tied_parameters, **tied_buffers}
     files = TorchFiles()
-    found: dict[str, Fragment] = {}
+    fragments: dict[str, Fragment] = {}
     for name, shape, dtype, data in _stored(path, files):
-        own = aliases.get(name, name)
-        place = BUFFER if own in buffers else PARAM
-        numel = data.nbytes // ITEM_BYTES[dtype] if isinstance(data, FileSpan) else data.numel()
-        found.setdefault(own, Fragment(place, own, shape, dtype, 0, numel, data=data))
-    wanted = {name: tuple(tensor.shape) for name, tensor in {**parameters, **buffers}.items()}
-    wrong = [name for name, one in found.items() if wanted.get(name) != one.shape]
-    absent = [name for name in wanted if name not in found]
+        first_name = aliases.get(name, name)
+        part = BUFFER if first_name in buffers else PARAM
+        numel = data.nbytes // ITEM_BYTES[dtype] if isinstance(data, FileRange) else data.numel()
+        fragments.setdefault(first_name, Fragment(part, first_name, shape, dtype, 0, numel, data=data))
+    shapes = {name: tuple(tensor.shape) for name, tensor in {**parameters, **buffers}.items()}
+    wrong = [name for name, fragment in fragments.items() if shapes.get(name) != fragment.shape]
+    absent = [name for name in shapes if name not in fragments]
     if wrong or absent:
         raise UnsupportedError(
             f"{path}: the names or shapes of its weights are not those of the model's parameters: "
@@ -60,15 +60,16 @@ def _read(path: str) -> Source:
         )
 
     def rank(_: int) -> RankPart:
-        return RankPart([found[name] for name in wanted], {}, {}, files.place)
+        return RankPart([fragments[name] for name in shapes], {}, {}, files.place)
 
     description = {"framework": f"transformers {version('transformers')}", "mode": "weights alone"}
-    parts = sorted({one.part for one in found.values()}, reverse=True)
+    parts = sorted({fragment.part for fragment in fragments.values()}, reverse=True)
     missing = (f"everything but weights and buffers: begin a run with zckpt.restore(engine, path, parts={parts})",)
     return Source(path, "Hugging Face model", 1, 0, aliases, {}, {}, description, missing, rank)
 
 
 def _empty_model(path: str) -> Any:
+    """Returns the model without memory that the configuration in the folder describes."""
     config = _json(os.path.join(path, "config.json"))
     model = empty_model(path, config)
     if model is None:
@@ -80,8 +81,9 @@ def _empty_model(path: str) -> Any:
     return model
 
 
-def _stored(path: str, files: TorchFiles) -> Iterator[tuple[str, tuple[int, ...], str, FileSpan | torch.Tensor]]:
-    """Yields the name, shape, dtype and data of each tensor. If there are safetensors files, others are not read."""
+def _stored(path: str, files: TorchFiles) -> Iterator[tuple[str, tuple[int, ...], str, FileRange | torch.Tensor]]:
+    """Yields the name, shape, dtype and data of each tensor. If the folder has safetensors files, other files are not
+    read."""
     for suffix, stem in ((".safetensors", "model"), (".bin", "pytorch_model")):
         for name in _files(path, f"{stem}{suffix}"):
             file = os.path.join(path, name)
@@ -97,6 +99,8 @@ def _stored(path: str, files: TorchFiles) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def _files(path: str, single: str) -> list[str]:
+    """Returns the names of the files with the tensors: those that the index names, or the file ``single`` if there is
+    no index. ``single``: the name of the file of a model that is in one file."""
     index = _index(path, single)
     if index:
         names = _json(index).get("weight_map")
@@ -109,22 +113,24 @@ def _files(path: str, single: str) -> list[str]:
 
 
 def _index(path: str, single: str) -> str | None:
+    """Returns the path of the index, or None if there is none."""
     index = os.path.join(path, f"{single}.index.json")
     return index if os.path.exists(index) else None
 
 
 def _json(path: str) -> dict[str, Any]:
-    """Raises FormatError for what is not a JSON object, and StorageError."""
+    """Returns the content of a JSON file. Raises FormatError if it is not a JSON object, and StorageError."""
     with values_of(path):
         check_regular(path)
         with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    if not isinstance(found, dict):
+            content = json.load(file)
+    if not isinstance(content, dict):
         raise FormatError("the file is not a JSON object", file=path, hint=COPY_AGAIN)
-    return found
+    return content
 
 
-def _safetensors(path: str) -> Iterator[tuple[str, tuple[int, ...], str, FileSpan]]:
+def _safetensors(path: str) -> Iterator[tuple[str, tuple[int, ...], str, FileRange]]:
+    """Yields the name, shape, dtype and place of each tensor in a safetensors file."""
     if not os.path.exists(path):
         raise MissingFileError("a file that the index names is missing", file=path, hint=COPY_AGAIN)
     with values_of(path):
@@ -141,11 +147,11 @@ def _safetensors(path: str) -> Iterator[tuple[str, tuple[int, ...], str, FileSpa
         if name == "__metadata__":
             continue
         try:
-            (start, stop), shape, item = entry["data_offsets"], tuple(entry["shape"]), ITEM_BYTES[entry["dtype"]]
-            natural = all(type(one) is int and one >= 0 for one in (start, stop, *shape))
-            whole = natural and len(shape) <= NDIM_MAX and stop - start == math.prod(shape) * item
+            (start, stop), shape, itemsize = entry["data_offsets"], tuple(entry["shape"]), ITEM_BYTES[entry["dtype"]]
+            natural = all(type(number) is int and number >= 0 for number in (start, stop, *shape))
+            whole = natural and len(shape) <= NDIM_MAX and stop - start == math.prod(shape) * itemsize
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError("an entry of the header cannot be read", file=path, key=name, hint=COPY_AGAIN) from error
         if not whole or 8 + length + stop > size:
             raise FormatError("the file is cut off, or its header is wrong", file=path, key=name, hint=COPY_AGAIN)
-        yield name, shape, entry["dtype"], FileSpan(path, 8 + length + start, stop - start)
+        yield name, shape, entry["dtype"], FileRange(path, 8 + length + start, stop - start)

@@ -2,11 +2,11 @@
 
 Such a file is a zip archive without compression. It has a pickle of all objects, and one record with the bytes of each
 storage. A pickle is a program. Here it may make only plain values and containers, tensors, NumPy's numbers and arrays,
-and objects of a few classes of DeepSpeed. In the place of the latter it gets inert objects, which have the same class
-name and nothing but attributes. For anything else, a FormatError is raised that names it.
+and objects of a few classes of DeepSpeed. Instead of the last of these it gets inert objects, which have the same class
+name, but only attributes and no code. If the pickle asks for anything else, a FormatError is raised that names it.
 
-The tensors share the memory of a mapped file, so a byte is read only when somebody looks at it. ``TorchFiles.place``
-says where in the file the bytes of a tensor lie, for callers that read ranges of the file instead.
+The tensors share the memory of a mapped file, so a byte is read only when somebody uses it. For callers that read
+ranges of the file instead, ``TorchFiles.place`` returns where in the file the bytes of a tensor are.
 """
 
 from __future__ import annotations
@@ -29,25 +29,29 @@ import torch
 from zckpt.converting.source import AS_WRITTEN, COPY_AGAIN, check_regular
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError, ZckptError, from_os_error
 from zckpt.format.limits import NDIM_MAX, TREE_DEPTH_MAX
-from zckpt.state.inventory import FileSpan
+from zckpt.state.inventory import FileRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PICKLE_BYTES_MAX = 256 << 20
-"""The largest pickle that is read, in bytes. A pickle has no tensors in it: that of a model with 100,000 parameters
-takes some 20 MB."""
+"""The largest pickle that is read, in bytes. A pickle contains no values of tensors: that of a model with 100,000
+parameters has about 20 MB."""
 COPIED_BYTES_MAX = 256 << 20
-"""A tensor that does not lie in one range of the file, such as an expanded one, is copied as a whole when it is used.
-All such tensors together may have this many bytes more than the file."""
+"""The number of bytes by which all copied tensors together may exceed the size of the file. A tensor that is not one
+range of the file, such as an expanded one, is copied as a whole when it is used."""
 GROWTH_MAX = 8
 """The largest number of values that a pickle may describe for each of its bytes. A pickle in which no list is in two
-places describes less than one. A list that contains itself has no end."""
+places describes less than one value for each byte. A pickle with a list that contains itself describes values without
+end."""
 _ENCRYPTED = 1
-"""The flag of a record of a zip archive."""
+"""The flag bit that marks an encrypted record of a zip archive."""
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+"""The header in front of a record of a zip archive. Its last two fields are the lengths of the name and of the extra
+field that follow it."""
 _ZIP, _OLD = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-"""The first bytes of a file that torch 1.6 or newer has written, and of one that an older torch has written."""
+"""The first bytes of a file that torch 1.6 or newer has written (``_ZIP``), and of a file that an older torch has
+written (``_OLD``)."""
 _INERT = frozenset({
     "torch.Tensor",
     "torch._tensor.Tensor",
@@ -58,30 +62,37 @@ _INERT = frozenset({
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
 })  # fmt: skip
+"""The classes in whose place a pickle gets inert objects."""
 _PLAIN: dict[str, type] = {
-    **{f"builtins.{one.__name__}": one for one in (int, float, complex, list, dict, set, frozenset)},
-    **{f"__builtin__.{one.__name__}": one for one in (int, float, complex, list, dict, set, frozenset)},
-    **{f"collections.{one.__name__}": one for one in (OrderedDict, Counter, defaultdict)},
-    **{f"datetime.{one.__name__}": one for one in (date, datetime, time)},
+    **{f"builtins.{kind.__name__}": kind for kind in (int, float, complex, list, dict, set, frozenset)},
+    **{f"__builtin__.{kind.__name__}": kind for kind in (int, float, complex, list, dict, set, frozenset)},
+    **{f"collections.{kind.__name__}": kind for kind in (OrderedDict, Counter, defaultdict)},
+    **{f"datetime.{kind.__name__}": kind for kind in (date, datetime, time)},
     **{
-        f"{at}.{name}": PurePosixPath for at in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")
+        f"{module}.{name}": PurePosixPath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath")
     },
-    **{f"{at}.WindowsPath": PureWindowsPath for at in ("pathlib", "pathlib._local")},
+    **{f"{module}.WindowsPath": PureWindowsPath for module in ("pathlib", "pathlib._local")},
     "torch.Size": torch.Size,
 }
+"""The classes of plain values and containers that a pickle may make."""
 _STORAGES = {
     "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
     "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128, "UntypedStorage": torch.uint8,
 }  # fmt: skip
+"""The dtype of each class of storages."""
 _NUMPY_KINDS = frozenset("biufcSU")
+"""NumPy's letters for the kinds of dtypes that an array in a pickle may have: numbers, bool, bytes and text."""
 
 
 class Inert:
-    """Stands for an object of a class that is known by its name only."""
+    """Stands for an object of a class of which only the name is used."""
 
     args: tuple[Any, ...] = ()
+    """The arguments with which the pickle has made the object."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
         made = super().__new__(cls)
@@ -93,15 +104,17 @@ class Inert:
 
 
 class TorchFiles:
-    """The files that were loaded, and where in memory they are mapped."""
+    """The files that were loaded, and the places in memory to which they are mapped."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
+        """The address of each mapped file, in ascending order."""
         self._files: list[tuple[int, int, str, torch.UntypedStorage]] = []
-        """The address, the size in bytes, the path and the storage of each mapped file, in the order of addresses."""
+        """The address, the size in bytes, the path and the storage of each mapped file, in ascending order of the
+        addresses."""
 
     def load(self, path: str) -> Any:
-        """Returns what was saved in a file, with its tensors mapped. Raises MissingFileError, FormatError,
+        """Returns what was saved in a file. Its tensors are mapped. Raises MissingFileError, FormatError,
         UnsupportedError and StorageError."""
         try:
             archive = _open(path)
@@ -125,33 +138,36 @@ class TorchFiles:
             raise MissingFileError("a file of the checkpoint is missing", file=path, hint=COPY_AGAIN) from error
         except OSError as error:
             raise from_os_error(error, "read", path) from error
-        except Exception as error:  # whatever a damaged archive can make of zipfile
+        except Exception as error:  # A damaged archive can make zipfile raise almost any error.
             raise FormatError(f"this is not a whole file of torch.save: {error}", file=path, hint=COPY_AGAIN) from error
 
-    def place(self, data: torch.Tensor | FileSpan | None) -> torch.Tensor | FileSpan | None:
-        """Returns the range of a file in which the bytes of a contiguous tensor lie, or ``data`` itself if they do not
-        lie in a mapped file."""
+    def place(self, data: torch.Tensor | FileRange | None) -> torch.Tensor | FileRange | None:
+        """Returns the range of a file that has the bytes of a contiguous tensor, or ``data`` itself if it is not in a
+        mapped file."""
         if not isinstance(data, torch.Tensor) or not data.numel():
             return data
         nbytes, address = data.numel() * data.element_size(), data.data_ptr()
-        found = bisect_right(self._bases, address) - 1
-        if found < 0:
+        index = bisect_right(self._bases, address) - 1
+        if index < 0:
             return data
-        base, size, path, _ = self._files[found]
-        return FileSpan(path, address - base, nbytes) if address + nbytes <= base + size else data
+        base, size, path, _ = self._files[index]
+        return FileRange(path, address - base, nbytes) if address + nbytes <= base + size else data
 
     def _map(self, path: str) -> torch.UntypedStorage:
+        """Maps a file to memory, and returns all of it as one storage."""
         with open(path, "rb") as file:
             size = file.seek(0, io.SEEK_END)
         mapped = cast("torch.UntypedStorage", torch.UntypedStorage.from_file(path, False, size))
         base = mapped.data_ptr()
-        at = bisect_right(self._bases, base)
-        self._bases.insert(at, base)
-        self._files.insert(at, (base, size, path, mapped))
+        index = bisect_right(self._bases, base)
+        self._bases.insert(index, base)
+        self._files.insert(index, (base, size, path, mapped))
         return mapped
 
 
 def _open(path: str) -> zipfile.ZipFile:
+    """Opens a file of ``torch.save``. Raises UnsupportedError for the format of torch before 1.6, and FormatError for a
+    file in another format."""
     check_regular(path)
     with open(path, "rb") as file:
         first = file.read(len(_OLD))
@@ -169,19 +185,20 @@ def _open(path: str) -> zipfile.ZipFile:
 
 
 def _small(archive: zipfile.ZipFile, info: zipfile.ZipInfo | None, bytes_max: int) -> bytes | None:
-    """Returns a record of at most ``bytes_max``, as torch writes it, which is neither compressed nor encrypted; None if
-    it is not such a record."""
+    """Returns the content of a record with at most ``bytes_max`` bytes. Returns None if there is no such record, if it
+    is longer, or if it is compressed or encrypted, as torch never writes it."""
     if info is None or not _is_plain(info) or not 0 <= info.file_size == info.compress_size <= bytes_max:
         return None
     return archive.read(info)
 
 
 def _is_plain(info: zipfile.ZipInfo) -> bool:
+    """Returns whether a record is neither compressed nor encrypted."""
     return info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _ENCRYPTED
 
 
 class _Call:
-    """What a pickle gets and may call in the place of a function."""
+    """An object that a pickle gets instead of a function, and that it may call."""
 
     __slots__ = ("_make",)
 
@@ -193,54 +210,59 @@ class _Call:
 
 
 class _Storage:
-    """The record of a storage, whose bytes are ``numel`` elements of a dtype."""
+    """The record of a storage, whose bytes are ``numel`` elements of one dtype."""
 
     def __init__(self, data: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> None:
         self.data, self.dtype, self.numel = data, dtype, numel
 
 
 class _Array(Inert):
-    """A NumPy array, whose values the pickle sets after it has made the object."""
+    """A NumPy array. The pickle first makes the object, and then sets its value."""
 
     value: Any = None
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own unpickler, in the version written in Python. The one in C takes memory for as many objects as a
-    pickle claims to have."""
+    """Python's own unpickler, in its implementation in Python. The implementation in C allocates memory for as many
+    objects as a pickle claims to have."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    """The opcodes that a pickle may use, each with its method. Opcodes that make objects in other ways, and that torch
+    does not use, are removed."""
     del dispatch[pickle.NEWOBJ_EX[0]], dispatch[pickle.OBJ[0]], dispatch[pickle.INST[0]]
-    """Without further ways to make objects, which torch has no use for."""
 
     def __init__(self, raw: bytes, mapped: torch.UntypedStorage, names: dict[str, zipfile.ZipInfo], path: str) -> None:
         super().__init__(io.BytesIO(raw), encoding="utf-8")
         self._mapped, self._names, self._path = mapped, names, path
         self._values_max = GROWTH_MAX * len(raw)
+        """The largest number of values that the pickle may describe."""
         self._copied_values = 0
-        """The number of values that calls of the pickle were given to copy."""
+        """The number of values that calls of the pickle were given to copy so far."""
         self._nested: dict[int, tuple[tuple[Any, ...], int, int]] = {}
-        """The tuples that have tuples in them, by id, each with the number of values in it and its depth."""
+        """The tuples that have tuples in them, by id. Each entry also has the number of values in the tuple and its
+        depth."""
         self._made: dict[str, Any] = {}
+        """What ``find_class`` has returned for each name."""
         self._storages: dict[tuple[str, torch.dtype], _Storage] = {}
+        """The storages by the key of their record and their dtype."""
 
     def load(self) -> Any:
         try:
-            found = super().load()
-            if _sum(found, _values, self._values_max + 1, {}) > self._values_max:
+            tree = super().load()
+            if _sum(tree, _values, self._values_max + 1, {}) > self._values_max:
                 raise self._too_many()
-            if _sum(found, _copied_bytes, 0, {}) > self._mapped.nbytes() + COPIED_BYTES_MAX:
+            if _sum(tree, _copied_bytes, 0, {}) > self._mapped.nbytes() + COPIED_BYTES_MAX:
                 raise FormatError(
                     "its tensors, some of which have more elements than are stored, would take far more memory than "
                     "the file has bytes", file=self._path,
                     hint="in the training script, register the clone() of buffers that are expanded, and save again",
                 )  # fmt: skip
-            return self._resolved(found, {})
+            return self._resolved(tree, {})
         except (FormatError, UnsupportedError):
             raise
         except OSError:
             raise
-        except Exception as error:  # a pickle can be made to raise any error
+        except Exception as error:  # A pickle can be written so that it raises any error.
             raise FormatError(f"its pickle cannot be read: {error or type(error).__name__}", file=self._path) from error
 
     def find_class(self, module: str, name: str) -> Any:
@@ -250,16 +272,17 @@ class _Unpickler(pickle._Unpickler):
         return self._made[path]
 
     def _make(self, path: str, module: str, name: str) -> Any:
+        """Returns what a pickle gets for a global name. Raises FormatError for a name that is not known here."""
         if path in _PLAIN:
             return _PLAIN[path]
         if path in _INERT:
-            return type(name, (Inert,), {})  # a new class for each file, which no other pickle can have changed
-        known: dict[str, Callable[..., Any]] = {
+            return type(name, (Inert,), {})  # Each file gets a new class, which no other pickle can have changed.
+        functions: dict[str, Callable[..., Any]] = {
             "torch._utils._rebuild_tensor_v2": self._tensor, "torch._utils._rebuild_parameter": lambda data, *_: data,
             "torch._tensor._rebuild_from_type_v2": _with_name, "_codecs.encode": _encoded, "numpy.dtype": _dtype,
         }  # fmt: skip
-        if path in known:
-            return _Call(known[path])
+        if path in functions:
+            return _Call(functions[path])
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name in ("_reconstruct", "scalar"):
             return _Call(_scalar if name == "scalar" else lambda *_: _Array())
         if path == "numpy.ndarray":
@@ -284,12 +307,14 @@ class _Unpickler(pickle._Unpickler):
         return self._storages[key, dtype]
 
     def _record(self, name: str, dtype: torch.dtype, numel: int) -> _Storage:
+        """Returns a record of a storage. Raises FormatError if it is missing, compressed, or shorter than ``numel``
+        elements."""
         info = self._names.get(name)
         if info is None:
             raise FormatError(f"its record {name} is missing", file=self._path, hint=COPY_AGAIN)
-        at = info.header_offset
-        header = _LOCAL_HEADER.unpack(bytes(self._mapped[at : at + _LOCAL_HEADER.size].tolist()))
-        start = at + _LOCAL_HEADER.size + header[-2] + header[-1]
+        offset = info.header_offset
+        header = _LOCAL_HEADER.unpack(bytes(self._mapped[offset : offset + _LOCAL_HEADER.size].tolist()))
+        start = offset + _LOCAL_HEADER.size + header[-2] + header[-1]
         nbytes = numel * dtype.itemsize
         whole = _is_plain(info) and 0 <= nbytes <= info.file_size
         if header[0] != _ZIP or not whole or start + nbytes > self._mapped.nbytes() or start % dtype.itemsize:
@@ -300,12 +325,15 @@ class _Unpickler(pickle._Unpickler):
         return _Storage(self._mapped[start : start + nbytes], dtype, numel)
 
     def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> torch.Tensor:
+        """Returns the tensor that ``torch._utils._rebuild_tensor_v2`` would return. Raises FormatError if it would have
+        elements outside of its storage."""
         if not isinstance(storage, _Storage):
             raise FormatError("its pickle describes a tensor in an unknown way", file=self._path)
         sizes, strides = tuple(size), tuple(stride)
         numbers = (offset, *sizes, *strides)
         last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if 0 not in sizes else -1
-        if any(type(one) is not int or one < 0 for one in numbers) or last >= storage.numel or len(sizes) > NDIM_MAX:
+        natural = all(type(number) is int and number >= 0 for number in numbers)
+        if not natural or last >= storage.numel or len(sizes) > NDIM_MAX:
             raise FormatError("a tensor goes beyond the end of its storage", file=self._path, hint=COPY_AGAIN)
         if last < 0:
             return torch.empty(sizes, dtype=storage.dtype)
@@ -331,17 +359,20 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = _build
 
     def _append_tuple(self, made: tuple[Any, ...]) -> None:
-        """Puts a new tuple on the stack. A tuple that becomes a key of a dict is hashed with all that is in it, which
-        takes without end where the same tuple is in too many places: so it is refused before."""
-        below = [self._nested.get(id(one), (one, len(one), 1)) for one in made if type(one) is tuple]
-        if below:
-            values, depth = len(made) + sum(one[1] for one in below), 1 + max(one[2] for one in below)
+        """Puts a new tuple on the stack. Raises FormatError for a tuple that, together with the tuples inside it, has
+        too many values or too many levels. If such a tuple became a key of a dict, it would be hashed with everything
+        inside it, which would take endless time if the same tuple is in many places."""
+        inner = [self._nested.get(id(item), (item, len(item), 1)) for item in made if type(item) is tuple]
+        if inner:
+            values = len(made) + sum(inner_values for _, inner_values, _ in inner)
+            depth = 1 + max(inner_depth for _, _, inner_depth in inner)
             if values > self._values_max or depth > TREE_DEPTH_MAX:
                 raise self._too_many()
             self._nested[id(made)] = made, values, depth
         self.append(made)  # type: ignore[attr-defined]
 
     def _tuple_of(self, count: int) -> None:
+        """Puts a new tuple of the last ``count`` values of the stack in their place."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined]
         made = tuple(stack[-count:])
         del stack[-count:]
@@ -353,9 +384,9 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.TUPLE3[0]] = lambda self: self._tuple_of(3)
 
     def _copies(self, args: Any) -> Any:
-        """Returns the arguments of a call, after it has counted the values that the call may copy. A pickle may give
-        the same list or text to many calls."""
-        self._copied_values += sum(len(one) for one in args if isinstance(one, Sized))
+        """Counts the values that a call may copy, and returns the arguments of the call. A pickle may give the same
+        list or text to many calls."""
+        self._copied_values += sum(len(argument) for argument in args if isinstance(argument, Sized))
         if self._copied_values > self._values_max:
             raise self._too_many()
         return args
@@ -381,15 +412,15 @@ class _Unpickler(pickle._Unpickler):
         )  # fmt: skip
 
     def _resolved(self, value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
-        """Returns ``value`` with NumPy's arrays in the place of the objects that stand for them. Containers are changed
-        in place where that is possible. ``known``: containers by id, each with what it has become."""
+        """Returns ``value`` with NumPy's arrays instead of the objects that stand for them. Containers are changed in
+        place if that is possible. ``known``: for the id of each container, the container and what it has become."""
         if isinstance(value, _Array):
             return value.value
         if not isinstance(value, (dict, list, tuple, Inert)):
             return value
         if id(value) in known:
             return known[id(value)][1]
-        known[id(value)] = value, value  # with the value itself, or its id could become that of another one
+        known[id(value)] = value, value  # Keeps the container alive, so that no other object can get its id.
         if isinstance(value, dict):
             for key, item in value.items():
                 value[key] = self._resolved(item, known)
@@ -405,23 +436,25 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _sum(value: Any, of: Callable[[Any], int], again: int, known: dict[int, int]) -> int:
-    """Returns the sum of ``of`` over all values of a tree. A container in two places counts twice. ``again``: what a
-    container counts inside of itself. ``known``: the sums of containers by id."""
+    """Returns the sum of ``of`` over all values of a tree. A container that is in two places counts twice. ``again``:
+    what a container counts for where it is inside itself. ``known``: the sums of containers by id."""
     if isinstance(value, _Array) or not isinstance(value, (dict, list, tuple, set, frozenset, Inert)):
         return of(value)
     if id(value) not in known:
         known[id(value)] = again
         inner = vars(value) if isinstance(value, Inert) else value
         items = (*inner, *inner.values()) if isinstance(inner, dict) else inner
-        known[id(value)] = of(value) + sum(_sum(one, of, again, known) for one in items)
+        known[id(value)] = of(value) + sum(_sum(item, of, again, known) for item in items)
     return known[id(value)]
 
 
 def _values(value: Any) -> int:
+    """Returns the number of values for which a value of a tree counts. An array counts for each of its bytes."""
     return int(value.value.nbytes) + 1 if isinstance(value, _Array) and value.value is not None else 1
 
 
 def _copied_bytes(value: Any) -> int:
+    """Returns the number of bytes of a tensor that must be copied when it is used, and 0 for any other value."""
     copied = isinstance(value, torch.Tensor) and not value.is_contiguous()
     return value.numel() * value.element_size() if copied else 0
 
@@ -436,6 +469,7 @@ class _Dtype:
 
     @property
     def value(self) -> np.dtype[Any]:
+        """The dtype, with the byte order that the pickle has set."""
         return self.dtype.newbyteorder(">") if self.swapped else self.dtype
 
 
@@ -451,8 +485,8 @@ def _scalar(dtype: _Dtype, raw: object) -> Any:
 
 def _array(state: Any) -> Any:
     _, shape, dtype, in_columns, raw = state
-    found = np.frombuffer(_bytes(raw), dtype.value).reshape(shape, order="F" if in_columns else "C")
-    return found.astype(dtype.dtype.newbyteorder("="))
+    array = np.frombuffer(_bytes(raw), dtype.value).reshape(shape, order="F" if in_columns else "C")
+    return array.astype(dtype.dtype.newbyteorder("="))
 
 
 def _bytes(raw: object) -> bytes:
@@ -462,8 +496,8 @@ def _bytes(raw: object) -> bytes:
 
 
 def _with_name(make: object, kind: object, args: Any, state: object) -> torch.Tensor:
-    """Returns a tensor that was saved with attributes. Of these only the name that DeepSpeed gives to what it offloads
-    is kept."""
+    """Returns a tensor that was saved with attributes. Of these, only the name that DeepSpeed gives to an offloaded
+    tensor (``ds_id``) is kept."""
     made = make(*args) if isinstance(make, _Call) else None
     if not isinstance(made, torch.Tensor):
         raise TypeError("a tensor of an unknown kind")
@@ -473,7 +507,7 @@ def _with_name(make: object, kind: object, args: Any, state: object) -> torch.Te
 
 
 def _encoded(text: object, encoding: object) -> bytes:
-    """Returns the bytes that Python pickled as text. Pickles of protocol 2 and lower have no bytes of their own."""
+    """Returns bytes that Python has pickled as text, because pickles of protocol 2 and lower cannot contain bytes."""
     if not isinstance(text, str) or encoding != "latin1":
         raise TypeError("text in an unknown encoding")
     return text.encode("latin1")

@@ -1,4 +1,4 @@
-"""What a folder of another format holds, in the form in which it can be written as a checkpoint."""
+"""The state that was read from a folder in another format, in the form in which it can be written as a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.state.inventory import FileSpan, Fragment
+    from zckpt.state.inventory import FileRange, Fragment
 
 
 COPY_AGAIN = "copy the checkpoint to this folder again, or take another one"
@@ -23,18 +23,19 @@ AS_WRITTEN = "give the checkpoint as the training run has written it, with all i
 
 
 class RankPart(NamedTuple):
-    """What one rank has of a source."""
+    """The part of a source that one rank has."""
 
     fragments: list[Fragment]
     """The fragments of tensors that the rank has. Their data are mapped files of the source, or are in memory if they
     are small."""
     state: Mapping[str, Any]
-    """The tree of this rank alone. It is empty if the rank has none."""
+    """The tree of state of this rank alone. It is empty if the rank has none."""
     optimizer: Mapping[str, Any]
-    """What the files of this rank say about the state that the optimizer keeps once for all ranks. It has to be equal
-    on all ranks."""
-    place: Callable[[torch.Tensor | FileSpan | None], torch.Tensor | FileSpan | None]
-    """Returns for the data of a fragment where they lie: the range of a file for a tensor that is mapped."""
+    """What the files of this rank contain of the optimizer's state that is kept once for all ranks. It must be equal on
+    all ranks."""
+    place: Callable[[torch.Tensor | FileRange | None], torch.Tensor | FileRange | None]
+    """A function that returns the range of a file in which the data of a fragment are, if they are a mapped tensor. It
+    returns other data as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,32 +43,33 @@ class Source:
     """One training state that was found in a folder."""
 
     path: str
+    """The directory in which the state was found."""
     found_format: str
-    """What the folder is, in words."""
+    """A description of the folder for people, such as "DeepSpeed checkpoint, ZeRO stage 3"."""
     world_size: int
     """The number of ranks that wrote the folder."""
     step: int
     """The number of training steps that were done."""
     aliases: Mapping[str, str]
-    """For each other name of a tied weight the name under which it is stored."""
+    """For each other name of a tied weight, the name under which it is stored."""
     state: Mapping[str, Any]
     """The tree of the engine's state that all ranks share."""
     client_state: Mapping[str, Any]
     """What the caller of ``save_checkpoint`` has saved."""
     description: Mapping[str, str]
-    """The framework, its mode and its versions, as ``EngineAdapter.description`` has them."""
+    """The framework, its versions and its mode, as in ``EngineAdapter.description``."""
     missing: tuple[str, ...]
-    """What a checkpoint has that the engine writes, and the source does not have. Each entry is a phrase."""
+    """A phrase for each thing that a checkpoint of the same engine would have, and that the source does not have."""
     rank: Callable[[int], RankPart]
-    """Reads what one rank has. It reads it again at each call, so that the memory for all ranks is never needed at
-    once."""
+    """A function that reads what one rank has. It reads it again at each call, so that the state of all ranks need not
+    be in memory at once."""
 
 
 @contextmanager
 def values_of(file: str) -> Iterator[None]:
-    """A context in which the values of ``file`` are used. If a value leads to an error of Python, because it is of a
-    kind that it cannot be, the context raises FormatError; for an error of the system, StorageError. An error of zckpt
-    that names no file yet is made to name this one, and a FormatError without a hint to say what to do."""
+    """A context in which the values of ``file`` are used. If a value causes an error of Python, because it is not what
+    it has to be, the context raises FormatError instead. For an error of the operating system, it raises StorageError.
+    An error of zckpt that names no file is changed to name this file, and a FormatError without a hint gets one."""
     try:
         yield
     except ZckptError as error:
@@ -85,7 +87,7 @@ def values_of(file: str) -> Iterator[None]:
 
 
 def check_regular(path: str) -> None:
-    """Raises FormatError for what is not a regular file, because to open a pipe would wait for somebody who writes.
-    Raises OSError."""
+    """Raises FormatError if ``path`` is not a regular file. To open a pipe, for example, would block until somebody
+    writes to it. Raises OSError if the file cannot be examined."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise FormatError("this is not a regular file", file=path, hint=AS_WRITTEN)

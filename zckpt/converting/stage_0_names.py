@@ -1,8 +1,8 @@
 """Finds the names of the parameters in an optimizer of stage 0, for which DeepSpeed saves no names.
 
-Such an optimizer numbers its parameters, group by group. They are taken to be in the order of the module, if their
-shapes agree with that. If there are master weights, these decide: rounded to the dtype of the model, they are equal to
-its weights. If more than one answer is possible, an error is raised.
+Such an optimizer numbers its parameters, group by group. If their shapes agree with the order of the parameters in the
+module, they are assumed to be in that order. If there are master weights, their values decide: rounded to the dtype of
+the model, they are equal to its weights. If more than one answer is possible, an error is raised.
 """
 
 from __future__ import annotations
@@ -18,72 +18,74 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 COMPARED_NUMEL = 65536
-"""The number of elements of a parameter that are compared to tell it from others."""
+"""The largest number of elements of a parameter that are compared to tell it from other parameters."""
 HINT = (
     "load the checkpoint into an engine after zckpt.attach(engine), which reads DeepSpeed's checkpoints too, and write "
     "it with zckpt.write"
 )
+"""What the errors of this module advise the user to do."""
 
 
 def named_by_shape(
     groups: Sequence[Sequence[tuple[int, ...] | None]], module: Mapping[str, torch.Tensor]
 ) -> list[list[str]]:
-    """Returns the names of the parameters of each group. ``groups``: the shapes of these parameters; None stands for a
-    parameter without any state, whose shape is not known. Raises UnsupportedError where more than one order is
+    """Returns the names of the parameters of each group. ``groups``: the shapes of these parameters. None stands for a
+    parameter without any state, whose shape is not known. Raises UnsupportedError if more than one order is
     possible."""
-    slots = [shape for group in groups for shape in group]
+    all_shapes = [shape for group in groups for shape in group]
     shapes = {name: tuple(weight.shape) for name, weight in module.items()}
-    if len(slots) == len(shapes) and all(a in (None, b) for a, b in zip(slots, shapes.values(), strict=True)):
+    if len(all_shapes) == len(shapes) and all(a in (None, b) for a, b in zip(all_shapes, shapes.values(), strict=True)):
         names = iter(shapes)
         return [[next(names) for _ in group] for group in groups]
     places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for number, group in enumerate(groups):
-        for at, shape in enumerate(group):
+        for position, shape in enumerate(group):
             if shape is None:
                 raise _unknown("some of them have no state yet")
-            places.setdefault(shape, []).append((number, at))
-    found = [[""] * len(group) for group in groups]
-    for shape, own in places.items():
-        called = [name for name, other in shapes.items() if other == shape]
-        if len(called) != len(own) or len({number for number, _ in own}) > 1:
-            raise _unknown(f"{len(called)} weights of the module and {len(own)} of the optimizer are {list(shape)}")
-        for (number, at), name in zip(own, called, strict=True):
-            found[number][at] = name
-    return found
+            places.setdefault(shape, []).append((number, position))
+    names_of_groups = [[""] * len(group) for group in groups]
+    for shape, positions in places.items():
+        fitting = [name for name, other in shapes.items() if other == shape]
+        if len(fitting) != len(positions) or len({number for number, _ in positions}) > 1:
+            counts = f"{len(fitting)} weights of the module and {len(positions)} of the optimizer"
+            raise _unknown(f"{counts} are {list(shape)}")
+        for (number, position), name in zip(positions, fitting, strict=True):
+            names_of_groups[number][position] = name
+    return names_of_groups
 
 
 def named_by_value(flats: Sequence[torch.Tensor], module: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Returns the names of the parameters of each group. ``flats``: for each group the flat tensor in which the master
-    weights of its parameters lie one behind the other. Raises UnsupportedError where more than one answer is possible,
-    or none."""
-    left = {name: weight for name, weight in module.items() if weight.numel()}
-    found: dict[int, list[str]] = {}
-    while len(found) < len(flats):
-        known = len(found)
+    """Returns the names of the parameters of each group. ``flats``: for each group, the flat buffer in which the master
+    weights of its parameters lie one after another. Raises UnsupportedError if no answer is possible, or more than
+    one."""
+    unused = {name: weight for name, weight in module.items() if weight.numel()}
+    names_of_groups: dict[int, list[str]] = {}
+    while len(names_of_groups) < len(flats):
+        known = len(names_of_groups)
         for number, flat in enumerate(flats):
-            names = None if number in found else _only_order(flat, left)
+            names = None if number in names_of_groups else _only_order(flat, unused)
             if names is not None:
-                found[number] = names
-                left = {name: weight for name, weight in left.items() if name not in names}
-        if len(found) == known:
+                names_of_groups[number] = names
+                unused = {name: weight for name, weight in unused.items() if name not in names}
+        if len(names_of_groups) == known:
             raise _unknown("for one place in the optimizer, several weights of the module fit, or none does")
-    return [found[number] for number in range(len(flats))]
+    return [names_of_groups[number] for number in range(len(flats))]
 
 
 def check_values(masters: Sequence[torch.Tensor], names: Sequence[str], module: Mapping[str, torch.Tensor]) -> None:
-    """Raises UnsupportedError unless each master weight, rounded, equals the weight of this name."""
+    """Raises UnsupportedError unless each master weight, after rounding, equals the weight of this name."""
     for master, name in zip(masters, names, strict=True):
         if not _same(master, 0, module[name]):
             raise _unknown(f"the weight {name} does not fit its place in the optimizer")
 
 
 def _only_order(flat: torch.Tensor, module: Mapping[str, torch.Tensor]) -> list[str] | None:
-    """Returns the only choice of weights, in the order of ``module``, that fills ``flat``. Returns None if there is
-    more than one such choice, or none."""
+    """Returns the only choice of weights that fills ``flat`` in the order of ``module``. Returns None if there is no
+    such choice, or more than one."""
     names, weights = list(module), list(module.values())
     ways: dict[int, dict[int, tuple[int, int]]] = {0: {-1: (1, -1)}}
-    """For each element at which a weight can end, the numbers of the weights that can end there. Each has the number of
-    ways in which it can, and a weight that may come before it."""
+    """For each element of ``flat`` at which a weight can end, the numbers of the weights that can end there. For each
+    of these weights, the value has the number of ways that lead to it, and a weight that can come before it."""
     ends = [0]
     while ends and ends[0] < flat.numel():
         offset = heapq.heappop(ends)
@@ -94,23 +96,25 @@ def _only_order(flat: torch.Tensor, module: Mapping[str, torch.Tensor]) -> list[
                     end = offset + weights[number].numel()
                     if end not in ways:
                         heapq.heappush(ends, end)
-                    before = ways.setdefault(end, {}).get(number, (0, 0))[0]
-                    ways[end][number] = before + count, last
+                    ways_before = ways.setdefault(end, {}).get(number, (0, 0))[0]
+                    ways[end][number] = ways_before + count, last
     last_ones = ways.get(flat.numel(), {})
     if sum(count for count, _ in last_ones.values()) != 1:
         return None
     offset, (last,) = flat.numel(), last_ones
-    found = []
+    chosen = []
     while offset:
-        found.append(names[last])
+        chosen.append(names[last])
         offset, last = offset - weights[last].numel(), ways[offset][last][1]
-    return found[::-1]
+    return chosen[::-1]
 
 
 def _same(flat: torch.Tensor, offset: int, weight: torch.Tensor) -> bool:
+    """Returns whether the elements of ``flat`` from ``offset`` on, rounded to the dtype of ``weight``, equal
+    ``weight``. At most ``COMPARED_NUMEL`` elements are compared."""
     if offset + weight.numel() > flat.numel():
         return False
-    for count in (16, COMPARED_NUMEL):  # most weights differ in their first elements
+    for count in (16, COMPARED_NUMEL):  # Most weights already differ in their first elements.
         count = min(weight.numel(), count)
         rounded = flat.detach().view(-1).narrow(0, offset, count).to(weight.dtype)
         if not torch.equal(_bits(rounded), _bits(weight.detach().view(-1)[:count])):
@@ -119,10 +123,12 @@ def _same(flat: torch.Tensor, offset: int, weight: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor, so that NaN is equal to the same NaN."""
     return tensor.contiguous().view(torch.uint8)
 
 
 def _unknown(why: str) -> UnsupportedError:
+    """Returns the error for an optimizer whose parameters cannot be named."""
     return UnsupportedError(
         f"at stage 0, DeepSpeed saves the optimizer's state without names, which cannot be found out here: {why}",
         hint=HINT,

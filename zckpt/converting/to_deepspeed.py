@@ -7,7 +7,8 @@
     <destination>/<tag>/zero_pp_rank_R_mp_rank_00_optim_states.pt master weights and moments of rank R; in bf16 the
                                                                   name begins with "bf16_"
 
-Each file is planned as a tree (deepspeed_plan.py), whose tensors are read from the checkpoint while it is written.
+Each file is planned as a tree (deepspeed_plan.py), whose tensors are read from the checkpoint while the file is
+written.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.converting.deepspeed_plan import FolderPlan
 from zckpt.converting.source import values_of
-from zckpt.errors import CheckpointExistsError, NoSpaceError, from_os_error
+from zckpt.errors import CheckpointExistsError, from_os_error
 from zckpt.exporting.checkpoint_source import CheckpointFiller
 from zckpt.exporting.write import write_files
 from zckpt.format import names
@@ -29,7 +30,9 @@ from zckpt.listing.runs import refuse_in_checkpoint
 from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.storage.files import put_in_place, take_back
+from zckpt.storage.process_names import remove_left_over, temporary
 from zckpt.storage.schemes import open_store
+from zckpt.storage.space import Space
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,14 +59,15 @@ def to_deepspeed(
 
     ``tag``: the name of the folder; None means ``global_step<N>``. ``stage`` (0 to 3) and ``world_size``: the ZeRO
     stage and the number of ranks of the engines that will load the folder; None means those of the checkpoint.
-    ``overwrite``: replace a folder in DeepSpeed's format that is there. ``budget``: the memory that is used; None means
-    that of the checkpoint. The processes ``ranks`` share the files. All of them have to call this function.
+    ``overwrite``: whether a folder in DeepSpeed's format that exists already is replaced. ``budget``: the memory that
+    may be used; None means the budget of the checkpoint. The processes ``ranks`` share the files, and all of them have
+    to call this function.
 
-    Returns the path of the folder, and what the folder lacks, a phrase for each thing. Raises UnsupportedError for a
-    checkpoint that is not of a training run with DeepSpeed; MismatchError for optimizer state that cannot be cut for
-    this stage and world size; ValueError for a stage or world size that does not exist; CheckpointExistsError;
-    NoSpaceError and StorageError; and FormatError for a damaged checkpoint. After an error, nothing of the folder is
-    left in ``destination``.
+    Returns the path of the folder, and a phrase for each thing that the folder lacks. Raises UnsupportedError for a
+    checkpoint that is not of a training run with DeepSpeed. Raises MismatchError for optimizer state that cannot be cut
+    for this stage and world size. Raises ValueError for a stage or world size that does not exist. Raises
+    CheckpointExistsError, NoSpaceError and StorageError, and FormatError for a damaged checkpoint. After an error,
+    nothing of the folder remains in ``destination``.
     """
     tag = f"global_step{checkpoint.step}" if tag is None else tag
     run = os.path.abspath(destination)
@@ -77,19 +81,19 @@ def to_deepspeed(
 
     filler, sizes, missing = ranks.together(measure, "plan the folder")
     file_bytes = [nbytes for nbytes, _ in sizes]
-    own = [number for number, owner in enumerate(shared_out(file_bytes, ranks.size)) if owner == ranks.rank]
+    own_files = [number for number, owner in enumerate(shared_out(file_bytes, ranks.size)) if owner == ranks.rank]
 
     def write() -> None:
-        with reported(progress, "convert", sum(sizes[number][1] for number in own)) as filler.advance:
+        with reported(progress, "convert", sum(sizes[number][1] for number in own_files)) as filler.advance:
             for number, file in enumerate(plan.files()):
-                if number in own:
+                if number in own_files:
                     write_files(open_store(directory), [file], (), filler, filler.budget)
 
-    with ExitStack() as made:
-        new = _new_directory(run, tag, sum(file_bytes), overwrite)
-        directory = ranks.first(lambda: made.enter_context(new), "make a directory")
+    with ExitStack() as new_directory:
+        directory_context = _new_directory(run, tag, sum(file_bytes), overwrite)
+        directory = ranks.first(lambda: new_directory.enter_context(directory_context), "make a directory")
         ranks.together(write, "convert")
-        ranks.first(made.close, "put the folder in place")
+        ranks.first(new_directory.close, "put the folder in place")
     return os.path.join(run, tag), missing
 
 
@@ -104,16 +108,16 @@ def _check_place(run: str, tag: str, overwrite: bool) -> None:
             raise CheckpointExistsError(
                 "this is a checkpoint of zckpt", file=directory, hint="choose another destination or tag"
             )
-    named = ""
+    latest_tag = ""
     with suppress(OSError, UnicodeDecodeError), open(os.path.join(run, names.LATEST)) as file:
-        named = file.read().strip()
-    if named and os.path.lexists(os.path.join(run, named, names.MANIFEST)):
+        latest_tag = file.read().strip()
+    if latest_tag and os.path.lexists(os.path.join(run, latest_tag, names.MANIFEST)):
         raise CheckpointExistsError(
             "this is a run of zckpt, whose file `latest` would be replaced", file=run, hint="choose another destination"
         )
     if os.path.lexists(target):
-        inside = os.listdir(target) if os.path.isdir(target) else [""]
-        if inside and not deepspeed_files(inside):
+        entries = os.listdir(target) if os.path.isdir(target) else [""]
+        if entries and not deepspeed_files(entries):
             raise CheckpointExistsError(
                 "something else than a checkpoint of DeepSpeed is here", file=target, hint="choose another tag"
             )
@@ -127,21 +131,21 @@ def _check_place(run: str, tag: str, overwrite: bool) -> None:
 @contextmanager
 def _new_directory(run: str, tag: str, nbytes: int, overwrite: bool) -> Iterator[str]:
     """A context whose value is a new directory, which the caller fills with ``nbytes`` bytes. When the context ends,
-    the directory is put at ``<run>/<tag>``, and ``latest`` is made to name it. After an error the directory is removed,
-    and what was there before is still there. Raises CheckpointExistsError, NoSpaceError and StorageError."""
-    target, store, made = os.path.join(run, tag), open_store(run), _missing(run)
-    # A process that is killed leaves this directory behind. By its name nobody takes it for a whole folder.
-    digits = secrets.token_hex(4)
-    directory, latest, placed = names.temporary(target, digits), None, False
+    the directory is put at ``<run>/<tag>``, and ``latest`` is made to name it. If the context ends by an error, the
+    directory is removed, and what was there before is still there. Raises CheckpointExistsError, NoSpaceError and
+    StorageError."""
+    target, store, made_directories = os.path.join(run, tag), open_store(run), _missing(run)
+    # A process that is killed leaves this directory behind. Its name shows that the folder is not complete, and the
+    # next conversion into this run removes it.
+    directory, latest, placed = temporary(target), None, False
     try:
+        remove_left_over(store)
         store.make_directories(os.path.basename(directory))
-        free = shutil.disk_usage(directory).free
-        if nbytes > free:
-            raise NoSpaceError(f"the folder takes {nbytes} bytes, and only {free} are free", file=target)
+        Space.of(open_store(directory), nbytes).refuse_lack()
         yield directory
         store.sync_names(os.path.basename(directory))
-        latest = store.prepare(names.LATEST, tag.encode(), digits)
-        _check_place(run, tag, overwrite)  # Somebody may have put something there meanwhile.
+        latest = store.prepare(names.LATEST, tag.encode(), secrets.token_hex(4))
+        _check_place(run, tag, overwrite)  # Another process may have put something there in the meantime.
         try:
             put_in_place(directory, target)
         except OSError as error:
@@ -150,24 +154,24 @@ def _new_directory(run: str, tag: str, nbytes: int, overwrite: bool) -> Iterator
         store.sync_names("")
         store.commit(names.LATEST, latest)
     except BaseException:
-        with suppress(OSError):  # the first error is the one to report
+        with suppress(OSError):  # Only the first error is reported.
             if placed:
                 take_back(directory, target)
         shutil.rmtree(directory, ignore_errors=True)
         with suppress(OSError):
             if latest is not None:
                 os.unlink(os.path.join(run, latest))
-        for path in made:
-            with suppress(OSError):  # somebody else may have put something there
+        for path in made_directories:
+            with suppress(OSError):  # The directory is not empty if another process has put something there.
                 os.rmdir(path)
         raise
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def _missing(path: str) -> list[str]:
-    """Returns ``path`` and those directories above it that do not exist, the innermost first."""
-    found = []
+    """Returns ``path`` and all directories above it that do not exist, the innermost one first."""
+    directories = []
     while not os.path.lexists(path):
-        found.append(path)
+        directories.append(path)
         path = os.path.dirname(path)
-    return found
+    return directories

@@ -1,1 +1,1 @@
-"""The steps of zckpt.cp: plan what each rank's files are made of, write the files, commit."""
+"""The steps of zckpt.cp: plan the files of each rank, write the files, commit."""

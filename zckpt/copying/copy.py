@@ -1,12 +1,13 @@
-"""What one process does in a copy: each copies some of the files; process 0 also takes the lock and commits."""
+"""Does the part of one process in a copy. Each process copies some of the files, and process 0 also takes the lock and
+commits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from zckpt.copying.files import TABLE, RankFiles, Selection, shared_files, whole_files
+from zckpt.copying.files import TABLE, RankFiles, Selection, own_files, whole_files
 from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.format.rules import broken
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.listing.contents import Contents
-    from zckpt.plan.layout import ShardPlan
+    from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.reshard import FilePieces
     from zckpt.storage.contract import Store
     from zckpt.storage.location import Location
     from zckpt.storage.lock import WriteLock
@@ -32,19 +34,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Copy:
-    """One process's share of a copy.
+    """The part of one process in a copy.
 
-    Every process calls ``receipts``, process 0 calls ``begin``, every process calls ``write``, and process 0 calls
-    ``commit``. Each of these calls is made once all processes have returned from the one before. At the end, and after
-    a failure on any process, every process calls ``remove``.
+    Every process calls ``rank_records``, process 0 calls ``begin``, every process calls ``write``, and process 0 calls
+    ``commit``. Each call is made only after all processes have returned from the one before. At the end, and after a
+    failure on any process, every process calls ``remove``.
     """
 
     contents: Contents
-    """What the source holds."""
+    """The manifest and the index of the source."""
     manifest: bytes
-    """The manifest of the source, as it is in the file."""
+    """The bytes of the manifest of the source."""
     selection: Selection | None
-    """The pieces that are copied. None means that the whole checkpoint is copied, byte for byte."""
+    """The tensors that are copied. None means that the whole checkpoint is copied, byte for byte."""
     target: Store
     """The directory of the copy."""
     save_id: str
@@ -54,96 +56,108 @@ class Copy:
     size: int
     """The number of processes that make this copy together."""
     verify: bool
-    """Whether everything that is read is compared with its digest."""
+    """Whether all data that are read are compared with their digests."""
     shared_with: Location | None
-    """Where the source is, if the copy may share whole data files with it. None means that all bytes are written."""
+    """The directory of the source, if the copy may share whole data files with it. None means that all bytes are
+    written."""
     options: WriteOptions
-    """How the files of the copy are written."""
+    """The options with which the files of the copy are written."""
     _first: RankWrite | None = field(default=None, init=False)
-    """On process 0, from ``begin`` on, the write that takes the lock and commits. None on all other processes."""
-    _own: Mapping[int, Collection[int]] = field(init=False)
-    """The files that this process writes, as ``shared_files`` returns them."""
-    _own_bytes: int = field(init=False)
+    """On process 0, after ``begin``, the write that takes the lock and commits. None on all other processes."""
+    _files_of_rank: Mapping[int, Collection[int]] = field(init=False)
+    """The numbers of the files that this process writes, by the rank that they belong to, as ``own_files`` returns
+    them."""
+    _file_bytes: int = field(init=False)
     """The size in bytes of the tensors in these files."""
 
     def __post_init__(self) -> None:
         manifest = self.contents.manifest
-        whole = dict(enumerate(manifest.data_bytes.tolist()))
-        file_bytes = whole if self.selection is None else self.selection.file_bytes
-        self._own = shared_files(manifest, file_bytes, self.number, self.size)
-        self._own_bytes = sum(file_bytes[file] for own in self._own.values() for file in own if file != TABLE)
+        all_files = dict(enumerate(manifest.data_bytes.tolist()))
+        file_bytes = all_files if self.selection is None else self.selection.file_bytes
+        self._files_of_rank = own_files(manifest, file_bytes, self.number, self.size)
+        numbers = [number for numbers in self._files_of_rank.values() for number in numbers if number != TABLE]
+        self._file_bytes = sum(file_bytes[number] for number in numbers)
 
-    def receipts(self) -> list[bytes]:
-        """Returns what the files will hold of those ranks whose digest tables this process writes. The list is empty
-        where the whole checkpoint is copied, because its manifest says that already."""
+    def rank_records(self) -> list[bytes]:
+        """Returns the packed record of each rank whose digest table this process writes. A record lists the files of
+        the rank and their pieces. If the whole checkpoint is copied, the list is empty, because the manifest and the
+        index are copied too."""
         if self.selection is None:
             return []
-        shards = {rank: self.selection.shards(rank, self.save_id) for rank, own in self._own.items() if TABLE in own}
-        return [catalog.pack(catalog.receipt(*one)) for one in shards.items()]
+        ranks = [rank for rank, numbers in self._files_of_rank.items() if TABLE in numbers]
+        return [
+            catalog.pack(catalog.rank_record(rank, self.selection.data_files(rank, pieces, self.save_id)))
+            for rank, pieces in self.contents.pieces_of_ranks(self.selection.rows, ranks)
+        ]
 
-    def begin(self, lock: WriteLock, receipts: Sequence[bytes]) -> Space:
-        """Refuses to replace what may not be replaced, takes the lock, and makes the directory of the new data. Returns
-        and raises what ``RankWrite.begin`` does."""
+    def begin(self, lock: WriteLock, rank_records: Sequence[bytes]) -> Space:
+        """Checks that the copy may be made at this place, takes the lock, and makes the directory of the new data.
+        ``rank_records``: the results of ``rank_records`` of all processes. Returns the space that the copy needs.
+        Raises CheckpointExistsError, and the errors of ``RankWrite.begin``."""
         refuse_place(self.target, self.target.parent, latest=False)
         first = self._rank_write(0, (), None)
         if self.selection is not None:
-            unpacked = sorted((catalog.unpack(one) for one in receipts), key=lambda one: one.rank)
-            first.describe(unpacked)
+            first.describe(catalog.unpack(rank_records))
         else:
-            files = self.contents.manifest.files.nbytes if self.shared_with is None else ()
+            shared = self.shared_with is not None and self.target.may_share(self.shared_with)
+            files = () if shared else self.contents.manifest.files.nbytes
             first.needed_bytes = sum(files) + self.contents.manifest.index_bytes
         self._first = first
         return first.begin(lock)
 
     def write(self) -> list[tuple[int, bytes]]:
-        """Writes the files of this process and makes them durable. Returns each rank whose digest table it has written,
-        with the digest of that table."""
-        with reported(self.options.progress, "copy", self._own_bytes) as advance:
-            told = replace(self.options, progress=PartOfProgress(advance))
-            digests = {rank: self._write(rank, own, told) for rank, own in self._own.items()}
-        return [(rank, one) for rank, one in digests.items() if TABLE in self._own[rank]]
+        """Writes the files of this process and makes them durable. Returns the number of each rank whose digest table
+        it has written, and the digest of this table."""
+        with reported(self.options.progress, "copy", self._file_bytes) as advance:
+            options = replace(self.options, progress=PartOfProgress(advance))
+            rows = self.contents.all_rows if self.selection is None else self.selection.rows
+            pieces_of_ranks = self.contents.pieces_of_ranks(rows, list(self._files_of_rank))
+            digests = [
+                (rank, self._write(rank, self._files(rank, pieces), options)) for rank, pieces in pieces_of_ranks
+            ]
+        return [(rank, table_digest) for rank, table_digest in digests if TABLE in self._files_of_rank[rank]]
 
-    def _write(self, rank: int, own: Collection[int], options: WriteOptions) -> bytes:
-        files = self._files(rank, own)
-        one = self._rank_write(rank, files.shards, files.source)
-        one.options, one.with_table = options, TABLE in own
+    def _write(self, rank: int, files: RankFiles, options: WriteOptions) -> bytes:
+        rank_write = self._rank_write(rank, files.data_files, files.source)
+        rank_write.options, rank_write.with_table = options, TABLE in self._files_of_rank[rank]
         if self.shared_with is not None and self.selection is None:
-            one.same = {
-                shard.shard.path: SameFile(self.shared_with.child(shard.shard.path), files.digests(shard))
-                for shard in files.shards
+            rank_write.same = {
+                data_file.id.path: SameFile(self.shared_with.child(data_file.id.path), files.digests(data_file))
+                for data_file in files.data_files
             }
-        return one.write_own(Snapshot())
+        return rank_write.write_data_files(Snapshot())
 
     def commit(self, digests: Sequence[tuple[int, bytes]]) -> None:
-        """Commits the copy. This is called when all files are durable. ``digests``: what all processes have returned
-        from ``write``, in any order."""
-        assert self._first is not None, "the copy has begun"
+        """Commits the copy. It must be called after all files are durable. ``digests``: the results of ``write`` of all
+        processes, in any order."""
+        assert self._first is not None, "``begin`` was called"
         if self.selection is None:
             self._first.put_in_place(self.manifest, _index(self.contents))
         else:
-            self._first.commit([one for _, one in sorted(digests)])
+            self._first.commit([table_digest for _, table_digest in sorted(digests)])
 
     def remove(self) -> None:
-        """Gives the lock back, and removes what this copy has made unless it is committed. It may be called several
-        times."""
+        """Releases the lock. Unless the copy is committed, removes its files. It may be called several times."""
         if self._first is not None:
             self._first.remove()
 
-    def _files(self, rank: int, own: Collection[int]) -> RankFiles:
+    def _files(self, rank: int, pieces: FilePieces) -> RankFiles:
+        numbers = self._files_of_rank[rank]
         if self.selection is None:
-            return whole_files(self.contents, rank, own, verify=self.verify)
-        return self.selection.files(rank, self.save_id, own, verify=self.verify)
+            return whole_files(self.contents, rank, numbers, pieces, verify=self.verify)
+        return self.selection.files(rank, pieces, self.save_id, numbers, verify=self.verify)
 
-    def _rank_write(self, rank: int, shards: Sequence[ShardPlan], source: Source | None) -> RankWrite:
+    def _rank_write(self, rank: int, data_files: Sequence[DataFilePlan], source: Source | None) -> RankWrite:
         manifest = self.contents.manifest
         writer = {
-            **manifest.writer, "copied": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **manifest.writer, "copied": datetime.now(UTC).isoformat(timespec="seconds"),
             "copied_by": __version__, "copied_from": manifest.save_id,
         }  # fmt: skip
-        about = catalog.About(manifest.step, manifest.block_bytes, manifest.aliases, manifest.state, writer)
+        state = manifest.state if self.selection is None else self.selection.state
+        metadata = catalog.SaveMetadata(manifest.step, manifest.block_bytes, manifest.aliases, state, writer)
         return RankWrite(
-            store=self.target, latest_in=None, save_id=self.save_id, rank=rank, shards=shards, about=about,
-            options=self.options, source=source,
+            store=self.target, latest_in=None, save_id=self.save_id, rank=rank, data_files=data_files,
+            metadata=metadata, options=self.options, source=source,
         )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""The training engines that zckpt reads from and restores into: one adapter per framework, found by ``adapt``."""
+"""The training engines that zckpt reads from and restores into. Each framework has one adapter class, and ``adapt``
+returns the adapter for an engine."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ __all__ = ["adapt", "group_of", "is_engine"]
 
 
 class Framework(NamedTuple):
-    """Where the engines of a framework and zckpt's adapter for them are defined; each is ``module:class``."""
+    """A framework whose engines zckpt knows. Each field names a class in the form ``module:class``."""
 
     engine: str
+    """The class of the framework's engines."""
     adapter: str
+    """The class of zckpt's adapter for these engines."""
 
 
 FRAMEWORKS = (
@@ -30,7 +33,8 @@ FRAMEWORKS = (
 
 
 def adapt(engine: Any) -> EngineAdapter:
-    """The adapter for a live training engine. Raises UnsupportedError that names the type of any other object."""
+    """Returns the adapter for a live training engine. For any other object, raises UnsupportedError with the object's
+    type."""
     adapter = _adapter_of(engine)
     if adapter is None:
         raise UnsupportedError(
@@ -41,19 +45,21 @@ def adapt(engine: Any) -> EngineAdapter:
 
 
 def group_of(engine: Any) -> ProcessGroup | None:
-    """The process group of the ranks over which an engine is spread; None for all ranks of the job, and for any object
-    that is not an engine. Never raises. A job that trains several models may give each of them some of its ranks."""
+    """Returns the process group of the ranks over which an engine is spread. A job that trains several models may give
+    each of them only some of its ranks. Returns None if the engine uses all ranks of the job, and if the object is not
+    an engine. This never raises an error."""
     adapter = _adapter_of(engine)
     return None if adapter is None else adapter.process_group(engine)
 
 
 def is_engine(value: Any) -> bool:
-    """Whether ``value`` is a training engine that zckpt knows. This never raises an error."""
+    """Returns whether ``value`` is a training engine that zckpt knows. This never raises an error."""
     return _adapter_of(value) is not None
 
 
 def _adapter_of(engine: Any) -> type[EngineAdapter] | None:
-    """No framework is imported: an engine of a framework that nobody has imported cannot exist."""
+    """Returns the adapter class for an engine, or None if the object is not an engine that zckpt knows. No framework is
+    imported here, because an engine cannot exist unless somebody has imported its framework already."""
     for framework in FRAMEWORKS:
         name, _, engine_class = framework.engine.partition(":")
         module = sys.modules.get(name)

@@ -1,13 +1,13 @@
 """The contract of engines: what writes and restores ask of a training engine.
 
-A new framework is a folder here with a class that has the methods of ``EngineAdapter`` and one with those of
+A new framework needs a folder here with a class that has the methods of ``EngineAdapter`` and a class that has those of
 ``Restoring``, one line in the table ``zckpt.engines.FRAMEWORKS``, and a test class that derives from
 ``zckpt.testing.EngineContract``. ``zckpt.testing.adapter`` is the shortest example.
 
-The engine is one object, and its class stands in that table. Where a framework has a model and an optimizer but nothing
-that holds both, the adapter's folder also has a class that does, for users to pass to zckpt.
+An engine is one object, and the table names its class. If a framework has a model and an optimizer but no object that
+holds both, the adapter's folder also has a class that holds them, and users pass an object of this class to zckpt.
 
-State is divided into *parts*, such as ``master`` and ``exp_avg``: ``zckpt.state.inventory`` says what each of them is,
+The state is divided into *parts*, such as ``master`` and ``exp_avg``. ``zckpt.state.inventory`` describes each part,
 and what a ``Fragment`` is.
 """
 
@@ -26,153 +26,166 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Protocol):
-    """One live engine on one rank. Ranks are numbered within the engine's own group of ranks (``group_of``).
+    """Reads and restores one live engine on one rank. Ranks are numbered within the engine's own group of ranks
+    (``group_of``).
 
-    ``refuse_unsupported`` comes first. A write calls ``inventory``, ``state``, ``rank_state``, maybe ``before_change``,
-    and ``after_write``. A restore chooses from ``wanted`` what fits, and makes a ``Restoring`` of that. Only the
-    methods of a ``Restoring`` change the state that the engine holds. Of all methods of both, only ``after_write`` and
-    ``Restoring.finish`` are collective: the ranks agree before that each of them has done all the rest, so a rank that
-    fails earlier leaves no other one waiting.
+    ``refuse_unsupported`` is called first. A write then calls ``inventory``, ``state``, ``rank_state``, in some cases
+    ``before_change``, and last ``after_write``. A restore chooses from the fragments of ``wanted`` those that fit, and
+    calls ``restoring`` with this selection. Only the methods of the ``Restoring`` change the state that the engine
+    holds. Only ``after_write`` and ``Restoring.finish`` are collective. Before each of the two, the ranks agree that
+    every rank has done all that comes before it, so a rank that fails earlier leaves no other rank waiting.
 
-    An engine without an optimizer, made to evaluate, holds weights and buffers. It wants the weights as the part
-    ``param``; the masters of a checkpoint stand in for them, and what an optimizer would keep is not missed.
+    An engine that has no optimizer, because it only evaluates, holds weights and buffers. Its ``wanted`` has the
+    weights as the part ``param``. They are filled from the master weights if the checkpoint has those, and the state of
+    an optimizer does not count as missing.
     """
 
     def __init__(self, engine: Any) -> None:
-        """Changes nothing, and may not fail."""
+        """Changes nothing, and must not fail."""
 
     @staticmethod
     def process_group(engine: Any) -> ProcessGroup | None:
-        """The process group of the engine's ranks; None if these are all ranks of the job. Never raises."""
+        """Returns the process group of the engine's ranks, or None if these are all ranks of the job. This never raises
+        an error."""
 
     @property
     def trains(self) -> bool:
-        """Whether there is an optimizer."""
+        """Whether the engine has an optimizer."""
 
     @property
     def trees(self) -> tuple[str, ...]:
-        """The keys of ``state()``."""
+        """The keys of the dict that ``state()`` returns, except those that no restore reads."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken (``global_steps``)."""
+        """The number of optimizer steps that the engine has taken (DeepSpeed's ``global_steps``)."""
 
     @property
     def description(self) -> dict[str, str]:
-        """Framework, versions and mode, for people; never read back by a program."""
+        """The framework, its versions and its mode, as text for people. No program reads this back."""
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The model, without what the framework has wrapped around it, or None for an engine that has no such object.
-        Its parameters and buffers have the names under which ``inventory`` returns them."""
+        """The model without the wrappers that the framework has put around it, or None if the engine has no such
+        object. Its parameters and buffers have the names under which ``inventory`` returns them."""
 
     @property
     def devices(self) -> Collection[torch.device]:
-        """The devices that the engine uses; the CPU may be among them.
+        """The devices that the engine uses. The CPU may be one of them.
 
-        A write and a restore first wait for everything queued on these devices. A device from which state is still
-        being copied to host memory therefore belongs here too.
+        A write and a restore first wait for all work that is queued on these devices. So a device from which state is
+        still being copied to host memory is one of them too.
         """
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
-        """Raises UnsupportedError that names each thing in the engine that could not be saved and restored whole.
+        """Raises UnsupportedError if zckpt could not save and restore everything in the engine. The error names each
+        thing that would be lost.
 
-        ``drop_gradients``: do not refuse gradients that no optimizer step has used yet. They are not saved, and the
-        engine keeps them; a restore drops those of the engine that it restores into.
+        ``drop_gradients``: gradients that no optimizer step has used yet are not refused. They are not saved, and the
+        engine keeps them. A restore drops such gradients of the engine that it restores into.
         """
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the state that the engine has now."""
+        """The names of the parts of the state that the engine has now."""
 
     def refuse_lazy(self) -> None:
-        """Raises UnsupportedError if anything but a step of the optimizer changes the masters and moments that
-        ``inventory`` returns: the forward and backward passes between two steps must leave them alone."""
+        """Raises UnsupportedError unless the master weights and moments that ``inventory`` returns change only in a
+        step of the optimizer. Forward and backward passes between two steps must not change them."""
 
     def inventory(self, parts: Collection[str] | None) -> Inventory:
-        """What this rank writes: fragments with ``data``. ``parts=None``: all that a bit-exact resume needs, and so no
-        weight that has a master. With ``parts``, all of each: ``param`` then has every weight.
+        """Returns the fragments that this rank writes, with ``data``. With ``parts=None``, these are all that a
+        bit-exact resume needs, so a weight that has a master weight is not among them. Otherwise they are everything in
+        the named parts; then ``param`` has every weight.
 
-        The fragments of all ranks make up every tensor, without a gap and without any element twice. So of a weight or
-        moment that several ranks hold, each returns a share, or one returns all. A buffer may differ from rank to rank:
-        each rank returns it whole, its rank as ``copy``, and a write keeps those that differ from rank 0's. Whatever is
-        no buffer has copy 0. One rank may return several fragments of a key. No fragment is empty, except that of a
-        tensor without elements, which one rank returns.
+        Together, the fragments of all ranks cover every tensor without a gap, and no element twice. So if several ranks
+        hold the same weight or moment, either each of them returns a share of it, or one rank returns all of it. A
+        buffer may differ from rank to rank: each rank returns all of it with its own rank as ``copy``, and a write
+        keeps the copies that differ from that of rank 0. All fragments that are not of buffers have copy 0. One rank
+        may return several fragments with the same key. No fragment is empty, except that one rank returns an empty
+        fragment for a tensor without elements.
 
-        Raises ValueError for a part that the engine does not have, naming those it has.
+        Raises ValueError for a part that the engine does not have. The error names the parts that it has.
         """
 
     def memory(self) -> Iterable[Holding]:
-        """All memory and all swap files in which this rank holds tensors of the state, and gradients too. Unlike
-        ``inventory``, it has what other ranks hold as well, padding, derived weights and buffers that are not
-        persistent. Every storage that the engine keeps for a part is there, but not the buffers through which it swaps
-        one part after the other. Where one tensor belongs to two parts, the part ``master`` comes first.
+        """Returns all memory and all swap files in which this rank holds tensors of the state, or gradients. In
+        contrast to ``inventory``, this includes values that other ranks hold as well, padding, weights that are derived
+        from master weights, and buffers that are not persistent. It includes every storage that the engine keeps for a
+        part, but not the buffers through which the engine swaps one part after the other. If one tensor belongs to two
+        parts of which one is ``master``, the holding of the part ``master`` comes first.
 
         Changes nothing, and is not collective.
         """
 
     def state(self) -> dict[str, Any]:
-        """The non-tensor state, equal on every rank: counters, scheduler, param groups and scalars by parameter name.
-        That of rank 0 is written. The tree ``optimizer`` is compared first: a write fails if it differs between ranks.
-        The result has all ``trees``. It may have more trees, which no restore reads, such as the settings that the
-        framework's own files depend on.
+        """Returns the non-tensor state as trees: counters, the scheduler, param groups, and scalars by parameter name.
+        They are equal on every rank, and those of rank 0 are written. A write first compares the tree ``optimizer``,
+        and fails if it differs between ranks. The result has all trees that ``trees`` names. It may have more trees,
+        which no restore reads, such as the settings that the framework's own files depend on.
 
-        Trees hold None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, dense tensors and NumPy
-        arrays: of exactly these types, with strings and 64-bit integers for keys. They are read back as the same types,
-        with tensors in host memory.
+        Trees contain None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, dense tensors and
+        NumPy arrays, of exactly these types. Keys are strings or 64-bit integers. The trees are read back with the same
+        types, and with tensors in host memory.
 
-        May share memory with the engine: use it before training goes on.
+        The trees may share memory with the engine, so use them before training continues.
         """
 
     def rank_state(self) -> dict[str, Any]:
-        """The state of this rank alone: random number generators, and optimizer state that no other rank can use. It
-        holds the same types as the trees of ``state``.
+        """Returns the state of this rank alone: the random number generators, and optimizer state that no other rank
+        can use. It contains the same types as the trees of ``state``.
 
-        May share memory with the engine, as ``state`` may.
+        It may share memory with the engine, as the trees of ``state`` may.
         """
 
     def after_write(self) -> None:
-        """Does to the engine what the framework's own save does to it as a side effect; ZeRO-3's gathers parameters.
-        Called when zckpt reads the engine no more, or when an action given to ``before_change`` holds the next step
-        back until then. Collective; changes nothing that ``inventory`` has returned."""
+        """Does to the engine what the framework's own save does to it as a side effect. For example, a save of ZeRO-3
+        gathers parameters. This is called when zckpt no longer reads the engine, or when an action that was passed to
+        ``before_change`` delays the next step until then. Collective. Changes nothing that ``inventory`` has
+        returned."""
 
     def before_change(self, action: Callable[[], None]) -> None:
-        """Has ``action`` called once, by the training's thread, before the engine next changes or moves the memory of
-        its fragments: at its next optimizer step. Buffers may change before."""
+        """Arranges that the thread of the training calls ``action`` once, before the engine next changes or moves the
+        memory of its fragments. This is at its next optimizer step. Buffers may change earlier."""
 
     def uses(self) -> Iterable[Use]:
-        """The calls that read or change what ``memory`` returns: all by which a training loop, an evaluation and the
-        framework's own checkpoints do so. What is returned refers to no adapter."""
+        """Returns the calls that read or change the memory that ``memory`` returns: all calls by which a training loop,
+        an evaluation or the framework's own checkpoints do so. The result holds no reference to the adapter."""
 
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
-        """Whether restoring these trees, which are as in ``Selection``, also needs the writer's ``rank_state``. Raises
-        FormatError."""
+        """Returns whether a restore of these trees also needs the ``rank_state`` that the writer saved. ``state``: as
+        in ``Selection``. Raises FormatError."""
 
     def wanted(self, stored: Mapping[str, Mapping[str, torch.dtype]]) -> tuple[Fragment, ...]:
-        """The fragments that this rank would fill from a checkpoint with these dtypes by part and name, ``data`` left
-        out. What the engine does not have yet (moments) takes the dtype that is stored.
+        """Returns the fragments that this rank fills in a restore, without ``data``. ``stored``: for each part of the
+        checkpoint the dtype of each tensor by name. A moment that the engine does not have yet gets the dtype that is
+        stored.
 
-        Holds every tensor that the engine needs, stored or not, so that what is missing shows: of what it trains the
-        masters and all of the moments, of all else the weights in the compute dtype, and the buffers. A tensor of which
-        this rank holds nothing is there as a fragment of no elements: the keys are the same on every rank.
+        The result has every tensor that the engine needs, whether the checkpoint has it or not, so that missing tensors
+        are noticed. For parameters that are trained these are the master weights and all of the moments; for all other
+        parameters, the weights in the dtype that the model computes with; and the buffers. If this rank holds no
+        elements of a tensor, the result has a fragment without elements for it, so the keys are the same on every rank.
         """
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
-        """The keys among these that the engine has no place for, on any rank."""
+        """Returns the keys for which the engine has no place on any rank. ``stored``: the names of the checkpoint's
+        tensors by part."""
 
     def restoring(self, selection: Selection) -> Restoring:
-        """One restore into the engine. Changes nothing."""
+        """Returns an object that carries out one restore into the engine. This call changes nothing."""
 
 
 class Use(NamedTuple):
-    """A method that uses tensors of the state. ``__call__`` is the call of a module, whoever makes it."""
+    """A method that uses tensors of the state."""
 
     owner: Any
+    """The object whose method it is."""
     method: str
+    """The name of the method. ``__call__`` stands for every call of a module, whoever makes it."""
     parts: Collection[str] | None = None
-    """The parts that it uses; None: any of them."""
+    """The parts that the method uses. None means that it may use any part."""
     called: str = ""
-    """What errors call it, if that is not the name of the method."""
+    """The name of the method in error messages. An empty text means that it is the same as ``method``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,50 +193,53 @@ class Selection:
     """What one restore puts into an engine, on one rank."""
 
     stored: Mapping[str, Collection[str]]
-    """The names of the checkpoint's tensors by part: of all parts that may be read, whether they fit or not."""
+    """The names of the checkpoint's tensors by part, for all parts that may be read, whether they fit the engine or
+    not."""
     wanted: tuple[Fragment, ...]
-    """Those of ``EngineAdapter.wanted`` that are filled: from the checkpoint or, for moments that it has not, with
-    zeros."""
+    """Those fragments of ``EngineAdapter.wanted`` that are filled. A moment that the checkpoint does not have is filled
+    with zeros, all other fragments are filled from the checkpoint."""
     restored: Collection[str]
-    """The keys of ``wanted`` that the checkpoint fills."""
+    """The keys of those fragments in ``wanted`` that are filled from the checkpoint."""
     kept: Collection[str]
-    """The names of the parameters whose weights and moments stay as they are. The step that counts for them stays too,
-    unless it also counts for a parameter that is restored."""
+    """The names of the parameters whose weights and moments stay as they are. The step that counts for such a parameter
+    stays too, unless it also counts for a parameter that is restored."""
     state: Mapping[str, Any]
-    """Those of ``EngineAdapter.trees`` that are to be restored. One that the checkpoint does not have is None: a
-    problem, unless the engine can keep its own."""
+    """Those trees of ``EngineAdapter.trees`` that are restored. A tree that the checkpoint does not have is None; this
+    is a problem, unless the engine can keep its own values."""
     rank_state: Mapping[str, Any] | None
-    """This rank's; None if the writer had another number of ranks or nothing needs it. For each tensor and array it has
-    a function without arguments that reads and returns it."""
+    """The tree that this rank saved. It is None if another number of ranks wrote the checkpoint, or if nothing needs
+    the tree. In the place of each tensor and array, the tree has a function without arguments that reads and returns
+    it."""
     rng: bool
-    """Whether random generators are restored too. Otherwise they are left alone."""
+    """Whether the random number generators are restored too. If not, they are not changed."""
 
 
 class Restoring(Protocol):
-    """One restore of a ``Selection`` into one engine, made by its adapter. The order of calls is that of the methods,
-    each once. From ``fill`` on they change what the engine holds."""
+    """Carries out one restore of a ``Selection`` into one engine. Its adapter makes it. Each method is called once, in
+    the order in which they stand here. The methods from ``fill`` on change what the engine holds."""
 
     def problems(self) -> list[str]:
-        """What keeps the state from being restored along with the tensors, one line each; changes nothing. Nothing else
-        may be called where there is any. Raises FormatError for a tree that ``EngineAdapter.state`` did not make.
-        """
+        """Returns the reasons why the state cannot be restored together with the tensors, one line each. Changes
+        nothing. If there is any reason, no other method may be called. Raises FormatError for a tree that
+        ``EngineAdapter.state`` did not make."""
 
     def fill(self) -> Generator[tuple[Fragment, ...], None, None]:
-        """Yields all that is wanted in batches, with ``data``: memory to be filled before the next batch is asked for.
+        """Yields all fragments of ``Selection.wanted`` in batches. The ``data`` of each fragment is memory that the
+        caller fills before it asks for the next batch.
 
-        What lives in memory is one batch, made where it does not exist yet (moments); what lives on a disk is brought
-        in and written back batch by batch. Each rank has its own number of batches: nothing in here is collective.
-        Ended early (``close``), it gives up the memory of its last batch and leaves the disk as it was.
+        All fragments that the engine keeps in memory come in one or two batches. Memory that does not exist yet, as for
+        moments, is made here. While the second batch is filled, everything that depends only on the first batch is
+        derived. Fragments that the engine keeps on a disk are brought into memory and written back batch by batch. The
+        number of batches differs between ranks, so nothing in this method is collective. If the generator is closed
+        early, it gives up the memory of its last batch, and what that batch has on the disk stays unchanged.
         """
 
     def set_state(self) -> None:
-        """Sets counters, groups, scheduler and hidden state, and derives all that this rank can derive alone. To be
-        called once the memory is filled. Not collective. Raises FormatError for trees that ``EngineAdapter.state`` and
-        ``rank_state`` did not make.
-        """
+        """Sets the counters, the param groups, the scheduler and hidden state, and derives all that this rank can
+        derive alone. It is called once all memory is filled. Not collective. Raises FormatError for trees that
+        ``EngineAdapter.state`` and ``rank_state`` did not make."""
 
     def finish(self) -> None:
-        """Makes whole what every rank has a replica of, and derives low-precision weights from masters of other ranks.
-        To be called once ``set_state`` has returned on every rank. Collective: what could fail on one rank alone is in
-        ``set_state``, or comes after the last exchange.
-        """
+        """Makes the replicas that every rank holds complete, and derives low-precision weights from the master weights
+        of other ranks. It is called once ``set_state`` has returned on every rank. Collective. A step that could fail
+        on one rank alone belongs into ``set_state``, or after the last exchange between the ranks."""

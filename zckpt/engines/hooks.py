@@ -1,8 +1,9 @@
-"""Calls into a live object, noticed before they happen."""
+"""Calls functions before or after a method of a live object is called."""
 
 from __future__ import annotations
 
 import functools
+import signal
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def call_before(action: Callable[[], None], methods: Sequence[tuple[Any, str]]) -> None:
-    """Has ``action`` called once, before the next call of any of ``methods``, each an object and a method's name."""
+    """Arranges that ``action`` is called once, before the next call of any of ``methods``. Each of these is an object
+    and the name of a method."""
     pending = [action]
 
     def once() -> None:
@@ -22,66 +24,74 @@ def call_before(action: Callable[[], None], methods: Sequence[tuple[Any, str]]) 
 
 
 def before_calls(methods: Iterable[tuple[Any, str, Callable[[], None]]]) -> Callable[[], None]:
-    """Has an action called before each call of a method. Returns a function that ends this. Each of ``methods`` is an
-    object, a method's name and an action. The method ``__call__`` of a module runs its other hooks
-    after the action."""
-    undone: list[Callable[[], None]] = []
-    for owner, name, action in methods:
-        if name == "__call__":
-            # The first hook of all: those of ZeRO-3 gather the weights.
-            undone.append(owner.register_forward_pre_hook(_hook(action), prepend=True).remove)
-        else:
-            watched = _watched(owner, name)
-            watched.actions.append(action)
-            undone.append(functools.partial(watched.remove, action))
-
-    def undo() -> None:
-        while undone:
-            undone.pop()()
-
-    return undo
+    """Arranges that an action is called before each call of a method. Returns a function that ends this. Each of
+    ``methods`` is an object, the name of a method, and an action. For the method ``__call__`` of a module, the action
+    runs before the module's other hooks."""
+    return _undoing(
+        # This hook must be the first one, because the hooks of ZeRO-3 gather the weights.
+        owner.register_forward_pre_hook(_hook(action), prepend=True).remove
+        if name == "__call__"
+        else _watched(owner, name).add(action, after=False)
+        for owner, name, action in methods
+    )
 
 
 def after_calls(methods: Iterable[tuple[Any, str, Callable[[], None]]]) -> Callable[[], None]:
-    """Has an action called after each call of a method that has returned. Otherwise as ``before_calls``; for no
-    ``__call__`` of a module."""
-    undone: list[Callable[[], None]] = []
-    for owner, name, action in methods:
-        watched = _watched(owner, name)
-        watched.after.append(action)
-        undone.append(functools.partial(watched.remove, action))
+    """Arranges that an action is called after each call of a method that returns. Returns a function that ends this.
+    ``methods``: as in ``before_calls``, but ``__call__`` of a module is not possible."""
+    return _undoing(_watched(owner, name).add(action, after=True) for owner, name, action in methods)
+
+
+def _undoing(undo_calls: Iterable[Callable[[], None]]) -> Callable[[], None]:
+    """Returns a function that calls each of ``undo_calls`` once, the last one first."""
+    pending = [*undo_calls]
 
     def undo() -> None:
-        while undone:
-            undone.pop()()
+        while pending:
+            pending.pop()()
 
     return undo
 
 
+def workers_ignore(signals: Iterable[int]) -> Callable[[], None]:
+    """Arranges that worker processes of data loaders ignore these signals, if they are started by fork from now on.
+    Launchers send the signals to the workers too, and without its workers the training could not finish its next step.
+    Returns a function that ends this for workers that are started later."""
+    from torch.utils.data._utils import signal_handling
+
+    numbers = [*signals]
+
+    def ignore() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    return after_calls([(signal_handling, "_set_worker_signal_handlers", ignore)])
+
+
 def _watched(owner: Any, name: str) -> _Watched:
+    """Returns the ``_Watched`` of a method, which is made if the method is not wrapped yet."""
     return getattr(getattr(owner, name), _WATCHED, None) or _Watched(owner, name)
 
 
 _WATCHED = "_zckpt_watched"
-"""The attribute of a method's wrapper with its ``_Watched``. ``functools.wraps`` gives it to the wrappers that others
-put around that wrapper, so no method is wrapped here a second time."""
+"""The attribute in which the wrapper of a method has its ``_Watched``. If others wrap that wrapper with
+``functools.wraps``, their wrapper gets the attribute too, so no method is wrapped here a second time."""
 
 
 class _Watched:
-    """A method of an object, wrapped."""
+    """A method of an object that is wrapped, so that actions are called before and after it."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        self.actions: list[Callable[[], None]] = []
-        self.after: list[Callable[[], None]] = []
-        self._owner, self._name, self._before = owner, name, vars(owner).get(name)
+        self._before: list[Callable[[], None]] = []
+        self._after: list[Callable[[], None]] = []
+        self._owner, self._name, self._original = owner, name, vars(owner).get(name)
         method = getattr(owner, name)
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for action in tuple(self.actions):
+            for action in tuple(self._before):
                 action()
             returned = method(*args, **kwargs)
-            for action in tuple(self.after):
+            for action in tuple(self._after):
                 action()
             return returned
 
@@ -89,12 +99,19 @@ class _Watched:
         setattr(owner, name, call)
         self._wrapper = vars(owner)[name]
 
-    def remove(self, action: Callable[[], None]) -> None:
-        (self.actions if action in self.actions else self.after).remove(action)
+    def add(self, action: Callable[[], None], *, after: bool) -> Callable[[], None]:
+        """Arranges that ``action`` is called before or after each call. Returns a function that ends this."""
+        actions = self._after if after else self._before
+        actions.append(action)
+        return functools.partial(self._remove, actions, action)
+
+    def _remove(self, actions: list[Callable[[], None]], action: Callable[[], None]) -> None:
+        actions.remove(action)
         owner, name = self._owner, self._name
-        # Somebody may have wrapped the wrapper since: then it stays, and does nothing.
-        if not self.actions and not self.after and vars(owner).get(name) is self._wrapper:
-            vars(owner).pop(name) if self._before is None else setattr(owner, name, self._before)
+        # If somebody has put another wrapper around this one, this one cannot be removed. Without actions it does
+        # nothing.
+        if not self._before and not self._after and vars(owner).get(name) is self._wrapper:
+            vars(owner).pop(name) if self._original is None else setattr(owner, name, self._original)
 
 
 def _hook(action: Callable[[], None]) -> Callable[..., None]:

@@ -1,4 +1,5 @@
-"""The objects that are saved and restored with an engine on each rank, such as data loaders: ``zckpt.register``."""
+"""The objects that are saved and restored with an engine on each rank, such as data loaders. ``zckpt.register``
+registers them."""
 
 from __future__ import annotations
 
@@ -13,39 +14,39 @@ if TYPE_CHECKING:
     from zckpt.engines.contract import EngineAdapter
 
 _REGISTERED = "_zckpt_registered"
-"""The attribute of an engine with its ``Registered``. A table of all engines would keep those alive that a registered
-object refers to."""
+"""The attribute of an engine that has its ``Registered``. A table of all engines would keep alive every object to which
+a registered object refers."""
 
 
 class Stateful(Protocol):
-    """What can be registered."""
+    """An object that can be registered."""
 
     def state_dict(self) -> Any:
-        """Plain values, tensors and arrays."""
+        """Returns the state of the object as plain values, tensors and arrays."""
 
     def load_state_dict(self, state_dict: Any, /) -> object:
-        """Takes what ``state_dict`` has returned."""
+        """Sets the state of the object to what ``state_dict`` has returned."""
 
 
 class Registered:
-    """What is registered with one engine, on this rank."""
+    """The objects that are registered with one engine, on this rank."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Stateful] = {}
-        """By name, in the order in which they were registered."""
+        """The registered objects by name, in the order in which they were registered."""
         self.unclaimed: Mapping[str, Any] = {}
-        """The states that the last restore has read of names that were not registered. Whoever registers one of these
-        names before the engine's next step gets its state."""
+        """The states that the last restore has read under names that are not registered. An object that is registered
+        under one of these names before the engine's next step gets its state."""
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Gives each registered object its state of ``states``, where it has one."""
+        """Passes to each registered object the state that ``states`` has under its name, if there is one."""
         for name, stateful in self.objects.items():
             if name in states:
                 stateful.load_state_dict(states[name])
 
     def keep(self, states: Mapping[str, Any], adapter: EngineAdapter, *, warns: bool) -> None:
-        """Makes ``states`` the unclaimed ones, until the next step of the engine. ``warns``: that step gives a warning
-        if nobody has registered their names by then."""
+        """Keeps ``states`` as the unclaimed ones, until the next step of the engine. ``warns``: whether that step gives
+        a warning if some of their names are not registered by then."""
         self.unclaimed = dict(states)
         if states:
             adapter.before_change(partial(self._end, warns))
@@ -54,29 +55,33 @@ class Registered:
         unclaimed, self.unclaimed = self.unclaimed, {}
         if unclaimed and warns:
             warn(
-                f"the checkpoint that was restored has a state of {', '.join(unclaimed)} of each rank, which nothing "
-                "has taken: zckpt.register(engine, name, object) before the first step, or "
-                "zckpt.restore(..., with_rank_state=True), so that no position in the data is lost"
+                "the checkpoint that was restored has values of each rank that nothing has taken "
+                f"({', '.join(map(repr, unclaimed))}), such as a position in the data: call "
+                "zckpt.register(engine, name, object) before the first step, or get them by "
+                "zckpt.restore(..., with_rank_state=True)"
             )
 
 
 def registered(engine: object) -> Registered:
-    """What is registered with an engine; made when it is first asked for."""
-    found = getattr(engine, _REGISTERED, None)
-    if not isinstance(found, Registered):
-        found = Registered()
-        setattr(engine, _REGISTERED, found)
-    return found
+    """Returns the ``Registered`` of an engine, which is made when it is first asked for."""
+    existing = getattr(engine, _REGISTERED, None)
+    if not isinstance(existing, Registered):
+        existing = Registered()
+        setattr(engine, _REGISTERED, existing)
+    return existing
 
 
-def with_registered(engine: object, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """``given``, and the states of all objects that are registered with the engine, by name; None if there is neither.
-    Raises ValueError for a name that is in both, and what ``state_dict`` raises."""
-    found = getattr(engine, _REGISTERED, None)
-    objects = found.objects if isinstance(found, Registered) else {}
-    both = sorted(objects.keys() & (given or {}).keys())
+def with_registered(engine: object, rank_state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Returns ``rank_state`` together with the states of all objects that are registered with the engine, by name.
+    Returns None if there is neither. Raises ValueError for a name that is in both, and any error that a ``state_dict``
+    raises."""
+    existing = getattr(engine, _REGISTERED, None)
+    objects = existing.objects if isinstance(existing, Registered) else {}
+    both = sorted(objects.keys() & (rank_state or {}).keys())
     if both:
-        raise ValueError(f"rank_state has {', '.join(both)}, under which an object is registered with the engine")
-    if given is None and not objects:
+        raise ValueError(
+            f"rank_state has {', '.join(map(repr, both))}, and an object is registered with the engine under that name"
+        )
+    if rank_state is None and not objects:
         return None
-    return {**(given or {}), **{name: stateful.state_dict() for name, stateful in objects.items()}}
+    return {**(rank_state or {}), **{name: stateful.state_dict() for name, stateful in objects.items()}}

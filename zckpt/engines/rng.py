@@ -1,4 +1,5 @@
-"""Random number generators of this process: Python, NumPy, torch on the CPU and on the current device."""
+"""Saves and restores the random number generators of this process: those of Python and NumPy, and torch's on the CPU
+and on the current device."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The generators' states as plain values: {"python", "numpy", "torch", "device": [one per device in use]}.
+    """Returns the states of the generators as plain values: {"python", "numpy", "torch", "device": [one per device in
+    use]}.
 
-    Raises UnsupportedError where NumPy's global generator has been replaced by one that is not MT19937.
+    Raises UnsupportedError if the global generator of NumPy has been replaced by one that is not MT19937.
     """
     version, words, gauss = random.getstate()
     kind, key, position, has_gauss, cached = np.random.get_state()
@@ -32,10 +34,8 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], device: torch.device) -> None:
-    """Sets every generator as ``capture`` found it. Raises FormatError for a state that no generator accepts.
-
-    A device state is left alone where this process has no such device.
-    """
+    """Sets every generator to the state that ``capture`` has returned. A device state is not used if this process has
+    no such device. Raises FormatError for a state that a generator does not accept."""
     try:
         python, numpy = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(_unpacked(python["words"]).tolist()), python["gauss"]))
@@ -51,12 +51,12 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def to_bytes(state: torch.Tensor) -> bytes:
-    """A torch generator's state (1-D uint8, in host memory) as bytes."""
+    """Returns the state of a torch generator as bytes. ``state``: 1-D, uint8, in host memory."""
     return state.numpy().tobytes()
 
 
 def to_tensor(state: object) -> torch.Tensor:
-    """What ``to_bytes`` was given. Raises FormatError for anything but bytes."""
+    """Returns the tensor that ``to_bytes`` was given. Raises FormatError for anything but bytes."""
     if not isinstance(state, bytes):
         raise FormatError(f"a generator's state is {type(state).__name__} instead of bytes")
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)

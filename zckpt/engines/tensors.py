@@ -1,4 +1,5 @@
-"""What adapters need to know of tensors and modules, whatever the framework: dtype names, parameter names, buffers."""
+"""What the adapters of all frameworks need to know about tensors and modules: names of dtypes, names of parameters,
+buffers."""
 
 from __future__ import annotations
 
@@ -18,14 +19,15 @@ T = TypeVar("T", bound=torch.Tensor)
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
-    """The safetensors name of ``dtype``. Raises UnsupportedError that names ``what`` where there is none."""
+    """Returns the name that safetensors has for ``dtype``. Raises UnsupportedError if there is none. ``what``: the name
+    of the tensor in that error."""
     if dtype not in DTYPE_NAMES:
         raise UnsupportedError(f"{what} has dtype {dtype}, which safetensors does not know")
     return DTYPE_NAMES[dtype]
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module inside ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile``."""
+    """Returns the user's own module inside ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile``."""
     while True:
         if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
             module = module.module
@@ -36,17 +38,19 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_parameters(root: torch.nn.Module) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
-    """The parameters by their first name, in module order, and the further names of tied ones.
+    """Returns the parameters by their first names, in the order of the module, and for each other name of a tied
+    parameter its first name.
 
-    Raises UnsupportedError where two parameters have the same name once wrappers are left out of it.
+    Raises UnsupportedError if two parameters have the same name after the names of wrappers have been removed.
     """
     return _by_first_name(root.named_parameters(remove_duplicate=False))
 
 
 def persistent_buffers(root: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The buffers that belong to the state dict by their first name, in module order, and further names.
+    """Returns the buffers that the state dict has by their first names, in the order of the module, and for each other
+    name of a tied buffer its first name.
 
-    Raises UnsupportedError like ``named_parameters``.
+    Raises UnsupportedError as ``named_parameters`` does.
     """
     return _by_first_name(
         (f"{prefix}.{name}" if prefix else name, buffer)
@@ -57,10 +61,10 @@ def persistent_buffers(root: torch.nn.Module) -> tuple[dict[str, torch.Tensor], 
 
 
 def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes these values to the memory of ``target``, so that its views and what it is a view of have them too.
+    """Writes ``values`` to the memory of ``target``, so that all tensors that share this memory get them too.
 
-    Where several elements of ``target`` share a place in memory (``expand``) and are to have different values, it gets
-    memory of its own: nothing else can hold them.
+    If several elements of ``target`` share a place in memory (``expand``) and their values are different, ``target``
+    gets memory of its own, because the shared place cannot hold different values.
     """
     place, source = target.detach(), values
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
@@ -73,52 +77,53 @@ def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def holdings(part: str, name: str, value: Any, *, workspace: bool = False) -> Iterator[Holding]:
-    """A holding for each dense tensor with elements in ``value``: a tensor, or collections with tensors in them.
-    ``workspace``: as in ``Holding``."""
+    """Yields a holding for each dense tensor with elements that is in ``value``. ``value`` is a tensor, or a collection
+    in which there are tensors. ``workspace``: as in ``Holding``."""
     if isinstance(value, torch.Tensor):
         if value.layout == torch.sparse_coo:
             yield from holdings(part, name, [value._indices(), value._values()], workspace=workspace)
         elif value.numel() and not value.is_meta:
             yield Holding(part, name, value, value.dtype, workspace)
     elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from holdings(part, name, one, workspace=workspace)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from holdings(part, name, item, workspace=workspace)
 
 
 def is_zero(tensor: torch.Tensor) -> bool:
-    """Whether all elements are zero; False for a tensor whose values are on disk."""
+    """Returns whether all elements are zero. Returns False for a tensor that has no memory because its values are on
+    disk."""
     try:
         tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # it has no memory
+    except RuntimeError:  # torch raises this if the storage has no memory.
         return False
     return not tensor.any()
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
-    return torch.equal(one, other)
+    first, second = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
+    return torch.equal(first, second)
 
 
 def modules_with_extra_state(root: torch.nn.Module) -> Iterator[str]:
-    """Names of the modules that keep state outside parameters and buffers (``get_extra_state``)."""
+    """Yields the names of the modules that have state outside of parameters and buffers (``get_extra_state``)."""
     for name, module in root.named_modules():
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             yield f"{name} ({type(module).__qualname__})"
 
 
 def _by_first_name(named: Iterable[tuple[str, T]]) -> tuple[dict[str, T], dict[str, str]]:
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     tensors: dict[str, T] = {}
     aliases: dict[str, str] = {}
-    for raw, tensor in named:
-        # torch.compile puts its wrapper into the names of every compiled submodule.
-        name = ".".join(component for component in raw.split(".") if component != "_orig_mod")
-        if id(tensor) in first:
-            if name != first[id(tensor)]:
-                aliases[name] = first[id(tensor)]
+    for wrapped_name, tensor in named:
+        # torch.compile adds the name of its wrapper, "_orig_mod", to the names in every compiled submodule.
+        name = ".".join(component for component in wrapped_name.split(".") if component != "_orig_mod")
+        if id(tensor) in first_names:
+            if name != first_names[id(tensor)]:
+                aliases[name] = first_names[id(tensor)]
         elif name in tensors:
             raise UnsupportedError(f"two tensors of the module are both called {name}")
         else:
-            first[id(tensor)] = name
+            first_names[id(tensor)] = name
             tensors[name] = tensor
     return tensors, aliases

@@ -27,12 +27,13 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")
 
 def adapter_names(names: Iterable[str]) -> list[str]:
     """Returns the names of the LoRA adapters of a model whose tensors have these names."""
-    found = (_LORA.fullmatch(name) for name in names)
-    return list(dict.fromkeys(one["adapter"] for one in found if one))
+    matches = (_LORA.fullmatch(name) for name in names)
+    return list(dict.fromkeys(match["adapter"] for match in matches if match))
 
 
 def refuse_adapters(sources: Iterable[str], configs: Collection[str]) -> None:
-    """Raises UnsupportedError if the model has adapters, for then its tensors are not those of its configuration."""
+    """Raises UnsupportedError if the model has adapters. Its tensors are then not those of the model's configuration.
+    ``sources``: the names of the tensors. ``configs``: the names of the adapters whose configurations are known."""
     adapters = list(dict.fromkeys([*configs, *adapter_names(sources)]))
     if adapters:
         raise UnsupportedError(
@@ -43,8 +44,8 @@ def refuse_adapters(sources: Iterable[str], configs: Collection[str]) -> None:
 
 
 def read_config(folder: str) -> str:
-    """Returns the text of the configuration of an adapter in its folder. Raises StorageError if it cannot be read, and
-    MismatchError if it is no text."""
+    """Returns the text of the ``adapter_config.json`` in the folder of an adapter. Raises StorageError if the file
+    cannot be read, and MismatchError if it is not UTF-8."""
     path = str(Location.of(folder).child(CONFIG))
     try:
         with open(path, encoding="utf-8") as file:
@@ -52,9 +53,9 @@ def read_config(folder: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise MismatchError(f"this is not JSON: {error}", file=path) from error
-        found = from_os_error(error, "read the adapter's configuration", path)
-        found.hint = f"config has to be a folder with the {CONFIG} of the adapter that was trained"
-        raise found from error
+        storage_error = from_os_error(error, "read the adapter's configuration", path)
+        storage_error.hint = f"config has to be a folder with the {CONFIG} of the adapter that was trained"
+        raise storage_error from error
 
 
 def plan_adapter(
@@ -63,15 +64,16 @@ def plan_adapter(
     adapter: str,
     configs: Mapping[str, str],
 ) -> ExportPlan:
-    """Plans the folder of one adapter. ``sources`` and ``aliases``: those of ``plan_hugging_face``. ``configs``: for
-    the name of each adapter whose configuration is known, the text of its ``adapter_config.json``.
+    """Plans the folder of one adapter. ``sources`` and ``aliases``: as for ``plan_hugging_face``. ``adapter``: the name
+    of the adapter. ``configs``: the texts of the known files ``adapter_config.json``, by the names of the adapters.
 
-    Raises UnsupportedError where the model has no adapter, or one of another kind than LoRA; KeyNotFoundError for an
-    adapter that the model does not have; and MismatchError where its configuration is missing or broken.
+    Raises UnsupportedError if the model has no adapter, or if this one is not LoRA; KeyNotFoundError if the model does
+    not have this adapter; and MismatchError if its configuration or its weights are missing, or if its configuration is
+    broken.
     """
     stored = {name: name for name in sources} | {alias: name for alias, name in aliases.items() if name in sources}
     known = list(dict.fromkeys([*configs, *adapter_names(stored)]))
-    there = adapter_names(stored)
+    with_weights = adapter_names(stored)
     if not known:
         raise UnsupportedError(
             "the model has no adapter: none of its tensors belongs to a LoRA adapter of PEFT",
@@ -85,14 +87,13 @@ def plan_adapter(
             hint=f"give a folder with its {CONFIG} as `config`, such as one that PeftModel.save_pretrained has made",
         )
     config = _parsed(configs[adapter], adapter)
-    if adapter not in there:
-        raise MismatchError(
-            f"the source has no weights of the adapter {adapter!r}; it has those of: {first_few(there, 5) or 'none'}"
-        )
-    found = _tensors(stored, adapter, there, config)
+    if adapter not in with_weights:
+        others = first_few(with_weights, 5) or "none"
+        raise MismatchError(f"the source has no weights of the adapter {adapter!r}; it has those of: {others}")
+    name_of_key = _tensors(stored, adapter, with_weights, config)
     tensors = [
         OutputTensor(key, source.dtype, source.shape, (Run(stored[name], 0, source.numel),))
-        for key, name in found.items()
+        for key, name in name_of_key.items()
         for source in [sources[stored[name]]]
     ]
     return ExportPlan((safetensors_file(WEIGHTS, tensors),), small_files={CONFIG: configs[adapter].encode()})
@@ -116,15 +117,15 @@ def _parsed(text: str, adapter: str) -> dict[str, Any]:
 def _tensors(
     stored: Mapping[str, str], adapter: str, adapters: Collection[str], config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Returns the tensors of an adapter as ``peft.get_peft_model_state_dict`` chooses and names them: for the key of
-    each tensor in the adapter's file the name that it has in the model. ``stored``: for each name in the model the one
-    under which the tensor is in the sources.
+    """Selects and names the tensors of an adapter as ``peft.get_peft_model_state_dict`` does. Returns a dict from the
+    key of each tensor in the adapter's file to the name of the tensor in the model. ``stored``: maps each name in the
+    model to the name under which the tensor is in the sources.
     """
     with_base = {name.rpartition(".base_layer.")[0] for name in stored}
-    layers = {found["layer"] for name in stored if (found := _LORA.fullmatch(name))} & with_base
+    layers = {match["layer"] for name in stored if (match := _LORA.fullmatch(name))} & with_base
     others = [name for name in adapters if name != adapter]
-    names = [name for name in stored if not any(f".{o}." in name or name.endswith(f".{o}") for o in others)]
-    chosen = [name for name in names if (found := _LORA.fullmatch(name)) and found["layer"] in layers]
+    names = [name for name in stored if not any(f".{other}." in name or name.endswith(f".{other}") for other in others)]
+    chosen = [name for name in names if (match := _LORA.fullmatch(name)) and match["layer"] in layers]
     bias = config.get("bias", "none")
     if bias == "all":
         chosen += [name for name in names if name.endswith(".bias")]
@@ -139,19 +140,19 @@ def _tensors(
         if kept:
             keys[f"{module}.{inner}"] = name
         elif name.endswith(f".token_adapter.trainable_tokens_delta.{adapter}") and stored[name] == name:
-            keys[name] = name  # a tied module has the same tensor, which is not saved a second time
+            keys[name] = name  # A tied module has the same tensor, which PEFT does not save a second time.
     return {_without_adapter(key, adapter): name for key, name in keys.items()}
 
 
 def _is_embedding(name: str, layers: Collection[str], targets: str | Collection[str]) -> bool:
-    """Whether the tensor is the weight of an embedding that has an adapter, which PEFT saves too."""
+    """Returns whether the tensor is the weight of an embedding that has an adapter. PEFT saves such a weight too."""
     layer, base, _ = name.rpartition(".base_layer.")
     if not base or layer not in layers or layer.rpartition(".")[2] not in _EMBEDDINGS:
         return False
     if isinstance(targets, str):
         path = layer.removeprefix("base_model.model.")
         return targets != "all-linear" and re.fullmatch(targets, path) is not None
-    return any(one in targets for one in _EMBEDDINGS)
+    return any(embedding in targets for embedding in _EMBEDDINGS)
 
 
 def _without_dora_suffix(name: str, adapter: str) -> str:

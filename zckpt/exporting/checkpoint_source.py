@@ -1,4 +1,4 @@
-"""A checkpoint as the source of an export, or of other files that are made of its tensors."""
+"""Reads the tensors of a checkpoint for an export, or for other files that are made of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from zckpt.errors import FormatError, KeyNotFoundError
 from zckpt.exporting.plan import SourceTensor
 from zckpt.format import names
-from zckpt.plan.reshard import Span
-from zckpt.reading.checkpoint import Checkpoint, Want
+from zckpt.plan.reshard import ElementRange
+from zckpt.reading.checkpoint import Checkpoint, ReadRequest
 from zckpt.transfer.memory import check_cast
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from zckpt.transfer.budget import Budget
 
 READ_BYTES_MIN = 2 << 20
-"""The smallest budget, in bytes, of one thread that reads."""
+"""The smallest number of bytes of memory with which a thread reads."""
 
 
 class CheckpointFiller:
-    """Tensors of a checkpoint, of which files are made. This is a ``Filler``: each thread that calls it reads on its
-    own."""
+    """A ``Filler`` that reads tensors of a checkpoint. Each thread that calls it reads on its own."""
 
     def __init__(
         self,
@@ -40,45 +39,52 @@ class CheckpointFiller:
         budget: Budget,
         copies: Mapping[str, int] | None = None,
     ) -> None:
-        """``infos`` and ``sources``: each tensor by its name, as it is stored and as it is wanted. ``copies``: for some
-        of the tensors, the number of the copy that is read. Reading takes half of ``budget``. Raises FormatError (F001
-        to F003) for files that are cut short or missing."""
+        """``infos``: the tensors as they are stored, by name. ``sources``: the same tensors with the dtypes to which
+        they are converted. ``copies``: for some of the tensors, the number of the copy that is read. Reading takes half
+        of ``budget``. Raises FormatError (F001 to F003) if a file is missing or cut short."""
         checkpoint.contents.check_sizes(infos.values())
         self.infos, self.sources, self._copies = infos, sources, copies or {}
         threads = max(min(budget.threads, budget.nbytes // (2 * READ_BYTES_MIN)), 1)
         self.budget = replace(budget, threads=threads)
-        """What ``write_files`` may use. It has no more threads than there is memory for, to read and to write in."""
-        own_bytes = max(budget.nbytes // threads // 2, READ_BYTES_MIN)
-        own = replace(budget, nbytes=own_bytes, threads=1)
-        self._checkpoint = Checkpoint(checkpoint.path, checkpoint.contents, own)
+        """The budget for ``write_files``. It has fewer threads than the given one if its memory is too small for them
+        to read and to write."""
+        read_bytes = max(budget.nbytes // threads // 2, READ_BYTES_MIN)
+        budget_of_thread = replace(budget, nbytes=read_bytes, threads=1)
+        self._checkpoint = Checkpoint(checkpoint.path, checkpoint.contents, budget_of_thread)
         self._starts: dict[str, list[int]] = {}
+        """The first elements of the pieces of tensors, in ascending order, by the name of the tensor."""
         self.advance: Callable[[int], None] = lambda nbytes: None
-        """It is called with the number of bytes that have been read."""
+        """A function that is called with the number of bytes that have been read since its last call."""
 
     def nbytes(self, files: Iterable[OutputFile], conversions: Iterable[Conversion] = ()) -> int:
-        """Returns how many bytes are read to write ``files``."""
+        """Returns the number of bytes that are read to write ``files``."""
         tensors = [tensor for file in files for tensor in file.tensors.values()]
-        made = {tensor.name for tensor in tensors if tensor.runs is None}
+        converted = {tensor.name for tensor in tensors if tensor.runs is None}
         runs = [run for tensor in tensors for run in tensor.runs or ()]
-        whole = {name for one in conversions if made.intersection(one.outputs) for name in one.sources}
+        needed = [conversion for conversion in conversions if converted.intersection(conversion.outputs)]
+        whole = {name for conversion in needed for name in conversion.sources}
         return sum((run.stop - run.start) * self.infos[run.source].item_bytes for run in runs) + sum(
             self.infos[name].nbytes for name in whole
         )
 
     def fill(self, targets: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Does what ``Filler.fill`` says. Raises FormatError and StorageError."""
-        wants = [
-            Want(self.infos[name], [Span(start, start + target.numel(), 0)], target, self._copies.get(name))
+        """Fills each target as ``Filler.fill`` requires. Raises FormatError and StorageError."""
+        requests = [
+            ReadRequest(
+                self.infos[name], [ElementRange(start, start + target.numel(), 0)], target, self._copies.get(name)
+            )
             for name, start, target in targets
         ]
-        if wants:
-            self._checkpoint.read(wants, advance=self.advance)
+        if requests:
+            self._checkpoint.read(requests, advance=self.advance)
 
     def cut(self, source: str, start: int, stop: int) -> int:
-        """Returns the end of the last block before ``stop``, so that no block is read twice to be verified."""
+        """Returns the element at which the last block that ends at or before ``stop`` ends, or ``stop`` if that is not
+        after ``start``. A part that ends with a block needs no block that the next part needs too."""
         info = self.infos[source]
         if source not in self._starts:
-            self._starts[source] = sorted({piece.start for piece in info.pieces})
+            pieces = self._checkpoint.contents.stored([info], [self._copies.get(source)], None)
+            self._starts[source] = pieces.start.tolist()
         starts = self._starts[source]
         begin = starts[bisect_right(starts, stop) - 1]
         block = self._checkpoint.manifest.block_bytes // info.item_bytes
@@ -87,12 +93,12 @@ class CheckpointFiller:
 
 
 class CheckpointSource(CheckpointFiller):
-    """The weights and buffers of a checkpoint."""
+    """The weights and buffers of a checkpoint as the source of an export."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None, budget: Budget) -> None:
-        """``dtype``: the dtype that floating point tensors, buffers too, are converted to, as ``model.to(dtype)``
-        converts them. None means that they stay as they are stored. Raises KeyNotFoundError if there are no weights,
-        CastError, and what ``CheckpointFiller`` raises."""
+        """``dtype``: the dtype to which all floating point tensors are converted, including buffers, as
+        ``model.to(dtype)`` does. None means that they keep the stored dtypes. Raises KeyNotFoundError if there are no
+        weights, CastError, and the errors of ``CheckpointFiller``."""
         self.save_id = checkpoint.manifest.save_id
         infos = checkpoint.weights()
         if not infos:
@@ -104,19 +110,20 @@ class CheckpointSource(CheckpointFiller):
         self.adapters = _adapters(checkpoint)
         sources: dict[str, SourceTensor] = {}
         for name, info in infos.items():
-            wanted = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
-            check_cast(info.dtype, wanted, info.key)
-            sources[name] = SourceTensor(DTYPE_NAMES[wanted], info.shape)
+            target_dtype = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+            check_cast(info.dtype, target_dtype, info.key)
+            sources[name] = SourceTensor(DTYPE_NAMES[target_dtype], info.shape)
         super().__init__(checkpoint, infos, sources, budget)
 
     @contextmanager
     def own_config(self) -> Iterator[str | None]:
-        """Yields None, because a checkpoint does not hold the configuration of its model."""
+        """Yields None, because a checkpoint does not contain the configuration of its model."""
         yield None
 
 
 def _adapters(checkpoint: Checkpoint) -> dict[str, str]:
-    """Returns the configurations of the model's adapters, by the adapters' names. Raises FormatError."""
+    """Returns the texts of the configurations of the model's adapters, by the names of the adapters. Raises
+    FormatError."""
     root = checkpoint.state
     adapters = root.get(names.ADAPTERS, {}) if isinstance(root, dict) else {}
     if not isinstance(adapters, dict) or not all(isinstance(text, str) for text in adapters.values()):

@@ -33,13 +33,13 @@ _DTYPES = list(TORCH_DTYPES)
 
 
 class EngineSource:
-    """The weights and persistent buffers of an engine. ``fragments`` are those that this rank holds. All other
-    attributes are equal on all ranks."""
+    """The weights and persistent buffers of an engine as the source of an export. ``fragments`` are the fragments that
+    this rank holds. ``sources``, ``aliases``, ``adapters`` and ``held`` are equal on all ranks."""
 
     def __init__(self, engine: object, dtype: torch.dtype | None, budget: Budget | None, ranks: Ranks) -> None:
-        """``dtype``: the dtype that floating point tensors are converted to; weights are then converted from their
-        master weights. None means that all tensors are as the model computes with them. This is collective. Raises what
-        ``zckpt.write`` raises for an engine."""
+        """``dtype``: the dtype to which floating point tensors are converted. Weights are then converted from their
+        master weights. None means that all tensors keep the dtypes with which the model computes. This is collective.
+        Raises the errors that ``zckpt.write`` raises for an engine."""
         shapes: dict[str, tuple[int, ...]] = {}
 
         def collect() -> bytes:
@@ -51,37 +51,38 @@ class EngineSource:
             adapter.refuse_unsupported(drop_gradients=True)
             synchronize(adapter.devices)
             inventory = adapter.inventory((PARAM, BUFFER) if dtype is None else None)
-            own = [f for f in inventory.fragments if f.part in (MASTER, PARAM, BUFFER) and f.copy == 0]
-            check_devices(f.data for f in own if isinstance(f.data, torch.Tensor))
-            self.fragments = [_where_it_is(fragment) for fragment in own]
+            fragments = [f for f in inventory.fragments if f.part in (MASTER, PARAM, BUFFER) and f.copy == 0]
+            check_devices(f.data for f in fragments if isinstance(f.data, torch.Tensor))
+            self.fragments = [_where_it_is(fragment) for fragment in fragments]
             self.aliases = dict(inventory.aliases)
             self.module = adapter.module
             self.adapters = adapter_configs(adapter.module)
-            shapes.update((f.name, f.shape) for f in adapter.wanted({}))  # every rank gets all names, in the same order
+            shapes.update((f.name, f.shape) for f in adapter.wanted({}))  # All ranks get the same names, in one order.
             numbers = {name: number for number, name in enumerate(shapes)}
-            rows = [(numbers[f.name], f.start, f.stop, _DTYPES.index(f.dtype)) for f in own]
+            rows = [(numbers[f.name], f.start, f.stop, _DTYPES.index(f.dtype)) for f in fragments]
             return np.array(rows, np.int64).tobytes()
 
-        told = [np.frombuffer(one, np.int64).reshape(-1, 4) for one in ranks.share(collect, "collect the weights")]
-        rank = np.repeat(np.arange(len(told)), [len(one) for one in told])
-        fragment = np.concatenate([np.arange(len(one)) for one in told])
-        number, start, stop, stored = np.concatenate(told).T
+        tables = [np.frombuffer(raw, np.int64).reshape(-1, 4) for raw in ranks.share(collect, "collect the weights")]
+        rank = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+        fragment = np.concatenate([np.arange(len(table)) for table in tables])
+        number, start, stop, dtype_number = np.concatenate(tables).T
         order = np.lexsort((start, number))
         columns = (number, rank, start, stop, fragment, np.zeros_like(number))
         self.held = StoredPieces(*(column[order] for column in columns))
-        """Which rank holds which elements, in the form that ``plan_messages`` takes."""
+        """The elements of each tensor that each rank holds, as ``plan_messages`` takes them."""
         self.sources: dict[str, SourceTensor] = {}
-        dtypes = dict(zip(number.tolist(), stored.tolist(), strict=True))
-        for one, (name, shape) in enumerate(shapes.items()):
-            own = TORCH_DTYPES[_DTYPES[dtypes[one]]]
-            wanted = dtype if dtype is not None and own.is_floating_point else own
-            check_cast(own, wanted, name)
-            self.sources[name] = SourceTensor(DTYPE_NAMES[wanted], shape)
+        """The tensors by name, with the dtypes to which they are converted."""
+        dtype_numbers = dict(zip(number.tolist(), dtype_number.tolist(), strict=True))
+        for tensor, (name, shape) in enumerate(shapes.items()):
+            held_dtype = TORCH_DTYPES[_DTYPES[dtype_numbers[tensor]]]
+            target_dtype = dtype if dtype is not None and held_dtype.is_floating_point else held_dtype
+            check_cast(held_dtype, target_dtype, name)
+            self.sources[name] = SourceTensor(DTYPE_NAMES[target_dtype], shape)
 
     @contextmanager
     def own_config(self) -> Iterator[str | None]:
-        """Yields a temporary folder with the configuration of the model, or None if the model is not one of
-        transformers'."""
+        """Yields a temporary folder with the configuration of the model, or None if the class of the model is not one
+        of transformers."""
         transformers = sys.modules.get("transformers")
         module: Any = self.module
         if transformers is None or getattr(transformers, type(module).__name__, None) is not type(module):

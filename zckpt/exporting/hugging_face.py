@@ -1,9 +1,9 @@
 """Plans the tensors and files of a model as Hugging Face's ``save_pretrained`` writes them, by transformers' own rules.
 
-transformers gives some weights other names and shapes in memory than in files; the experts of a mixture are an example.
-Therefore a model without memory (on the device "meta") is made from its configuration, and transformers converts the
-weights of this model. Most of the results are views of the weights. The strides of a view say which elements of the
-checkpoint the file has, so such a weight is never whole in memory.
+Some weights, such as those of a mixture of experts, have other names and shapes in memory than in files. Therefore a
+model without memory (on the device "meta") is made from its configuration, and transformers converts the weights of
+this model. Most of the results are views of the weights. The strides of a view tell which elements of the source the
+file has, so such a weight need not be whole in memory.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ TAKEN_ALONG = (
     "generation_config.json", "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json",
     "*.model", "*.tiktoken", "*.spm", "*.jinja", "chat_template*", "*processor_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-"""The files of a model's folder that are copied as they are: those of its tokenizer, those of its processor, and its
-terms of use."""
+"""Patterns of the files in a model's folder that are copied as they are: the tokenizer, the processor and the terms of
+use."""
 MODEL_CODE = ("*.py",)
-"""The files that are copied too if the class of the model is not one of transformers' own."""
+"""Patterns of the files that are copied too if the class of the model is not one of transformers."""
 FILES = ("*.safetensors", INDEX, "config.json", *TAKEN_ALONG, *MODEL_CODE)
-"""The files that the export of a model may write."""
+"""Patterns of all files that the export of a model may write."""
 
 
 def plan_hugging_face(
     sources: Mapping[str, SourceTensor],
     aliases: Mapping[str, str],
     folder: str | None,
-    shard_bytes_max: int,
+    file_bytes_max: int,
 ) -> ExportPlan:
     """Plans the files of a model's folder.
 
-    ``sources``: all weights and persistent buffers, by the names that they have in the model in memory. ``aliases``:
-    for each other name of a tied weight the one under which it is in ``sources``. ``folder``: the folder with the
-    configuration of the model. Without it, tensors keep their names and shapes, a tied weight has one of its names, and
-    there is no configuration.
+    ``sources``: all weights and persistent buffers, by their names in the model in memory. ``aliases``: maps the other
+    names of tied weights to their names in ``sources``. ``folder``: the folder with the configuration of the model. If
+    it is None, tensors keep their names and shapes, a tied weight has one of its names, and no configuration is
+    written. ``file_bytes_max``: the largest size of a file in bytes.
 
-    Raises MismatchError if the model of this configuration has other tensors; UnsupportedError for a class of models
-    that transformers does not have, and where transformers is not installed; FormatError for a configuration that no
-    model can be made from; and StorageError.
+    Raises MismatchError if the model of this configuration has other tensors; UnsupportedError if transformers does not
+    have the class of the model, or is not installed; FormatError if no model can be made from the configuration; and
+    StorageError.
     """
     small_files: dict[str, bytes] = {}
     tensors: list[OutputTensor] = []
@@ -91,22 +91,25 @@ def plan_hugging_face(
         tensors, conversions, memory = convert_names(model)
         parameters = model.num_parameters()
         small_files = {**_written_by(model), **small_files}
-    shards = split_into_files(tensors, shard_bytes_max, memory)
-    files = safetensors_files(shards)
+    groups = split_into_files(tensors, file_bytes_max, memory)
+    files = safetensors_files(groups)
     if len(files) > 1:
-        nbytes = sum(one.nbytes for one in set(memory.values())) if memory else sum(one.nbytes for one in tensors)
-        small_files[INDEX] = _index(dict(zip([file.name for file in files], shards, strict=True)), parameters, nbytes)
+        blocks = set(memory.values()) if memory else tensors
+        nbytes = sum(block.nbytes for block in blocks)
+        small_files[INDEX] = _index(dict(zip([file.name for file in files], groups, strict=True)), parameters, nbytes)
     return ExportPlan(files, conversions, small_files)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Returns a sort key by which layer 2 comes before layer 10."""
+    """Returns a sort key for the names of tensors. It sorts numbers by their values, so layer 2 comes before layer
+    10."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 
-def _index(shards: Mapping[str, Sequence[OutputTensor]], parameters: int, nbytes: int) -> bytes:
-    """Returns the index as ``save_pretrained`` writes it."""
-    weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
+def _index(groups: Mapping[str, Sequence[OutputTensor]], parameters: int, nbytes: int) -> bytes:
+    """Returns the index file as ``save_pretrained`` writes it. ``groups``: the tensors of each file, by its name.
+    ``parameters`` and ``nbytes``: the number of parameters, and of their bytes."""
+    weight_map = {tensor.name: file for file, group in groups.items() for tensor in group}
     index = {"metadata": {"total_parameters": parameters, "total_size": nbytes}, "weight_map": weight_map}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
@@ -120,9 +123,11 @@ def _read_config(folder: str) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
     except OSError as error:
-        found = from_os_error(error, "read the model's configuration", path)
-        found.hint = "--config (config= in Python) has to be the folder of the model that was trained, with config.json"
-        raise found from error
+        storage_error = from_os_error(error, "read the model's configuration", path)
+        storage_error.hint = (
+            "--config (config= in Python) has to be the folder of the model that was trained, with config.json"
+        )
+        raise storage_error from error
     except ValueError as error:
         raise MismatchError(f"this is not JSON: {error}", file=path) from error
     if not isinstance(config, dict):
@@ -138,13 +143,13 @@ def _read_config(folder: str) -> dict[str, Any]:
 
 def _empty_model(folder: str, config: Mapping[str, Any]) -> Any:
     """Returns the model of this configuration, without memory. Returns None if the class of the model is not one of
-    transformers', but code that belongs to the model."""
+    transformers, but is defined by code in the model's folder. Raises UnsupportedError if there is no such code."""
     model = empty_model(folder, config)
     if model is None and "auto_map" not in config:
         name = next(iter(config.get("architectures") or []), None)
-        what = f"has no model {name!r}" if name else "cannot know the class of the model: there are no architectures"
+        problem = f"has no model {name!r}" if name else "cannot know the class of the model: there are no architectures"
         raise UnsupportedError(
-            f"transformers {version('transformers')} {what}",
+            f"transformers {version('transformers')} {problem}",
             file=os.path.join(folder, "config.json"),
             hint='name the class of the model that was trained, such as "architectures": ["LlamaForCausalLM"]',
         )
@@ -170,7 +175,7 @@ def _with_dtype(config: Mapping[str, Any], sources: Mapping[str, SourceTensor]) 
 
 
 def _written_by(model: Any) -> dict[str, bytes]:
-    """Returns the files that ``save_pretrained`` writes beside the weights."""
+    """Returns the files that ``save_pretrained`` writes in addition to the weights, by their names."""
     model.config.dtype = torch_name(model.dtype)
     with tempfile.TemporaryDirectory() as directory:
         write_config(model, directory)
@@ -181,25 +186,25 @@ def _written_by(model: Any) -> dict[str, bytes]:
 
 
 def _fill(model: Any, sources: Mapping[str, SourceTensor], aliases: Mapping[str, str]) -> None:
-    """Gives the model tensors of the shapes and dtypes of ``sources``, tied as they are tied there. Raises
-    MismatchError unless the model has them all, and no others."""
-    own = model.state_dict(keep_vars=True)
+    """Gives the model tensors without memory, which have the shapes and dtypes of ``sources`` and are tied as
+    ``aliases`` says. Raises MismatchError if the model and ``sources`` do not have the same tensors."""
+    of_model = model.state_dict(keep_vars=True)
     stored = {name: aliases.get(name, name) for name in (*sources, *aliases)}
-    unlike = [
-        f"{name} is {list(own[name].shape)} by the configuration, {list(sources[key].shape)} here"
+    different_shapes = [
+        f"{name} is {list(of_model[name].shape)} by the configuration, {list(sources[key].shape)} here"
         for name, key in stored.items()
-        if name in own and key in sources and tuple(own[name].shape) != sources[key].shape
+        if name in of_model and key in sources and tuple(of_model[name].shape) != sources[key].shape
     ]
     lines = [
         f"{which} lacks {len(names)} tensors: {first_few(names, 5)}"
         for which, names in [
-            ("the source", [name for name in own if stored.get(name) not in sources]),
-            ("the model of the configuration", [name for name in sources if name not in own]),
+            ("the source", [name for name in of_model if stored.get(name) not in sources]),
+            ("the model of the configuration", [name for name in sources if name not in of_model]),
         ]
         if names
     ]
-    if unlike:
-        lines.append(f"{len(unlike)} shapes differ: {first_few(unlike, 5)}")
+    if different_shapes:
+        lines.append(f"{len(different_shapes)} shapes differ: {first_few(different_shapes, 5)}")
     if lines:
         raise MismatchError(
             f"this is not a {type(model).__name__} of that configuration: {'; '.join(lines)}",
@@ -208,42 +213,42 @@ def _fill(model: Any, sources: Mapping[str, SourceTensor], aliases: Mapping[str,
         )
     empty = {
         key: torch.empty(sources[key].shape, dtype=TORCH_DTYPES[sources[key].dtype], device="meta")
-        for key in {stored[name] for name in own}
+        for key in {stored[name] for name in of_model}
     }
     parameters = {key: torch.nn.Parameter(tensor, requires_grad=False) for key, tensor in empty.items()}
     model.load_state_dict(
         {
             name: (parameters if isinstance(tensor, torch.nn.Parameter) else empty)[stored[name]]
-            for name, tensor in own.items()
+            for name, tensor in of_model.items()
         },
         assign=True,
     )
 
 
 class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is active, copies of tensors on "meta" become views of them. For every tensor that is not a view, it
-    records what the tensor was made from."""
+    """A mode in which copies of tensors on the device "meta" become views of them. It records from which sources every
+    new tensor is made."""
 
     def __init__(self, sources: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._alive: list[torch.Tensor] = list(sources.values())
         self.source = {_storage(tensor): name for name, tensor in sources.items()}
-        """For the storage of each source its name. A view of a source has the same storage."""
+        """The names of the sources, by their storages. A view of a source has the storage of the source."""
         self._made_of = {storage: frozenset([name]) for storage, name in self.source.items()}
 
     def made_of(self, tensor: torch.Tensor) -> frozenset[str]:
-        """Returns the names of the sources that a tensor was made from."""
+        """Returns the names of the sources from which a tensor is made."""
         return self._made_of.get(_storage(tensor), frozenset())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
         if func is aten.clone.default:
             return aten.alias.default(args[0])
-        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func in (aten.view.default, aten._unsafe_view.default):
             try:
                 return aten.view.default(*args)
-            except RuntimeError:  # its input is a view here that would be a contiguous copy elsewhere
+            except RuntimeError:  # Without this mode, the input would be a contiguous copy, of which there is a view.
                 out = aten.view.default(args[0].clone(memory_format=torch.contiguous_format), *args[1:])
         else:
             out = func(*args, **(kwargs or {}))
@@ -260,8 +265,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def convert_names(model: Any) -> tuple[list[OutputTensor], tuple[Conversion, ...], dict[str, Memory]]:
-    """Returns what ``save_pretrained`` of a model on "meta" writes: the tensors in their order, the conversions that
-    make those tensors that are not views, and the memory that each tensor would be in."""
+    """Returns the tensors that ``save_pretrained`` of a model on "meta" writes, in their order; the conversions that
+    make the tensors without runs; and the memory in which each tensor would be."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -271,24 +276,25 @@ def convert_names(model: Any) -> tuple[list[OutputTensor], tuple[Conversion, ...
     state = remove_tied_weights_from_state_dict(state, model)
     views = _Views(state)
     with views:
-        found: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
+        outputs: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
     tensors: list[OutputTensor] = []
     made: dict[str, frozenset[str]] = {}
-    for name, tensor in found.items():
+    for name, tensor in outputs.items():
         shape, strides, source = tuple(tensor.shape), tensor.stride(), views.source.get(_storage(tensor))
         runs = None
-        if source is not None and _are_long(tensor):
+        if source is not None and _has_long_runs(tensor):
             runs = runs_of_view(source, shape, strides, int(tensor.storage_offset()))
         else:
             made[name] = views.made_of(tensor)
         tensors.append(OutputTensor(name, DTYPE_NAMES[tensor.dtype], shape, runs))
-    conversions = tuple(_conversions(model, state, made, {name: found[name].shape for name in made}))
-    copied: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
-    memory = {name: Memory(_storage(one), one.untyped_storage().nbytes()) for name, one in copied.items()}
+    conversions = tuple(_conversions(model, state, made, {name: outputs[name].shape for name in made}))
+    copies: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
+    memory = {name: Memory(_storage(copy), copy.untyped_storage().nbytes()) for name, copy in copies.items()}
     return tensors, conversions, memory
 
 
-def _are_long(view: torch.Tensor) -> bool:
+def _has_long_runs(view: torch.Tensor) -> bool:
+    """Returns whether the runs of a view are long enough to read them one by one."""
     count = count_runs(view.shape, view.stride())
     return count <= 1 or view.nbytes >= RUN_BYTES_MIN * count
 
@@ -296,7 +302,9 @@ def _are_long(view: torch.Tensor) -> bool:
 def _conversions(
     model: Any, state: Mapping[str, torch.Tensor], made: Mapping[str, frozenset[str]], shapes: Mapping[str, torch.Size]
 ) -> Iterator[Conversion]:
-    """Yields one conversion for all outputs that have sources in common."""
+    """Yields one conversion for each group of outputs that have sources in common. ``made``: the names of the sources
+    of each output. ``shapes``: the shapes of the outputs. Raises UnsupportedError if an output cannot be made from its
+    sources alone."""
     from transformers.core_model_loading import revert_weight_conversion
 
     def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -305,15 +313,16 @@ def _conversions(
 
     groups: list[tuple[set[str], list[str]]] = []
     for name, names in made.items():
-        own, outputs = set(names), [name]
-        for group in [group for group in groups if own & group[0]]:
-            own |= group[0]
+        sources, outputs = set(names), [name]
+        for group in [group for group in groups if sources & group[0]]:
+            sources |= group[0]
             outputs = group[1] + outputs
             groups.remove(group)
-        groups.append((own, outputs))
-    for own, outputs in groups:
-        # The sources are in the order of the model. Converted alone, they have to give the same as among all others.
-        ordered = tuple(name for name in state if name in own)
+        groups.append((sources, outputs))
+    for sources, outputs in groups:
+        # transformers needs the sources in the order of the model. If they are converted without the other weights, the
+        # outputs must be the same as with them.
+        ordered = tuple(name for name in state if name in sources)
         alone = convert({name: state[name] for name in ordered})
         wrong = [name for name in outputs if name not in alone or alone[name].shape != shapes[name]]
         if wrong:

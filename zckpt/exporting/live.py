@@ -1,8 +1,8 @@
 """Writes the files of an export from the tensors of a live engine, of which each rank holds parts.
 
-Each file is written by one rank, because on network file systems bytes are lost where several ranks write parts of one
-page. In each round, every writer gets the next slice of its file from all ranks, so that no rank has more than a few
-slices in memory.
+Each file is written by one rank, because network file systems lose bytes if several ranks write parts of one page. In
+each round, every writer receives the next slice of its file from all ranks. So no rank has more than a few slices in
+memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zckpt.errors import RankError
 from zckpt.exporting.plan import Run
 from zckpt.exporting.write import put_whole
 from zckpt.plan.exchange import Messages, SlicedFiles, plan_messages
-from zckpt.plan.reshard import Span
+from zckpt.plan.reshard import ElementRange
 from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.storage.buffers import PAGE_BYTES
@@ -48,20 +48,20 @@ _MESSAGE_ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Which rank writes what. It is equal on every rank.
+    """The distribution of the files over the ranks. It is equal on every rank.
 
-    A room is memory of the rank that carries out a conversion. The sources of the conversion are sent to it whole, one
-    behind the other, as if the room were one more file that the rank writes.
+    A room is memory of the rank that does a conversion. The sources of the conversion are sent to it as a whole, one
+    after the other, as if the room were one more file that the rank writes.
     """
 
     slices: SlicedFiles
     """The slices of the files and, after them, of the rooms."""
     rooms: Mapping[int, Conversion]
-    """The conversion of each room, by the number that the room has among the files."""
-    spans: Sequence[Sequence[Span]]
+    """The conversion of each room, by the number of the room. Rooms are numbered after the files."""
+    ranges: Sequence[Sequence[ElementRange]]
     """The elements of each source that are written, as ``plan_messages`` takes them."""
     item_bytes: Sequence[int]
-    """For each source the size of an element in bytes."""
+    """The size of an element of each source in bytes."""
 
 
 def share_files(
@@ -71,56 +71,61 @@ def share_files(
     ranks: int,
     budget_bytes: int,
 ) -> Shares:
-    """Shares the files out to ``ranks`` ranks so that no rank needs more than half of ``budget_bytes`` in memory, not
-    counting the rooms. A rank holds what it sends to all writers in a round, a slice that it receives, and a slice that
-    it writes. If the outputs of a conversion are in the files of several writers, each of them carries it out."""
+    """Distributes the files over ``ranks`` ranks so that no rank needs more than half of ``budget_bytes`` in memory,
+    not counting the rooms. A rank has in memory the bytes that it sends to all writers in a round, a slice that it
+    receives, and a slice that it writes. If the outputs of a conversion are in the files of several writers, each of
+    them does the conversion."""
     half = budget_bytes // 2
     writers = max(min(len(files), ranks, half // SLICE_BYTES_MIN - 2), 1)
     file_bytes = [file.nbytes for file in files]
-    # The writers are far apart among the ranks, so that they are on different machines where there are several.
+    # The numbers of the writers are far apart, so that the writers are on different machines if there are several.
     writer = [number * ranks // writers for number in shared_out(file_bytes, writers)]
     item_bytes = {name: TORCH_DTYPES[source.dtype].itemsize for name, source in sources.items()}
     numel = {name: source.numel for name, source in sources.items()}
     places: list[tuple[int, int, Run]] = []
-    """The number of a file, a byte in it, and the elements that are written from there on."""
+    """The number of a file, the byte of the file at which a run begins, and the run."""
     for number, file in enumerate(files):
-        for at, tensor in file.tensors.items():
+        for offset, tensor in file.tensors.items():
             for run in tensor.runs or ():
-                places.append((number, at, run))
-                at += (run.stop - run.start) * item_bytes[run.source]
+                places.append((number, offset, run))
+                offset += (run.stop - run.start) * item_bytes[run.source]
     rooms = {}
     for conversion in conversions:
-        converts = {writer[number] for number in range(len(files)) if _made(files[number], conversion)}
-        for rank in sorted(converts):
+        converting_ranks = {writer[number] for number in range(len(files)) if _made(files[number], conversion)}
+        for rank in sorted(converting_ranks):
             room_bytes = 0
-            for name, first in room_places(conversion, sources):
-                places.append((len(writer), first, Run(name, 0, numel[name])))
-                room_bytes = first + numel[name] * item_bytes[name]
+            for name, offset in room_places(conversion, sources):
+                places.append((len(writer), offset, Run(name, 0, numel[name])))
+                room_bytes = offset + numel[name] * item_bytes[name]
             rooms[len(writer)] = conversion
             writer.append(rank)
             file_bytes.append(room_bytes)
     slice_bytes = min(SLICE_BYTES_MAX, half // (writers + 2)) // PAGE_BYTES * PAGE_BYTES
     slices = SlicedFiles(slice_bytes, tuple(file_bytes), tuple(writer))
     starts = slices.starts
-    spans: dict[str, list[Span]] = {name: [] for name in sources}
-    for number, at, (name, start, last) in places:
-        spans[name].append(Span(start, last, (starts[number] + at) // item_bytes[name]))
-    return Shares(slices, rooms, list(spans.values()), list(item_bytes.values()))
+    ranges: dict[str, list[ElementRange]] = {name: [] for name in sources}
+    for number, offset, (name, start, end) in places:
+        ranges[name].append(ElementRange(start, end, (starts[number] + offset) // item_bytes[name]))
+    return Shares(slices, rooms, list(ranges.values()), list(item_bytes.values()))
 
 
 def _made(file: OutputFile, conversion: Conversion) -> list[tuple[int, str]]:
-    """Returns the tensors of a file that a conversion makes: the byte at which each begins, and its name."""
-    tensors = file.tensors.items()
-    return [(at, one.name) for at, one in tensors if one.runs is None and one.name in conversion.outputs]
+    """Returns the tensors of a file that a conversion makes: the byte of the file at which each begins, and its
+    name."""
+    return [
+        (offset, tensor.name)
+        for offset, tensor in file.tensors.items()
+        if tensor.runs is None and tensor.name in conversion.outputs
+    ]
 
 
 def room_places(conversion: Conversion, sources: Mapping[str, SourceTensor]) -> list[tuple[str, int]]:
     """Returns the names of the sources of a conversion, and the byte of the room at which each begins."""
-    places, at = [], 0
+    places, offset = [], 0
     for name in conversion.sources:
-        places.append((name, at))
+        places.append((name, offset))
         nbytes = sources[name].numel * TORCH_DTYPES[sources[name].dtype].itemsize
-        at += -(-nbytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES
+        offset += -(-nbytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES
     return places
 
 
@@ -132,29 +137,30 @@ def write_from_ranks(
     ranks: Ranks,
     progress: Progress | None,
 ) -> None:
-    """Writes ``files`` to ``store``, a directory that all ranks see. This is collective, and every rank has planned the
-    same files. Afterwards the content of the files is durable, but their names are not yet. Raises StorageError, and
-    RankError where another rank has failed."""
-    least = min(ranks.share(lambda: source.budget.nbytes, "compare the budgets"))
+    """Writes ``files`` to ``store``, which is a directory that all ranks share. This is collective, and ``files`` and
+    ``conversions`` have to be equal on all ranks. Afterwards the content of the files is durable, but their names are
+    not yet. Raises StorageError, and RankError if another rank has failed."""
+    smallest_budget = min(ranks.share(lambda: source.budget.nbytes, "compare the budgets"))
 
     def prepare() -> _RankExport:
-        shares = share_files(files, conversions, source.sources, ranks.size, least)
-        messages = plan_messages(source.held, shares.spans, shares.item_bytes, shares.slices, ranks.rank)
+        shares = share_files(files, conversions, source.sources, ranks.size, smallest_budget)
+        messages = plan_messages(source.held, shares.ranges, shares.item_bytes, shares.slices, ranks.rank)
         return _RankExport(store, files, source, shares, messages, ranks)
 
     export = ranks.together(prepare, "plan the export")
-    told = ExitStack()  # The progress may fail on one rank alone. So it is called in actions of ``together``.
+    # ``progress`` may fail on one rank alone, so it is called only in actions of ``together``.
+    progress_context = ExitStack()
 
     def begin() -> None:
-        export.advance = told.enter_context(reported(progress, "export", export.nbytes))
+        export.advance = progress_context.enter_context(reported(progress, "export", export.nbytes))
         export.begin()
 
     def finish() -> None:
         export.finish()
-        told.close()
+        progress_context.close()
 
     try:
-        with told:
+        with progress_context:
             ranks.together(begin, "create the files")
             for turn in range(export.rounds):
                 ranks.together(lambda turn=turn: export.pack(turn), "export")  # type: ignore[misc]
@@ -165,8 +171,8 @@ def write_from_ranks(
 
 
 class _RankExport:
-    """One rank's part in an export. It packs what it sends in a round, receives a slice of its own file, and writes
-    this slice while it takes part in the next round."""
+    """The part of one rank in an export. In each round, the rank packs the bytes that it sends, and receives a slice of
+    its own file. It writes this slice during the next round."""
 
     def __init__(
         self,
@@ -181,9 +187,10 @@ class _RankExport:
         self._shares, self._messages, self._ranks = shares, messages, ranks
         self._budget = source.budget
         self.advance: Callable[[int], None] = lambda nbytes: None
-        """It is called with the number of bytes that this rank has written."""
-        self._dtypes = {name: TORCH_DTYPES[one.dtype] for name, one in source.sources.items()}
-        self._own = shares.slices.own(ranks.rank)
+        """A function that is called with the number of bytes that this rank has written since its last call."""
+        self._dtypes = {name: TORCH_DTYPES[tensor.dtype] for name, tensor in source.sources.items()}
+        self._slices = shares.slices.own(ranks.rank)
+        """The slices that this rank receives, one in each round."""
         self.rounds = shares.slices.rounds
         writer = shares.slices.writer
         self.nbytes = sum(file.nbytes for number, file in enumerate(files) if writer[number] == ranks.rank)
@@ -194,7 +201,8 @@ class _RankExport:
         self._writing: _Writing | None = None
 
     def begin(self) -> None:
-        """Creates the files that this rank writes, and allocates the memory that it needs."""
+        """Creates the files that this rank writes, and allocates its memory. Raises RankError if this rank does not see
+        the directory, and StorageError."""
         if not self._store.exists(""):
             raise RankError(
                 "rank 0 has made a directory that this rank does not see", file=str(self._store.location),
@@ -204,47 +212,50 @@ class _RankExport:
             if self._shares.slices.writer[number] == self._ranks.rank:
                 self._writers[number] = self._store.create(file.name, file.nbytes, direct=self._budget.direct)
         rank, messages = self._ranks.rank, self._messages
-        rooms = []
-        for own in (messages.source == rank, messages.target == rank):
-            per_turn = np.bincount(messages.turn[own], _padded(messages.nbytes[own]))
-            rooms.append(torch.empty(int(per_turn.max(initial=0)), dtype=torch.uint8))
-        self._sent, self._received = rooms
+        buffers = []
+        for of_rank in (messages.source == rank, messages.target == rank):
+            per_turn = np.bincount(messages.turn[of_rank], _padded(messages.nbytes[of_rank]))
+            buffers.append(torch.empty(int(per_turn.max(initial=0)), dtype=torch.uint8))
+        self._sent, self._received = buffers
         self._stage = fresh_tensor((self._shares.slices.slice_bytes + PAGE_BYTES,), torch.uint8, "cpu")
 
     def pack(self, turn: int) -> None:
-        """Begins to write what this rank received in the last round, and packs what it sends in this one."""
+        """Begins to write the slice that this rank received in the last round, and packs the bytes that it sends in
+        this round."""
         self._put()
-        now = self._messages.of_turn(turn)
-        sent = now.take(np.flatnonzero(now.source == self._ranks.rank))
-        at = 0
+        messages = self._messages.of_turn(turn)
+        sent = messages.take(np.flatnonzero(messages.source == self._ranks.rank))
+        offset = 0
         for number, start, numel, nbytes in zip(
             sent.fragment.tolist(), sent.start.tolist(), sent.numel.tolist(), sent.nbytes.tolist(), strict=True
         ):
             fragment = self._fragments[number]
-            room = self._sent[at : at + nbytes].view(self._dtypes[fragment.name])
-            room.copy_(_elements(fragment, start, numel))
-            at += _padded(nbytes)
-        received = now.take(np.flatnonzero(now.target == self._ranks.rank))
+            message = self._sent[offset : offset + nbytes].view(self._dtypes[fragment.name])
+            message.copy_(_elements(fragment, start, numel))
+            offset += _padded(nbytes)
+        received = messages.take(np.flatnonzero(messages.target == self._ranks.rank))
         self._incoming, self._received_turn = received, turn
         self._sent_bytes = self._per_rank(sent.target, sent.nbytes)
         self._received_bytes = self._per_rank(received.source, received.nbytes)
 
     def exchange(self) -> None:
-        """Sends what was packed, and receives what the other ranks have packed for this one."""
+        """Sends the bytes that were packed, and receives the bytes that the other ranks have packed for this one."""
         sent, received = sum(self._sent_bytes), sum(self._received_bytes)
         self._ranks.exchange(self._sent[:sent], self._sent_bytes, self._received[:received], self._received_bytes)
 
     def _per_rank(self, rank: Ints, nbytes: Ints) -> list[int]:
-        found: list[int] = np.bincount(rank, _padded(nbytes), self._ranks.size).astype(np.int64).tolist()
-        return found
+        """Returns the number of bytes of the messages from or to each rank. ``rank`` and ``nbytes``: the other rank and
+        the size of each message."""
+        sums: list[int] = np.bincount(rank, _padded(nbytes), self._ranks.size).astype(np.int64).tolist()
+        return sums
 
     def _put(self) -> None:
-        """Puts the slice that this rank has received where it belongs: to its place in a room, or to a buffer from
-        which a thread writes it."""
-        if not 0 <= self._received_turn < len(self._own):
+        """Copies the slice that this rank has received to its place in a room, or to a buffer from which a thread
+        writes it."""
+        if not 0 <= self._received_turn < len(self._slices):
             return
         self._wait()
-        file, first, nbytes = self._own[self._received_turn]
+        file, first, nbytes = self._slices[self._received_turn]
         self._received_turn = -1
         if file in self._shares.rooms:
             if first == 0:
@@ -257,21 +268,22 @@ class _RankExport:
             return
         stage = self._stage[-self._stage.data_ptr() % PAGE_BYTES :][:nbytes]
         filled = self._unpack(stage)
-        for at, known in self._files[file].known.items():
-            start, stop = max(at, first), min(at + len(known), first + nbytes)
+        for begin, known in self._files[file].known.items():
+            start, stop = max(begin, first), min(begin + len(known), first + nbytes)
             if start < stop:
-                stage.numpy()[start - first : stop - first] = np.frombuffer(known, np.uint8)[start - at : stop - at]
+                values = np.frombuffer(known, np.uint8)[start - begin : stop - begin]
+                stage.numpy()[start - first : stop - first] = values
                 filled.append((start - first, stop - first))
         self._writing = _Writing(self._writers[file], stage.numpy(), first, _joined(filled), self.advance)
 
     def _unpack(self, slice_: torch.Tensor) -> list[tuple[int, int]]:
-        """Puts what this rank has received in its place in the slice. Returns the ranges of bytes ``[start, stop)``
-        that are filled now."""
-        filled, at = [], 0
+        """Copies each message that this rank has received to its place in the slice. Returns the ranges of bytes
+        ``[start, stop)`` of the slice that are filled now."""
+        filled, offset = [], 0
         for position, nbytes in zip(self._incoming.position.tolist(), self._incoming.nbytes.tolist(), strict=True):
-            slice_[position : position + nbytes] = self._received[at : at + nbytes]
+            slice_[position : position + nbytes] = self._received[offset : offset + nbytes]
             filled.append((position, position + nbytes))
-            at += _padded(nbytes)
+            offset += _padded(nbytes)
         return filled
 
     def _convert(self, conversion: Conversion, room: torch.Tensor) -> None:
@@ -293,7 +305,7 @@ class _RankExport:
             writing.wait()
 
     def finish(self) -> None:
-        """Writes what this rank received in the last round, and makes its files durable."""
+        """Writes the slice that this rank received in the last round, and makes the content of its files durable."""
         self._put()
         self._wait()
         for writer in self._writers.values():
@@ -308,11 +320,14 @@ class _RankExport:
 
 
 class _Writing:
-    """Writes the given parts of a slice in a thread of its own."""
+    """Writes parts of a slice in a thread of its own."""
 
     def __init__(
         self, writer: Writer, data: Bytes, offset: int, parts: Sequence[tuple[int, int]], advance: Callable[[int], None]
     ) -> None:
+        """``data``: the bytes of the slice. ``offset``: the byte of the file at which the slice begins. ``parts``: the
+        ranges of bytes ``[start, stop)`` of the slice that are written. ``advance``: a function that is called with the
+        number of bytes of each part."""
         self._error: BaseException | None = None
 
         def write() -> None:
@@ -320,7 +335,7 @@ class _Writing:
                 for start, stop in parts:
                     writer.write(data[start:stop], offset + start)
                     advance(stop - start)
-            except BaseException as error:  # raised by `wait`
+            except BaseException as error:  # ``wait`` raises it again.
                 self._error = error
 
         self.worker = Worker(write, "zckpt-export")
@@ -334,29 +349,29 @@ class _Writing:
 
 
 def _elements(fragment: Fragment, start: int, numel: int) -> torch.Tensor:
-    """Returns ``numel`` elements of a fragment from its element ``start`` on. They are read if they are in a swap
-    file."""
+    """Returns ``numel`` elements of a fragment, beginning with its element ``start``. If the fragment is in a file, the
+    elements are read."""
     data = fragment.data
     assert data is not None, "the fragments of an inventory have data"
     if isinstance(data, torch.Tensor):
         return data[start : start + numel]
     dtype = TORCH_DTYPES[fragment.dtype]
-    room = torch.empty(numel, dtype=dtype)
-    span = data.narrow(start * dtype.itemsize, numel * dtype.itemsize)
-    read_from(span.path, span.offset, byte_tensor(room).numpy())
-    return room
+    elements = torch.empty(numel, dtype=dtype)
+    file_range = data.narrow(start * dtype.itemsize, numel * dtype.itemsize)
+    read_from(file_range.path, file_range.offset, byte_tensor(elements).numpy())
+    return elements
 
 
 def _joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the same ranges of bytes as fewer parts: adjacent ones become one."""
-    found: list[tuple[int, int]] = []
+    """Returns these ranges of bytes in ascending order, with adjacent ranges joined."""
+    joined: list[tuple[int, int]] = []
     for part in sorted(parts):
-        if found and found[-1][1] == part[0]:
-            part = found.pop()[0], part[1]
-        found.append(part)
-    return found
+        if joined and joined[-1][1] == part[0]:
+            part = joined.pop()[0], part[1]
+        joined.append(part)
+    return joined
 
 
 def _padded(nbytes: Sizes) -> Sizes:
-    """Returns the number of bytes that a message takes with its padding, or that each of several messages takes."""
+    """Returns the size in bytes of a message with its padding, or of each of several messages."""
     return -(-nbytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES

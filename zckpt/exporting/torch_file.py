@@ -1,8 +1,8 @@
 """Plans a file as ``torch.save`` writes it, without having its tensors in memory.
 
-Such a file is a zip archive without compression. It has a pickle of a tree, and a record for each storage, to which the
-tensors of the pickle refer by number. The tree may hold anything that pickle can hold. It has a ``View`` wherever the
-file has a tensor.
+Such a file is a zip archive without compression. It contains a pickle of a tree, and a record for each storage. The
+tensors of the pickle refer to the storages by number. The tree may contain anything that can be pickled. It has a
+``View`` in the place of each tensor.
 """
 
 from __future__ import annotations
@@ -27,54 +27,64 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """A storage of ``numel`` elements. They are those of ``values`` if it is given. Otherwise they are those of
-    ``runs``, which are listed by the element at which each of them begins, and zero where there is no run."""
+    """A storage of a tensor, with the elements that are written to it."""
 
     dtype: torch.dtype
+    """The dtype of the elements."""
     numel: int
+    """The number of elements."""
     runs: Mapping[int, Run] = field(default_factory=dict)
+    """The runs of the source that are written to the storage, by the element of the storage at which each begins. All
+    other elements are zero."""
     values: bytes | None = None
+    """The bytes of all elements, if they are known already. There are no ``runs`` then."""
 
     @property
     def nbytes(self) -> int:
+        """The size of the storage in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """A contiguous tensor, whose elements are those of a storage from the first one on."""
+    """A contiguous tensor that begins at the first element of a storage."""
 
     storage: Storage
+    """The storage that has the elements."""
     shape: tuple[int, ...]
+    """The shape of the tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """An object of a class that need not be installed here."""
+    """An object to be pickled whose class need not be installed."""
 
     module: str
+    """The name of the module of the class."""
     name: str
+    """The name of the class."""
     attributes: Mapping[str, Any]
+    """The attributes of the object."""
 
 
 def plan_torch_file(sources: Mapping[str, SourceTensor], aliases: Mapping[str, str], name: str) -> ExportPlan:
-    """Plans one file of this name. ``torch.load`` with ``weights_only=True`` returns from it a dict of all tensors. A
-    tied weight has all of its names in the dict, which share its memory. ``aliases``: the other names of tied weights.
-    """
+    """Plans a file from which ``torch.load`` with ``weights_only=True`` returns a dict of all tensors. In this dict, a
+    tied weight has all of its names, which share its memory. ``sources``: the tensors by name. ``aliases``: maps the
+    other names of tied weights to their names in ``sources``. ``name``: the name of the file."""
     views = {
-        key: View(Storage(TORCH_DTYPES[one.dtype], one.numel, {0: Run(key, 0, one.numel)}), one.shape)
-        for key, one in sources.items()
+        key: View(Storage(TORCH_DTYPES[tensor.dtype], tensor.numel, {0: Run(key, 0, tensor.numel)}), tensor.shape)
+        for key, tensor in sources.items()
     }
     tied = {alias: views[key] for alias, key in aliases.items() if key in views}
     return ExportPlan((torch_file(name, {**views, **tied}),))
 
 
 def torch_file(name: str, tree: object) -> OutputFile:
-    """Plans a file that ``torch.load`` reads as ``tree``. Raises what pickle raises for a value that it cannot hold.
+    """Plans a file from which ``torch.load`` returns ``tree``. Raises the errors of pickle for a value that cannot be
+    pickled.
 
-    torch itself lays out the file, with gaps in the place of the tensors. The checksums that a zip file has are
-    therefore not those of the tensors, as with ``torch.serialization.set_crc32_options(False)``; torch does not read
-    them.
+    torch itself lays out the file, with gaps in the place of the tensors. So the checksums of the zip records are not
+    those of the tensors, as with ``torch.serialization.set_crc32_options(False)``. torch does not read them.
     """
     pickled, file = io.BytesIO(), _Known()
     pickler = _Pickler(pickled)
@@ -87,7 +97,7 @@ def torch_file(name: str, tree: object) -> OutputFile:
                 archive.write_record(f"data/{number}", storage.values, storage.nbytes)
             else:
                 archive.write_record_metadata(f"data/{number}", storage.nbytes)
-    tensors, known = {}, {at: bytes(raw) for at, raw in file.known.items()}
+    tensors, known = {}, {offset: bytes(raw) for offset, raw in file.known.items()}
     left_out = [storage for storage in pickler.storages if storage.values is None and storage.nbytes]
     for begin, storage in zip(file.gaps, left_out, strict=True):
         dtype, stop = DTYPE_NAMES[storage.dtype], 0
@@ -102,13 +112,13 @@ def torch_file(name: str, tree: object) -> OutputFile:
 
 
 class _Known(io.RawIOBase):
-    """A file in memory without the records that torch leaves out."""
+    """A file in memory that torch writes without the values of the tensors."""
 
     def __init__(self) -> None:
         self.known: dict[int, bytearray] = {}
-        """What torch has written, by the byte of the file at which it begins."""
+        """The bytes that torch has written, by the offset in the file at which they begin."""
         self.gaps: list[int] = []
-        """The bytes of the file at which the records begin that are left out."""
+        """The offsets in the file at which the missing records begin."""
         self.nbytes = self._start = 0
 
     def write(self, data: Any) -> int:
@@ -123,14 +133,14 @@ class _Known(io.RawIOBase):
         return self.nbytes
 
 
-class _Pickler(pickle._Pickler):  # The one in Python: that in C has no place for objects of absent classes.
+class _Pickler(pickle._Pickler):  # The pickler in C cannot write an object whose class is not installed.
     dispatch: ClassVar[Any] = {**pickle._Pickler.dispatch}
     write: Any
     memoize: Any
     save: Any
 
     def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file, protocol=2)  # as torch.save
+        super().__init__(file, protocol=2)  # torch.save uses this protocol.
         self.storages: dict[Storage, int] = {}
 
     def persistent_id(self, obj: Any) -> Any:
@@ -164,6 +174,7 @@ class _Pickler(pickle._Pickler):  # The one in Python: that in C has no place fo
 
 
 def _storage_type(dtype: torch.dtype) -> str | None:
-    """The name of torch's class for storages of ``dtype``; None for the newer dtypes, which have none."""
+    """Returns the name of torch's class for storages of this dtype, or None for a newer dtype, which has no such
+    class."""
     name: str | None = torch.storage._dtype_to_storage_type_map().get(dtype)
     return name

@@ -25,21 +25,24 @@ if TYPE_CHECKING:
     from zckpt.transfer.staging import StagingPool
 
 WINDOW_BYTES_MAX = 16 << 20
+"""The largest size of a window in bytes."""
 
 
 class Filler(Protocol):
-    """What the tensors of an export come from. Several threads call it."""
+    """A source of tensors. Several threads may call it at the same time."""
 
     @property
     def sources(self) -> Mapping[str, SourceTensor]:
-        """The tensors that it has, by name."""
+        """All tensors of the source, by name."""
 
     def fill(self, targets: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Fills each target with elements of a source. A target is the name of the source, the element to begin with,
-        and a 1-D tensor in host memory, to whose dtype the elements are converted."""
+        """Fills each target with elements of a tensor. A target consists of the name of the tensor, the number of its
+        first element, and the 1-D tensor in host memory that is filled. The elements are converted to the dtype of this
+        tensor."""
 
     def cut(self, source: str, start: int, stop: int) -> int:
-        """Returns where a part had better end, as ``zckpt.exporting.plan.windows`` asks for it."""
+        """Returns the element at which it is best to end a part, as the argument ``cut`` of
+        ``zckpt.exporting.plan.windows``."""
 
 
 def write_files(
@@ -50,10 +53,10 @@ def write_files(
     budget: Budget,
 ) -> None:
     """Writes ``files`` to ``store``. Their content is durable afterwards, but their names are not yet. Windows take one
-    half of the budget; the other half is left to ``filler``. What a conversion needs is in memory in addition to that,
-    for one conversion at a time.
+    half of the budget, and the other half is left to ``filler``. In addition, the tensors of one conversion at a time
+    are in memory.
 
-    Raises StorageError, and what ``filler`` raises.
+    Raises StorageError, and the errors of ``filler``.
     """
     window_bytes = min(WINDOW_BYTES_MAX, budget.nbytes // budget.threads // 2 - 2 * PAGE_BYTES)
     staging = host_pool(window_bytes)
@@ -82,15 +85,15 @@ def write_files(
 
 def _put(writer: Writer, window: Window, filler: Filler, staging: StagingPool) -> None:
     with staging.lend() as stage:
-        first = window.start % PAGE_BYTES  # the window lies in memory as it lies in a page of the file
+        first = window.start % PAGE_BYTES  # Direct I/O needs the same offset within a page in memory and in the file.
         targets = []
-        for one in window.parts:
-            start, stop = first + one.offset, first + one.offset + one.nbytes
-            if one.known is not None:
-                stage.bytes[start:stop] = np.frombuffer(one.known, np.uint8)
+        for part in window.parts:
+            start, stop = first + part.offset, first + part.offset + part.nbytes
+            if part.known is not None:
+                stage.bytes[start:stop] = np.frombuffer(part.known, np.uint8)
             else:
-                target = stage.tensor[start:stop].view(TORCH_DTYPES[one.dtype])
-                targets.append((one.source, one.start, target))
+                target = stage.tensor[start:stop].view(TORCH_DTYPES[part.dtype])
+                targets.append((part.source, part.start, target))
         filler.fill(targets)
         writer.write(stage.bytes[first : first + window.nbytes], window.start)
 
@@ -117,7 +120,8 @@ def _convert(
 
 
 def put_whole(writer: Writer, offset: int, tensor: torch.Tensor, budget: Budget, staging: StagingPool) -> None:
-    """Writes a tensor that is whole in host memory. To be called inside of ``staging.work``."""
+    """Writes a tensor that is in host memory as a whole to the file, from the byte ``offset`` on. This must be called
+    within ``staging.work``."""
     data = host_bytes(tensor.contiguous())
     budget.run(
         partial(_put_bytes, writer, data[start : start + staging.batch_bytes], offset + start, staging)
@@ -128,6 +132,6 @@ def put_whole(writer: Writer, offset: int, tensor: torch.Tensor, budget: Budget,
 def _put_bytes(writer: Writer, data: Bytes, offset: int, staging: StagingPool) -> None:
     with staging.lend() as stage:
         first = offset % PAGE_BYTES
-        room = stage.bytes[first : first + len(data)]
-        room[:] = data
-        writer.write(room, offset)
+        buffer = stage.bytes[first : first + len(data)]
+        buffer[:] = data
+        writer.write(buffer, offset)

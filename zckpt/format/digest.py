@@ -1,8 +1,8 @@
-"""xxh3-128 digests, and how a file is cut into the blocks that they cover.
+"""xxh3-128 digests, and the blocks of a data file that they cover.
 
-A file is a sequence of regions: its header (from the first byte to the data), then each entry in the order of its
-offset. A region of n bytes has ceil(n / block_bytes) blocks, all of block_bytes but the last; so a block never holds
-bytes of two tensors, and a whole tensor is verified by reading nothing but itself.
+A data file is a sequence of regions: its header, then each entry in the order of its bytes. A region of n bytes is cut
+into ceil(n / block_bytes) blocks. All blocks of a region have block_bytes bytes, except for the last one, which may be
+shorter. So no block has bytes of two tensors, and a tensor can be verified without reading bytes of another one.
 """
 
 from __future__ import annotations
@@ -20,22 +20,33 @@ if TYPE_CHECKING:
     from collections.abc import Buffer, Callable, Iterator
 
 DIGEST_BYTES = 16
+"""The size of a digest in bytes."""
 BLOCK_BYTES = 1 << 20
-"""The size of a full block in every file that this library writes."""
+"""The size of a full block in bytes, in every file that this library writes."""
 
 Count = TypeVar("Count", int, NDArray[np.int64])
 
 digest: Callable[[Buffer], bytes] = xxhash.xxh3_128_digest
-"""16 bytes: xxh3-128, seed 0, in the canonical (big-endian) order."""
+"""Returns the xxh3-128 digest of some bytes: 16 bytes in the canonical (big-endian) order, computed with seed 0."""
 
 
 def block_count(region_bytes: Count, block_bytes: int) -> Count:
-    """Of one region, or of each of several."""
+    """Returns the number of blocks of a region of ``region_bytes`` bytes, or of each of several regions."""
     return -(-region_bytes // block_bytes)
 
 
 def blocks(region_start: int, region_bytes: int, first_block: int, block_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """``(block number, start, stop)`` of each block of one region; ``start`` and ``stop`` are bytes of the file."""
+    """Yields ``(number, start, stop)`` of each block of one region.
+
+    Args:
+        region_start: the byte of the file at which the region begins.
+        region_bytes: the size of the region.
+        first_block: the number of the first block.
+        block_bytes: the size of a full block.
+
+    Yields:
+        The number of a block, its first byte in the file, and the byte behind its last one.
+    """
     for number in range(block_count(region_bytes, block_bytes)):
         start = region_start + number * block_bytes
         yield first_block + number, start, min(start + block_bytes, region_start + region_bytes)
@@ -43,18 +54,29 @@ def blocks(region_start: int, region_bytes: int, first_block: int, block_bytes: 
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """A data file that is read."""
+    """A data file from which bytes are read."""
 
     path: str
-    """The path of the file in its checkpoint."""
+    """The path of the file, relative to the checkpoint's directory."""
     nbytes: int
     """The size of the file in bytes."""
     digests: memoryview
-    """The digests of the blocks of the file, 16 bytes each. It is empty if they are not to be checked."""
+    """The digests of the blocks of the file, 16 bytes each. It is empty if the digests are not compared."""
 
 
 def check_block(view: NDArray[np.uint8] | memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:
-    """Raises FormatError (D001, D003) unless ``view`` has the digest of ``block``."""
+    """Compares the digest of a block with the one in the digest table.
+
+    Args:
+        view: the bytes of the block.
+        block: the number of the block, counted from the first block of the file.
+        file: the file that the bytes are from.
+        start: the byte of the file at which the block begins.
+        key: the key of the tensor that the block belongs to.
+
+    Raises:
+        FormatError: the table has no digest of this block (D001), or another one (D003).
+    """
     expected = file.digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
     if len(expected) != DIGEST_BYTES:
         raise broken("D001", f"the table has no digest of block {block}", file=file.path, key=key)

@@ -1,4 +1,4 @@
-"""The dtypes of the format: safetensors' names, their sizes in bytes, and PyTorch's names for them."""
+"""The dtypes of the format, with the names that safetensors gives them."""
 
 ITEM_BYTES: dict[str, int] = {
     "BOOL": 1,
@@ -18,6 +18,7 @@ ITEM_BYTES: dict[str, int] = {
     "F64": 8,
     "C64": 8,
 }
+"""The size of one element of each dtype, in bytes."""
 TORCH_NAMES: dict[str, str] = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -36,3 +37,4 @@ TORCH_NAMES: dict[str, str] = {
     "F64": "float64",
     "C64": "complex64",
 }
+"""PyTorch's name of each dtype."""

@@ -1,4 +1,4 @@
-"""The manifest's body as typed fields: whatever is missing, doubled or of another type breaks M005."""
+"""Typed access to the fields of the manifest's body. A field that is missing or of another type breaks M005."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def unpack_map(raw: bytes) -> dict[Any, Any]:
-    """One msgpack map without duplicate keys. Raises FormatError (M005)."""
+    """Returns the map that ``raw`` consists of. Raises FormatError (M005) for anything else than one msgpack map
+    without duplicate keys."""
     try:
         value = packed.unpack(raw, packed.Containers(CONTAINERS_MAX))
     except packed.TooManyError as error:
@@ -26,59 +27,73 @@ def unpack_map(raw: bytes) -> dict[Any, Any]:
 
 
 class Fields:
-    """Typed access to the fields of one map; whatever is missing or of another type breaks M005."""
+    """Typed access to the fields of one map.
+
+    Each method returns the field of a name. It raises FormatError (M005) if the field is missing or of another type.
+    """
 
     def __init__(self, values: Mapping[Any, Any], where: str) -> None:
+        """``where`` names the map in errors."""
         self.values = values
         self.where = where
 
     def _get(self, name: str, kind: type) -> Any:
+        """Returns a field of exactly the type ``kind``. A bool is no int here."""
         value = self.values.get(name)
         if type(value) is not kind:
             raise broken("M005", f"field {name!r} is {type(value).__name__}, not {kind.__name__}", file=names.MANIFEST)
         return value
 
     def array(self, name: str) -> list[Any]:
+        """Returns an array. Its items may be of any type."""
         value: list[Any] = self._get(name, list)
         return value
 
     def binary(self, name: str) -> bytes:
+        """Returns a binary."""
         value: bytes = self._get(name, bytes)
         return value
 
     def string(self, name: str) -> str:
+        """Returns a string."""
         value: str = self._get(name, str)
         return value
 
     def map(self, name: str) -> Fields:
+        """Returns a map, whose own fields can be asked for."""
         return Fields(self._get(name, dict), name)
 
     def integer(self, name: str, low: int, high: int) -> int:
+        """Returns an integer. Raises FormatError (M005), too, unless it is at least ``low`` and at most ``high``."""
         value: int = self._get(name, int)
         if not low <= value <= high:
             raise broken("M005", f"field {name!r} is {value}, not in [{low}, {high}]", file=names.MANIFEST)
         return value
 
     def integers(self, name: str) -> list[int]:
+        """Returns an array of integers of 0 to ``TENSOR_BYTES_MAX``."""
         values = self.array(name)
         if not all(type(value) is int and 0 <= value <= TENSOR_BYTES_MAX for value in values):
             raise broken("M005", f"field {name!r} holds something else than sizes", file=names.MANIFEST)
         return values
 
     def strings(self, name: str) -> list[str]:
+        """Returns an array of strings."""
         values = self.array(name)
         if not all(type(value) is str for value in values):
             raise broken("M005", f"field {name!r} holds something else than strings", file=names.MANIFEST)
         return values
 
     def string_map(self, name: str) -> dict[str, str]:
+        """Returns a map from strings to strings."""
         values: dict[Any, Any] = self._get(name, dict)
         if not all(type(key) is str and type(value) is str for key, value in values.items()):
             raise broken("M005", f"field {name!r} holds something else than strings", file=names.MANIFEST)
         return values
 
     def columns(self, *columns: str) -> list[list[int]]:
-        found = [self.integers(column) for column in columns]
-        if len({len(column) for column in found}) > 1:
+        """Returns several arrays as ``integers`` does. Raises FormatError (M005), too, if they differ in length."""
+        arrays = [self.integers(column) for column in columns]
+        if len({len(array) for array in arrays}) > 1:
             raise broken("M005", f"the columns of {self.where!r} differ in length", file=names.MANIFEST)
-        return found
+        return arrays

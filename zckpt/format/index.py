@@ -1,17 +1,18 @@
-"""The index: where the pieces of every tensor lie, grouped by tensor, in columns (spec, "Index").
+"""The index: it says where the pieces of each tensor are, in columns (spec, "Index").
 
-The pieces of a tensor are stored in the order of their elements and without their starts: each begins where the one
-before it ends. So gaps and overlaps cannot be written down, and the columns of a regular layout compress to nothing.
+The pieces of a tensor are stored in the order of their elements and without their starts, because each piece begins
+where the one before it ends. So the index cannot express gaps and overlaps, and the columns of a regular layout
+compress to very few bytes.
 
-Columns of a chunk, one after the other, little-endian; R rows (tensors), P pieces:
+These are the columns of a chunk, one after the other, little-endian, with R rows (tensors) and P pieces:
 
-    name    u32[R]   id into the manifest's names, ascending
-    count   u32[R]   pieces of the tensor, at least 1
-    rank    u32[P]
-    tier    u8 [P]
-    length  u64[P]   elements
-    offset  u64[P]   bytes from the beginning of the file's data
-    block   u32[P]   number of the piece's first digest, counted from the file's first
+    name_id u32[R]   position of the tensor's name in the manifest's names, ascending
+    count   u32[R]   number of the tensor's pieces, at least 1
+    rank    u32[P]   rank that wrote the piece
+    tier    u8 [P]   number of the tier that the piece was in
+    length  u64[P]   number of elements
+    offset  u64[P]   first byte of the piece, counted from the first byte of the file's data
+    block   u32[P]   number of the piece's first block, counted from the first block of the file
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zckpt.format.digest import digest
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import INDEX_CHUNK_RAW_BYTES_MAX, TENSOR_BYTES_MAX
 from zckpt.format.manifest import Chunk, Manifest, Part
-from zckpt.format.names import index_path
+from zckpt.format.names import Tier, index_path
 from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
@@ -37,33 +38,48 @@ if TYPE_CHECKING:
 
     Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
-ROW_COLUMNS = (("name", "<u4"), ("count", "<u4"))
+ROW_COLUMNS = (("name_id", "<u4"), ("count", "<u4"))
+"""The names and the dtypes of the columns that have one item for each row of a chunk."""
 PIECE_COLUMNS = (("rank", "<u4"), ("tier", "u1"), ("length", "<u8"), ("offset", "<u8"), ("block", "<u4"))
+"""The names and the dtypes of the columns that have one item for each piece of a chunk."""
 ROW_BYTES = sum(np.dtype(dtype).itemsize for _, dtype in ROW_COLUMNS)
+"""The bytes of one row in the columns of rows."""
 PIECE_BYTES = sum(np.dtype(dtype).itemsize for _, dtype in PIECE_COLUMNS)
+"""The bytes of one piece in the columns of pieces."""
 CHUNK_PIECES = 1 << 16
-"""A chunk ends with the row that brings it to so many pieces: one key is resolved by decompressing about 1.6 MB."""
+"""A chunk ends with the row that brings it to this number of pieces. So to find one tensor, a reader decompresses about
+1.6 MB."""
 _LEVEL = 9
+"""The level of zstd's compression."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Rows of one layout as columns: int64 arrays of R rows and P pieces. Equal layouts are stored once."""
+    """Some rows of one layout, as int64 columns of R rows and P pieces. Equal layouts of several parts are stored
+    once."""
 
-    name: Ints
+    name_id: Ints
+    """For each row, the position of the tensor's name in the manifest's names."""
     count: Ints
+    """For each row, its number of pieces."""
     rank: Ints
+    """For each piece, the rank that wrote it."""
     tier: Ints
+    """For each piece, the number of the tier that it was in."""
     length: Ints
+    """For each piece, its number of elements."""
     offset: Ints
+    """For each piece, its first byte, counted from the first byte of the data of its data file."""
     block: Ints
+    """For each piece, the number of its first block, counted from the first block of its data file."""
 
     @cached_property
     def first(self) -> Ints:
-        """The number of each row's first piece."""
+        """For each row, the number of its first piece."""
         return np.cumsum(self.count) - self.count
 
     def same_as(self, other: Layout) -> bool:
+        """Returns whether all columns of two layouts are equal."""
         return all(
             np.array_equal(getattr(self, column), getattr(other, column)) for column, _ in ROW_COLUMNS + PIECE_COLUMNS
         )
@@ -71,41 +87,48 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``[start, stop)`` of a tensor in one file. ``offset`` is in bytes of the file's data, ``block`` the
-    number of its first digest in the file's, ``copy`` which of the tensor's copies it belongs to."""
+    """The elements ``[start, stop)`` of a tensor in one data file."""
 
     rank: int
-    tier: int
+    """The rank that wrote the piece."""
+    tier: Tier
+    """The tier that the piece was in when it was saved."""
     copy: int
+    """The number of the tensor's copy that the piece belongs to."""
     start: int
+    """The first element of the piece, counted from 0 in row-major order."""
     stop: int
+    """The element behind the last one of the piece."""
     offset: int
+    """The first byte of the piece, counted from the first byte of the data of its data file."""
     block: int
+    """The number of the piece's first block, counted from the first block of its data file."""
 
 
 def encode(layouts: Sequence[Layout]) -> tuple[bytes, tuple[Chunk, ...]]:
-    """The index file and the manifest's records of its chunks."""
+    """Returns the bytes of the index and what the manifest records of its chunks. The id of a layout is its position in
+    ``layouts``."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=False)
     frames: list[bytes] = []
     chunks: list[Chunk] = []
     offset = 0
-    for number, layout in enumerate(layouts):
+    for layout_id, layout in enumerate(layouts):
         for rows, pieces in _cuts(layout.count):
             raw = b"".join(
-                getattr(layout, column)[part].astype(dtype).tobytes()
-                for columns, part in ((ROW_COLUMNS, rows), (PIECE_COLUMNS, pieces))
+                getattr(layout, column)[items].astype(dtype).tobytes()
+                for columns, items in ((ROW_COLUMNS, rows), (PIECE_COLUMNS, pieces))
                 for column, dtype in columns
             )
             frame = compressor.compress(raw)
             frames.append(frame)
             size = (rows.stop - rows.start, pieces.stop - pieces.start)
-            chunks.append(Chunk(number, rows.start, *size, offset, len(frame), digest(frame)))
+            chunks.append(Chunk(layout_id, rows.start, *size, offset, len(frame), digest(frame)))
             offset += len(frame)
     return b"".join(frames), tuple(chunks)
 
 
 def _cuts(count: Ints) -> Iterable[tuple[slice, slice]]:
-    """Rows and pieces of each chunk."""
+    """Yields the rows and the pieces of each chunk of a layout, whose rows have ``count`` pieces."""
     stops = np.cumsum(count)
     row = piece = 0
     while row < len(count):
@@ -117,29 +140,45 @@ def _cuts(count: Ints) -> Iterable[tuple[slice, slice]]:
 
 
 def decode(raw: bytes, chunk: Chunk, manifest: Manifest) -> Layout:
-    """One chunk's columns, checked against every part that has its layout. Raises FormatError (I002 to I006)."""
+    """Decompresses one chunk and checks it for every part that has its layout.
+
+    Args:
+        raw: the compressed bytes.
+        chunk: what the manifest records of the chunk.
+        manifest: the manifest.
+
+    Returns:
+        The rows of the chunk.
+
+    Raises:
+        FormatError: the chunk breaks one of the rules I002 to I006.
+    """
     where = _Where(manifest, chunk)
     if digest(raw) != chunk.digest:
         raise where.broken("I002", "the chunk is damaged")
     layout = _columns(_decompress(raw, where), chunk)
     for part_id, part in enumerate(manifest.parts):
-        if part.layout == chunk.layout:
+        if part.layout_id == chunk.layout_id:
             _check(layout, part_id, part, where)
     return layout
 
 
 @dataclass(frozen=True, slots=True)
 class _Where:
+    """The chunk that is being decoded, for error messages."""
+
     manifest: Manifest
     chunk: Chunk
 
     def broken(self, rule: str, message: str, key: str | None = None) -> Exception:
+        """Returns the error of a rule that the chunk breaks."""
         start = self.chunk.offset
         file = index_path(self.manifest.save_id)
         return broken(rule, message, file=file, start=start, stop=start + self.chunk.nbytes, key=key)
 
 
 def _decompress(raw: bytes, where: _Where) -> bytes:
+    """Returns the columns of a chunk as bytes. Raises FormatError (I003)."""
     need = where.chunk.rows * ROW_BYTES + where.chunk.pieces * PIECE_BYTES
     if need > INDEX_CHUNK_RAW_BYTES_MAX:
         raise where.broken("I003", f"a chunk of {need} bytes")
@@ -158,6 +197,7 @@ def _decompress(raw: bytes, where: _Where) -> bytes:
 
 
 def _columns(raw: bytes, chunk: Chunk) -> Layout:
+    """Returns the columns of a chunk. A u64 of 2^63 or more becomes negative."""
     columns = []
     position = 0
     for fields, size in ((ROW_COLUMNS, chunk.rows), (PIECE_COLUMNS, chunk.pieces)):
@@ -169,59 +209,64 @@ def _columns(raw: bytes, chunk: Chunk) -> Layout:
 
 
 def _check(layout: Layout, part_id: int, part: Part, where: _Where) -> None:
-    """Rules I004 to I006 for one part. A u64 over 2^63 has become negative here, and is refused as such."""
+    """Checks the rules I004 to I006 for one part. A u64 of 2^63 or more has become negative here, and is refused
+    because of that."""
     manifest, chunk = where.manifest, where.chunk
     rows = slice(chunk.first_row, chunk.first_row + chunk.rows)
-    if not np.array_equal(layout.name, np.array(part.names[rows], np.int64)):
+    if not np.array_equal(layout.name_id, np.array(part.name_ids[rows], np.int64)):
         raise where.broken("I004", "the rows are other names than the manifest's")
     if not (layout.count.min() >= 1 and layout.count.sum() == chunk.pieces):
         raise where.broken("I004", f"the rows have {layout.count.sum()} pieces, the chunk {chunk.pieces}")
-    numel = np.array([math.prod(manifest.shapes[shape]) for shape in part.shapes[rows]], np.int64)
+    numel = np.array([math.prod(manifest.shapes[shape]) for shape in part.shape_ids[rows]], np.int64)
     item = np.array([ITEM_BYTES[dtype] for dtype in part.dtypes[rows]], np.int64)
     _check_copies(layout, numel, part, where)
     copies = np.where(numel > 0, np.add.reduceat(layout.length, layout.first) // np.maximum(numel, 1), layout.count)
     if copies.max() > manifest.world_size:
-        key = f"{part.name}/{manifest.names[layout.name[int(np.argmax(copies))]]}"
+        key = f"{part.name}/{manifest.names[layout.name_id[int(np.argmax(copies))]]}"
         raise where.broken("I005", f"{copies.max()} copies of {manifest.world_size} ranks", key)
 
     item_of = np.repeat(item, layout.count)
     file = manifest.file_numbers(layout.rank, part_id, layout.tier)
-    stop = np.append(manifest.data_bytes, -1)[file]  # where there is no file, the last
+    stop = np.append(manifest.data_bytes, -1)[file]  # Where there is no data file, ``file`` is -1, the last item.
     sound = (layout.offset >= 0) & (layout.offset <= TENSOR_BYTES_MAX) & (layout.offset % item_of == 0)
     sound &= layout.offset + layout.length * item_of <= stop
     if not sound.all():
         row = int(np.searchsorted(np.cumsum(layout.count), int(np.argmin(sound)), side="right"))
-        key = f"{part.name}/{manifest.names[layout.name[row]]}"
+        key = f"{part.name}/{manifest.names[layout.name_id[row]]}"
         raise where.broken("I006", "a piece lies outside its file's data", key)
 
 
 def _check_copies(layout: Layout, numel: Ints, part: Part, where: _Where) -> None:
+    """Raises FormatError (I005) unless the lengths of each row make up whole copies of its tensor, which has ``numel``
+    elements."""
     numel_of = np.repeat(numel, layout.count)
     whole = (layout.length >= 1) & (layout.length <= numel_of) | (numel_of == 0) & (layout.length == 0)
-    start, _ = spans(layout, numel)
+    start, _ = starts_and_copies(layout, numel)
     total = np.add.reduceat(layout.length, layout.first)
     fits = start + layout.length <= numel_of
     complete = total % np.maximum(numel, 1) == 0
-    wrapped = float(layout.length.astype(float).sum()) >= 2.0**62  # a sum of hostile lengths could wrap around
-    if wrapped or not (whole.all() and fits.all() and complete.all()):
+    # The upper and the lower halves are added up separately, because hostile lengths could make a sum wrap around.
+    upper, lower = (np.add.reduceat(half, layout.first) for half in (layout.length >> 32, layout.length & 0xFFFFFFFF))
+    complete &= upper + (lower >> 32) <= TENSOR_BYTES_MAX >> 32
+    if not (whole.all() and fits.all() and complete.all()):
         bad_row = ~complete
         bad_piece = ~(whole & fits)
         if bad_piece.any():
             bad_row[np.searchsorted(np.cumsum(layout.count), np.argmax(bad_piece), side="right")] = True
         row = int(np.argmax(bad_row))
-        key = f"{part.name}/{where.manifest.names[layout.name[row]]}"
+        key = f"{part.name}/{where.manifest.names[layout.name_id[row]]}"
         raise where.broken("I005", "the pieces leave a gap, overlap or do not end with the tensor", key)
 
 
-def spans(layout: Layout, numel: Ints) -> tuple[Ints, Ints]:
-    """``(start, copy)`` of every piece; ``numel`` has the elements of each row's tensor."""
+def starts_and_copies(layout: Layout, numel: Ints) -> tuple[Ints, Ints]:
+    """Returns the start and the copy of every piece. ``numel`` has the number of elements of each row's tensor."""
     before = np.cumsum(layout.length) - layout.length
     first = layout.first
     within = before - np.repeat(before[first], layout.count)
     divisor = np.maximum(np.repeat(numel, layout.count), 1)
     copy = within // divisor
     empty = np.repeat(numel, layout.count) == 0
-    if empty.any():  # every piece of an empty tensor is a copy of it
+    if empty.any():  # Every piece of a tensor without elements is a copy of it.
         number = np.arange(len(within)) - np.repeat(first, layout.count)
         copy = np.where(empty, number, copy)
         within = np.where(empty, 0, within)
@@ -229,41 +274,62 @@ def spans(layout: Layout, numel: Ints) -> tuple[Ints, Ints]:
     return within - copy * divisor, copy
 
 
-def check_claims(manifest: Manifest, file: Ints, nbytes: Ints) -> None:
-    """Rule I007 for pieces of so many bytes in these files, of which none is given twice."""
+def check_claims(manifest: Manifest, pieces: Iterable[tuple[Ints, Ints]]) -> Ints:
+    """Checks that the pieces in each data file have no more bytes than its data.
+
+    Args:
+        manifest: the manifest.
+        pieces: pairs of columns: the number of each piece's data file, and the size of the piece in bytes. No piece may
+            occur twice.
+
+    Returns:
+        The bytes of all these pieces, for each data file.
+
+    Raises:
+        FormatError: the pieces in a data file have too many bytes (I007).
+    """
     claimed = np.zeros(len(manifest.files), np.int64)
-    np.add.at(claimed, file, nbytes)
-    roughly = np.bincount(file, nbytes, len(manifest.files))  # for a sum that has wrapped around
+    roughly = np.zeros(len(manifest.files))  # The same sums as floats show whether an integer has wrapped around.
+    for file, nbytes in pieces:
+        np.add.at(claimed, file, nbytes)
+        roughly += np.bincount(file, nbytes, len(manifest.files))
     over = np.flatnonzero((claimed > manifest.data_bytes) | (roughly > 2.0**62))
     if len(over):
         path = manifest.path(manifest.files[int(over[0])])
         raise broken("I007", f"pieces of {roughly[over[0]]:.0f} bytes in {manifest.data_bytes[over[0]]}", file=path)
+    return claimed
 
 
 def ragged(count: Ints) -> tuple[Ints, Ints]:
-    """For groups of these sizes, one after the other: the group of each member, and its number within the group."""
+    """Returns two columns for groups that follow each other and have ``count`` members: the group of each member, and
+    the number of each member in its group."""
     first = np.cumsum(count) - count
     group = np.repeat(np.arange(len(count)), count)
     return group, np.arange(len(group)) - first[group]
 
 
 def runs(column: Ints) -> list[tuple[int, int]]:
-    """``(start, stop)`` of each run of equal neighbours."""
+    """Returns ``(start, stop)`` of each run of equal items that follow each other."""
     begins = np.flatnonzero(np.diff(column)) + 1
     return list(itertools.pairwise([0, *begins.tolist(), len(column)])) if len(column) else []
 
 
 def take(layout: Layout, rows: Ints) -> Layout:
-    """Some rows of a layout, with their pieces, in the order of ``rows``."""
+    """Returns some rows of a layout, with their pieces, in the order of ``rows``."""
     row, number = ragged(layout.count[rows])
     piece = layout.first[rows][row] + number
-    return Layout(layout.name[rows], layout.count[rows], *(getattr(layout, name)[piece] for name, _ in PIECE_COLUMNS))
+    return Layout(
+        layout.name_id[rows], layout.count[rows], *(getattr(layout, name)[piece] for name, _ in PIECE_COLUMNS)
+    )
 
 
 def pieces(layout: Layout, row: int, numel: int) -> Iterator[Piece]:
-    """The pieces of row ``row`` of a checked layout, copy by copy, in the order of their elements."""
-    # One by one: 1000 objects at once would have Python's garbage collector look through all of torch's (0.1 s).
+    """Yields the pieces of one row of a layout that has been checked, copy by copy, in the order of their elements.
+    ``numel`` is the number of elements of its tensor."""
+    # The pieces are made one by one: with 1000 new objects at once, Python's garbage collector would look through all
+    # objects of torch, which takes 0.1 s.
     single = take(layout, np.array([row]))
-    start, copy = spans(single, np.array([numel], np.int64))
-    columns = (single.rank, single.tier, copy, start, start + single.length, single.offset, single.block)
-    return itertools.starmap(Piece, zip(*(column.tolist() for column in columns), strict=True))
+    start, copy = starts_and_copies(single, np.array([numel], np.int64))
+    columns = (copy, start, start + single.length, single.offset, single.block)
+    places = single.rank.tolist(), map(Tier, single.tier.tolist())
+    return itertools.starmap(Piece, zip(*places, *(column.tolist() for column in columns), strict=True))

@@ -1,4 +1,4 @@
-"""The manifest: the root of a checkpoint and its commit (spec, "Manifest")."""
+"""The manifest: the root of a checkpoint. Renaming it to its name is the commit (spec, "Manifest")."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, overload
 
 import msgpack
 import numpy as np
 
 from zckpt.format import names, packed
+from zckpt.format.data_file import DataFileId, is_shape
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.fields import Fields, unpack_map
@@ -31,27 +32,28 @@ from zckpt.format.limits import (
     TENSOR_BYTES_MAX,
     WORLD_SIZE_MAX,
 )
+from zckpt.format.names import Tier
 from zckpt.format.rules import broken
-from zckpt.format.shard import ShardId, is_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 VERSION = (1, 0)
+"""The major and the minor version of the format that this module writes."""
 SHARED_FILES = "shared-files"
+"""The feature of a checkpoint with data files that earlier saves wrote."""
 FEATURES = frozenset({SHARED_FILES})
-"""Names that may stand in ``requires`` and that this reader knows."""
-TIERS = tuple(names.TIER_PREFIX)
+"""The features that this reader knows."""
 
 _MAGIC = "zckpt"
 _VERSION_BYTES_MAX = 5 + 2 * 9
-"""Of an array of two integers, in msgpack's longest form."""
+"""The most bytes of an array of two integers, in msgpack's longest form."""
 _BIN = {0xC4, 0xC5, 0xC6}
-"""What a binary begins with in msgpack."""
+"""The first bytes that a binary may have in msgpack."""
 _CHUNK_COLUMNS = {
-    "layout": "layout",
+    "layout": "layout_id",
     "first_row": "first_row",
     "rows": "rows",
     "pieces": "pieces",
@@ -59,52 +61,69 @@ _CHUNK_COLUMNS = {
     "bytes": "nbytes",
     "digest": "digest",
 }
-"""From the field in the file to the attribute of ``Chunk``, in the order of its fields."""
+"""For each column of ``chunks`` in the file, the attribute of ``Chunk``. The order is that of the attributes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tensors of one part, as columns in ascending order of ``name`` (an id into ``Manifest.names``)."""
+    """The tensors of one part. Its columns have one item for each tensor, in ascending order of name ids."""
 
     name: str
-    layout: int
-    names: tuple[int, ...]
-    shapes: tuple[int, ...]
-    """Ids into ``Manifest.shapes``."""
+    """The name of the part, such as ``"master"``."""
+    layout_id: int
+    """The id of the layout in the index that says where the pieces of these tensors are."""
+    name_ids: tuple[int, ...]
+    """For each tensor, the position of its name in ``Manifest.names``."""
+    shape_ids: tuple[int, ...]
+    """For each tensor, the position of its shape in ``Manifest.shapes``."""
     dtypes: tuple[str, ...]
+    """For each tensor, its dtype, such as ``"F32"``."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One data file. ``part`` and ``tier`` are ids into ``Manifest.parts`` and ``TIERS``."""
+    """One data file of a checkpoint, as the manifest lists it."""
 
     rank: int
-    part: int
-    tier: int
+    """The rank that wrote the data file."""
+    part_id: int
+    """The position of the data file's part in ``Manifest.parts``."""
+    tier: Tier
+    """The tier that the pieces were in when they were saved."""
     nbytes: int
+    """The size of the data file in bytes."""
     data_start: int
+    """The byte of the data file at which its data begin."""
     first_block: int
-    """Number of the file's first digest in its rank's digest table."""
+    """The position of the data file's first digest in the digest table of its rank."""
     origin: str = ""
-    """The save id in the file's header, where an earlier save has written the file; empty where this one has."""
+    """The save id in the header if an earlier save wrote the data file. It is empty if this save wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Files(Sequence[File]):
-    """All data files, as columns: a thousand ranks have thousands, and opening must not make an object of each."""
+    """All data files of a checkpoint, as columns. A thousand ranks have thousands of data files, and to make an object
+    for each of them would slow down opening."""
 
     rank: tuple[int, ...]
-    part: tuple[int, ...]
+    """For each data file, the rank that wrote it."""
+    part_id: tuple[int, ...]
+    """For each data file, the position of its part in ``Manifest.parts``."""
     tier: tuple[int, ...]
+    """For each data file, the number of its tier."""
     nbytes: tuple[int, ...]
+    """For each data file, its size in bytes."""
     data_start: tuple[int, ...]
+    """For each data file, the byte at which its data begin."""
     first_block: tuple[int, ...]
+    """For each data file, the position of its first digest in the digest table of its rank."""
     origin: tuple[str, ...]
+    """For each data file, the save id in its header if an earlier save wrote it, or an empty string."""
 
     @classmethod
     def of(cls, files: Iterable[File]) -> Files:
-        """In the order of the format: by rank, part and tier."""
-        rows = sorted((f.rank, f.part, f.tier, f.nbytes, f.data_start, f.first_block, f.origin) for f in files)
+        """Returns the columns of ``files``, in the order of the format: by rank, part and tier."""
+        rows = sorted((f.rank, f.part_id, f.tier, f.nbytes, f.data_start, f.first_block, f.origin) for f in files)
         return cls(*zip(*rows, strict=True)) if rows else cls((), (), (), (), (), (), ())
 
     def __len__(self) -> int:
@@ -117,92 +136,118 @@ class Files(Sequence[File]):
     def __getitem__(self, i: int | slice) -> File | tuple[File, ...]:
         if isinstance(i, slice):
             return tuple(self[j] for j in range(*i.indices(len(self))))
-        place, size = (self.rank[i], self.part[i], self.tier[i]), (self.nbytes[i], self.data_start[i])
+        place, size = (self.rank[i], self.part_id[i], Tier(self.tier[i])), (self.nbytes[i], self.data_start[i])
         return File(*place, *size, self.first_block[i], self.origin[i])
 
     @property
     def shared(self) -> dict[str, list[int]]:
-        """The positions of the files that earlier saves have written, by the id of that save."""
-        found: dict[str, list[int]] = {}
+        """The numbers of the data files that earlier saves wrote, by the ids of these saves."""
+        numbers: dict[str, list[int]] = {}
         for number, origin in enumerate(self.origin):
             if origin:
-                found.setdefault(origin, []).append(number)
-        return found
+                numbers.setdefault(origin, []).append(number)
+        return numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One zstd frame of the index: ``rows`` tensors of one layout, from ``first_row`` on, with ``pieces`` pieces."""
+    """One chunk of the index: a zstd frame with consecutive rows of one layout."""
 
-    layout: int
+    layout_id: int
+    """The id of the layout that the chunk belongs to."""
     first_row: int
+    """The number of the chunk's first row in its layout."""
     rows: int
+    """The number of rows. Each row is one tensor."""
     pieces: int
+    """The number of pieces in all rows."""
     offset: int
+    """The byte of the index file at which the frame begins."""
     nbytes: int
+    """The size of the frame in bytes."""
     digest: bytes
+    """The digest of the frame."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest's records, checked. Columns of the file are rows here."""
+    """The content of a manifest. Its rules have been checked."""
 
     save_id: str
+    """The id of the save that wrote the manifest. It is in the name of the data directory."""
     step: int
+    """The number of steps that the optimizer has taken."""
     world_size: int
+    """The number of ranks that wrote the checkpoint."""
     block_bytes: int
+    """The size of a full block in bytes."""
     names: tuple[str, ...]
+    """The distinct names of all tensors. The ids of names are positions in it."""
     shapes: tuple[tuple[int, ...], ...]
+    """The shapes of tensors. The ids of shapes are positions in it."""
     parts: tuple[Part, ...]
+    """The parts. The ids of parts are positions in it."""
     files: Files
+    """The data files. The numbers of data files are positions in it."""
     digests: tuple[bytes, ...]
-    """The digest of each rank's digest table."""
+    """For each rank, the digest of its digest table."""
     chunks: tuple[Chunk, ...]
+    """The chunks of the index, in the order of the index file."""
     index_bytes: int
+    """The size of the index file in bytes."""
     aliases: Mapping[str, str] = field(default_factory=dict)
+    """The name in ``names`` that each further name of a tensor stands for."""
     state: bytes = b"\xc0"
-    """The tree of non-tensor state, packed."""
+    """The packed tree of state that all ranks share."""
     writer: Mapping[str, str] = field(default_factory=dict)
-    """Program, versions and time, for people."""
+    """The program, versions and time of the save, for people."""
 
     @cached_property
     def name_ids(self) -> dict[str, int]:
+        """The position in ``names`` of each name."""
         return {name: i for i, name in enumerate(self.names)}
 
     @cached_property
     def part_ids(self) -> dict[str, int]:
+        """For the name of each part, the position of the part in ``parts``."""
         return {part.name: i for i, part in enumerate(self.parts)}
 
-    def file_numbers(self, rank: Ints, part: int, tier: Ints) -> Ints:
-        """Positions in ``files``; -1 where there is none."""
+    def file_numbers(self, rank: Ints, part_id: int, tier: Ints) -> Ints:
+        """Returns the numbers of the data files of some pieces of a part, and -1 for each piece that no data file is
+        listed for.
+
+        ``rank`` and ``tier`` have one item for each piece.
+        """
         if not self.files:
             return np.full_like(rank, -1)
-        place = (rank * len(self.parts) + part) * len(TIERS) + tier
+        place = (rank * len(self.parts) + part_id) * len(Tier) + tier
         number = np.minimum(np.searchsorted(self.file_places, place), len(self.files) - 1)
-        return np.where((tier < len(TIERS)) & (self.file_places[number] == place), number, -1)
+        return np.where((tier < len(Tier)) & (self.file_places[number] == place), number, -1)
 
     @cached_property
     def file_places(self) -> Ints:
-        """One number for each file that orders by rank, part and tier: ascending."""
+        """For each data file one number, which grows with rank, part and tier, in this order."""
         files = self.files
-        rank, part, tier = (np.array(column, np.int64) for column in (files.rank, files.part, files.tier))
-        return (rank * len(self.parts) + part) * len(TIERS) + tier
+        rank, part, tier = (np.array(column, np.int64) for column in (files.rank, files.part_id, files.tier))
+        return (rank * len(self.parts) + part) * len(Tier) + tier
 
     @cached_property
     def data_bytes(self) -> Ints:
-        """Of each file, without its header."""
+        """For each data file, the size of its data in bytes."""
         return np.array(self.files.nbytes, np.int64) - np.array(self.files.data_start, np.int64)
 
-    def shard(self, file: File) -> ShardId:
-        part, tier = self.parts[file.part].name, TIERS[file.tier]
-        return ShardId(self.save_id, file.rank, self.world_size, part, tier, file.origin)
+    def data_file_id(self, file: File) -> DataFileId:
+        """Returns what identifies a data file."""
+        part = self.parts[file.part_id].name
+        return DataFileId(self.save_id, file.rank, self.world_size, part, file.tier, file.origin)
 
     def path(self, file: File) -> str:
-        return self.shard(file).path
+        """Returns the path of a data file, relative to the checkpoint's directory."""
+        return self.data_file_id(file).path
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of ``manifest.msgpack``."""
+    """Returns the bytes of ``manifest.msgpack``. Raises FormatError (M004) if there are too many."""
     shared = manifest.files.shared
     body = msgpack.packb(
         {
@@ -216,13 +261,13 @@ def encode(manifest: Manifest) -> bytes:
             "names": manifest.names,
             "shapes": manifest.shapes,
             "parts": [
-                {"name": p.name, "layout": p.layout, "names": p.names, "shapes": p.shapes, "dtypes": p.dtypes}
+                {"name": p.name, "layout": p.layout_id, "names": p.name_ids, "shapes": p.shape_ids, "dtypes": p.dtypes}
                 for p in manifest.parts
             ],
             "aliases": dict(manifest.aliases),
             "files": {
                 "rank": manifest.files.rank,
-                "part": manifest.files.part,
+                "part": manifest.files.part_id,
                 "tier": manifest.files.tier,
                 "bytes": manifest.files.nbytes,
                 "data_start": manifest.files.data_start,
@@ -245,7 +290,8 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(raw: bytes) -> Manifest:
-    """Parses and checks ``manifest.msgpack``. Raises FormatError (M001 to M014, N001 to N004)."""
+    """Parses the bytes of ``manifest.msgpack`` and checks them. Raises FormatError (M001 to M014, N001 to N004,
+    S003)."""
     if len(raw) > MANIFEST_BYTES_MAX:
         raise broken("M004", f"it is {len(raw)} bytes long", file=names.MANIFEST)
     version, packed_body = _open_envelope(raw)
@@ -259,19 +305,20 @@ def decode(raw: bytes) -> Manifest:
         raise broken(
             "M006", f"needs {', '.join(unknown)}", file=names.MANIFEST, hint="upgrade zckpt to read this checkpoint"
         )
-    names.check_save_id(body.get("save_id"), file=names.MANIFEST)
+    save_id = get.string("save_id")
+    names.check_save_id(save_id, file=names.MANIFEST)
     block_bytes = get.integer("block_bytes", BLOCK_BYTES_MIN, BLOCK_BYTES_MAX)
-    if block_bytes % BLOCK_BYTES_MIN:  # so that no element lies in two blocks
+    if block_bytes % BLOCK_BYTES_MIN:  # Then an element could be in two blocks.
         raise broken("M005", f"blocks of {block_bytes} bytes", file=names.MANIFEST)
     manifest = Manifest(
-        save_id=str(body["save_id"]),
+        save_id=save_id,
         step=get.integer("step", 0, TENSOR_BYTES_MAX),
         world_size=get.integer("world_size", 1, WORLD_SIZE_MAX),
         block_bytes=block_bytes,
         names=tuple(get.strings("names")),
         shapes=tuple(tuple(shape) if is_shape(shape) else _bad_shape(shape) for shape in get.array("shapes")),
         parts=tuple(_part(value) for value in get.array("parts")),
-        files=_files(get.map("files"), get.map("shared") if SHARED_FILES in requires else None, str(body["save_id"])),
+        files=_files(get.map("files"), get.map("shared") if SHARED_FILES in requires else None, save_id),
         digests=tuple(_digest(value) for value in get.array("digests")),
         chunks=_chunks(get.map("chunks")),
         index_bytes=get.integer("index_bytes", 0, TENSOR_BYTES_MAX),
@@ -284,14 +331,13 @@ def decode(raw: bytes) -> Manifest:
 
 
 def _open_envelope(raw: bytes) -> tuple[tuple[int, int], bytes]:
-    """Version and body, the digest checked."""
-    try:
-        count, elements = packed.elements(raw, 4)
-    except packed.ERRORS as error:
-        raise broken("M001", f"not a manifest: {error or type(error).__name__}", file=names.MANIFEST) from error
-    if len(elements) < 2 or elements[0] != msgpack.packb(_MAGIC):
+    """Returns the version and the packed body, whose digest has been checked. It looks at the bytes behind the version
+    only if it knows the major version. Raises FormatError (M001 to M003)."""
+    items = packed.items(raw)
+    first = _next(items, 2)
+    if len(first) < 2 or first[0] != msgpack.packb(_MAGIC):
         raise broken("M001", "not a zckpt manifest", file=names.MANIFEST)
-    version = _unpack_version(elements[1])
+    version = _unpack_version(first[1])
     if version is None or version[0] != VERSION[0]:
         raise broken(
             "M002",
@@ -299,9 +345,10 @@ def _open_envelope(raw: bytes) -> tuple[tuple[int, int], bytes]:
             file=names.MANIFEST,
             hint="upgrade zckpt to read this checkpoint",
         )
-    if count != 4 or any(element[0] not in _BIN for element in elements[2:]):
-        raise broken("M001", "the manifest lacks its digest and body", file=names.MANIFEST)
-    expected, body = map(msgpack.unpackb, elements[2:])
+    rest = _next(items, 3)
+    if len(rest) != 2 or any(item[0] not in _BIN for item in rest):
+        raise broken("M001", "the manifest is not its version, a digest and a body", file=names.MANIFEST)
+    expected, body = map(msgpack.unpackb, rest)
     if digest(body) != expected:
         raise broken("M003", "the manifest is damaged", file=names.MANIFEST, start=0, stop=len(raw))
     if raw != msgpack.packb([_MAGIC, version, expected, body]):
@@ -309,8 +356,16 @@ def _open_envelope(raw: bytes) -> tuple[tuple[int, int], bytes]:
     return version, body
 
 
+def _next(items: Iterator[bytes], count_max: int) -> list[bytes]:
+    """Returns the next items of the envelope, at most ``count_max`` of them. Raises FormatError (M001)."""
+    try:
+        return list(islice(items, count_max))
+    except packed.ERRORS as error:
+        raise broken("M001", f"not a manifest: {error or type(error).__name__}", file=names.MANIFEST) from error
+
+
 def _unpack_version(raw: bytes) -> tuple[int, int] | None:
-    """None if it is no version."""
+    """Returns the version that ``raw`` is, or None if it is not a version."""
     if len(raw) > _VERSION_BYTES_MAX:
         return None
     try:
@@ -320,22 +375,26 @@ def _unpack_version(raw: bytes) -> tuple[int, int] | None:
 
 
 def _version(value: object) -> tuple[int, int] | None:
+    """Returns ``value`` as a version, or None if it is not a version."""
     if isinstance(value, list) and len(value) == 2 and all(type(n) is int and n >= 0 for n in value):
         return value[0], value[1]
     return None
 
 
 def _bad_shape(shape: object) -> tuple[int, ...]:
+    """Raises FormatError (M008)."""
     raise broken("M008", f"shape {reprlib.repr(shape)}", file=names.MANIFEST)
 
 
 def _digest(value: object) -> bytes:
+    """Returns ``value`` if it is a digest. Raises FormatError (M005) if it is not."""
     if not (isinstance(value, bytes) and len(value) == DIGEST_BYTES):
         raise broken("M005", "a digest that is not 16 bytes", file=names.MANIFEST)
     return value
 
 
 def _part(value: object) -> Part:
+    """Returns a part from its map in the manifest. Raises FormatError (M005, M009, M010, N003)."""
     if not isinstance(value, dict):
         raise broken("M005", "a part that is not a map", file=names.MANIFEST)
     get = Fields(value, "parts")
@@ -348,9 +407,9 @@ def _part(value: object) -> Part:
         tuple(get.integers("shapes")),
         tuple(get.strings("dtypes")),
     )
-    if not len(part.names) == len(part.shapes) == len(part.dtypes):
+    if not len(part.name_ids) == len(part.shape_ids) == len(part.dtypes):
         raise broken("M010", f"the columns of part {name} differ in length", file=names.MANIFEST)
-    if any(a >= b for a, b in pairwise(part.names)):
+    if any(a >= b for a, b in pairwise(part.name_ids)):
         raise broken("M010", f"the name ids of part {name} are not ascending", file=names.MANIFEST)
     for dtype in set(part.dtypes):
         if dtype not in ITEM_BYTES:
@@ -359,29 +418,35 @@ def _part(value: object) -> Part:
 
 
 def _files(get: Fields, shared: Fields | None, save_id: str) -> Files:
-    """``shared``: the field of this name; None where no file is shared."""
+    """Returns the data files. Raises FormatError (M005, M014, N004).
+
+    ``shared`` is the field of that name, or None if the checkpoint has no shared files.
+    """
     columns = [tuple(column) for column in get.columns("rank", "part", "tier", "bytes", "data_start", "first_block")]
     rank, part, tier, nbytes, data_start, first_block = columns
     origin = [""] * len(rank)
     if shared is not None and not shared.values:
         raise broken("M014", f"needs {SHARED_FILES}, and lists no file that is shared", file=names.MANIFEST)
-    for other, numbers in [] if shared is None else [(key, shared.integers(key)) for key in shared.values]:
-        names.check_save_id(other, file=names.MANIFEST)
+    for earlier_id, numbers in [] if shared is None else [(key, shared.integers(key)) for key in shared.values]:
+        if type(earlier_id) is not str:
+            raise broken("M005", f"the field 'shared' has the key {reprlib.repr(earlier_id)}", file=names.MANIFEST)
+        names.check_save_id(earlier_id, file=names.MANIFEST)
         if (
-            other == save_id
+            earlier_id == save_id
             or not numbers
             or any(a >= b for a, b in pairwise(numbers))
             or numbers[-1] >= len(origin)
             or any(origin[number] for number in numbers)
         ):
-            what = f"the files {reprlib.repr(numbers)} of {len(origin)} as those of the save {other}"
+            what = f"the files {reprlib.repr(numbers)} of {len(origin)} as those of the save {earlier_id}"
             raise broken("M014", what, file=names.MANIFEST)
         for number in numbers:
-            origin[number] = other
+            origin[number] = earlier_id
     return Files(rank, part, tier, nbytes, data_start, first_block, tuple(origin))
 
 
 def _chunks(get: Fields) -> tuple[Chunk, ...]:
+    """Returns the chunks of the index. Raises FormatError (M005)."""
     columns = get.columns(*list(_CHUNK_COLUMNS)[:-1])
     digests = [_digest(value) for value in get.array("digest")]
     if len(digests) != len(columns[0]):
@@ -390,7 +455,7 @@ def _chunks(get: Fields) -> tuple[Chunk, ...]:
 
 
 def _check(m: Manifest) -> None:
-    """What concerns several fields together."""
+    """Checks the rules that are about several fields."""
     where = names.MANIFEST
     if max(len(m.names), len(m.aliases)) > NAMES_MAX or len(m.parts) > PARTS_MAX:
         raise broken("M005", f"{len(m.names)} names, {len(m.aliases)} aliases, {len(m.parts)} parts", file=where)
@@ -400,16 +465,16 @@ def _check(m: Manifest) -> None:
         if len(set(values)) != len(values):
             raise broken("M007", f"{Counter(values).most_common(1)[0][0]!r} is listed twice", file=where)
     for part in m.parts:
-        if part.names and part.names[-1] >= len(m.names):
-            raise broken("M010", f"part {part.name} has name id {part.names[-1]} of {len(m.names)}", file=where)
-        for shape_id, dtype in set(zip(part.shapes, part.dtypes, strict=True)):
+        if part.name_ids and part.name_ids[-1] >= len(m.names):
+            raise broken("M010", f"part {part.name} has name id {part.name_ids[-1]} of {len(m.names)}", file=where)
+        for shape_id, dtype in set(zip(part.shape_ids, part.dtypes, strict=True)):
             if shape_id >= len(m.shapes):
                 raise broken("M010", f"part {part.name} has shape id {shape_id} of {len(m.shapes)}", file=where)
             if math.prod(m.shapes[shape_id]) * ITEM_BYTES[dtype] > TENSOR_BYTES_MAX:
                 raise broken("M008", f"shape {m.shapes[shape_id]} of {dtype}", file=where)
     files = m.files
     if files and not (
-        max(files.rank) < m.world_size and max(files.part) < len(m.parts) and max(files.tier) < len(TIERS)
+        max(files.rank) < m.world_size and max(files.part_id) < len(m.parts) and max(files.tier) < len(Tier)
     ):
         raise broken("M011", "a file of a rank, part or tier that does not exist", file=where)
     for start, nbytes in zip(files.data_start, files.nbytes, strict=True):
@@ -427,9 +492,11 @@ def _check(m: Manifest) -> None:
 
 
 def _check_chunks(m: Manifest) -> None:
+    """Raises FormatError (M013) unless the chunks tile the index file and the rows of each layout, within the
+    limits."""
     where = names.MANIFEST
-    parts = Counter(part.layout for part in m.parts)
-    chunks = sum(parts[chunk.layout] for chunk in m.chunks)
+    parts = Counter(part.layout_id for part in m.parts)
+    chunks = sum(parts[chunk.layout_id] for chunk in m.chunks)
     if chunks > INDEX_CHUNKS_MAX:
         raise broken("M013", f"{chunks} chunks", file=where)
     stop = 0
@@ -437,19 +504,19 @@ def _check_chunks(m: Manifest) -> None:
     for chunk in m.chunks:
         if chunk.offset != stop or not 0 < chunk.nbytes <= INDEX_CHUNK_BYTES_MAX:
             raise broken("M013", f"a chunk of {chunk.nbytes} bytes at {chunk.offset}, expected at {stop}", file=where)
-        if chunk.first_row != rows[chunk.layout] or chunk.rows == 0:
-            raise broken("M013", f"a chunk of layout {chunk.layout} begins at row {chunk.first_row}", file=where)
+        if chunk.first_row != rows[chunk.layout_id] or chunk.rows == 0:
+            raise broken("M013", f"a chunk of layout {chunk.layout_id} begins at row {chunk.first_row}", file=where)
         stop += chunk.nbytes
-        rows[chunk.layout] += chunk.rows
+        rows[chunk.layout_id] += chunk.rows
     if stop != m.index_bytes:
         raise broken("M013", f"the chunks end at {stop} of {m.index_bytes} bytes", file=where)
-    pieces = sum(chunk.pieces * parts[chunk.layout] for chunk in m.chunks)
+    pieces = sum(chunk.pieces * parts[chunk.layout_id] for chunk in m.chunks)
     if pieces > INDEX_PIECES_MAX:
         raise broken("M013", f"the chunks hold {pieces} pieces", file=where)
     layouts: dict[int, Part] = {}
     for part in m.parts:
-        first = layouts.setdefault(part.layout, part)
-        if part.names != first.names or len(part.names) != rows[part.layout]:
-            raise broken("M013", f"part {part.name} does not fit layout {part.layout}", file=where)
+        first = layouts.setdefault(part.layout_id, part)
+        if part.name_ids != first.name_ids or len(part.name_ids) != rows[part.layout_id]:
+            raise broken("M013", f"part {part.name} does not fit layout {part.layout_id}", file=where)
     if rows.keys() - layouts.keys():
         raise broken("M013", "a chunk of a layout that no part has", file=where)

@@ -1,17 +1,19 @@
-"""msgpack values, parsed in memory that their length and number of arrays and maps bound."""
+"""msgpack values. The memory that it takes to parse one is bounded by its length and its number of arrays and maps."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+TOO_DEEP = msgpack.StackError
+"""The error that ``unpack`` raises for a value that is nested deeper than msgpack's parser can go. It is one of
+ERRORS."""
 ERRORS = (ValueError, TypeError, msgpack.UnpackException)
-"""What ``unpack`` raises for bytes that are no msgpack value."""
+"""The errors that ``unpack`` raises for bytes that are not one msgpack value."""
 
 
 def _reader(raw: bytes) -> Any:
@@ -21,39 +23,46 @@ def _reader(raw: bytes) -> Any:
 
 
 def _check_whole(raw: bytes) -> None:
-    """msgpack before 1.2 takes memory for as many elements as an array announces, and for each array inside it again:
-    so first a look, which makes no objects, whether all of them are there."""
+    """Raises ERRORS unless ``raw`` is exactly one msgpack value. It makes no objects.
+
+    msgpack before 1.2 allocates memory for as many items as an array announces, and for each array inside it again. So
+    this looks first whether all of the items are there.
+    """
     reader = _reader(raw)
     reader.skip()
     if reader.tell() != len(raw):
         raise ValueError("bytes follow the value")
 
 
-def elements(raw: bytes, count_max: int) -> tuple[int, list[bytes]]:
-    """How many elements the array has that ``raw`` is, and the first ``count_max`` of them, packed."""
-    _check_whole(raw)
+def items(raw: bytes) -> Iterator[bytes]:
+    """Yields the items of a packed array, each of them still packed.
+
+    It looks at the bytes behind an item only when the next item is asked for. It raises ERRORS for bytes that are not
+    one msgpack array, also if more bytes follow the array.
+    """
     reader = _reader(raw)
-    count = reader.read_array_header()
-    bounds = [reader.tell()]
-    while len(bounds) <= min(count, count_max):
+    for _ in range(reader.read_array_header()):
+        start = reader.tell()
         reader.skip()
-        bounds.append(reader.tell())
-    return count, [raw[start:stop] for start, stop in pairwise(bounds)]
+        yield raw[start : reader.tell()]
+    if reader.tell() != len(raw):
+        raise ValueError("bytes follow the array")
 
 
 class TooManyError(Exception):
-    """More arrays and maps than allowed."""
+    """A value has more arrays and maps than are allowed."""
 
 
 class Containers:
-    """How many arrays and maps may still be unpacked."""
+    """The number of arrays and maps that may still be unpacked."""
 
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, remaining: int) -> None:
+        self.remaining = remaining
 
     def take(self) -> None:
-        self.left -= 1
-        if self.left < 0:
+        """Counts one more array or map. Raises TooManyError if it is not allowed any more."""
+        self.remaining -= 1
+        if self.remaining < 0:
             raise TooManyError
 
 
@@ -64,20 +73,32 @@ def unpack(
     is_key: Callable[[object], bool] | None = None,
     ext_hook: Callable[[int, bytes], object] = msgpack.ExtType,
 ) -> Any:
-    """All of ``raw`` as one value, whose maps have distinct keys, which ``is_key``. Raises ERRORS, TooManyError."""
+    """Returns the one value that ``raw`` consists of.
 
-    def array(items: list[Any]) -> list[Any]:
+    Args:
+        raw: a packed msgpack value.
+        containers: how many arrays and maps may be unpacked. It is counted down.
+        is_key: whether a value may be the key of a map. None allows every value.
+        ext_hook: makes a value of the type and the payload of an extension.
+
+    Raises:
+        ValueError: ``raw`` is not exactly one msgpack value, a map has a duplicate key, or ``is_key`` refuses a key.
+            The other errors of ERRORS mean the same.
+        TooManyError: the value has too many arrays and maps.
+    """
+
+    def array(values: list[Any]) -> list[Any]:
         containers.take()
-        return items
+        return values
 
     def mapping(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
         containers.take()
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        values = dict(pairs)
+        if len(values) != len(pairs):
             raise ValueError("a map has a duplicate key")
         if is_key is not None and not all(is_key(key) for key, _ in pairs):
             raise ValueError("a map has a key of another kind")
-        return found
+        return values
 
     _check_whole(raw)
     return msgpack.unpackb(

@@ -1,6 +1,6 @@
-"""The rules of the format: one id, one clause of ``spec/format.md``, one error.
+"""The rules of the format. Each has an id, a clause of ``spec/format.md`` and a class of error.
 
-Every check, in the reader and in the validator alike, ends in ``broken(id, ...)``.
+Every check that finds a rule broken, in the reader and in the validator, raises what ``broken`` returns.
 """
 
 from __future__ import annotations
@@ -19,92 +19,118 @@ from zckpt.errors import (
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``clause`` is the first sentence of the clause in the spec, word for word."""
+    """A rule of the format."""
 
     id: str
+    """The id of the rule, such as ``"D003"``."""
     clause: str
+    """The first sentence of the rule in the specification, word for word."""
     error: type[FormatError] = FormatError
+    """The class of the error that is raised if the rule is broken."""
 
 
 _RULES = (
     # Names
-    Rule("N001", "A tensor name is 1 to 1024 bytes of UTF-8 without control characters."),
-    Rule(
-        "N002", "A tensor name does not begin with `@`, is not `__metadata__` and does not end in `@<digits>:<digits>`."
-    ),
-    Rule("N003", "A part name matches `[A-Za-z0-9_][A-Za-z0-9_-]{0,63}`."),
-    Rule("N004", "A save id is 16 lower-case hexadecimal digits."),
+    Rule("N001", "A tensor name MUST be 1 to 1024 bytes of UTF-8 without control characters."),
+    Rule("N002", "A tensor name MUST NOT begin with `@`, be `__metadata__`, or end in `@<digits>:<digits>`."),
+    Rule("N003", "A part name MUST match `[A-Za-z0-9_][A-Za-z0-9_-]{0,63}`."),
+    Rule("N004", "A save id MUST be 16 lower-case hexadecimal digits."),
     # latest
-    Rule("L001", "`latest` holds the relative path of one checkpoint directory, followed by at most one newline."),
+    Rule(
+        "L001", "`latest` MUST contain the relative path of one checkpoint directory, followed by at most one newline."
+    ),
     # Manifest
-    Rule("M001", 'A manifest is one msgpack array of four: `"zckpt"`, the version, a digest and the body.'),
-    Rule("M002", "A reader refuses a manifest whose major version it does not know.", VersionError),
-    Rule("M003", "The digest in the manifest is the xxh3-128 of the body.", DigestError),
-    Rule("M004", "A manifest is at most 256 MiB long.", SizeError),
+    Rule(
+        "M001",
+        'The manifest file MUST be one msgpack array of four items: `"zckpt"`, the version, a digest and the body.',
+    ),
+    Rule("M002", "A reader MUST refuse a manifest whose major version it does not know.", VersionError),
+    Rule("M003", "The digest in the manifest MUST be the xxh3-128 digest of the body.", DigestError),
+    Rule("M004", "A manifest MUST be at most 256 MiB long.", SizeError),
     Rule(
         "M005",
-        "The body is one msgpack map without duplicate keys, with every required field, of its type and in its range.",
+        "The body MUST be one msgpack map without duplicate keys, with all required fields, of their types and ranges.",
     ),
     Rule(
-        "M006", "A reader refuses a checkpoint that requires a feature which it does not know, by name.", FeatureError
+        "M006",
+        "A reader MUST refuse a checkpoint that requires a feature that it does not know, and MUST name the feature.",
+        FeatureError,
     ),
-    Rule("M007", "The names of a manifest are distinct, and so are its parts."),
-    Rule("M008", "A shape has at most 64 dimensions, none negative, and the tensor is smaller than 2^62 bytes."),
-    Rule("M009", "A dtype is one of the table of dtypes."),
-    Rule("M010", "The name ids of a part are strictly ascending, and its columns are equally long."),
+    Rule("M007", "All items of `names` MUST be distinct, and the names of all parts MUST be distinct."),
+    Rule("M008", "A shape MUST have at most 64 dimensions, and a tensor MUST be smaller than 2^62 bytes."),
+    Rule("M009", "A dtype MUST be one of the table of dtypes."),
+    Rule("M010", "The name ids of a part MUST be strictly ascending, and its columns MUST be equally long."),
     Rule(
-        "M011", "The files are listed once each, in ascending order of rank, part and tier, and every id is in range."
+        "M011",
+        "The data files MUST be listed once each, in ascending order of rank, part and tier, and with ids in range.",
     ),
-    Rule("M012", "An alias is a valid tensor name, is not itself a name, and stands for a name."),
     Rule(
-        "M013",
-        "The chunks tile the index file, and those of each layout hold the names of its parts in ascending order.",
+        "M012",
+        "An alias MUST be a valid tensor name that is not in `names`, and MUST stand for a name that is in `names`.",
     ),
-    Rule("M014", "The files of other saves are listed by the id of their save, once each, in ascending order."),
+    Rule("M013", "The chunks MUST tile the index file, and the chunks of each layout MUST tile its rows."),
+    Rule(
+        "M014",
+        "The shared files MUST be listed once each, in ascending order, under the id of the save that wrote them.",
+    ),
     # Index
-    Rule("I001", "The index file is as long as the manifest says.", SizeError),
-    Rule("I002", "A chunk has the xxh3-128 digest that the manifest gives.", DigestError),
+    Rule("I001", "`index.bin` MUST be exactly `index_bytes` bytes long.", SizeError),
+    Rule("I002", "A chunk MUST have the digest that the manifest gives.", DigestError),
     Rule(
-        "I003",
-        "A chunk is one zstd frame that declares its content size, and the size is the one its rows and pieces need.",
+        "I003", "A chunk MUST be one zstd frame that declares its content size, and that size MUST be 8 R + 25 P bytes."
     ),
-    Rule("I004", "The rows of a chunk are the names that the manifest announces."),
+    Rule("I004", "The rows of a chunk MUST be the tensors that the manifest lists for it, in the same order."),
     Rule(
         "I005",
-        "The pieces of a tensor follow each other without gap or overlap and make up one or more whole copies of it.",
+        "The pieces of a tensor MUST follow each other without gap or overlap and make up one or more whole copies.",
     ),
-    Rule("I006", "Every piece lies in a listed file, inside its data, at a multiple of the element size."),
-    Rule("I007", "The pieces in a file have together no more bytes than its data."),
+    Rule("I006", "Every piece MUST be in a listed data file, inside its data, at a multiple of the element size."),
+    Rule("I007", "The pieces in a data file MUST together have no more bytes than the data of the data file."),
     # Files
-    Rule("F001", "Every file that the manifest implies exists.", MissingFileError),
-    Rule("F002", "Every file is a regular file reached without following a symbolic link."),
-    Rule("F003", "Every file is as long as the manifest says.", SizeError),
-    # Data files (shards)
-    Rule("S001", "A data file begins with the header's length, 8 bytes little-endian, at most 100,000,000.", SizeError),
-    Rule("S002", "The header is one JSON object in UTF-8 with no duplicate key, padded with spaces only."),
-    Rule("S003", "The data begins at a multiple of 4096, where the manifest says."),
-    Rule("S004", "An entry has a known dtype, a shape and offsets that agree with each other."),
-    Rule("S005", "The entries tile the data without gap or overlap, up to the end of the file."),
+    Rule("F001", "Every file that the manifest implies MUST exist.", MissingFileError),
+    Rule("F002", "Every file MUST be a regular file that is reached without following a symbolic link."),
+    Rule("F003", "Every data file MUST be as long as its `bytes` in the manifest.", SizeError),
+    # Data files
+    Rule(
+        "S001",
+        "A data file MUST begin with the length N of its header text, 8 bytes little-endian, at most 100,000,000.",
+        SizeError,
+    ),
+    Rule("S002", "The header text MUST be one JSON object in UTF-8 without duplicate keys, padded with spaces only."),
+    Rule("S003", "The data of a data file MUST begin at a multiple of 4096, at the byte that the manifest gives."),
+    Rule("S004", "The dtype, the shape and the offsets of an entry MUST be valid and MUST agree with each other."),
+    Rule("S005", "The entries MUST tile the data without gap or overlap, up to the end of the data file."),
     Rule(
         "S006",
-        "The metadata names the format version, save, part, rank, world size and tier that the file's place implies.",
+        "The metadata MUST name the version, save, part, rank, world size and tier that the data file's path implies.",
     ),
-    Rule("S007", "The entries are exactly the pieces that the index places in the file."),
-    Rule("S008", "A filler is U8, one-dimensional, shorter than 4096 bytes and zero throughout."),
+    Rule("S007", "The entries that are not fillers MUST be exactly the pieces that the index places in the data file."),
+    Rule("S008", "A filler MUST be U8, one-dimensional, shorter than 4096 bytes and zero throughout."),
     # Digests
-    Rule("D001", "A digest table holds 16 bytes for every block of the rank's files.", SizeError),
-    Rule("D002", "A digest table has the xxh3-128 digest that the manifest gives.", DigestError),
-    Rule("D003", "A block has the xxh3-128 digest that the table gives.", DigestError),
+    Rule(
+        "D001",
+        "A digest table MUST contain 16 bytes for every block of the rank's data files, and nothing else.",
+        SizeError,
+    ),
+    Rule("D002", "A digest table MUST have the digest that the manifest gives.", DigestError),
+    Rule("D003", "A block MUST have the digest that the digest table gives.", DigestError),
     # State trees
-    Rule("T001", "A tree is one msgpack value of the allowed kinds, without duplicate keys."),
-    Rule("T002", "A tree is at most 64 levels deep."),
-    Rule("T003", "A reference in a tree names a tensor of the part `state`."),
-    Rule("T004", "A tree, with all that is packed again inside it, has at most 256 MiB and 2^22 arrays and maps."),
+    Rule("T001", "A tree MUST be one msgpack value of the allowed kinds, without duplicate keys."),
+    Rule("T002", "A tree MUST be at most 64 levels deep."),
+    Rule(
+        "T003",
+        "A reference in a tree MUST name a tensor of the part `state`, and no two references in a tree the same one.",
+    ),
+    Rule(
+        "T004", "A tree and all payloads packed inside it MUST together have at most 256 MiB and 2^22 arrays and maps."
+    ),
 )
 
 MESSAGE_CHARS_MAX = 2000
+"""The most characters of the message of an error."""
 
 RULES: dict[str, Rule] = {rule.id: rule for rule in _RULES}
+"""All rules by id, in the order of the specification's table of rules."""
 
 
 def broken(
@@ -117,6 +143,16 @@ def broken(
     stop: int | None = None,
     hint: str | None = None,
 ) -> FormatError:
-    """The error of ``rule``, to be raised by the caller. ``message`` says what was found, and so may be long."""
+    """Returns the error of a rule, for the caller to raise.
+
+    Args:
+        rule: the id of the rule.
+        message: what was found. It may contain values of the checkpoint, so it is cut to ``MESSAGE_CHARS_MAX``.
+        file: the path of the file that breaks the rule.
+        key: the key of the tensor that the error is about.
+        start: the first byte of the file that the error is about.
+        stop: the byte behind the last one.
+        hint: what the user can do.
+    """
     message = message[:MESSAGE_CHARS_MAX]
     return RULES[rule].error(message, rule=rule, file=file, key=key, start=start, stop=stop, hint=hint)

@@ -1,10 +1,10 @@
-"""Trees of non-tensor state as msgpack: plain values as they are, the rest as extension types (spec, "State trees").
+"""Trees of non-tensor state in msgpack (spec, "State trees"). Plain values are kept as they are, others as extensions:
 
-ext 1   reference   the name of a tensor in the part ``state``; a torch tensor
-ext 2   reference   the same, for a numpy array
-ext 3   tuple       a packed array of its elements
-ext 4   integer     beyond 64 bits, in decimal
-ext 5   dict type   packed [name, map]: collections.OrderedDict, collections.Counter
+ext 1   reference   the name of a tensor in the part ``state``, for a torch tensor
+ext 2   reference   the same for a numpy array
+ext 3   tuple       a packed array of its items
+ext 4   integer     an integer beyond 64 bits, in decimal
+ext 5   dict type   a packed [name, map] for collections.OrderedDict or collections.Counter
 """
 
 from __future__ import annotations
@@ -34,40 +34,54 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 _PLAIN_TYPES = (bool, int, float, str, bytes, list, tuple, dict)
 _KEPT = (
-    f"keep None, plain values ({', '.join(one.__name__ for one in _PLAIN_TYPES)}), tensors and arrays; in client_state "
-    "and rank_state also numpy scalars, paths, dates, times and sets"
+    f"keep None, plain values ({', '.join(kind.__name__ for kind in _PLAIN_TYPES)}), tensors and arrays; in "
+    "client_state and rank_state also numpy scalars, paths, dates, times and sets"
 )
 
 
 class Plain(NamedTuple):
-    """A value that is written in the place of another one."""
+    """A value that is packed in the place of another one."""
 
     value: object
+    """The value to pack."""
 
 
 def pack(value: object, path: str, put: Callable[[str, object], tuple[int, str] | Plain | None]) -> bytes:
-    """The bytes of a tree. ``path`` names it in errors.
+    """Returns the bytes of a tree.
 
-    ``put(path, leaf)`` is called for what is not a plain value: it stores a tensor or array and returns its extension
-    type and name, or returns what is to be kept instead, or None. Raises StateError, naming the path, for what cannot
-    be represented.
+    Args:
+        value: the root value.
+        path: the name of the root value in errors.
+        put: is called with the path and the value of everything that is not a plain value. It stores a tensor or array
+            and returns its extension type and name, or returns a plain value to pack instead, or None if the value
+            cannot be kept.
+
+    Returns:
+        The packed tree.
+
+    Raises:
+        StateError: a tree cannot contain a value. The error names its path.
     """
     encoder = _Encoder(put)
     return encoder.packed(encoder.encode(value, path, 0), path)
 
 
 class _Encoder:
+    """Packs one tree, and counts what it takes."""
+
     def __init__(self, put: Callable[[str, object], tuple[int, str] | Plain | None]) -> None:
         self.put = put
         self.nbytes = self.encoded_bytes = self.containers = 0
 
     def packed(self, value: object, path: str) -> bytes:
+        """Packs a value that has been encoded. Raises StateError if the tree has too many bytes now."""
         raw: bytes = msgpack.packb(value, strict_types=True)
         self.nbytes += len(raw)
         self.check(self.nbytes, path)
         return raw
 
     def check(self, nbytes: int, path: str) -> None:
+        """Raises StateError if the tree has more than ``TREE_BYTES_MAX`` bytes or too many lists and maps."""
         if nbytes > TREE_BYTES_MAX or self.containers > CONTAINERS_MAX:
             raise StateError(
                 f"{path or 'the tree'} is too large: a tree has at most {TREE_BYTES_MAX} bytes and {CONTAINERS_MAX} "
@@ -76,10 +90,12 @@ class _Encoder:
             )  # fmt: skip
 
     def encode(self, value: object, path: str, depth: int) -> object:
+        """Returns a value as msgpack can pack it. ``depth`` is its level in the tree."""
         if depth > TREE_DEPTH_MAX:
             raise StateError(f"{path} is nested more than {TREE_DEPTH_MAX} levels deep", key=path, rule="T002")
         kind = type(value)
-        # A list that is in many places takes no more memory than one: what is encoded of it could take all there is.
+        # A list that is in many places of a tree is in memory once, but is encoded for each place. This is checked
+        # early, because the encoded values could take all memory.
         self.encoded_bytes += len(value) if isinstance(value, (str, bytes)) else 1
         self.check(self.encoded_bytes, path)
         if value is None or kind in (bool, float, bytes):
@@ -113,35 +129,45 @@ class _Encoder:
                 return items_by_key
             self.containers += 1
             return msgpack.ExtType(DICT_TYPE, self.packed([kind.__name__, items_by_key], path))
-        found = self.put(path, value)
-        if isinstance(found, Plain):
-            return self.encode(found.value, path, depth)
-        if found is None:
-            base = next((one.__name__ for one in kind.__mro__ if one in _PLAIN_TYPES), None)
+        stored = self.put(path, value)
+        if isinstance(stored, Plain):
+            return self.encode(stored.value, path, depth)
+        if stored is None:
+            base = next((above.__name__ for above in kind.__mro__ if above in _PLAIN_TYPES), None)
             raise StateError(
                 f"{path}: {kind.__name__}{f', a subclass of {base},' if base else ''} cannot be kept",
                 key=path,
                 hint=f"its own type would be lost: make it a plain {base}" if base else _KEPT,
             )
-        return msgpack.ExtType(found[0], found[1].encode())
+        return msgpack.ExtType(stored[0], stored[1].encode())
 
 
 def _below(path: str, key: object) -> str:
+    """Returns the path of the value of ``key`` in the map at ``path``."""
     if isinstance(key, str) and _IDENTIFIER.fullmatch(key):
         return f"{path}.{key}" if path else key
     return f"{path}[{key!r}]"
 
 
 def unpack(raw: bytes, get: Callable[[int, str], object], file: str) -> Any:
-    """The tree in ``raw``. ``get(ext, name)`` supplies tensors (1) and arrays (2); ``file`` names it in errors.
+    """Returns the tree in ``raw``.
 
-    Raises FormatError (T001 to T004).
+    Args:
+        raw: the packed tree.
+        get: returns the tensor (extension type 1) or the array (type 2) of a name.
+        file: the name of the tree in errors.
+
+    Returns:
+        The root value.
+
+    Raises:
+        FormatError: the tree breaks one of the rules T001 to T004.
     """
     return _Decoder(get, file).decode(raw, 0)
 
 
 class _Decoder:
-    """Of one tree: what it takes altogether is bounded, and each tensor is asked for once."""
+    """Unpacks one tree. It bounds what the whole tree takes, and asks for each tensor once."""
 
     def __init__(self, get: Callable[[int, str], object], file: str) -> None:
         self.get = get
@@ -151,6 +177,8 @@ class _Decoder:
         self.referenced: set[str] = set()
 
     def decode(self, raw: bytes, depth: int) -> Any:
+        """Returns the value in ``raw``, which is the tree itself or the payload of an extension. ``depth`` is the
+        number of payloads around it."""
         if depth > TREE_DEPTH_MAX:
             raise broken("T002", "the tree is nested too deep", file=self.file)
         self.nbytes += len(raw)
@@ -162,6 +190,8 @@ class _Decoder:
             raise
         except packed.TooManyError as error:
             raise broken("T004", f"the tree has more than {CONTAINERS_MAX} arrays and maps", file=self.file) from error
+        except packed.TOO_DEEP as error:
+            raise broken("T002", "the tree is nested deeper than the parser goes", file=self.file) from error
         except packed.ERRORS as error:
             raise broken("T001", f"cannot be parsed: {error or type(error).__name__}", file=self.file) from error
         if depth == 0:
@@ -169,6 +199,7 @@ class _Decoder:
         return value
 
     def _extension(self, depth: int, code: int, data: bytes) -> object:
+        """Returns the value of an extension in a payload at ``depth``."""
         if code in (TENSOR, NDARRAY):
             name = _text(data, self.file)
             if name in self.referenced:
@@ -191,10 +222,12 @@ class _Decoder:
 
 
 def _is_key(key: object) -> bool:
+    """Whether ``key`` may be the key of a map in a tree."""
     return type(key) is str or (type(key) is int and key in _I64)
 
 
 def _check_depth(value: object, file: str) -> None:
+    """Raises FormatError (T001) for a timestamp in a tree, and (T002) for a value at too high a level."""
     level = [value]
     for _ in range(TREE_DEPTH_MAX + 1):
         if any(isinstance(node, msgpack.Timestamp) for node in level):
@@ -211,7 +244,8 @@ def _check_depth(value: object, file: str) -> None:
 
 
 def _text(data: bytes, file: str) -> str:
+    """Returns the text of a payload. Raises FormatError (T001) if it is not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise broken("T001", "a reference that is not UTF-8", file=file) from error
+        raise broken("T001", "a reference or an integer that is not UTF-8", file=file) from error

@@ -1,27 +1,28 @@
-"""Which tensors a checkpoint holds and where they are stored, as its manifest, its index, its digest tables and the
-headers of its files say. All of these but the manifest are read when they are first needed."""
+"""Finds out which tensors a checkpoint has and where they are stored. The manifest, the index, the digest tables and
+the headers of the data files say it. All of these except the manifest are read when they are first needed."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from zckpt.errors import KeyNotFoundError
+from zckpt.format import data_file as data_file_format
 from zckpt.format import index as index_format
-from zckpt.format import names
-from zckpt.format import shard as shard_format
+from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, ReadFile, blocks, check_block, digest
 from zckpt.format.dtypes import ITEM_BYTES, TORCH_NAMES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, TREE_BYTES_MAX
-from zckpt.format.manifest import TIERS, Manifest
+from zckpt.format.names import Tier
 from zckpt.format.rules import broken
-from zckpt.plan.reshard import StoredPieces, choose_copies
+from zckpt.plan.reshard import FilePieces, StoredPieces, choose_copies
 from zckpt.plan.select import Keys, nearest, select
 from zckpt.state.inventory import STATE
 
@@ -30,13 +31,17 @@ if TYPE_CHECKING:
 
     import torch
 
+    from zckpt.format.data_file import Header
     from zckpt.format.index import Ints, Layout, Piece
-    from zckpt.format.shard import Header
+    from zckpt.format.manifest import Manifest
     from zckpt.storage.contract import Reader
 
 
 LISTED_TOGETHER = 256
 """The number of tensors whose pieces ``Contents.stored_each`` lists at a time. Of 1024 ranks, these take 12 MiB."""
+RANK_PIECES = 1 << 17
+"""About how many pieces ``Contents.pieces_of_ranks`` lists at a time. They take 9 MiB, and three times as much while
+they are put in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +83,10 @@ class Holders:
     """The tiers that the pieces were in when they were saved."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a checkpoint."""
+    """One tensor of a checkpoint: its key, dtype, shape and size in bytes (``nbytes``). ``ranks``, ``files`` and
+    ``pieces`` say where it is stored."""
 
     key: str
     """The key of the tensor: ``<part>/<parameter name>``."""
@@ -98,9 +104,9 @@ class TensorInfo:
     """The position of the tensor's part in the manifest, and the tensor's row in that part."""
     _contents: Contents = field(repr=False, compare=False)
 
-    @cached_property
+    @property
     def dtype(self) -> torch.dtype:
-        """The dtype as torch's. To ask for it imports torch."""
+        """The dtype, as a ``torch.dtype``. Reading this attribute imports torch."""
         from zckpt.transfer.torch_dtypes import TORCH_DTYPES  # imported late, because listing tensors needs no torch
 
         return TORCH_DTYPES[self.dtype_name]
@@ -115,9 +121,9 @@ class TensorInfo:
         """The size of one element in bytes."""
         return ITEM_BYTES[self.dtype_name]
 
-    @cached_property
+    @property
     def pieces(self) -> tuple[PieceInfo, ...]:
-        """All pieces of the tensor. They are read from the index when they are first asked for."""
+        """All pieces of the tensor. The list is made anew each time that this attribute is read."""
         return self._contents.piece_infos(self)
 
     @property
@@ -162,17 +168,18 @@ class Contents(Mapping[str, TensorInfo]):
     def __iter__(self) -> Iterator[str]:
         for part in self.manifest.parts:
             if part.name != STATE:
-                for name in part.names:
+                for name in part.name_ids:
                     yield f"{part.name}/{self.manifest.names[name]}"
 
     def __len__(self) -> int:
-        return sum(len(part.names) for part in self.manifest.parts if part.name != STATE)
+        return sum(len(part.name_ids) for part in self.manifest.parts if part.name != STATE)
 
     def select(self, keys: Keys) -> list[str]:
         """Returns the keys that ``keys`` asks for. Raises KeyNotFoundError if one of them matches nothing."""
         if keys is None or callable(keys):
             return select(list(self), keys)
-        if isinstance(keys, str) and keys in self:  # a checkpoint may have very many keys: they are not listed for one
+        # A checkpoint may have very many keys, so they are not all listed to find one.
+        if isinstance(keys, str) and keys in self:
             return [keys]
         keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
         return select(list(self), keys, self.manifest.aliases)
@@ -205,6 +212,20 @@ class Contents(Mapping[str, TensorInfo]):
         self.check_sizes([info])
         return b"".join(self._bytes_of(piece, info) for piece in self.pieces(info) if piece.copy == 0), info.key
 
+    @cached_property
+    def left_out(self) -> tuple[str, ...]:
+        """The names of the optimizer's parts that a write, or a copy, has left out. If there are any, the checkpoint
+        has weights that can be used, but not a state from which training could go on. Raises FormatError."""
+        parts = self.plain_state.get(names.LEFT_OUT)
+        return tuple(name for name in parts if isinstance(name, str)) if isinstance(parts, list) else ()
+
+    @cached_property
+    def plain_state(self) -> dict[Any, Any]:
+        """The tree that all ranks share, with None in the place of each tensor and array. It is empty if the tree is
+        not a map. Raises FormatError."""
+        root = tree.unpack(self.manifest.state, lambda extension, name: None, names.MANIFEST)
+        return root if isinstance(root, dict) else {}
+
     # Where the tensors are stored
 
     def find(self, part: str, name: str) -> TensorInfo | None:
@@ -212,19 +233,19 @@ class Contents(Mapping[str, TensorInfo]):
         part_id, name_id = self.manifest.part_ids.get(part), self.manifest.name_ids.get(name)
         if part_id is None or name_id is None:
             return None
-        ids = self.manifest.parts[part_id].names
+        ids = self.manifest.parts[part_id].name_ids
         row = bisect_left(ids, name_id)
         return self._info(part_id, row) if row < len(ids) and ids[row] == name_id else None
 
     def _info(self, part_id: int, row: int) -> TensorInfo:
         part = self.manifest.parts[part_id]
-        name, shape = self.manifest.names[part.names[row]], self.manifest.shapes[part.shapes[row]]
+        name, shape = self.manifest.names[part.name_ids[row]], self.manifest.shapes[part.shape_ids[row]]
         dtype = part.dtypes[row]
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         return TensorInfo(f"{part.name}/{name}", part.name, name, dtype, shape, nbytes, (part_id, row), self)
 
     def pieces(self, info: TensorInfo) -> Iterator[Piece]:
-        """Yields what the index records of one tensor, copy by copy, in the order of the elements."""
+        """Yields the pieces of one tensor as the index records them, copy by copy, in the order of their elements."""
         part_id, row = info._place
         number = int(self._chunks_of(np.array([part_id]), np.array([row]))[0])
         first_row = self.manifest.chunks[number].first_row
@@ -232,19 +253,24 @@ class Contents(Mapping[str, TensorInfo]):
 
     def _chunks_of(self, parts: Ints, rows: Ints) -> Ints:
         """Returns for each row of a part the number of the chunk that has it."""
-        layout = np.array([part.layout for part in self.manifest.parts], np.int64)[parts]
-        found = np.zeros(len(rows), np.int64)
-        for one in set(layout.tolist()):
-            own = layout == one
-            first_rows, numbers = self._chunks_by_layout[one]
-            found[own] = numbers[np.searchsorted(first_rows, rows[own], side="right") - 1]
-        return found
+        layout = np.array([part.layout_id for part in self.manifest.parts], np.int64)[parts]
+        chunks = np.zeros(len(rows), np.int64)
+        for layout_id in set(layout.tolist()):
+            of_layout = layout == layout_id
+            first_rows, numbers = self._chunks_by_layout[layout_id]
+            chunks[of_layout] = numbers[np.searchsorted(first_rows, rows[of_layout], side="right") - 1]
+        return chunks
 
     @cached_property
     def _chunks_by_layout(self) -> dict[int, tuple[Ints, Ints]]:
         """For each layout: the first rows of its chunks, in ascending order, and the numbers of these chunks."""
-        layout, first_row = np.array([(c.layout, c.first_row) for c in self.manifest.chunks], np.int64).reshape(-1, 2).T
-        return {one: (first_row[layout == one], np.flatnonzero(layout == one)) for one in set(layout.tolist())}
+        layout, first_row = (
+            np.array([(c.layout_id, c.first_row) for c in self.manifest.chunks], np.int64).reshape(-1, 2).T
+        )
+        return {
+            layout_id: (first_row[layout == layout_id], np.flatnonzero(layout == layout_id))
+            for layout_id in set(layout.tolist())
+        }
 
     def chunk(self, number: int) -> Layout:
         """Returns one chunk of the index. It is read and checked when it is first asked for."""
@@ -257,13 +283,13 @@ class Contents(Mapping[str, TensorInfo]):
     def piece_infos(self, info: TensorInfo) -> tuple[PieceInfo, ...]:
         pieces = list(self.pieces(info))
         rank, tier = np.array([(piece.rank, piece.tier) for piece in pieces], np.int64).T
-        found = []
+        infos = []
         for piece, number in zip(pieces, self.manifest.file_numbers(rank, info._place[0], tier).tolist(), strict=True):
             file = self.manifest.files[number]
             nbytes = (piece.stop - piece.start) * info.item_bytes
             place = (self.manifest.path(file), file.data_start + piece.offset, nbytes)
-            found.append(PieceInfo(piece.rank, TIERS[piece.tier], piece.copy, piece.start, piece.stop, *place))
-        return tuple(found)
+            infos.append(PieceInfo(piece.rank, piece.tier.label, piece.copy, piece.start, piece.stop, *place))
+        return tuple(infos)
 
     def _bytes_of(self, piece: Piece, info: TensorInfo) -> bytes:
         """Reads a small piece and checks its digests."""
@@ -283,17 +309,21 @@ class Contents(Mapping[str, TensorInfo]):
         return ReadFile(self.manifest.path(file), file.nbytes, table)
 
     def digest_table(self, rank: int) -> memoryview:
-        """Returns the digest table of one rank after checking it."""
+        """Returns the digest table of one rank. It is read when it is first asked for."""
         if rank not in self._tables:
-            path = names.digests_path(self.manifest.save_id, rank)
-            nbytes = self.reader.size(path)
-            if nbytes % DIGEST_BYTES or nbytes > DIGEST_TABLE_BYTES_MAX:
-                raise broken("D001", f"the table is {nbytes} bytes long", file=path)
-            raw = self.reader.read(path, 0, nbytes)
-            if digest(raw) != self.manifest.digests[rank]:
-                raise broken("D002", "the digest table is damaged", file=path, start=0, stop=nbytes)
-            self._tables[rank] = memoryview(raw)
+            self._tables[rank] = memoryview(self.read_digest_table(rank))
         return self._tables[rank]
+
+    def read_digest_table(self, rank: int) -> bytes:
+        """Reads the digest table of one rank and checks it. Raises FormatError (F001, F002, D001, D002)."""
+        path = names.digests_path(self.manifest.save_id, rank)
+        nbytes = self.reader.size(path)
+        if nbytes % DIGEST_BYTES or nbytes > DIGEST_TABLE_BYTES_MAX:
+            raise broken("D001", f"the table is {nbytes} bytes long", file=path)
+        raw = self.reader.read(path, 0, nbytes)
+        if digest(raw) != self.manifest.digests[rank]:
+            raise broken("D002", "the digest table is damaged", file=path, start=0, stop=nbytes)
+        return raw
 
     def holders(self, infos: Sequence[TensorInfo]) -> list[Holders]:
         """Returns for each tensor how it is spread over the ranks. This is far quicker than looking at the pieces of
@@ -318,7 +348,7 @@ class Contents(Mapping[str, TensorInfo]):
             np.bitwise_or.reduceat(1 << layout.tier, layout.first),
         )
         return [
-            Holders(pieces, ranks, first, last, tuple(name for tier, name in enumerate(TIERS) if tiers >> tier & 1))
+            Holders(pieces, ranks, first, last, tuple(tier.label for tier in Tier if tiers >> tier & 1))
             for pieces, ranks, first, last, tiers in zip(*(column.tolist() for column in columns), strict=True)
         ]
 
@@ -327,55 +357,109 @@ class Contents(Mapping[str, TensorInfo]):
         one that suits ``rank`` best."""
         places = np.array([info._place for info in infos], np.int64).reshape(-1, 2)
         chunks = self._chunks_of(places[:, 0], places[:, 1])
-        found = [np.empty((6, 0), np.int64)]
+        columns_of_chunks = [np.empty((6, 0), np.int64)]
         for part_id, chunk in sorted(set(zip(places[:, 0].tolist(), chunks.tolist(), strict=True))):
             numbers = np.flatnonzero((places[:, 0] == part_id) & (chunks == chunk))
             (row, *columns), copy, holder = self.pieces_of_rows(part_id, chunk, places[numbers, 1])
             given = (copies[number] for number in numbers.tolist())
-            asked = np.array([-1 if one is None else one for one in given], np.int64)
+            asked = np.array([-1 if wanted is None else wanted for wanted in given], np.int64)
             chosen = np.where(asked < 0, choose_copies(row, copy, holder, rank), asked)
-            found.append(np.stack([numbers[row], *columns])[:, copy == chosen[row]])
-        stored = np.concatenate(found, axis=1)
+            columns_of_chunks.append(np.stack([numbers[row], *columns])[:, copy == chosen[row]])
+        stored = np.concatenate(columns_of_chunks, axis=1)
         return StoredPieces(*stored[:, np.argsort(stored[0], kind="stable")])
 
     def stored_each(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> Iterator[StoredPieces]:
         """Yields for each tensor what ``stored`` returns for it alone. It looks at ``LISTED_TOGETHER`` tensors at a
         time: this is far quicker than to look at each one, and the pieces of all tensors are never in memory."""
+        for group, stored in self._stored_together(infos, copies):
+            yield from stored.split(len(infos[group]))
+
+    def _stored_together(
+        self, infos: Sequence[TensorInfo], copies: Sequence[int | None]
+    ) -> Iterator[tuple[slice, StoredPieces]]:
+        """Yields groups of tensors, and what ``stored`` returns for each group."""
         for first in range(0, len(infos), LISTED_TOGETHER):
             group = slice(first, first + LISTED_TOGETHER)
-            yield from self.stored(infos[group], copies[group], None).split(len(infos[group]))
+            yield group, self.stored(infos[group], copies[group], None)
 
     def pieces_of_rows(self, part_id: int, number: int, rows: Ints) -> tuple[Sequence[Ints], Ints, Ints]:
         """Returns the pieces of some rows of a part, all of which are in chunk ``number``. The first value has the
-        columns of StoredPieces, where ``want`` is a position in ``rows``. The second is the copy that each piece
+        columns of StoredPieces, where ``request`` is a position in ``rows``. The second is the copy that each piece
         belongs to, and the third the rank that holds it."""
         manifest, part = self.manifest, self.manifest.parts[part_id]
         layout = index_format.take(self.chunk(number), rows - manifest.chunks[number].first_row)
-        numel = np.array([math.prod(manifest.shapes[part.shapes[row]]) for row in rows.tolist()], np.int64)
-        start, copy = index_format.spans(layout, numel)
+        numel = np.array([math.prod(manifest.shapes[part.shape_ids[row]]) for row in rows.tolist()], np.int64)
+        start, copy = index_format.starts_and_copies(layout, numel)
         row, _ = index_format.ragged(layout.count)
         file = manifest.file_numbers(layout.rank, part_id, layout.tier)
         return (row, file, start, start + layout.length, layout.offset, layout.block), copy, layout.rank
 
+    @property
+    def all_rows(self) -> list[Ints]:
+        """For each part of the manifest, the row numbers of all of its tensors."""
+        return [np.arange(len(part.name_ids)) for part in self.manifest.parts]
+
+    def pieces_of_parts(self, rows: Sequence[Ints]) -> Iterator[FilePieces]:
+        """Yields the pieces of some rows of each part, as many at a time as a chunk of the index has. ``rows``: those
+        of each part, ascending."""
+        for part_id, (part, part_rows) in enumerate(zip(self.manifest.parts, rows, strict=True)):
+            item = np.array([ITEM_BYTES[dtype] for dtype in part.dtypes], np.int64)
+            chunks = self._chunks_of(np.full(len(part_rows), part_id), part_rows)
+            for number in np.unique(chunks).tolist():
+                in_chunk = part_rows[chunks == number]
+                (at, *columns), copy, _ = self.pieces_of_rows(part_id, number, in_chunk)
+                file, start, stop, offset, block = columns
+                row = in_chunk[at]
+                nbytes = (stop - start) * item[row]
+                yield FilePieces(np.full_like(row, part_id), row, file, start, stop, offset, block, copy, nbytes)
+
+    def pieces_of_ranks(self, rows: Sequence[Ints], ranks: Sequence[int]) -> Iterator[tuple[int, FilePieces]]:
+        """Yields each of ``ranks``, which are ascending, with the pieces of some rows that are in its files, in the
+        order of files and offsets. ``rows`` is as for ``pieces_of_parts``. It looks at the index once for as many ranks
+        as have ``RANK_PIECES`` together, so the pieces of all ranks are never in memory."""
+        rank_of = np.array(self.manifest.files.rank, np.int64)
+        layouts = Counter(part.layout_id for part in self.manifest.parts)
+        total = sum(chunk.pieces * layouts[chunk.layout_id] for chunk in self.manifest.chunks)
+        together = max(RANK_PIECES * self.manifest.world_size // max(total, 1), 1)
+        for first in range(0, len(ranks), together):
+            group = ranks[first : first + together]
+            asked = np.isin(rank_of, group)
+            pieces = FilePieces.in_order(
+                [of_chunk.take(asked[of_chunk.file]) for of_chunk in self.pieces_of_parts(rows)]
+            )
+            bounds = np.searchsorted(rank_of[pieces.file], group)
+            for rank, start, stop in zip(group, bounds, [*bounds[1:], len(pieces)], strict=True):
+                yield rank, pieces.take(slice(start, stop))
+
     def check_sizes(self, infos: Iterable[TensorInfo]) -> dict[str, int]:
-        """Raises FormatError (F001 to F003, I007) unless the files that hold ``infos`` are there, as long as recorded,
-        and hold no less than that. Returns for each key the byte of its first file at which the tensor begins."""
+        """Checks the data files that have pieces of ``infos``. Raises FormatError (F001 to F003) unless they exist and
+        are as long as the manifest says, and (I007) if these pieces together have more bytes than the data of a file.
+        Returns for each key the byte of its first file at which the tensor begins."""
         by_key = {info.key: info for info in infos}
         begins = self.check_copies(list(by_key.values()), [None] * len(by_key))
         return dict(zip(by_key, begins, strict=True))
 
     def check_copies(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> list[int]:
         """Does what ``check_sizes`` does for one copy of each of ``infos``, none of which may be given twice."""
-        stored = self.stored(infos, copies, None)
-        item = np.array([info.item_bytes for info in infos], np.int64)
-        index_format.check_claims(self.manifest, stored.file, (stored.stop - stored.start) * item[stored.want])
-        # For each file the first tensor that is in it, which the error names
-        first = dict(zip(stored.file[::-1].tolist(), stored.want[::-1].tolist(), strict=True))
-        for number, one in sorted(first.items()):
-            self.check_length(number, infos[one].key)
-        first_piece = np.searchsorted(stored.want, np.arange(len(infos)))
-        starts = np.array(self.manifest.files.data_start, np.int64)[stored.file] + stored.offset
-        return cast("list[int]", starts[first_piece].tolist())
+        begins: list[int] = []
+        first: dict[int, TensorInfo] = {}
+        """For each file the first tensor that is in it, which the error names."""
+        data_start = np.array(self.manifest.files.data_start, np.int64)
+
+        def claims() -> Iterator[tuple[Ints, Ints]]:
+            for group, stored in self._stored_together(infos, copies):
+                item = np.array([info.item_bytes for info in infos[group]], np.int64)
+                at = np.searchsorted(stored.request, np.arange(len(item)))
+                begins.extend((data_start[stored.file[at]] + stored.offset[at]).tolist())
+                numbers, at = np.unique(stored.file, return_index=True)
+                for number, request in zip(numbers.tolist(), stored.request[at].tolist(), strict=True):
+                    first.setdefault(number, infos[group.start + request])
+                yield stored.file, (stored.stop - stored.start) * item[stored.request]
+
+        index_format.check_claims(self.manifest, claims())
+        for number in sorted(first):
+            self.check_length(number, first[number].key)
+        return begins
 
     def check_index_length(self) -> None:
         """Raises FormatError (F001, F002 or I001) unless the index is there and as long as recorded."""
@@ -396,20 +480,24 @@ class Contents(Mapping[str, TensorInfo]):
             raise broken("F003", f"the file is {nbytes} bytes long, expected {file.nbytes}", file=path, key=key)
         self._sized.add(number)
 
-    def header(self, number: int) -> tuple[Header, bytes]:
-        """Returns the header of a data file, which has been checked, and the header's bytes. Raises FormatError (F001
-        to F003, S001 to S006, S008)."""
+    def header(self, number: int) -> Header:
+        """Returns the header of a data file, which has been checked. Raises FormatError (F001 to F003, S001 to S006,
+        S008)."""
+        file, raw = self.manifest.files[number], self.header_bytes(number)
+        return data_file_format.decode_header(raw, file.nbytes, self.manifest.data_file_id(file))
+
+    def header_bytes(self, number: int) -> bytes:
+        """Returns all bytes before the data of a data file. Of what they say, only their number has been checked.
+        Raises FormatError (F001 to F003, S001, S003)."""
         file = self.manifest.files[number]
-        shard = self.manifest.shard(file)
         self.check_length(number)
-        raw = read_header(self.reader, shard.path, file.data_start)
-        return shard_format.decode_header(raw, file.nbytes, shard), raw
+        return read_header(self.reader, self.manifest.path(file), file.data_start)
 
 
 def read_header(reader: Reader, path: str, expected_bytes: int | None = None) -> bytes:
-    """Returns all bytes before the data of a data file. Raises FormatError (F001, F002 or S001, and S003, also where
-    there are not ``expected_bytes`` of them) and StorageError."""
-    nbytes = shard_format.header_bytes(reader.read(path, 0, shard_format.LENGTH_BYTES), path)
+    """Returns all bytes before the data of a data file. Raises FormatError (F001, F002 or S001) if they cannot be read,
+    FormatError (S003) if their number breaks the rule or is not ``expected_bytes``, and StorageError."""
+    nbytes = data_file_format.header_bytes(reader.read(path, 0, data_file_format.LENGTH_BYTES), path)
     if expected_bytes is not None and nbytes != expected_bytes:
         raise broken("S003", f"the data begins at {nbytes}, expected {expected_bytes}", file=path)
     return reader.read(path, 0, nbytes)

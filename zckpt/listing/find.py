@@ -1,4 +1,4 @@
-"""Finds the directory of the checkpoint that a path means, and opens what it holds."""
+"""Finds the directory of the checkpoint that a path means, and opens its contents."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def find(path: StrPath) -> Store:
     if names.LATEST in entries:
         try:
             name = read_latest(store)
-            found = store.child(name)
+            checkpoint = store.child(name)
             if has_manifest(store, name):
-                return found
+                return checkpoint
         except FormatError as error:
             error.hint = what_is_here(store)
             raise
-        other = other_format(found.entries() or ())
+        other = other_format(checkpoint.entries() or ())
         if other is not None:
             message, hint = f"`latest` names {other.what}", other.hint
         else:
             message, hint = "`latest` names a checkpoint that is not there", what_is_here(store)
-        raise CheckpointNotFoundError(message, file=str(found.location), rule="L001", hint=hint)
+        raise CheckpointNotFoundError(message, file=str(checkpoint.location), rule="L001", hint=hint)
     if any(names.is_data_dir(entry) for entry in entries):
         raise UnfinishedWriteError(
             "a write was begun here and never committed, or the manifest was lost",
@@ -83,7 +83,7 @@ def advised(checkpoint: Store, left: str = NOTHING_CHANGED) -> Iterator[None]:
     try:
         yield
     except (VersionError, FeatureError):
-        raise  # the checkpoint may be whole, which this version of zckpt cannot tell
+        raise  # the checkpoint may be whole, but this version of zckpt cannot read it
     except FormatError as error:
         advice = f"{left}; {what_is_whole(checkpoint)}"
         error.hint = f"{error.hint}; {advice}" if error.hint else advice

@@ -1,4 +1,4 @@
-"""Checkpoints and models in the formats of others, recognised by the names of their files."""
+"""Recognises checkpoints and models in formats of other programs by the names of their files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _WEIGHTS = re.compile(
 
 
 def other_format(entries: Collection[str]) -> OtherFormat | None:
-    """Returns the format of the folder with these entries; None if it is none of these formats."""
+    """Returns the format of the folder with these entries, or None if it is in none of these formats."""
     kinds = {
         DEEPSPEED: bool(deepspeed_files(entries)),
         HUGGING_FACE: "config.json" in entries and any(map(_WEIGHTS.fullmatch, entries)),
@@ -61,7 +61,7 @@ def other_format(entries: Collection[str]) -> OtherFormat | None:
 
 
 def deepspeed_files(names: Iterable[str]) -> list[str]:
-    """Those of ``names``, the entries of one directory, that belong to a checkpoint in DeepSpeed's own format, sorted.
+    """Returns those of the entries of one directory that belong to a checkpoint in DeepSpeed's own format, sorted.
 
     DeepSpeed 0.16 to 0.19 gives every file of a checkpoint a name that ends in ``_states.pt`` (``MODEL_FILE_SUFFIX``
     and ``OPTIM_FILE_SUFFIX`` in ``deepspeed/checkpoint/constants.py``), and copies NVMe swap files to the directory

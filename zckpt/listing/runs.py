@@ -1,4 +1,4 @@
-"""What lies in the directory of a run: its checkpoints, which of them are whole, and those in DeepSpeed's format."""
+"""What is in the directory of a run: its checkpoints, which of them are whole, and those in DeepSpeed's format."""
 
 from __future__ import annotations
 
@@ -104,18 +104,18 @@ def directories(run: Store) -> Iterator[tuple[Store, list[str]]]:
 
     They are the directories directly in the run and those in a Trainer's ``checkpoint-<N>``. In a run that has a
     ``latest``, a checkpoint may have a path of several components, so directories further down are looked at too, to a
-    depth of ``DEPTH_MAX``. What lies in a checkpoint, in another run (a directory with a ``latest`` of its own) or
-    behind a link is left out, and so is what cannot be listed.
+    depth of ``DEPTH_MAX``. Directories in a checkpoint, in another run (a directory with a ``latest`` of its own) or
+    behind a link are left out, and so are directories that cannot be listed.
     """
     yield from _below(run, DEPTH_MAX, names.LATEST in entries_of(run))
 
 
 def _below(above: Store, depth: int, nested: bool) -> Iterator[tuple[Store, list[str]]]:
     try:
-        found = above.directories()
+        subdirectories = above.directories()
     except StorageError:
         return
-    for name in found:
+    for name in subdirectories:
         if names.is_data_dir(name):
             continue
         directory = above.child(name)
@@ -153,9 +153,9 @@ def is_leftover(name: str) -> bool:
 
 
 def leftovers(checkpoint: Store) -> list[str]:
-    """Returns the names in a checkpoint's directory that its manifest does not name. They belong to writes that died,
-    failed or were replaced, or to the write that is under way. If the manifest cannot be read, it may name any of them,
-    and the list is empty. Whoever removes them has to hold the lock."""
+    """Returns the names of entries in a checkpoint's directory that writes have made and that its manifest does not
+    name. The writes died, failed or were replaced, or are under way. If the manifest cannot be read, it may name any of
+    these entries, and the list is empty. A process that removes them has to hold the lock."""
     named = None
     try:
         if checkpoint.exists(names.MANIFEST):
@@ -168,18 +168,18 @@ def leftovers(checkpoint: Store) -> list[str]:
 
 def run_leftovers(run: Store) -> list[str]:
     """Returns the names of the temporary files of ``latest`` that dead writers have left in a run. A run has no lock,
-    so a file counts as left over when it is older than ``DEAD_SECONDS``. A commit needs such a file for an instant
-    only."""
-    found = [name for name in entries_of(run) if names.is_temporary(name, names.LATEST)]
-    changed_at = {name: run.changed_at(name) for name in found}
-    now = run.now() if found else 0.0
+    so a file counts as left over when it is older than ``DEAD_SECONDS``. A commit needs such a file only for an
+    instant."""
+    temporaries = [name for name in entries_of(run) if names.is_temporary(name, names.LATEST)]
+    changed_at = {name: run.changed_at(name) for name in temporaries}
+    now = run.now() if temporaries else 0.0
     return [name for name, at in changed_at.items() if at is not None and now - at > DEAD_SECONDS]
 
 
 def run_of(checkpoint: Store) -> Store:
-    """Returns the directory of the run that a checkpoint belongs to: the nearest directory above it that has a
-    ``latest``, or, if none has one, the directory that the checkpoint lies in. For a checkpoint in a Trainer's
-    ``checkpoint-<N>`` it is the Trainer's output directory."""
+    """Returns the directory of the run that a checkpoint belongs to. It is the nearest of the ``DEPTH_MAX`` directories
+    above it that has a ``latest``, or, if none has one, the directory that the checkpoint is in. For a checkpoint in a
+    Trainer's ``checkpoint-<N>`` it is the Trainer's output directory."""
     above = open_store(checkpoint.location.absolute()).parent
     if is_of_trainer(above.location.name):
         return above.parent
@@ -192,7 +192,8 @@ def run_of(checkpoint: Store) -> Store:
 
 
 def latest_name(checkpoint: Location, run: Location) -> str:
-    """Returns what the ``latest`` of a run holds to name the checkpoint. Raises ValueError where it cannot name it."""
+    """Returns the path by which the ``latest`` of a run names the checkpoint. Raises ValueError if it cannot name
+    it."""
     name = checkpoint.path_from(run)
     try:
         names.encode_latest(name)
@@ -211,12 +212,12 @@ def latest_name(checkpoint: Location, run: Location) -> str:
 
 
 def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
-    """Raises CheckpointExistsError where a new checkpoint at ``target``, of this run, would hide others or be hidden by
-    one. Whoever opens a directory that has a manifest gets the checkpoint in it, whatever is in its subdirectories.
-    ``latest`` says that the file ``latest`` is to be written: then the error is also raised where a directory is in the
-    place of this file.
+    """Raises CheckpointExistsError if a new checkpoint at ``target``, of this run, would hide others or be hidden by
+    one. To open a directory that has a manifest is to open the checkpoint in it, and none in its subdirectories.
+    ``latest`` says whether the file ``latest`` will be written. If so, the error is also raised if a directory is in
+    the place of this file.
     """
-    in_it = (one.location.path_from(target.location) for one in _checkpoints(target))
+    in_it = (inner.location.path_from(target.location) for inner in _checkpoints(target))
     below = "the file `latest`" if names.LATEST in entries_of(target) else next(in_it, None)
     if below is not None:
         raise CheckpointExistsError(
@@ -240,7 +241,8 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
 
 
 def refuse_in_checkpoint(path: StrPath) -> None:
-    """Raises CheckpointExistsError if a file or folder in another format would lie in a checkpoint at this path."""
+    """Raises CheckpointExistsError if a new file or folder of another format at this path would be inside of a
+    checkpoint."""
     place = _checkpoint_above(open_store(Location.of(path).resolved()), DEPTH_MAX)
     if place is not None:
         raise CheckpointExistsError(
@@ -250,7 +252,7 @@ def refuse_in_checkpoint(path: StrPath) -> None:
 
 
 def _checkpoint_above(path: Store, levels: int) -> Location | None:
-    """Returns the nearest of so many directories above the path in which there is a checkpoint."""
+    """Returns the nearest directory with a checkpoint among the ``levels`` directories above the path, or None."""
     for _ in range(levels):
         path = path.parent
         if path.exists(names.MANIFEST):
@@ -264,39 +266,62 @@ def whole_neighbours(checkpoint: Store) -> list[str]:
     counts as whole if its manifest can be read and its files have the sizes that the manifest says. This raises no
     error: a checkpoint that cannot be looked at does not count as whole.
     """
-    own = checkpoint.location.absolute()
-    others = (found for found in _newest_first(run_of(checkpoint)) if found.location != own)
-    whole = islice(filter(_is_whole, islice(others, COMPARED_MAX)), WHOLE_MAX)
-    return [str(found.location) for found in whole]
+    location = checkpoint.location.absolute()
+    others = (other for other in _newest_first(run_of(checkpoint)) if other.location != location)
+    whole = islice(filter(if_whole, islice(others, COMPARED_MAX)), WHOLE_MAX)
+    return [str(other.location) for other in whole]
 
 
 def _newest_first(run: Store) -> list[Store]:
     """Returns the checkpoints of a run, the one that was committed last first."""
-    return sorted(_checkpoints(run), key=lambda one: (committed_at(one), str(one.location)), reverse=True)
+    return sorted(
+        _checkpoints(run), key=lambda checkpoint: (committed_at(checkpoint), str(checkpoint.location)), reverse=True
+    )
 
 
 def _checkpoints(run: Store) -> list[Store]:
     looked_at = islice(directories(run), DIRECTORIES_MAX)
-    return [one for one, entries in looked_at if names.MANIFEST in entries]
+    return [directory for directory, entries in looked_at if names.MANIFEST in entries]
 
 
 def committed_at(store: Store) -> float:
     """Returns when a checkpoint was committed, in seconds since the epoch, or 0 if that cannot be found out."""
     try:
         with closing(store.reader()) as reader:
-            reader.size(names.MANIFEST)  # raises an error for what is not a regular file, which could block when opened
+            reader.size(names.MANIFEST)  # raises an error unless it is a regular file, because to open it could block
         return store.changed_at(names.MANIFEST) or 0.0
     except ZckptError:
         return 0.0
 
 
-def _is_whole(checkpoint: Store) -> bool:
+def newest_full(run: Store) -> str | None:
+    """Returns the absolute path of the newest whole checkpoint of a run that has all of the optimizer's state. If it
+    is in a Trainer's ``checkpoint-<N>``, the path is that of this directory. It reads no tensor."""
+    for checkpoint in _newest_first(run):
+        if is_full(checkpoint):
+            place = checkpoint.location.absolute()
+            return str(place.parent if is_of_trainer(place.parent.name) else place)
+    return None
+
+
+def is_full(checkpoint: Store) -> bool:
+    """Whether there is a checkpoint in exactly this directory that is whole, and from which training can go on, because
+    no part of the optimizer's state was left out. No tensor is read."""
+    contents = if_whole(checkpoint)
+    return contents is not None and not contents.left_out
+
+
+def if_whole(checkpoint: Store) -> Contents | None:
+    """Returns what the manifest of a checkpoint says, with a reader that is closed, or None if the checkpoint is not
+    whole. No tensor is read."""
     try:
         with closing(checkpoint.reader()) as reader:
-            check_lengths(Contents(read_manifest(checkpoint, reader), reader))
+            contents = Contents(read_manifest(checkpoint, reader), reader)
+            check_lengths(contents)
+            _ = contents.left_out  # raises an error if the tree is damaged
+            return contents
     except ZckptError:
-        return False
-    return True
+        return None
 
 
 def check_lengths(contents: Contents) -> None:
@@ -312,17 +337,19 @@ def check_lengths(contents: Contents) -> None:
     for rank, count in enumerate(digest_counts):
         path = names.digests_path(manifest.save_id, rank)
         nbytes = reader.size(path)
-        if nbytes < count * DIGEST_BYTES:  # a lower bound: the exact number of digests is known from the index only
+        # This is a lower bound, because the exact number of digests is known only from the index.
+        if nbytes < count * DIGEST_BYTES:
             raise broken("D001", f"the table is {nbytes} bytes long", file=path)
     contents.check_index_length()
 
 
 def what_is_whole(checkpoint: Store) -> str:
-    """Returns a clause for the hint of an error about a checkpoint, which says what other ones of its run are whole."""
-    found = whole_neighbours(checkpoint)
-    if not found:
+    """Returns a clause for the hint of an error about a checkpoint. It says which other checkpoints of the run are
+    whole."""
+    whole = whole_neighbours(checkpoint)
+    if not whole:
         return "the run has no other checkpoint that is whole"
-    return f"of the run's other checkpoints these are whole, newest first: {', '.join(found)}"
+    return f"of the run's other checkpoints these are whole, newest first: {', '.join(whole)}"
 
 
 def nothing_at(store: Store) -> CheckpointNotFoundError:
@@ -332,8 +359,8 @@ def nothing_at(store: Store) -> CheckpointNotFoundError:
     run = store.parent
     if is_of_trainer(run.location.name):
         run = run.parent
-    found = _newest_first(run)
-    hint = f"the checkpoints in {run.location} are, newest first: {_listed(found, run)}" if found else ""
+    checkpoints = _newest_first(run)
+    hint = f"the checkpoints in {run.location} are, newest first: {_listed(checkpoints, run)}" if checkpoints else ""
     if str(store.location).startswith("~"):
         hint = "here ~ is the name of a directory: give the whole path of the home directory instead"
     return CheckpointNotFoundError(
@@ -351,23 +378,24 @@ def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> Chec
 
 
 def what_is_here(run: Store) -> str:
-    """Returns the hint of an error that says that ``run`` is no checkpoint: which ones are in this directory, and what
-    to do."""
-    found = list(islice(directories(run), DIRECTORIES_MAX))
+    """Returns the hint of an error that says that ``run`` is not a checkpoint. It names the checkpoints that are in
+    this directory, and says what to do."""
+    searched = list(islice(directories(run), DIRECTORIES_MAX))
     committed = _newest_first(run)
-    others = [one for one, entries in found if is_begun(entries) and names.MANIFEST not in entries]
+    others = [directory for directory, entries in searched if is_begun(entries) and names.MANIFEST not in entries]
     told = [
         ("give one of the checkpoints that are here, newest first: ", committed),
         ("these have no manifest, which zckpt.repair may be able to rebuild: ", others),
     ]
     if committed or others:
         return "; ".join(what + _listed(which, run) for what, which in told if which)
-    foreign = [(one, other) for one, entries in found if (other := other_format(entries))]
+    foreign = [(directory, other) for directory, entries in searched if (other := other_format(entries))]
     if foreign:
         kind = foreign[0][1]
-        return f"{kind.what} is in {_listed([one for one, other in foreign if other is kind], run)}; {kind.hint}"
+        listed = _listed([directory for directory, other in foreign if other is kind], run)
+        return f"{kind.what} is in {listed}; {kind.hint}"
     return "no checkpoint is here; give the directory of a checkpoint or run"
 
 
-def _listed(found: Sequence[Store], run: Store) -> str:
-    return first_few([one.location.path_from(run.location) for one in found], SHOWN_MAX)
+def _listed(stores: Sequence[Store], run: Store) -> str:
+    return first_few([store.location.path_from(run.location) for store in stores], SHOWN_MAX)

@@ -24,8 +24,8 @@ from zckpt.listing.runs import (
 )
 from zckpt.state.inventory import STATE
 from zckpt.storage.lock import is_alive, is_lock, read_lock, who
+from zckpt.storage.process_names import left_over
 from zckpt.storage.schemes import open_store
-from zckpt.storage.scratch import left_over
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,7 +58,7 @@ class Begun:
     path: str
     """The path of the directory."""
     step: int | None
-    """The number of training steps that were done when the checkpoint was written. It is None where no manifest can be
+    """The number of training steps that were done when the checkpoint was written. It is None if no manifest can be
     read, and then so are ``world_size``, ``nbytes`` and ``age_seconds``."""
     world_size: int | None
     """The number of ranks that wrote the checkpoint."""
@@ -116,12 +116,12 @@ class RunSummary:
 
 def summary(path: StrPath) -> CheckpointSummary | RunSummary:
     """Returns the summary of the checkpoint at ``path``, or, if ``path`` is the directory of a run, of all its
-    checkpoints. Where there is neither, it raises what ``zckpt.open`` raises."""
+    checkpoints. If there is neither, it raises the error that ``zckpt.open`` raises."""
     store = open_store(path)
     if not store.exists(names.MANIFEST):
-        found = _run(store)
-        if found.checkpoints:
-            return found
+        of_run = _run(store)
+        if of_run.checkpoints:
+            return of_run
         find(path)  # raises the error that says what is there instead
     return _checkpoint(store)
 
@@ -137,20 +137,20 @@ def _checkpoint(store: Store) -> CheckpointSummary:
             problem = str(error)
     parts = tuple(_part(manifest, part) for part in manifest.parts if part.name != STATE)
     return CheckpointSummary(
-        **_begun(store, str(store.location), manifest, problem), save_id=manifest.save_id, writer=manifest.writer,
-        parts=parts, files=len(manifest.files),
+        **_begun(store, str(store.location), manifest, problem, time.time()), save_id=manifest.save_id,
+        writer=manifest.writer, parts=parts, files=len(manifest.files),
         shared_bytes=sum(file.nbytes for file in store.files(names.data_dir(manifest.save_id)) if file.links > 1),
     )  # fmt: skip
 
 
-def _begun(store: Store, path: str, manifest: Manifest | None, problem: str | None) -> dict[str, Any]:
-    """The fields of ``Begun``."""
+def _begun(store: Store, path: str, manifest: Manifest | None, problem: str | None, now: float) -> dict[str, Any]:
+    """Returns the fields of ``Begun``, at the time ``now``."""
     return {
         "path": path,
         "step": None if manifest is None else manifest.step,
         "world_size": None if manifest is None else manifest.world_size,
         "nbytes": None if manifest is None else sum(manifest.files.nbytes),
-        "age_seconds": None if manifest is None else max(time.time() - committed_at(store), 0.0),
+        "age_seconds": None if manifest is None else max(now - committed_at(store), 0.0),
         "problem": problem,
         "locked_by": _locked_by(store),
         "leftovers": tuple(leftovers(store)),
@@ -158,7 +158,7 @@ def _begun(store: Store, path: str, manifest: Manifest | None, problem: str | No
 
 
 def _part(manifest: Manifest, part: Part) -> PartSummary:
-    numels = [math.prod(manifest.shapes[shape]) for shape in part.shapes]
+    numels = [math.prod(manifest.shapes[shape]) for shape in part.shape_ids]
     nbytes: dict[str, int] = {}
     for numel, dtype in zip(numels, part.dtypes, strict=True):
         nbytes[dtype] = nbytes.get(dtype, 0) + numel * ITEM_BYTES[dtype]
@@ -171,14 +171,15 @@ def _part(manifest: Manifest, part: Part) -> PartSummary:
 def _run(run: Store) -> RunSummary:
     entries = entries_of(run)
     latest = read_latest(run) if names.LATEST in entries else None
-    found = [one for one, inside in directories(run) if is_begun(inside)]
-    own = [_entry(one, one.location.path_from(run.location), latest) for one in found]
-    own.sort(key=lambda one: (math.inf if one.age_seconds is None else one.age_seconds, one.path))
+    begun = [directory for directory, inside in directories(run) if is_begun(inside)]
+    now = time.time()  # one time for all, because the ages decide the order
+    run_entries = [_entry(directory, directory.location.path_from(run.location), latest, now) for directory in begun]
+    run_entries.sort(key=lambda entry: (math.inf if entry.age_seconds is None else entry.age_seconds, entry.path))
     left = (*run_leftovers(run), *left_over(entries))
-    return RunSummary(str(run.location), latest, tuple(own), left)
+    return RunSummary(str(run.location), latest, tuple(run_entries), left)
 
 
-def _entry(store: Store, path: str, latest: str | None) -> RunEntry:
+def _entry(store: Store, path: str, latest: str | None, now: float) -> RunEntry:
     manifest = problem = None
     try:
         contents = open_contents(store)
@@ -186,7 +187,7 @@ def _entry(store: Store, path: str, latest: str | None) -> RunEntry:
         manifest = contents.manifest
     except ZckptError as error:
         problem = error.message
-    return RunEntry(**_begun(store, path, manifest, problem), is_latest=path == latest)
+    return RunEntry(**_begun(store, path, manifest, problem, now), is_latest=path == latest)
 
 
 def _locked_by(store: Store) -> str | None:
@@ -195,5 +196,5 @@ def _locked_by(store: Store) -> str | None:
         return None
     try:
         return who(holder) if is_alive(store, holder) else None
-    except StorageError:  # asking for the store's time makes a file, which may not be allowed here
+    except StorageError:  # to ask for the time of the store makes a file, which may not be allowed here
         return who(holder)

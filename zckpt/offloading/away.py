@@ -1,4 +1,4 @@
-"""What an engine has on disk instead of in memory, on this rank, and the guard of its methods meanwhile."""
+"""What this rank has moved from an engine's memory to disk, and the guard of the engine's methods until it is back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zckpt.errors import FormatError, OffloadedError, StorageError, ZckptError, 
 from zckpt.offloading.files import Moved, read_back
 from zckpt.offloading.memory import fresh_memory, give_memory, is_movable, is_pinned, take_memory
 from zckpt.offloading.parts import in_order
-from zckpt.state.inventory import FileSpan
+from zckpt.state.inventory import FileRange
 from zckpt.storage.scratch import close_in_background
 from zckpt.system import linux
 from zckpt.system.available import available_bytes
@@ -28,67 +28,69 @@ if TYPE_CHECKING:
 
     from zckpt.engines.contract import EngineAdapter, Use
     from zckpt.state.inventory import Holding
-    from zckpt.storage.scratch import ScratchSpan
+    from zckpt.storage.scratch import ScratchRange
     from zckpt.transfer.budget import Budget
 
 LOST_HINT = "restore the engine from a checkpoint: zckpt.restore(engine, path)"
 READ_AHEAD_BYTES = 128 << 10
-"""How much one call asks for: the kernel reads no more ahead than that."""
+"""How many bytes one call asks the kernel to read ahead. It reads no more than this."""
 
 _AWAY = "_zckpt_away"
-"""The attribute of an engine with its ``Away``. A table of all engines would keep them alive, since an ``Away`` refers
-to its engine."""
+"""The name of the attribute of an engine that has its ``Away``. A table of all engines would keep them alive, because
+an ``Away`` refers to its engine."""
 _storages: WeakValueDictionary[int, Moved] = WeakValueDictionary()
-"""Everything that is out, by the address of torch's own object for the storage, which lives as long as the storage."""
+"""All storages that are on disk, by the address of torch's own object for the storage, which exists as long as the
+storage."""
 
 
 def away(engine: object) -> Away | None:
-    """What is out of an engine; None if all is in memory."""
+    """Returns what of an engine is on disk, or None if all of it is in memory."""
     return getattr(engine, _AWAY, None)
 
 
-def place_of(tensor: torch.Tensor) -> FileSpan | None:
-    """Where the bytes of a contiguous tensor are that were moved to disk; None if they are in memory."""
+def place_of(tensor: torch.Tensor) -> FileRange | None:
+    """Returns the range of the scratch file that has the bytes of a contiguous tensor, or None if they are in
+    memory."""
     moved = _storages.get(tensor.untyped_storage()._cdata)
     if moved is None:
         return None
-    return moved.span(int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
+    return moved.file_range(int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
 
 
 def moved_from(storage: torch.UntypedStorage) -> Moved | None:
-    """What became of a storage that was moved; None if it is in memory."""
+    """Returns the record of a storage that is on disk, or None if it is in memory."""
     return _storages.get(storage._cdata)
 
 
 def storages(adapter: EngineAdapter, parts: Collection[str]) -> list[Moved]:
-    """The storages in memory that hold nothing but these parts, each once. Those that are on disk already are left
-    out, and those that another process can see."""
+    """Returns the storages in memory that hold nothing but these parts, each once. It leaves out those that are on disk
+    already, and those that another process can see."""
     found: dict[int, tuple[torch.UntypedStorage, list[Holding]]] = {}
     locked = linux.locked_ranges()
     for holding in adapter.memory():
-        if isinstance(holding.data, FileSpan):
+        if isinstance(holding.data, FileRange):
             continue
         storage = holding.data.untyped_storage()
         found.setdefault(storage._cdata, (storage, []))[-1].append(holding)
     moved = []
     for cdata, (storage, on_it) in found.items():
-        own, workspace = {one.part for one in on_it}, all(one.workspace for one in on_it)
-        if own <= {*parts} and cdata not in _storages and is_movable(storage, locked):
-            moved.append(Moved(storage, in_order(own), on_it[0].name, is_pinned(storage), workspace))
+        own_parts, workspace = {holding.part for holding in on_it}, all(holding.workspace for holding in on_it)
+        if own_parts <= {*parts} and cdata not in _storages and is_movable(storage, locked):
+            moved.append(Moved(storage, in_order(own_parts), on_it[0].name, is_pinned(storage), workspace))
     return moved
 
 
 def keys_of(adapter: EngineAdapter, moved: Moved, start: int, stop: int) -> list[str]:
-    """The keys of the tensors that have bytes [start, stop) of a storage; where no checkpoint has these, such as
-    gradients, the names of what lies there."""
-    tensors = [(one.key, one.data) for one in adapter.inventory(adapter.parts).fragments]
-    others = [(f"{one.part}/{one.name}", one.data) for one in adapter.memory()]
+    """Returns the keys of the tensors that have bytes [start, stop) of a storage. For states that no checkpoint has,
+    such as gradients, it returns their names."""
+    tensors = [(fragment.key, fragment.data) for fragment in adapter.inventory(adapter.parts).fragments]
+    others = [(f"{holding.part}/{holding.name}", holding.data) for holding in adapter.memory()]
     for named in (tensors, others):
-        found = [
-            key for key, data in named if not isinstance(data, FileSpan | None) and _meets(data, moved, start, stop)
+        keys = [
+            key for key, data in named if not isinstance(data, FileRange | None) and _meets(data, moved, start, stop)
         ]
-        if found:
-            return list(dict.fromkeys(found))
+        if keys:
+            return list(dict.fromkeys(keys))
     return [moved.name]
 
 
@@ -98,48 +100,51 @@ def _meets(tensor: torch.Tensor, moved: Moved, start: int, stop: int) -> bool:
     return same and first < stop and first + tensor.numel() * tensor.itemsize > start
 
 
-def _read_ahead(spans: Sequence[ScratchSpan], stopped: Event) -> None:
-    left = available_bytes() // 2
-    for span in spans:
-        with suppress(ZckptError):  # what is wrong shows when it is read
-            fd = span.file.open(os.O_RDONLY)
+def _read_ahead(file_ranges: Sequence[ScratchRange], stopped: Event) -> None:
+    left_bytes = available_bytes() // 2
+    for file_range in file_ranges:
+        with suppress(ZckptError):  # if the file cannot be opened, the read that comes later says why
+            fd = file_range.file.open(os.O_RDONLY)
             try:
-                for offset in range(span.offset, span.offset + min(span.nbytes, left), READ_AHEAD_BYTES):
+                for offset in range(
+                    file_range.offset, file_range.offset + min(file_range.nbytes, left_bytes), READ_AHEAD_BYTES
+                ):
                     if stopped.is_set():
                         return
                     linux.read_ahead(fd, offset, READ_AHEAD_BYTES)
             finally:
                 os.close(fd)
-        left = max(left - span.nbytes, 0)
+        left_bytes = max(left_bytes - file_range.nbytes, 0)
 
 
 @dataclass
 class Back:
-    """What a rank could not bring back."""
+    """What a rank could not bring back into memory."""
 
     left: tuple[str, ...] = ()
-    """The parts of which something is still out."""
+    """The parts of which something is still on disk."""
     lost: dict[str, str] = field(default_factory=dict)
-    """The keys that cannot be brought back, and why, as in ``Away``."""
+    """The keys that cannot be brought back, and the reason of each, as in ``Away``."""
     error: FormatError | StorageError | None = None
-    """The first error."""
+    """The first error, if there was one."""
 
 
 class Away:
-    """What was moved out of one engine, on this rank. ``parts`` and ``lost`` are equal on all ranks."""
+    """What this rank has moved from the memory of one engine to disk. ``parts`` and ``lost`` are the same on all
+    ranks."""
 
     def __init__(self, engine: object, uses: Iterable[Use]) -> None:
-        """``uses``: the calls that touch the state."""
+        """``uses`` are the calls of the engine that use the state."""
         self.parts: frozenset[str] = frozenset()
-        """The parts that are out on any rank."""
+        """The parts that are on disk on any rank."""
         self.lost: dict[str, str] = {}
         """Maps the keys of tensors that no reload can bring back to the reason why."""
         self.bring_back: Callable[[Collection[str]], None] | None = None
-        """Brings parts back for a call that uses them, on all ranks; None: such a call is refused."""
+        """Brings parts back for a call that uses them, on all ranks. If it is None, such a call is refused."""
         self.moved: list[Moved] = []
-        """The storages of this rank that are out."""
+        """The storages of this rank that are on disk."""
         self.wait: Callable[[], None] = lambda: None
-        """Waits until nothing is being moved out in the background."""
+        """Waits until the offload in the background has ended."""
         self._engine = engine
         self._ahead: list[Worker] = []
         self._stopped = Event()
@@ -149,52 +154,54 @@ class Away:
         setattr(engine, _AWAY, self)
 
     def settled(self, parts: Iterable[str], lost: Mapping[str, str]) -> None:
-        """On all ranks: these parts are out, and these keys are lost. If there are none, it is as if nothing had ever
-        been out."""
+        """Notes, on all ranks, which parts are on disk and which keys are lost. If there are none, nothing is guarded
+        any more."""
         self.parts, self.lost = frozenset(parts), dict(lost)
         if not self.parts and not self.lost:
             self._undo()
             vars(self._engine).pop(_AWAY, None)
 
     def take(self, moved: Sequence[Moved], parts: Collection[str]) -> None:
-        """Takes the memory from storages that have been written. ``parts``: those of all ranks."""
-        for one in moved:
-            take_memory(one.storage)
-            _storages[one.storage._cdata] = one
+        """Frees the memory of storages that have been written. ``parts`` are the parts of all ranks."""
+        for record in moved:
+            take_memory(record.storage)
+            _storages[record.storage._cdata] = record
         self.moved += moved
         self.parts |= {*parts}
 
     def bring(self, parts: Collection[str], adapter: EngineAdapter, budget: Budget, *, verify: bool) -> Back:
-        """Reads the storages of these parts into new memory. What cannot be read stays out. Raises DeviceError where
-        there is too little memory; then more stays out."""
+        """Reads the storages of these parts into new memory. A storage that cannot be read stays on disk. Raises
+        DeviceError if there is too little memory. Then more storages stay on disk."""
         self._stop_reading_ahead()
-        wanted = [one for one in self.moved if not {*parts}.isdisjoint(one.parts)]
+        records = [record for record in self.moved if not {*parts}.isdisjoint(record.parts)]
         back = Back()
         try:
-            self._put_back(wanted, read_back(wanted, budget, verify=verify))
+            self._put_back(records, read_back(records, budget, verify=verify))
         except (FormatError, StorageError):
-            for one in wanted:
+            for record in records:
                 try:
-                    self._put_back([one], read_back([one], budget, verify=verify))
+                    self._put_back([record], read_back([record], budget, verify=verify))
                 except (FormatError, StorageError) as error:
-                    start, stop = (0, one.nbytes) if error.start is None else (error.start, error.stop)
-                    error.key = first_few(keys_of(adapter, one, start - one.start, (stop or one.nbytes) - one.start), 3)
+                    start, stop = (0, record.nbytes) if error.start is None else (error.start, error.stop)
+                    error.key = first_few(
+                        keys_of(adapter, record, start - record.start, (stop or record.nbytes) - record.start), 3
+                    )
                     error.hint = LOST_HINT
                     back.error = back.error or error
-                    back.lost.update(dict.fromkeys(keys_of(adapter, one, 0, one.nbytes), error.message))
-        back.left = in_order({part for one in self.moved for part in one.parts})
+                    back.lost.update(dict.fromkeys(keys_of(adapter, record, 0, record.nbytes), error.message))
+        back.left = in_order({part for record in self.moved for part in record.parts})
         return back
 
     def read_ahead(self, parts: Collection[str]) -> None:
-        """Has a thread read the storages of these parts into the page cache, up to half of the memory that is
-        available. The system can take that back."""
+        """Starts a thread that reads the storages of these parts into the page cache, up to half of the available
+        memory. The system can take that memory back."""
         self._stop_reading_ahead()
-        wanted = (one for one in self.moved if not one.workspace and not {*parts}.isdisjoint(one.parts))
-        spans = [one.span(0, one.nbytes) for one in wanted]
-        if spans:
+        records = (record for record in self.moved if not record.workspace and not {*parts}.isdisjoint(record.parts))
+        file_ranges = [record.file_range(0, record.nbytes) for record in records]
+        if file_ranges:
             self._stopped = Event()
-            self._ahead = [Worker(partial(_read_ahead, spans, self._stopped), "zckpt-read-ahead", daemon=True)]
-            with suppress(RuntimeError):  # the system has no thread left
+            self._ahead = [Worker(partial(_read_ahead, file_ranges, self._stopped), "zckpt-read-ahead", daemon=True)]
+            with suppress(RuntimeError):  # the system allows no more threads
                 self._ahead[0].start()
 
     def _stop_reading_ahead(self) -> None:
@@ -202,20 +209,22 @@ class Away:
         stop(self._ahead)
 
     def replace_lost(self) -> None:
-        """Gives new memory, filled with zeros, to the storages that are still out."""
-        left = [*self.moved]
-        self._put_back(left, [fresh_memory(one.storage, pinned=one.pinned).zero_() for one in left])
+        """Gives new memory, filled with zeros, to the storages that are still on disk."""
+        records = [*self.moved]
+        self._put_back(records, [fresh_memory(record.storage, pinned=record.pinned).zero_() for record in records])
 
     def _put_back(self, moved: Sequence[Moved], memory: Sequence[torch.Tensor]) -> None:
-        for one, own in zip(moved, memory, strict=True):
-            give_memory(one.storage, own)
-            _storages.pop(one.storage._cdata, None)
-        self.moved = [one for one in self.moved if one not in {*moved}]
-        used = {one.saved for one in self.moved}
-        close_in_background(one.saved.file for one in moved if one.saved is not None and one.saved not in used)
+        for record, fresh in zip(moved, memory, strict=True):
+            give_memory(record.storage, fresh)
+            _storages.pop(record.storage._cdata, None)
+        self.moved = [record for record in self.moved if record not in {*moved}]
+        used = {record.saved for record in self.moved}
+        close_in_background(
+            record.saved.file for record in moved if record.saved is not None and record.saved not in used
+        )
 
     def _check(self, call: str, needed: Collection[str] | None) -> None:
-        """Before a call that uses these parts. Raises OffloadedError, unless they can be brought back."""
+        """Is called before a call that uses these parts. Raises OffloadedError unless the parts can be brought back."""
         self.wait()
         self.refuse_lost(call)
         out = in_order(self.parts if needed is None else self.parts & {*needed})
@@ -229,7 +238,7 @@ class Away:
         self.bring_back(out)
 
     def refuse_lost(self, call: str) -> None:
-        """Raises OffloadedError if something is lost."""
+        """Raises OffloadedError if a tensor is lost."""
         if self.lost:
             key, why = next(iter(self.lost.items()))
             raise OffloadedError(

@@ -1,4 +1,5 @@
-"""The bytes of storages, written to scratch files and read back, by the planner and the executors of checkpoints."""
+"""Writes the bytes of storages to scratch files and reads them back, by the planner and the executors of
+checkpoints."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ import torch
 
 from zckpt.errors import FormatError, NoSpaceError, StorageError
 from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, ReadFile
+from zckpt.format.names import Tier
 from zckpt.offloading.memory import fresh_memory, whole
 from zckpt.plan.coalesce import plan_reads
-from zckpt.plan.layout import plan_shards, plan_writes
-from zckpt.plan.reshard import Extents
+from zckpt.plan.layout import plan_data_files, plan_writes
+from zckpt.plan.reshard import PieceRanges
 from zckpt.state.inventory import Fragment
-from zckpt.storage.scratch import ScratchReader, ScratchSpan, ScratchStore
+from zckpt.storage.scratch import ScratchRange, ScratchReader, ScratchStore
 from zckpt.transfer.devices import devices_of, synchronize
-from zckpt.transfer.memory import Sinks
+from zckpt.transfer.memory import Targets
 from zckpt.transfer.read import places_of, run_reads
 from zckpt.transfer.staging import pool_for
 from zckpt.transfer.write import run_writes
@@ -27,7 +29,7 @@ from zckpt.transfer.write import run_writes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zckpt.plan.layout import ShardPlan
+    from zckpt.plan.layout import DataFilePlan
     from zckpt.storage.scratch import ScratchFile
     from zckpt.transfer.budget import Budget
     from zckpt.transfer.snapshot import Snapshot
@@ -35,32 +37,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A scratch file that holds whole storages of the same parts, each as a tensor of bytes, and its digests."""
+    """A scratch file that has whole storages of the same parts, each as a tensor of bytes, and the digests of its
+    blocks."""
 
     file: ScratchFile
-    shard: ShardPlan
+    data_file: DataFilePlan
     digests: bytes
 
     @property
     def path(self) -> str:
-        return self.shard.shard.path
+        return self.data_file.id.path
 
 
 @dataclass(eq=False)
 class Moved:
-    """A storage, and where its bytes are once they have been written."""
+    """A storage, and the place of its bytes once they have been written."""
 
     storage: torch.UntypedStorage
     parts: tuple[str, ...]
-    """All parts of the state that have tensors on it."""
+    """All parts of the state that have tensors in the storage."""
     name: str
-    """The name of the first tensor on it."""
+    """The name of the first tensor in the storage."""
     pinned: bool
     workspace: bool = False
-    """Whether nobody needs its values. Then it is not written, and comes back as fresh memory."""
+    """Whether nobody needs the values of the storage. Then it is not written, and gets fresh memory later."""
     saved: Saved | None = field(default=None, init=False)
     number: int = field(default=0, init=False)
-    """Its position among the pieces of the file."""
+    """The position of the storage among the pieces of the scratch file."""
 
     @property
     def nbytes(self) -> int:
@@ -68,95 +71,98 @@ class Moved:
 
     @property
     def start(self) -> int:
-        """Where it begins in the file, in bytes."""
+        """The byte of the scratch file at which the storage begins."""
         assert self.saved is not None
-        shard = self.saved.shard
-        return len(shard.header) + int(shard.pieces.start[self.number])
+        data_file = self.saved.data_file
+        return len(data_file.header) + int(data_file.pieces.start[self.number])
 
     def drop(self) -> None:
-        """Gives up what was written."""
+        """Gives up the bytes that were written."""
         if self.saved is not None:
             self.saved.file.close()
 
-    def span(self, offset: int, nbytes: int) -> ScratchSpan:
-        """Where these bytes of the storage are."""
+    def file_range(self, offset: int, nbytes: int) -> ScratchRange:
+        """Returns the range of the scratch file that has these bytes of the storage."""
         assert self.saved is not None
         file = self.saved.file
-        return ScratchSpan(file.path, self.start + offset, nbytes, file)
+        return ScratchRange(file.path, self.start + offset, nbytes, file)
 
 
 def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: Snapshot) -> None:
-    """Writes the bytes of all of these to new scratch files, one for each combination of parts. They are not durable.
-    Nothing may change these bytes meanwhile. Raises StorageError, and ZckptError if the snapshot is given up; then
-    nothing is left on the disk."""
-    moved = [one for one in moved if not one.workspace]
-    tensors = [whole(one.storage) for one in moved]
+    """Writes the bytes of all storages to new scratch files, one for each combination of parts. The files do not
+    survive a loss of power. Nothing may change these bytes meanwhile. Raises StorageError, and ZckptError if the
+    snapshot is given up. After an error, nothing is left on disk."""
+    moved = [record for record in moved if not record.workspace]
+    tensors = [whole(record.storage) for record in moved]
     devices = devices_of(tensors)
     synchronize(devices)
     fragments = [
-        Fragment("+".join(one.parts), str(number), (one.nbytes,), "U8", 0, one.nbytes, "host", data=tensor)
-        for number, (one, tensor) in enumerate(zip(moved, tensors, strict=True))
+        Fragment("+".join(record.parts), str(number), (record.nbytes,), "U8", 0, record.nbytes, Tier.HOST, data=tensor)
+        for number, (record, tensor) in enumerate(zip(moved, tensors, strict=True))
     ]
-    shards = plan_shards(fragments, secrets.token_hex(8), 0, 1, block_bytes=BLOCK_BYTES)
+    data_files = plan_data_files(fragments, secrets.token_hex(8), 0, 1, block_bytes=BLOCK_BYTES, copied=())
     staging = pool_for(devices, budget, BLOCK_BYTES)
-    parts = {shard.shard.part for shard in shards}
-    plan = plan_writes(shards, batch_bytes=staging.batch_bytes, block_bytes=BLOCK_BYTES, straight=parts)
+    parts = {data_file.id.part for data_file in data_files}
+    plan = plan_writes(data_files, batch_bytes=staging.batch_bytes, block_bytes=BLOCK_BYTES, straight=parts)
     store = ScratchStore(directory)
     buffers = staging.buffers or budget.threads
     try:
         table = run_writes(store, plan, budget, staging, buffers, snapshot, lambda nbytes: None)
     except BaseException as error:
         for file in store.files.values():
-            file.close()  # whoever keeps the error
+            file.close()  # otherwise, it would stay open as long as somebody keeps the error
         if isinstance(error, StorageError):
             error.file = directory
         if isinstance(error, NoSpaceError):
             error.hint = "free space or offload to another directory; the state is still in memory"
         raise
-    for shard in shards:
-        first = shard.first_block * DIGEST_BYTES
-        digests = table[first : first + shard.blocks * DIGEST_BYTES]
-        saved = Saved(store.files[shard.shard.path], shard, digests)
-        for number, fragment in enumerate(shard.fragments):
-            one = moved[int(fragment.name)]
-            one.saved, one.number = saved, number
+    for data_file in data_files:
+        first = data_file.first_block * DIGEST_BYTES
+        digests = table[first : first + data_file.blocks * DIGEST_BYTES]
+        saved = Saved(store.files[data_file.id.path], data_file, digests)
+        for number, fragment in enumerate(data_file.fragments):
+            record = moved[int(fragment.name)]
+            record.saved, record.number = saved, number
 
 
 def read_back(moved: Sequence[Moved], budget: Budget, *, verify: bool) -> list[torch.Tensor]:
-    """New memory for each storage, filled with its bytes unless it is workspace. Raises FormatError (F001, F003, D003)
-    and StorageError, whose byte ranges are those of the scratch file, and DeviceError."""
-    memory = [fresh_memory(one.storage, pinned=one.pinned) for one in moved]
-    targets = [own for own, one in zip(memory, moved, strict=True) if not one.workspace]
-    if not targets:
+    """Returns new memory for each storage, filled with its bytes unless it is workspace. Raises FormatError (F001,
+    F003, D003) and StorageError, whose byte ranges are those of the scratch file, and DeviceError."""
+    memory = [fresh_memory(record.storage, pinned=record.pinned) for record in moved]
+    tensors = [fresh for fresh, record in zip(memory, moved, strict=True) if not record.workspace]
+    if not tensors:
         return memory
-    moved = [one for one in moved if not one.workspace]
+    moved = [record for record in moved if not record.workspace]
     files: dict[Saved, int] = {}
     rows = []
-    for sink, one in enumerate(moved):
-        assert one.saved is not None
-        pieces = one.saved.shard.pieces
-        file = files.setdefault(one.saved, len(files))
-        start, block = int(pieces.start[one.number]), int(pieces.block[one.number])
-        rows.append((file, start, one.nbytes, block, 0, one.nbytes, sink, 0))
-    sinks = Sinks([str(number) for number in range(len(moved))], targets, [torch.uint8] * len(moved))
-    read_files = {n: ReadFile(one.path, one.shard.nbytes, memoryview(one.digests)) for one, n in files.items()}
-    staging = pool_for(sinks.devices, budget, BLOCK_BYTES)
+    for target, record in enumerate(moved):
+        assert record.saved is not None
+        pieces = record.saved.data_file.pieces
+        file = files.setdefault(record.saved, len(files))
+        start, block = int(pieces.start[record.number]), int(pieces.block[record.number])
+        rows.append((file, start, record.nbytes, block, 0, record.nbytes, target, 0))
+    targets = Targets([str(number) for number in range(len(moved))], tensors, [torch.uint8] * len(moved))
+    read_files = {
+        number: ReadFile(saved.path, saved.data_file.nbytes, memoryview(saved.digests))
+        for saved, number in files.items()
+    }
+    staging = pool_for(targets.devices, budget, BLOCK_BYTES)
     with closing(ScratchReader({saved.path: saved.file for saved in files})) as reader:
         try:
             ops = plan_reads(
-                Extents(*np.array(rows, np.int64).reshape(-1, 8).T),
-                data_starts=[len(saved.shard.header) for saved in files],
+                PieceRanges(*np.array(rows, np.int64).reshape(-1, 8).T),
+                data_starts=[len(saved.data_file.header) for saved in files],
                 block_bytes=BLOCK_BYTES,
                 verify=verify,
                 batch_bytes=staging.batch_bytes,
-                places=places_of(reader, sinks, read_files),
+                places=places_of(reader, targets, read_files),
             )
-            run_reads(reader, ops, read_files, sinks, budget, staging, lambda nbytes: None)
+            run_reads(reader, ops, read_files, targets, budget, staging, lambda nbytes: None)
         except BaseException as error:
-            memory.clear()  # as long as somebody keeps the error, it would stay
-            targets.clear()
+            memory.clear()  # otherwise, it would exist as long as somebody keeps the error
+            tensors.clear()
             if isinstance(error, FormatError | StorageError):
                 error.file = next(iter(files)).file.directory
             raise
-    synchronize(sinks.devices)
+    synchronize(targets.devices)
     return memory

@@ -1,8 +1,8 @@
-"""Storages without memory: what torch's tensors stand on while their bytes are on disk.
+"""Storages without memory: the storages of torch's tensors while their bytes are on disk.
 
-A storage keeps its identity and its size, so all tensors and views on it stay as they are and can still be asked for
-their shape, dtype and place. Whoever changes one of them gets an error of torch's. To read one ends the process: there
-is nothing to be read, and torch does not look. So ``Away`` watches the calls that would read one, and refuses them.
+Such a storage keeps its identity and its size, so all tensors and views of it stay as they are, and still tell their
+shape, dtype and device. To change one of them is an error of torch. To read one ends the process, because torch does
+not notice that there is no memory. So ``Away`` watches the calls that would read one, and refuses them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 HUGE_BYTES_MIN = 4 << 20
-"""The least memory for which huge pages are asked: smaller memory may be a part of malloc's heap, whose pages have
-other users too."""
+"""The smallest memory in bytes for which huge pages are asked. Smaller memory may be a part of the heap of malloc,
+whose pages have other users too."""
 
 
 def check_supported() -> None:
-    """Raises UnsupportedError where torch is too old, or the system is not Linux."""
+    """Raises UnsupportedError if torch is too old, or if the system is not Linux."""
     if not hasattr(os, "O_TMPFILE"):
         raise UnsupportedError("zckpt.offload needs Linux")
     if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
@@ -33,20 +33,20 @@ def check_supported() -> None:
 
 
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage, as a 1-D uint8 tensor that shares them."""
+    """Returns all bytes of a storage as a 1-D uint8 tensor that shares them."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def is_movable(storage: torch.UntypedStorage, locked: Collection[tuple[int, int]]) -> bool:
-    """Whether it has bytes, no other process shares them, and torch can free them. ``locked``: the memory that the
-    system has locked; what torch has not pinned of that, only DeepSpeed can free."""
+    """Returns whether a storage has bytes, no other process shares them, and torch can free them. ``locked`` has the
+    memory that the system has locked. If torch has not pinned such memory itself, only DeepSpeed can free it."""
     if storage.nbytes() == 0 or storage.device.type == "meta":
         return False
     return not _on_host(storage) or (not storage.is_shared() and (is_pinned(storage) or not is_locked(storage, locked)))
 
 
 def is_locked(storage: torch.UntypedStorage, locked: Collection[tuple[int, int]]) -> bool:
-    """Whether it begins in one of these ranges of addresses."""
+    """Returns whether a storage begins in one of these ranges of addresses."""
     return any(first <= storage.data_ptr() < stop for first, stop in locked)
 
 
@@ -59,11 +59,12 @@ def take_memory(storage: torch.UntypedStorage) -> None:
     nothing: Any = torch._C._construct_storage_from_data_pointer(0, storage.device, storage.nbytes())
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(nothing, 0, (0,), (1,))
     torch._C._set_throw_on_mutable_data_ptr(empty)
-    _swap(storage, nothing)  # and with `nothing` the memory goes
+    _swap(storage, nothing)  # `nothing` has the memory now, which is freed with it
 
 
 def fresh_memory(storage: torch.UntypedStorage, *, pinned: bool) -> torch.Tensor:
-    """Uninitialised memory for a storage, like that which was taken, as a 1-D uint8 tensor. Raises DeviceError."""
+    """Returns uninitialised memory for a storage, of the kind that was freed, as a 1-D uint8 tensor. Raises
+    DeviceError."""
     if pinned:
         return pinned_memory(storage.nbytes())
     memory = device_memory((storage.nbytes(),), torch.uint8, storage.device)
@@ -73,18 +74,19 @@ def fresh_memory(storage: torch.UntypedStorage, *, pinned: bool) -> torch.Tensor
 
 
 def give_memory(storage: torch.UntypedStorage, memory: torch.Tensor) -> None:
-    """Puts a storage on ``memory``, which is as long."""
+    """Gives ``memory`` to a storage. It is as long as the storage."""
     _swap(storage, memory.untyped_storage())
 
 
 def give_back(devices: Collection[torch.device]) -> None:
-    """Gives what was freed back to the system and to these devices. The allocators would keep it for themselves."""
+    """Returns freed memory to the system and to these devices. Otherwise, the allocators would keep it for
+    themselves."""
     linux.trim_heap()
     give_back_memory(devices)
 
 
 def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchanges the memory of two storages, which are on one device and equally long."""
+    """Exchanges the memory of two storages, which are on one device and of equal length."""
     one._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 

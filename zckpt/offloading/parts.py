@@ -10,25 +10,25 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 MOMENTS = "optim_states"
-"""DeepSpeed's name for all moments at once."""
+"""The name by which DeepSpeed means all moments together."""
 DEEPSPEED = {"hp_params": MASTER, "lp_params": PARAM, "lp_grads": GRADIENT, "contiguous_grad_buffer": GRADIENT}
-"""DeepSpeed's other names, of ``engine.offload_states``."""
+"""The other names that DeepSpeed's ``engine.offload_states`` has for parts."""
 _IN_USE = (PARAM, GRADIENT, MASTER)
 
 
 def in_order(parts: Iterable[str]) -> tuple[str, ...]:
-    """In the order in which a step of training first uses them: the moments last."""
+    """Returns the parts in the order in which a step of training first uses them. The moments come last."""
     return tuple(sorted(parts, key=lambda part: (_IN_USE.index(part) if part in _IN_USE else len(_IN_USE), part)))
 
 
 def movable(parts: Iterable[str]) -> tuple[str, ...]:
-    """Those among the parts of an engine that can be moved, and the gradients."""
+    """Returns the parts of an engine that can be moved, and the gradients."""
     return in_order({*parts, GRADIENT} - (RESERVED_PARTS - {MASTER, PARAM}))
 
 
 def chosen(asked: Collection[str] | None, known: Collection[str]) -> tuple[str, ...]:
-    """The parts among ``known`` that are asked for, by our names or DeepSpeed's; None: all. Raises ValueError, which
-    names what is known, for any other name."""
+    """Returns the parts among ``known`` that are asked for by zckpt's names or by DeepSpeed's names. None asks for all.
+    Raises ValueError, which lists the known names, for any other name."""
     if asked is None:
         return in_order(known)
     asked = [*asked]
@@ -45,7 +45,7 @@ def chosen(asked: Collection[str] | None, known: Collection[str]) -> tuple[str, 
 
 
 def next_in_use(parts: Collection[str], out: Collection[str], count: int) -> tuple[str, ...]:
-    """The first ``count`` of the parts that are ``out`` which training uses after ``parts``."""
+    """Returns the first ``count`` parts among ``out`` that training uses after ``parts``."""
     order = in_order({*parts, *out})
     last = max((order.index(part) for part in parts), default=-1)
     return tuple(part for part in (*order[last + 1 :], *order[: last + 1]) if part in out and part not in parts)[:count]

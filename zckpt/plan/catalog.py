@@ -16,7 +16,8 @@ from zckpt.format import manifest as manifest_format
 from zckpt.format.digest import DIGEST_BYTES
 from zckpt.format.index import Layout
 from zckpt.format.limits import INDEX_PIECES_MAX
-from zckpt.format.manifest import TIERS, File, Files, Manifest, Part
+from zckpt.format.manifest import File, Files, Manifest, Part
+from zckpt.format.names import Tier
 from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
@@ -25,17 +26,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from zckpt.format.index import Ints
-    from zckpt.plan.layout import ShardPlan
+    from zckpt.plan.layout import DataFilePlan
 
 Tensor = tuple[str, tuple[int, ...], str]
-"""Name, shape, dtype."""
-_GEOMETRY_COLUMNS = ("tensor", "copy", "start", "length", "offset", "block")
+"""The name, the shape and the dtype of a tensor."""
+_COLUMNS = ("tensor", "copy", "start", "length", "offset", "block")
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """Pieces in a file as int64 columns of one length. ``tensor`` is a position in ``Receipt.tensors``, the rest as in
-    ``Fragment`` and ``ShardPlan.pieces``. Files of equal geometry, such as weights and moments, share one."""
+class PieceColumns:
+    """The pieces of a file as int64 columns of equal length. ``tensor`` is a position in ``RankRecord.tensors``. The
+    other columns are those of ``Fragment`` and ``DataFilePlan.pieces``. Files whose columns are equal, such as those of
+    the master weights and of the moments, share one object."""
 
     tensor: Ints
     copy: Ints
@@ -46,35 +48,37 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardReceipt:
-    """One file."""
+class FileRecord:
+    """The sizes of a data file in bytes, the number of its first digest in the rank's digest table, and its pieces."""
 
     part: str
-    tier: str
+    tier: Tier
     nbytes: int
     data_start: int
     first_block: int
-    geometry: int
+    columns_id: int
+    """The position of its pieces in ``RankRecord.piece_columns``."""
     origin: str
-    """As ``ShardId.origin``."""
+    """The same as ``DataFileId.origin``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
-    """What the files of one rank hold, and the digest of its digest table, which is all zeros until it is known."""
+class RankRecord:
+    """What the data files of one rank hold, and the digest of the rank's digest table. Until the digest is known, it is
+    all zeros."""
 
     rank: int
     digest: bytes
     tensors: tuple[Tensor, ...]
-    geometries: tuple[Geometry, ...]
-    shards: tuple[ShardReceipt, ...]
+    piece_columns: tuple[PieceColumns, ...]
+    files: tuple[FileRecord, ...]
 
 
-def receipt(rank: int, plans: Iterable[ShardPlan], digest: bytes = bytes(DIGEST_BYTES)) -> Receipt:
-    """The receipt for ``plans``."""
+def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(DIGEST_BYTES)) -> RankRecord:
+    """Returns the record of a rank that writes ``plans``."""
     tensors: dict[Tensor, int] = {}
-    geometries: dict[bytes, tuple[int, Geometry]] = {}
-    shards: list[ShardReceipt] = []
+    piece_columns: dict[bytes, tuple[int, PieceColumns]] = {}
+    files: list[FileRecord] = []
     for plan in plans:
         fragments, pieces = plan.fragments, plan.pieces
         table = np.array(
@@ -88,39 +92,47 @@ def receipt(rank: int, plans: Iterable[ShardPlan], digest: bytes = bytes(DIGEST_
             ],
             np.int64,
         )
-        number, _ = geometries.setdefault(table.tobytes(), (len(geometries), Geometry(*table)))
-        shard = plan.shard
+        number, _ = piece_columns.setdefault(table.tobytes(), (len(piece_columns), PieceColumns(*table)))
+        data_file = plan.id
         size = (plan.nbytes, len(plan.header))
-        shards.append(ShardReceipt(shard.part, shard.tier, *size, plan.first_block, number, shard.origin))
-    return Receipt(rank, digest, tuple(tensors), tuple(geometry for _, geometry in geometries.values()), tuple(shards))
-
-
-def pack(value: Receipt) -> bytes:
-    """A receipt's bytes, to be sent to the rank that commits."""
-    geometries = [
-        [getattr(geometry, column).astype("<i8").tobytes() for column in _GEOMETRY_COLUMNS]
-        for geometry in value.geometries
-    ]
-    shards = [[s.part, s.tier, s.nbytes, s.data_start, s.first_block, s.geometry, s.origin] for s in value.shards]
-    raw = msgpack.packb([value.rank, value.digest, value.tensors, geometries, shards])
-    return zstandard.ZstdCompressor(level=1).compress(raw)
-
-
-def unpack(raw: bytes) -> Receipt:
-    """The inverse of ``pack``."""
-    packed = zstandard.ZstdDecompressor().decompress(raw)
-    rank, digest, tensors, geometries, shards = msgpack.unpackb(packed, use_list=False)
-    return Receipt(
-        rank,
-        digest,
-        tensors,
-        tuple(Geometry(*(np.frombuffer(column, "<i8") for column in columns)) for columns in geometries),
-        tuple(ShardReceipt(*shard) for shard in shards),
+        files.append(FileRecord(data_file.part, data_file.tier, *size, plan.first_block, number, data_file.origin))
+    return RankRecord(
+        rank, digest, tuple(tensors), tuple(columns for _, columns in piece_columns.values()), tuple(files)
     )
 
 
+def pack(value: RankRecord) -> bytes:
+    """Returns the bytes of a rank's record, which is sent to the rank that commits."""
+    piece_columns = [
+        [getattr(columns, column).astype("<i8").tobytes() for column in _COLUMNS] for columns in value.piece_columns
+    ]
+    files = [[f.part, f.tier, f.nbytes, f.data_start, f.first_block, f.columns_id, f.origin] for f in value.files]
+    raw = msgpack.packb([value.rank, value.digest, value.tensors, piece_columns, files])
+    return zstandard.ZstdCompressor(level=1).compress(raw)
+
+
+def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
+    """Returns the records that ``pack`` has packed, in the order of their ranks. A tensor that several ranks have
+    pieces of becomes one object, because a thousand ranks may each have pieces of a thousand tensors."""
+    known: dict[Tensor, Tensor] = {}
+    records = []
+    for raw in raws:
+        packed = zstandard.ZstdDecompressor().decompress(raw)
+        rank, digest, tensors, piece_columns, files = msgpack.unpackb(packed, use_list=False)
+        records.append(
+            RankRecord(
+                rank,
+                digest,
+                tuple(known.setdefault(tensor, tensor) for tensor in tensors),
+                tuple(PieceColumns(*(np.frombuffer(column, "<i8") for column in columns)) for columns in piece_columns),
+                tuple(FileRecord(part, Tier(tier), *rest) for part, tier, *rest in files),
+            )
+        )
+    return sorted(records, key=lambda record: record.rank)
+
+
 class _Tensors:
-    """What the ranks have said of tensors. A tensor is a name with a shape and a dtype, numbered from 0."""
+    """The tensors that the ranks have recorded, numbered from 0. A tensor is a name with a shape and a dtype."""
 
     def __init__(self) -> None:
         self.ids: dict[Tensor, int] = {}
@@ -128,35 +140,40 @@ class _Tensors:
         self._known: tuple[tuple[Tensor, ...], Ints] = ((), np.empty(0, np.int64))
 
     def add(self, tensors: tuple[Tensor, ...]) -> Ints:
-        """Their numbers."""
-        if tensors != self._known[0]:  # a rank mostly has what the rank before it has
+        """Returns the numbers of ``tensors``. Tensors that are new get the next numbers."""
+        if tensors != self._known[0]:  # most ranks have the same tensors as the rank before
             for name, _, _ in tensors:
                 self.name_ids.setdefault(name, len(self.name_ids))
-            self._known = tensors, np.array([self.ids.setdefault(one, len(self.ids)) for one in tensors], np.int64)
+            numbers = [self.ids.setdefault(tensor, len(self.ids)) for tensor in tensors]
+            self._known = tensors, np.array(numbers, np.int64)
         return self._known[1]
 
 
 def _layout(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_of: Ints) -> tuple[Layout, Ints]:
-    """The pieces of one part from all ranks, and the tensor of each row. ``columns``: tensor, copy, start, length,
-    offset, block, rank, tier. ``name_of``: the name id of each tensor."""
+    """Returns the pieces that all ranks have of one part, and the number of the tensor of each row.
+
+    ``columns`` are int64 arrays with an entry for each piece: tensor, copy, start, length, offset, block, rank, tier.
+    ``name_of`` has the name id of each tensor. Raises RankError if ranks disagree about a tensor, and FormatError
+    (I005) if the pieces of all ranks do not make up whole tensors.
+    """
     tensor, copy, start, length, offset, block, rank, tier = columns
     name = name_of[tensor]
     order = np.lexsort((start, copy, name))
-    found, first, count = np.unique(name[order], return_index=True, return_counts=True)
+    row_name, first, count = np.unique(name[order], return_index=True, return_counts=True)
     row_tensor = tensor[order][first]
     differs = np.flatnonzero(tensor[order] != np.repeat(row_tensor, count))
     if len(differs):
         pair = (differs[0], first[np.searchsorted(first, differs[0], "right") - 1])
         (label, shape, dtype), (_, other_shape, other_dtype) = (tensors[tensor[order[at]]] for at in pair)
-        on, other_on = (int(rank[order[at]]) for at in pair)
+        this_rank, other_rank = (int(rank[order[at]]) for at in pair)
         raise RankError(
-            f"{part}/{label} is {dtype} {list(shape)} on rank {on}, "
-            f"{other_dtype} {list(other_shape)} on rank {other_on}",
+            f"{part}/{label} is {dtype} {list(shape)} on rank {this_rank}, "
+            f"{other_dtype} {list(other_shape)} on rank {other_rank}",
             key=f"{part}/{label}",
-            rank=on,
+            rank=this_rank,
         )
-    layout = Layout(found, count, rank[order], tier[order], length[order], offset[order], block[order])
-    numel = np.array([math.prod(tensors[one][1]) for one in row_tensor.tolist()], np.int64)
+    layout = Layout(row_name, count, rank[order], tier[order], length[order], offset[order], block[order])
+    numel = np.array([math.prod(tensors[number][1]) for number in row_tensor.tolist()], np.int64)
     wrong = _wrong_starts(layout, name[order], copy[order], start[order], numel)
     if wrong.any():
         label = tensors[tensor[order][np.argmax(wrong)]][0]
@@ -165,17 +182,18 @@ def _layout(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_
 
 
 def _wrong_starts(layout: Layout, name: Ints, copy: Ints, start: Ints, numel: Ints) -> NDArray[np.bool]:
-    """The index does not store where pieces start; so what it will say must be what the ranks said (I005)."""
-    found_start, found_copy = index_format.spans(layout, numel)
-    wrong: NDArray[np.bool] = start != found_start
-    wrong[1:] |= (name[1:] == name[:-1]) & ((copy[1:] == copy[:-1]) != (found_copy[1:] == found_copy[:-1]))
+    """Returns, for each piece, whether a reader would compute another start or copy for it than the ranks have recorded
+    (I005). A reader has to compute them, because the index does not store where pieces start."""
+    read_start, read_copy = index_format.starts_and_copies(layout, numel)
+    wrong: NDArray[np.bool] = start != read_start
+    wrong[1:] |= (name[1:] == name[:-1]) & ((copy[1:] == copy[:-1]) != (read_copy[1:] == read_copy[:-1]))
     wrong &= np.repeat(numel, layout.count) > 0
     return wrong
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """What the manifest says beside tensors and files; see ``Manifest``."""
+class SaveMetadata:
+    """Fields of the manifest that the records of the ranks do not have. ``Manifest`` documents them."""
 
     step: int
     block_bytes: int
@@ -184,62 +202,62 @@ class About:
     writer: Mapping[str, str]
 
 
-def catalog(receipts: Sequence[Receipt], save_id: str, about: About) -> tuple[bytes, bytes]:
-    """``(manifest, index)``, the bytes of both files, checked by the reader's own rules. One receipt for every rank.
+def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMetadata) -> tuple[bytes, bytes]:
+    """Returns ``(manifest, index)``, the bytes of both files. They are checked by the rules that a reader checks.
+    ``rank_records`` has one record for each rank.
 
     An alias whose tensor no part holds is left out. Raises RankError if ranks disagree about a tensor, UnsupportedError
     if there are more pieces than a checkpoint can have, FormatError if the pieces of all ranks do not make up whole
     tensors, or for anything else that a reader would refuse.
     """
-    _check_pieces(receipts)
-    known = _Tensors()
+    _check_pieces(rank_records)
+    numbered = _Tensors()
     parts: dict[str, list[tuple[Ints, ...]]] = {}
     part_ids: dict[str, int] = {}
     files: list[File] = []
     digests: dict[int, bytes] = {}
-    for one in receipts:
-        digests[one.rank] = one.digest
-        ids = known.add(one.tensors)
-        for shard in one.shards:
-            part_id = part_ids.setdefault(shard.part, len(part_ids))
-            tier = TIERS.index(shard.tier)
-            geometry = one.geometries[shard.geometry]
-            tensor, *columns = (getattr(geometry, column) for column in _GEOMETRY_COLUMNS)
-            place = (np.full(len(tensor), one.rank), np.full(len(tensor), tier))
-            parts.setdefault(shard.part, []).append((ids[tensor], *columns, *place))
-            size = (shard.nbytes, shard.data_start)
-            files.append(File(one.rank, part_id, tier, *size, shard.first_block, shard.origin))
-    tensors, names = list(known.ids), tuple(known.name_ids)
-    name_of = np.array([known.name_ids[name] for name, _, _ in tensors], np.int64)
+    for record in rank_records:
+        digests[record.rank] = record.digest
+        ids = numbered.add(record.tensors)
+        for data_file in record.files:
+            part_id = part_ids.setdefault(data_file.part, len(part_ids))
+            piece_columns = record.piece_columns[data_file.columns_id]
+            tensor, *columns = (getattr(piece_columns, column) for column in _COLUMNS)
+            rank_and_tier = (np.full(len(tensor), record.rank), np.full(len(tensor), data_file.tier))
+            parts.setdefault(data_file.part, []).append((ids[tensor], *columns, *rank_and_tier))
+            size = (data_file.nbytes, data_file.data_start)
+            files.append(File(record.rank, part_id, data_file.tier, *size, data_file.first_block, data_file.origin))
+    tensors, names = list(numbered.ids), tuple(numbered.name_ids)
+    name_of = np.array([numbered.name_ids[name] for name, _, _ in tensors], np.int64)
     layouts: list[Layout] = []
     shapes: dict[tuple[int, ...], int] = {}
-    records: list[Part] = []
+    manifest_parts: list[Part] = []
     for part, rows in parts.items():
         columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
         layout, row_tensor = _layout(part, columns, tensors, name_of)
-        number = next((i for i, other in enumerate(layouts) if layout.same_as(other)), len(layouts))
-        if number == len(layouts):
+        layout_id = next((i for i, other in enumerate(layouts) if layout.same_as(other)), len(layouts))
+        if layout_id == len(layouts):
             layouts.append(layout)
-        facts = [tensors[one] for one in row_tensor.tolist()]
-        shape_ids = tuple(shapes.setdefault(shape, len(shapes)) for _, shape, _ in facts)
-        dtypes = tuple(dtype for _, _, dtype in facts)
-        records.append(Part(part, number, tuple(layout.name.tolist()), shape_ids, dtypes))
+        part_tensors = [tensors[number] for number in row_tensor.tolist()]
+        shape_ids = tuple(shapes.setdefault(shape, len(shapes)) for _, shape, _ in part_tensors)
+        dtypes = tuple(dtype for _, _, dtype in part_tensors)
+        manifest_parts.append(Part(part, layout_id, tuple(layout.name_id.tolist()), shape_ids, dtypes))
     index, chunks = index_format.encode(layouts)
     manifest = Manifest(
         save_id=save_id,
-        step=about.step,
-        world_size=len(receipts),
-        block_bytes=about.block_bytes,
+        step=metadata.step,
+        world_size=len(rank_records),
+        block_bytes=metadata.block_bytes,
         names=names,
         shapes=tuple(shapes),
-        parts=tuple(records),
+        parts=tuple(manifest_parts),
         files=Files.of(files),
-        digests=tuple(digests[rank] for rank in range(len(receipts))),
+        digests=tuple(digests[rank] for rank in range(len(rank_records))),
         chunks=chunks,
         index_bytes=len(index),
-        aliases={alias: name for alias, name in about.aliases.items() if name in known.name_ids},
-        state=about.state,
-        writer=about.writer,
+        aliases={alias: name for alias, name in metadata.aliases.items() if name in numbered.name_ids},
+        state=metadata.state,
+        writer=metadata.writer,
     )
     raw = manifest_format.encode(manifest)
     _check(raw, index)
@@ -247,26 +265,27 @@ def catalog(receipts: Sequence[Receipt], save_id: str, about: About) -> tuple[by
 
 
 def with_digests(manifest: bytes, digests: Sequence[bytes]) -> bytes:
-    """The same manifest, with the digests of all ranks' digest tables."""
+    """Returns the same manifest with the digests of the digest tables of all ranks."""
     return manifest_format.encode(replace(manifest_format.decode(manifest), digests=tuple(digests)))
 
 
-def _check_pieces(receipts: Sequence[Receipt]) -> None:
-    """Raises UnsupportedError if there are too many pieces. To be called before tables are made of them, which would
-    take much memory."""
-    pieces = sum(len(one.geometries[shard.geometry].tensor) for one in receipts for shard in one.shards)
+def _check_pieces(rank_records: Sequence[RankRecord]) -> None:
+    """Raises UnsupportedError if there are too many pieces. The caller does this before it makes tables of them, which
+    would take much memory."""
+    pieces = sum(len(record.piece_columns[file.columns_id].tensor) for record in rank_records for file in record.files)
     if pieces > INDEX_PIECES_MAX:
-        parts = {shard.part for one in receipts for shard in one.shards}
+        parts = {file.part for record in rank_records for file in record.files}
         raise UnsupportedError(
-            f"the checkpoint would have {pieces:,} pieces of tensors ({len(receipts):,} ranks, {len(parts)} parts); "
-            f"the format can hold {INDEX_PIECES_MAX:,}",
+            f"the checkpoint would have {pieces:,} pieces of tensors ({len(rank_records):,} ranks, "
+            f"{len(parts)} parts); the format can hold {INDEX_PIECES_MAX:,}",
             rule="M013",
             hint="leave parts out with `exclude`, and write them as a checkpoint of their own with `parts`",
         )
 
 
 def _check(raw: bytes, index: bytes) -> None:
-    """Reads back what is about to be committed, while the state that it describes is still alive."""
+    """Reads back the manifest and the index that are about to be committed, while the state that they describe still
+    exists."""
     manifest = manifest_format.decode(raw)
     for chunk in manifest.chunks:
         index_format.decode(index[chunk.offset : chunk.offset + chunk.nbytes], chunk, manifest)

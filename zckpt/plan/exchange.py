@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zckpt.format.index import ragged
-from zckpt.plan.reshard import extents
+from zckpt.plan.reshard import piece_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zckpt.format.index import Ints
-    from zckpt.plan.reshard import Span, StoredPieces
+    from zckpt.plan.reshard import ElementRange, StoredPieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class SlicedFiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Messages:
-    """What the ranks send each other, as int64 columns, in the order of ``turn``, ``source``, ``target`` and
-    ``position``. In the round ``turn``, the rank ``source`` sends ``numel`` elements of its fragment number
-    ``fragment``, beginning with element ``start``, to the rank ``target``. They are written at byte ``position`` of the
-    slice that ``target`` writes in this round, and take ``nbytes`` bytes there."""
+    """The messages that the ranks send each other, as int64 columns, ordered by ``turn``, ``source``, ``target`` and
+    ``position``. In round ``turn``, rank ``source`` sends ``numel`` elements of its fragment number ``fragment``, from
+    element ``start`` on, to rank ``target``. They go to byte ``position`` of the slice that ``target`` writes in this
+    round, and take ``nbytes`` bytes there."""
 
     turn: Ints
     source: Ints
@@ -95,19 +95,22 @@ class Messages:
 
 
 def plan_messages(
-    held: StoredPieces, spans: Sequence[Sequence[Span]], item_bytes: Sequence[int], slices: SlicedFiles, rank: int
+    held: StoredPieces,
+    ranges: Sequence[Sequence[ElementRange]],
+    item_bytes: Sequence[int],
+    slices: SlicedFiles,
+    rank: int,
 ) -> Messages:
     """Plans what ``rank`` sends and receives.
 
-    ``held``: the elements of each tensor that the ranks hold, where ``file`` is the rank and ``offset`` is the number
-    of the rank's fragment. ``spans``: the elements of each tensor that are written. Their ``sink_start`` is their place
-    among the bytes of all files, counted as in ``slices.starts``, divided by ``item_bytes``. ``item_bytes``: for each
-    tensor the size in bytes of an element in the files.
-    """
-    found = extents(held, spans, item_bytes)
-    item = np.array(item_bytes, np.int64)[found.sink]
-    # Each extent is cut where a slice ends, so that there is a row for each slice that it touches.
-    first, stop = found.sink_offset, found.sink_offset + found.stop - found.start
+    ``held`` has the elements of each tensor that the ranks hold. In it, ``file`` is the rank and ``offset`` is the
+    number of the rank's fragment. ``ranges`` has the elements of each tensor that are written. Their ``target_start``
+    is their place among the bytes of all files, counted as in ``slices.starts``, divided by ``item_bytes``.
+    ``item_bytes`` is the size in bytes of an element of each tensor in the files."""
+    held_ranges = piece_ranges(held, ranges, item_bytes)
+    item = np.array(item_bytes, np.int64)[held_ranges.target]
+    # Each range is cut where a slice ends, so there is a row for each slice that it has bytes of.
+    first, stop = held_ranges.target_offset, held_ranges.target_offset + held_ranges.stop - held_ranges.start
     row, number = ragged(-(-stop // slices.slice_bytes) - first // slices.slice_bytes)
     slice_start = (first[row] // slices.slice_bytes + number) * slices.slice_bytes
     begin, end = np.maximum(first[row], slice_start), np.minimum(stop[row], slice_start + slices.slice_bytes)
@@ -115,11 +118,11 @@ def plan_messages(
     slice_number = slice_start // slices.slice_bytes
     messages = Messages(
         turn=turn[slice_number],
-        source=found.file[row],
+        source=held_ranges.file[row],
         target=writer[slice_number],
         position=begin - slice_start,
-        fragment=found.piece_offset[row],
-        start=(found.start[row] + begin - first[row]) // item[row],
+        fragment=held_ranges.piece_offset[row],
+        start=(held_ranges.start[row] + begin - first[row]) // item[row],
         numel=(end - begin) // item[row],
         nbytes=end - begin,
     )

@@ -1,4 +1,4 @@
-"""From the fragments that a rank holds to its files (names, headers, offsets, block numbers), and to their writes."""
+"""Plans the data files of a rank (their names, headers, offsets and block numbers), and the writes that make them."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zckpt.errors import UnsupportedError
+from zckpt.format.data_file import DataFileId, encode_header
 from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.index import ragged, runs
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES, DIGEST_TABLE_BYTES_MAX
-from zckpt.format.names import FILLER_PREFIX, piece_name, split_piece_name
-from zckpt.format.shard import ShardId, encode_header
-from zckpt.state.inventory import ANY_TIME, TIERS, FileSpan, Fragment
+from zckpt.format.names import FILLER_PREFIX, Tier, piece_name
+from zckpt.state.inventory import ANY_TIME, FileRange, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from zckpt.format.index import Ints
-    from zckpt.format.shard import Header
 
 HEADER, FILLER = -1, -2
-"""Sources of a write that are no pieces."""
-SHARED_BYTES_MIN, HOST_BYTES_MIN = 64 << 10, 1 << 20
-"""The fewest adjacent bytes, in a swap file and in host memory, that get a filler before them so that nothing has to be
-copied."""
+"""The sources of the regions that are not pieces."""
+SHARED_BYTES_MIN = 64 << 10
+"""The length in bytes from which adjacent fragments in a swap file are a long run (see ``long_runs``)."""
+HOST_BYTES_MIN = 1 << 20
+"""The length in bytes from which adjacent fragments in host memory are a long run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regions:
-    """The bytes of a file in their order, as int64 columns: the header, then pieces, with fillers between them.
+    """The regions of a data file as int64 columns, in the order of their bytes: the header, then the pieces, with
+    fillers between them.
 
-    ``source``: position in ``ShardPlan.fragments``, HEADER or FILLER. ``start`` and ``nbytes`` are bytes of the file;
-    ``block`` is the number of the first digest, counted from the file's first.
+    ``source`` is a position in ``DataFilePlan.fragments``, or HEADER or FILLER. ``start`` and ``nbytes`` are counted in
+    bytes of the file. ``block`` is the number of the first digest of the region, counted from the first digest of the
+    file.
     """
 
     source: Ints
@@ -46,50 +48,77 @@ class Regions:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPlan:
-    """One file to be written: its header, then ``fragments`` in order; where, ``regions`` says. Its digests begin with
-    ``first_block`` of the rank's table."""
+class DataFilePlan:
+    """A data file that is to be written. It begins with ``header``. The bytes of ``fragments`` follow in their order,
+    at the places that ``regions`` gives. Its digests begin at number ``first_block`` of the digest table of the rank.
 
-    shard: ShardId
+    If ``is_copy``, the file has the same bytes as the file of the same path in the checkpoint that is copied. Then
+    ``header`` and ``fragments`` are empty, and the sources of all regions but the header are numbered from 0.
+    """
+
+    id: DataFileId
     header: bytes
     fragments: tuple[Fragment, ...]
     regions: Regions
     nbytes: int
     first_block: int
     blocks: int
+    is_copy: bool = False
+
+    def place_of(self, source: int) -> tuple[str, int]:
+        """Returns where the bytes of a source begin in the checkpoint that is copied: the path of the file, and the
+        byte of that file."""
+        if self.is_copy:
+            return self.id.path, int(self.regions.start[source + 1])
+        data = self.fragments[source].data
+        assert isinstance(data, FileRange), "what is copied lies in a file"
+        return data.path, data.offset
 
     @property
     def pieces(self) -> Regions:
-        """The regions of ``fragments``, one for each; ``start`` counts from the file's first data byte."""
-        own = self.regions.source >= 0
+        """The regions of ``fragments``, one for each fragment. Here, ``start`` is counted from the first byte of the
+        file's data."""
+        is_piece = self.regions.source >= 0
         source, start, nbytes, block = (
-            getattr(self.regions, column)[own] for column in ("source", "start", "nbytes", "block")
+            getattr(self.regions, column)[is_piece] for column in ("source", "start", "nbytes", "block")
         )
         return Regions(source, start - len(self.header), nbytes, block)
 
     @property
     def reserved_bytes(self) -> int:
-        """The space to reserve before the first write; none for what lies in a swap file, which may not need any."""
-        return 0 if self.shard.tier == "nvme" else self.nbytes
+        """The number of bytes of disk space to reserve before the first write. It is 0 for the states of a swap file,
+        because the data file may share their pages and then needs no space."""
+        return 0 if self.id.tier is Tier.NVME else self.nbytes
 
 
-def plan_shards(
-    fragments: Sequence[Fragment], save_id: str, rank: int, world_size: int, *, block_bytes: int
-) -> tuple[ShardPlan, ...]:
-    """The files of one rank, in the order of their digests in the rank's table.
+def plan_data_files(
+    fragments: Sequence[Fragment],
+    save_id: str,
+    rank: int,
+    world_size: int,
+    *,
+    block_bytes: int,
+    copied: Collection[str] = ANY_TIME,
+) -> tuple[DataFilePlan, ...]:
+    """Plans the data files of one rank, in the order of their digests in the rank's digest table.
 
-    Pieces keep the order of ``fragments``, so that what is adjacent in memory is adjacent in the file; only where one
-    file holds elements of several sizes do the larger come first, which keeps every piece aligned to its elements.
+    The pieces keep the order of ``fragments``, so bytes that are adjacent in memory are adjacent in the file. If a file
+    has elements of several sizes, the larger elements come first. So each piece begins at a multiple of the size of its
+    elements.
 
-    Raises UnsupportedError, or FormatError (S001), for more than the format can hold.
+    ``copied`` names the parts that are always copied to a staging buffer before they are written. The layout of their
+    files does not depend on their addresses in memory, so later saves can share these files.
+
+    Raises UnsupportedError, or FormatError (S001), if there is more than the format can hold.
     """
     parts = list(dict.fromkeys(fragment.part for fragment in fragments))
-    place = {(part, tier): (i, t) for i, part in enumerate(parts) for t, tier in enumerate(TIERS)}
-    ordered = sorted(fragments, key=lambda f: (place[f.part, f.tier], -ITEM_BYTES[f.dtype]))
-    plans: list[ShardPlan] = []
+    place = {part: number for number, part in enumerate(parts)}
+    ordered = sorted(fragments, key=lambda f: (place[f.part], f.tier, -ITEM_BYTES[f.dtype]))
+    plans: list[DataFilePlan] = []
     first_block = 0
     for (part, tier), group in groupby(ordered, key=lambda f: (f.part, f.tier)):
-        plan = _plan_shard(ShardId(save_id, rank, world_size, part, tier), list(group), first_block, block_bytes)
+        data_file = DataFileId(save_id, rank, world_size, part, tier)
+        plan = _plan_data_file(data_file, list(group), first_block, block_bytes, in_memory=part not in copied)
         plans.append(plan)
         first_block += plan.blocks
     if first_block * DIGEST_BYTES > DIGEST_TABLE_BYTES_MAX:
@@ -101,16 +130,20 @@ def plan_shards(
     return tuple(plans)
 
 
-def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, block_bytes: int) -> ShardPlan:
+def _plan_data_file(
+    data_file: DataFileId, fragments: list[Fragment], first_block: int, block_bytes: int, *, in_memory: bool
+) -> DataFilePlan:
+    """Returns the plan of one data file. A filler goes before each long run in a swap file and, with ``in_memory``, in
+    host memory, if the run needs one."""
     entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
     sources = [HEADER]
     shapes: dict[str, tuple[int, ...]] = {}
     offset = 0
-    # Parts that are never written from memory itself have the same layout wherever they lie: others may share them.
-    long = long_runs(fragments, in_memory=shard.part not in ANY_TIME)
+    long = long_runs(fragments, in_memory=in_memory)
     for number, fragment in enumerate(fragments):
         if long.get(number) == number and fragment.place is not None:
-            gap = (fragment.place[1] - offset) % DATA_ALIGNMENT_BYTES  # as far behind the start of a page as there
+            # With this gap, the run begins as far behind the start of a page in the file as it does at its place.
+            gap = (fragment.place[1] - offset) % DATA_ALIGNMENT_BYTES
             if gap:
                 entries.append((f"{FILLER_PREFIX}{number}", "U8", (gap,), offset, gap))
                 sources.append(FILLER)
@@ -124,13 +157,13 @@ def _plan_shard(shard: ShardId, fragments: list[Fragment], first_block: int, blo
         entries.append((name, fragment.dtype, shape, offset, nbytes))
         sources.append(number)
         offset += nbytes
-    header = encode_header(shard, entries, shapes)
+    header = encode_header(data_file, entries, shapes)
     regions, blocks = _regions(sources, [len(header), *[entry[-1] for entry in entries]], block_bytes)
     nbytes = len(header) + offset
-    return ShardPlan(shard, header, tuple(fragments), regions, nbytes, first_block, blocks)
+    return DataFilePlan(data_file, header, tuple(fragments), regions, nbytes, first_block, blocks)
 
 
-def _regions(sources: Sequence[int], nbytes: Sequence[int], block_bytes: int) -> tuple[Regions, int]:
+def _regions(sources: Sequence[int] | Ints, nbytes: Sequence[int] | Ints, block_bytes: int) -> tuple[Regions, int]:
     """Returns the regions of a file and the number of their blocks, given the source and the size in bytes of each
     region."""
     sizes = np.array(nbytes, np.int64)
@@ -140,39 +173,27 @@ def _regions(sources: Sequence[int], nbytes: Sequence[int], block_bytes: int) ->
     return regions, int(block_stops[-1])
 
 
-def copied_shard(header: Header, raw: bytes, nbytes: int, first_block: int, *, block_bytes: int) -> ShardPlan:
-    """Returns the plan of a file that is the same, byte for byte, as the one of ``nbytes`` bytes that has this header.
-    ``raw``: the bytes of the header. The data of its fragments are ranges of that file, which is named by its path in
-    its checkpoint."""
-    fragments: list[Fragment] = []
-    sources, sizes = [HEADER], [len(raw)]
-    shard = header.shard
-    for entry in header.entries:
-        sizes.append(entry.nbytes)
-        if entry.is_filler:
-            sources.append(FILLER)
-            continue
-        shape = header.whole_shape(entry)
-        name, start, stop = split_piece_name(entry.name) or (entry.name, 0, math.prod(shape))
-        data = FileSpan(shard.path, len(raw) + entry.offset, entry.nbytes)
-        sources.append(len(fragments))
-        fragments.append(Fragment(shard.part, name, shape, entry.dtype, start, stop, shard.tier, data=data))
-    regions, blocks = _regions(sources, sizes, block_bytes)
-    return ShardPlan(shard, raw, tuple(fragments), regions, nbytes, first_block, blocks)
+def plan_copied_file(data_file: DataFileId, region_bytes: Ints, first_block: int, *, block_bytes: int) -> DataFilePlan:
+    """Returns the plan of a data file that is the same, byte for byte, as the file that it is a copy of.
+    ``region_bytes`` has the size of each region in bytes, the header first."""
+    regions, blocks = _regions(np.arange(len(region_bytes)) + HEADER, region_bytes, block_bytes)
+    return DataFilePlan(data_file, b"", (), regions, int(region_bytes.sum()), first_block, blocks, is_copy=True)
 
 
 def long_runs(fragments: Sequence[Fragment], *, in_memory: bool = True) -> dict[int, int]:
-    """For each fragment that is part of a long run, by its position: the position of the first fragment of that run. A
-    run is adjacent bytes of a swap file or, with ``in_memory``, of the host's memory. Where it begins as far behind the
-    start of a page in the checkpoint's file as it does there, this file can share pages with the swap file, or be
-    written from the memory itself."""
-    found: dict[int, int] = {}
-    run: list[int] = []  # the fragments of the run so far
+    """Finds the fragments that belong to long runs. Returns a map from the position of such a fragment to the position
+    of the first fragment of its run.
+
+    A run is a sequence of fragments whose bytes are adjacent in a swap file or, with ``in_memory``, in the memory of
+    the host. If a run begins as far behind the start of a page in the data file as in the swap file, the data file can
+    share pages with the swap file. The same holds for memory: then the run is written from it without a copy."""
+    first_of_run: dict[int, int] = {}
+    run: list[int] = []  # the fragments that are in the run so far
     path, stop, run_bytes = "", -1, 0
 
     def end() -> None:
         if run_bytes >= (SHARED_BYTES_MIN if path else HOST_BYTES_MIN):
-            found.update(dict.fromkeys(run, run[0]))
+            first_of_run.update(dict.fromkeys(run, run[0]))
         run.clear()
 
     for number, fragment in enumerate(fragments):
@@ -180,7 +201,7 @@ def long_runs(fragments: Sequence[Fragment], *, in_memory: bool = True) -> dict[
         nbytes = (fragment.stop - fragment.start) * item_bytes
         if nbytes == 0:
             continue
-        # In the file, each piece begins at a multiple of the bytes of its elements.
+        # In the data file, each piece begins at a multiple of the size of its elements.
         if place is None or place[1] % item_bytes or not (place[0] or in_memory):
             stop = -1
             continue
@@ -191,18 +212,21 @@ def long_runs(fragments: Sequence[Fragment], *, in_memory: bool = True) -> dict[
         run_bytes += nbytes
         stop = place[1] + nbytes
     end()
-    return found
+    return first_of_run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteOp:
-    """One contiguous write of ``nbytes`` at byte ``offset`` of file number ``file`` of the plan. ``block`` is the
-    number of its first digest in the rank's table.
+    """One contiguous write of ``nbytes`` bytes at byte ``offset`` of file number ``file`` of the plan. ``block`` is the
+    number of its first digest in the rank's digest table.
 
-    Its spans, as int64 columns: ``span_bytes`` of a ``source``, as in ``Regions``, from that source's byte
-    ``span_start`` on. Whole blocks, but for the last of a source. ``place``: where all of these bytes lie one after the
-    other, as ``Fragment.place``, and as far behind the start of a page as in the file: those of a swap file may share
-    its pages, those in host memory are written from there. None: they are staged.
+    The bytes come from one or several sources. ``source``, ``source_start`` and ``source_bytes`` are int64 columns: of
+    each source, as in ``Regions``, the write takes ``source_bytes`` bytes from byte ``source_start`` on. These are
+    whole blocks, except that the last block of a source may be shorter.
+
+    ``place`` says where all of these bytes are adjacent, in the form of ``Fragment.place``, if they begin as far behind
+    the start of a page there as in the data file. Then a swap file may share its pages with the data file, and host
+    memory is written without a copy. If ``place`` is None, the bytes are copied to a staging buffer first.
     """
 
     file: int
@@ -210,70 +234,83 @@ class WriteOp:
     nbytes: int
     block: int
     source: Ints
-    span_start: Ints
-    span_bytes: Ints
+    source_start: Ints
+    source_bytes: Ints
     place: tuple[str, int] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
-    """All that one rank writes: ``ops`` in the order in which their sources are read. The first ``urgent`` ones are of
-    the parts of the state that may change at any time. Each block of ``block_bytes`` has a digest in the rank's table,
-    which has ``table_bytes``."""
+    """All writes of one rank. ``ops`` are in the order in which their sources are read. The first ``urgent`` of them
+    read the parts of the state that may change at any time. Each block of ``block_bytes`` bytes has a digest in the
+    rank's digest table."""
 
-    files: tuple[ShardPlan, ...]
+    files: tuple[DataFilePlan, ...]
     ops: tuple[WriteOp, ...]
     urgent: int
     block_bytes: int
 
     @property
     def table_bytes(self) -> int:
+        """The size of the rank's digest table in bytes."""
         return max((file.first_block + file.blocks for file in self.files), default=0) * DIGEST_BYTES
 
     @property
     def tensor_bytes(self) -> int:
+        """The number of bytes of all fragments, without headers and fillers."""
         return sum(int(file.pieces.nbytes.sum()) for file in self.files)
 
 
 def plan_writes(
-    files: Iterable[ShardPlan],
+    files: Iterable[DataFilePlan],
     later: Collection[str] = (),
     *,
     batch_bytes: int,
     block_bytes: int,
     straight: Collection[str] = (),
 ) -> WritePlan:
-    """Cuts the files of one rank into writes of at most ``batch_bytes``, a multiple of ``block_bytes``. The parts in
-    ``later`` come last, for they do not change before the others have been read. Those in ``straight`` do not change
-    before all is written, so that long runs of their bytes in host memory can be written from there, without a copy."""
+    """Cuts the files of one rank into writes of at most ``batch_bytes`` bytes, which is a multiple of ``block_bytes``.
+
+    The parts in ``later`` are written last, because they do not change before all other parts have been read. The parts
+    in ``straight`` do not change before everything is written. So long runs of their bytes are written from host memory
+    itself, without a copy.
+    """
     files = tuple(files)
     ops = [op for number, file in enumerate(files) for op in _cut(file, number, batch_bytes, block_bytes, straight)]
-    ops.sort(key=lambda op: files[op.file].shard.part in later)
-    urgent = sum(files[op.file].shard.part not in later for op in ops)
+    ops.sort(key=lambda op: files[op.file].id.part in later)
+    urgent = sum(files[op.file].id.part not in later for op in ops)
     return WritePlan(files, tuple(ops), urgent, block_bytes)
 
 
 def _cut(
-    plan: ShardPlan, number: int, batch_bytes: int, block_bytes: int, straight: Collection[str]
+    plan: DataFilePlan, number: int, batch_bytes: int, block_bytes: int, straight: Collection[str]
 ) -> Iterator[WriteOp]:
-    """The writes of one file. Each of the ``long_runs`` has writes of its own."""
-    long = long_runs(plan.fragments, in_memory=plan.shard.part in straight)
+    """Yields the writes of one file. A long run (see ``long_runs``) shares no write with other bytes."""
     regions = plan.regions
-    region, block = ragged(block_count(regions.nbytes, block_bytes))  # a row for each block
+    # The columns below have one item for each block: the number of its region, its number in the region, and so on.
+    region, block = ragged(block_count(regions.nbytes, block_bytes))
     source, start = regions.source[region], block * block_bytes
     nbytes = np.minimum(regions.nbytes[region] - start, block_bytes)
-    at = regions.start[region] + start
-    run = np.array([long.get(one, -1) for one in regions.source.tolist()], np.int64)[region]
+    file_start = regions.start[region] + start
+    if plan.is_copy:  # all bytes of the file are adjacent in the file that is copied
+        run = np.zeros(len(region), np.int64)
+    else:
+        long = long_runs(plan.fragments, in_memory=plan.id.part in straight)
+        run = np.array([long.get(fragment, -1) for fragment in regions.source.tolist()], np.int64)[region]
     for first, run_stop in runs(run):
         while first < run_stop:
             stop = first + int(
-                np.searchsorted(at[first:run_stop] + nbytes[first:run_stop], at[first] + batch_bytes, "right")
+                np.searchsorted(
+                    file_start[first:run_stop] + nbytes[first:run_stop], file_start[first] + batch_bytes, "right"
+                )
             )
             begins = np.array([begin for begin, _ in runs(source[first:stop])], np.int64)
-            spans = source[first:stop][begins], start[first:stop][begins], np.add.reduceat(nbytes[first:stop], begins)
+            sources = source[first:stop][begins], start[first:stop][begins], np.add.reduceat(nbytes[first:stop], begins)
             total = int(nbytes[first:stop].sum())
-            place = plan.fragments[source[first]].place if run[first] >= 0 else None
+            place = plan.fragments[source[first]].place if run[first] >= 0 and not plan.is_copy else None
             if place is not None:
                 place = place[0], place[1] + int(start[first])
-            yield WriteOp(number, int(at[first]), total, plan.first_block + first, *spans, place)
+            if plan.is_copy:
+                place = plan.id.path, int(file_start[first])
+            yield WriteOp(number, int(file_start[first]), total, plan.first_block + first, *sources, place)
             first = stop

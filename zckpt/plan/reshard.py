@@ -1,4 +1,4 @@
-"""Interval arithmetic: wanted spans of tensors against stored pieces gives extents of files."""
+"""Finds which bytes of which files hold the ranges of tensors that are to be read."""
 
 from __future__ import annotations
 
@@ -15,45 +15,86 @@ from zckpt.format.index import ragged
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
+    from zckpt.format.data_file import Header
     from zckpt.format.index import Ints
-    from zckpt.format.shard import Header
 
 
-class Span(NamedTuple):
-    """Elements ``[start, stop)`` of a tensor, in row-major order, that go to element ``sink_start`` of a sink."""
+class ElementRange(NamedTuple):
+    """The elements ``[start, stop)`` of a tensor, in row-major order, which go to the target from its element
+    ``target_start`` on."""
 
     start: int
     stop: int
-    sink_start: int
+    target_start: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPieces:
-    """Stored pieces of the tensors that are wanted, as int64 columns: want by want, in the order of their elements, so
-    that those of one want make up all of its tensor. ``want`` is the number of the want and so of its sink; ``file`` a
-    position in the manifest, the rest as in ``Piece``."""
+    """Stored pieces of the tensors that are read, as int64 columns. They are ordered by request, and within a request
+    by their elements, so that the pieces of a request make up its whole tensor. ``request`` is the number of the
+    request and of its target, ``file`` is the number of the data file in the manifest, and the other columns are those
+    of ``Piece``."""
 
-    want: Ints
+    request: Ints
     file: Ints
     start: Ints
     stop: Ints
     offset: Ints
     block: Ints
 
-    def split(self, wants: int) -> Iterator[StoredPieces]:
-        """Yields the pieces of each want. ``wants``: the number of wants."""
-        bounds = np.searchsorted(self.want, np.arange(wants + 1)).tolist()
+    def split(self, requests: int) -> Iterator[StoredPieces]:
+        """Yields the pieces of each request. ``requests`` is the number of requests."""
+        bounds = np.searchsorted(self.request, np.arange(requests + 1)).tolist()
         columns = [getattr(self, name) for name in self.__slots__]
         for first, stop in itertools.pairwise(bounds):
             yield StoredPieces(*(column[first:stop] for column in columns))
 
 
 @dataclass(frozen=True, slots=True)
-class Extents:
-    """Parts of stored pieces, and the sinks that they go to, as int64 columns. All numbers are bytes, but for ``file``,
-    ``sink`` and ``block``: the piece occupies ``piece_bytes`` of the file's data from ``piece_offset`` on, its first
-    digest has the number ``block`` in the file, and the bytes ``[start, stop)`` of the piece go to byte ``sink_offset``
-    of it."""
+class FilePieces:
+    """Stored pieces of any tensors, in all their copies, as int64 columns. ``part_id`` is the position of the tensor's
+    part in the manifest, and ``row`` is the position of the tensor in that part. ``nbytes`` is the size of the piece in
+    bytes. The other columns are those of ``StoredPieces`` and ``Piece``."""
+
+    part_id: Ints
+    row: Ints
+    file: Ints
+    start: Ints
+    stop: Ints
+    offset: Ints
+    block: Ints
+    copy: Ints
+    nbytes: Ints
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def take(self, which: slice | Ints | NDArray[np.bool_]) -> FilePieces:
+        """Returns the pieces that ``which`` selects."""
+        return FilePieces(*(getattr(self, name)[which] for name in self.__slots__))
+
+    def in_file(self, number: int) -> FilePieces:
+        """Returns the pieces in file number ``number``. These pieces have to be ``in_order``."""
+        return self.take(slice(*np.searchsorted(self.file, [number, number + 1]).tolist()))
+
+    @classmethod
+    def in_order(cls, groups: Sequence[FilePieces]) -> FilePieces:
+        """Returns the pieces of all groups, ordered by file and by offset. A piece of 0 bytes comes before a piece that
+        begins at the same byte."""
+        columns = ([getattr(group, name) for group in groups] for name in cls.__slots__)
+        pieces = cls(*(np.concatenate([np.empty(0, np.int64), *column]) for column in columns))
+        return pieces.take(np.lexsort((pieces.nbytes, pieces.offset, pieces.file)))
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRanges:
+    """Ranges of stored pieces, and where they go, as int64 columns.
+
+    A piece occupies ``piece_bytes`` bytes of the data of file number ``file``, from byte ``piece_offset`` on. Its first
+    digest has the number ``block`` among the digests of the file. The bytes ``[start, stop)`` of the piece go to byte
+    ``target_offset`` of target number ``target``."""
 
     file: Ints
     piece_offset: Ints
@@ -61,92 +102,104 @@ class Extents:
     block: Ints
     start: Ints
     stop: Ints
-    sink: Ints
-    sink_offset: Ints
+    target: Ints
+    target_offset: Ints
 
 
 def choose_copies(row: Ints, copy: Ints, holder: Ints, rank: int | None) -> Ints:
-    """The copy to be read of each row: the first that ``rank`` alone holds if there is one, else the first. The columns
-    have the row of each piece, ascending, its copy and who holds it."""
+    """Chooses the copy of each row that is read: the first copy that ``rank`` alone holds if there is one, otherwise
+    copy 0. The columns have an entry for each piece: its row, in ascending order, its copy, and the rank that holds
+    it."""
     none = len(copy)
     chosen = np.full(int(row.max(initial=-1)) + 1, none)
     if rank is not None and len(row):
-        first = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (np.diff(copy, prepend=-1) != 0))  # of each copy
-        own = first[np.logical_and.reduceat(holder == rank, first)]
-        np.minimum.at(chosen, row[own], copy[own])
+        # The first piece of each copy.
+        first = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (np.diff(copy, prepend=-1) != 0))
+        of_rank_alone = first[np.logical_and.reduceat(holder == rank, first)]
+        np.minimum.at(chosen, row[of_rank_alone], copy[of_rank_alone])
     return np.where(chosen == none, 0, chosen)
 
 
-def extents(stored: StoredPieces, spans: Sequence[Sequence[Span]], item_bytes: Sequence[int]) -> Extents:
-    """Where the bytes of each want's ``spans`` lie; ``item_bytes`` are those of an element of each want."""
+def piece_ranges(
+    stored: StoredPieces, ranges: Sequence[Sequence[ElementRange]], item_bytes: Sequence[int]
+) -> PieceRanges:
+    """Finds where the elements of each request are stored. ``ranges`` has the ranges of elements of each request, and
+    ``item_bytes`` the size in bytes of an element of each request."""
     columns = [
-        (want, span.start, span.stop, span.sink_start)
-        for want, own in enumerate(spans)
-        for span in own
-        if span.start < span.stop
+        (request, elements.start, elements.stop, elements.target_start)
+        for request, of_request in enumerate(ranges)
+        for elements in of_request
+        if elements.start < elements.stop
     ]
-    want, start, stop, sink_start = np.array(columns, np.int64).reshape(-1, 4).T
-    numel = np.zeros(len(spans), np.int64)
-    np.maximum.at(numel, stored.want, stored.stop)
-    base = np.cumsum(numel) - numel  # as if all tensors lay one behind the other
-    at = base[stored.want] + stored.start
-    first = np.searchsorted(at, base[want] + start, side="right") - 1
-    span, number = ragged(np.searchsorted(at, base[want] + stop, side="left") - first)
-    piece = first[span] + number
-    item = np.array(item_bytes, np.int64)[want[span]]
+    request, start, stop, target_start = np.array(columns, np.int64).reshape(-1, 4).T
+    numel = np.zeros(len(ranges), np.int64)
+    np.maximum.at(numel, stored.request, stored.stop)
+    base = np.cumsum(numel) - numel  # the number of the first element of each tensor, if all are counted together
+    first_element = base[stored.request] + stored.start
+    first_piece = np.searchsorted(first_element, base[request] + start, side="right") - 1
+    piece_count = np.searchsorted(first_element, base[request] + stop, side="left") - first_piece
+    # From here on, the columns have one item for each pair of a range and a piece that has elements of it.
+    of_range, number = ragged(piece_count)
+    piece = first_piece[of_range] + number
+    item = np.array(item_bytes, np.int64)[request[of_range]]
     piece_start, piece_stop = stored.start[piece], stored.stop[piece]
-    cut_start = np.maximum(start[span], piece_start)
-    return Extents(
+    cut_start = np.maximum(start[of_range], piece_start)
+    return PieceRanges(
         file=stored.file[piece],
         piece_offset=stored.offset[piece],
         piece_bytes=(piece_stop - piece_start) * item,
         block=stored.block[piece],
         start=(cut_start - piece_start) * item,
-        stop=(np.minimum(stop[span], piece_stop) - piece_start) * item,
-        sink=want[span],
-        sink_offset=(sink_start[span] + cut_start - start[span]) * item,
+        stop=(np.minimum(stop[of_range], piece_stop) - piece_start) * item,
+        target=request[of_range],
+        target_offset=(target_start[of_range] + cut_start - start[of_range]) * item,
     )
 
 
-def slice_spans(shape: Sequence[int], index: Sequence[slice]) -> tuple[tuple[int, ...], list[Span]]:
-    """Shape and row-major spans of ``tensor[index]``. ``index`` has at most one slice per dimension, of step 1.
+def slice_ranges(shape: Sequence[int], index: Sequence[slice]) -> tuple[tuple[int, ...], list[ElementRange]]:
+    """Returns the shape of ``tensor[index]``, and its elements as row-major ranges. ``index`` has at most one slice for
+    each dimension, with the step 1.
 
-    Raises MismatchError for more slices than dimensions, another step, or what is no slice.
+    Raises MismatchError if there are more slices than dimensions, if a step is not 1, or if an item of ``index`` is not
+    a slice.
     """
     if len(index) > len(shape):
         raise MismatchError(f"{len(index)} slices for a tensor of shape {list(shape)}")
     bounds = []
-    for dim, part in zip(shape, (*index, *[slice(None)] * (len(shape) - len(index))), strict=True):
-        if not isinstance(part, slice):
-            raise MismatchError(f"{part!r} is not a slice")
-        start, stop, step = part.indices(dim)
+    for dim, item in zip(shape, (*index, *[slice(None)] * (len(shape) - len(index))), strict=True):
+        if not isinstance(item, slice):
+            raise MismatchError(f"{item!r} is not a slice")
+        start, stop, step = item.indices(dim)
         if step != 1:
             raise MismatchError(f"a slice of step {step}; only step 1 can be read")
         bounds.append((start, max(start, stop)))
-    out = tuple(stop - start for start, stop in bounds)
-    numel = math.prod(out)
-    if numel == 0:
-        return out, []
-    # All dimensions behind the last one that is cut short form one contiguous run
-    last = max((d for d, (dim, size) in enumerate(zip(shape, out, strict=True)) if dim != size), default=0)
+    out_shape = tuple(stop - start for start, stop in bounds)
+    if math.prod(out_shape) == 0:
+        return out_shape, []
+    # The last dimension that is not read whole, and all dimensions after it, form one contiguous range.
+    last = max((d for d, (dim, size) in enumerate(zip(shape, out_shape, strict=True)) if dim != size), default=0)
     inner = math.prod(shape[last + 1 :])
-    run = out[last] * inner if shape else 1
+    length = out_shape[last] * inner if shape else 1
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     base = bounds[last][0] * inner if shape else 0
-    spans = []
+    ranges = []
     for number, outer in enumerate(itertools.product(*(range(*bound) for bound in bounds[:last]))):
         start = base + sum(position * stride for position, stride in zip(outer, strides, strict=False))
-        spans.append(Span(start, start + run, number * run))
-    return out, spans
+        ranges.append(ElementRange(start, start + length, number * length))
+    return out_shape, ranges
 
 
-def file_extents(headers: Mapping[int, Header], block_bytes: int) -> Extents:
-    """All entries of these files, whole; each one's sink is its position among all of them."""
+def entry_ranges(headers: Mapping[int, Header], block_bytes: int) -> PieceRanges:
+    """Returns the ranges that read all entries of these files whole. The target of an entry is its position among the
+    entries of all files."""
     rows = [
         (number, entry.offset, entry.nbytes, block)
         for number, header in headers.items()
         for entry, block in zip(header.entries, header.first_blocks(block_bytes), strict=False)
     ]
     file, offset, nbytes, block_column = np.array(rows, np.int64).reshape(-1, 4).T
-    zeros, sinks = np.zeros(len(rows), np.int64), np.arange(len(rows))
-    return Extents(file, offset, nbytes, block_column, zeros, nbytes, sinks, zeros)
+    zeros, targets = np.zeros(len(rows), np.int64), np.arange(len(rows))
+    return PieceRanges(
+        file, piece_offset=offset, piece_bytes=nbytes, block=block_column, start=zeros, stop=nbytes, target=targets,
+        target_offset=zeros,
+    )  # fmt: skip

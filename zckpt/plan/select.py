@@ -1,4 +1,4 @@
-"""Keys, which are ``<part>/<name>``: which ones a caller asks for, and of which parts they are."""
+"""Selects the keys that a caller asks for. A key is ``<part>/<name>``."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from typing import TypeVar
 from zckpt.errors import KeyNotFoundError
 
 Keys = str | Iterable[str] | Callable[[str], bool] | None
-"""One key, a glob (``"master/*"``), several of either, a predicate over keys, or None for all."""
+"""A key, a glob such as ``"master/*"``, several of these, a function that returns whether it wants a key, or None for
+all keys."""
 
 _Names = TypeVar("_Names")
 
 COMPARED_MAX = 10_000
-"""Keys that are compared to find the nearest: about a second."""
+"""The number of keys that are compared to find the nearest ones. This takes about a second."""
 
 
-def several(given: _Names) -> _Names | tuple[str]:
-    """The names that a caller gives: a string is one of them, and no collection of letters."""
-    return (given,) if isinstance(given, str) else given
+def several(names: _Names) -> _Names | tuple[str]:
+    """Returns the names that a caller has given as a collection. A single string is one name, and not a collection of
+    letters."""
+    return (names,) if isinstance(names, str) else names
 
 
 def select(keys: Sequence[str], wanted: Keys, aliases: Mapping[str, str] = MappingProxyType({})) -> list[str]:
-    """The keys that ``wanted`` asks for, each once: those of ``keys`` in their order, then those with an alias.
+    """Returns the keys that ``wanted`` asks for, each once. First come those of ``keys``, in their order, then those
+    that contain an alias.
 
-    ``aliases``: from each further name of a tensor to the name that it has in ``keys``. A key with a further name is
-    found by itself; or by a glob that does not match the tensor's key in ``keys`` too, so that ``master/*`` has no
-    tensor twice. A predicate is over ``keys`` alone.
+    ``aliases`` maps each further name of a tensor to the name that it has in ``keys``. A key with a further name is
+    selected if it is asked for literally, or by a glob that does not match the key in ``keys`` too. So ``master/*``
+    selects no tensor twice. A predicate gets only ``keys``.
 
-    Raises KeyNotFoundError if a key, glob or predicate matches nothing; the error names some keys.
+    Raises KeyNotFoundError if a key, a glob or the predicate matches nothing. The error names some keys.
     """
     if wanted is None:
         return list(keys)
@@ -40,12 +43,12 @@ def select(keys: Sequence[str], wanted: Keys, aliases: Mapping[str, str] = Mappi
         if not chosen:
             raise KeyNotFoundError("the predicate is true of no key", hint=nearest(keys, ""))
         return chosen
-    known, found = set(keys), set()
+    known, selected = set(keys), set()
     further: dict[str, None] = {}
     for pattern in several(wanted):
         part, _, name = pattern.partition("/")
         if pattern in known:
-            found.add(pattern)
+            selected.add(pattern)
         elif name in aliases and f"{part}/{aliases[name]}" in known:
             further[pattern] = None
         else:
@@ -53,22 +56,24 @@ def select(keys: Sequence[str], wanted: Keys, aliases: Mapping[str, str] = Mappi
             others = fnmatch.filter(_of_others(pattern, known - matches, aliases), pattern)
             if not matches and not others:
                 raise KeyNotFoundError(f"no key matches {pattern!r}", key=pattern, hint=nearest(keys, pattern))
-            found |= matches
+            selected |= matches
             further |= dict.fromkeys(others)
-    return [*(key for key in keys if key in found), *further]
+    return [*(key for key in keys if key in selected), *further]
 
 
 def _of_others(pattern: str, others: set[str], aliases: Mapping[str, str]) -> Iterator[str]:
-    """The keys under which tied tensors are also known: every alias of the tensors in ``others``, within the part that
-    ``pattern`` names. If the name of the part is itself a pattern, the aliases in all parts."""
+    """Yields the keys that contain an alias of the tensors with the keys ``others``, in the part of ``pattern``, or in
+    all parts if the part of ``pattern`` is itself a glob."""
     part = part_of(pattern)
     parts = set(map(part_of, others)) if any(sign in part for sign in "*?[") else {part}
-    for one in sorted(parts):
-        yield from (f"{one}/{alias}" for alias, name in aliases.items() if f"{one}/{name}" in others)
+    for name_of_part in sorted(parts):
+        tied = (alias for alias, name in aliases.items() if f"{name_of_part}/{name}" in others)
+        yield from (f"{name_of_part}/{alias}" for alias in tied)
 
 
 def nearest(keys: Sequence[str], wanted: str) -> str:
-    """A sentence that names the keys most like ``wanted``, and the parts if it asks for a part that is not there."""
+    """Returns a hint that names the keys that are most like ``wanted``. It names all parts as well if ``wanted`` is in
+    a part that does not exist. If ``wanted`` is a part, the hint is the glob of all keys of this part."""
     if any(key.startswith(f"{wanted}/") for key in keys):
         return f"all keys of this part: {f'{wanted}/*'!r}"
     parts = dict.fromkeys(map(part_of, keys))
@@ -79,13 +84,14 @@ def nearest(keys: Sequence[str], wanted: str) -> str:
 
 
 def by_part(keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The names of the tensors with these keys, by part."""
+    """Returns the names of the tensors with these keys, by part."""
     names: dict[str, list[str]] = {}
     for key in keys:
         part, _, name = key.partition("/")
         names.setdefault(part, []).append(name)
-    return {part: tuple(found) for part, found in names.items()}
+    return {part: tuple(of_part) for part, of_part in names.items()}
 
 
 def part_of(key: str) -> str:
+    """Returns the part of a key."""
     return key.partition("/")[0]

@@ -1,4 +1,4 @@
-"""Shares work out to processes, such that each of them has about the same number of bytes."""
+"""Shares work out among processes, so that each of them has about the same number of bytes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ if TYPE_CHECKING:
 
 
 def shared_out(nbytes: Sequence[int], processes: int) -> list[int]:
-    """Returns for each item the number of the process, from 0 on, that does it. ``nbytes``: the size of each item.
+    """Returns, for each item, the number of the process that does it, counted from 0. ``nbytes`` has the size of each
+    item.
 
-    All items together, one behind the other, are cut into as many equal parts as there are processes. An item belongs
-    to the process in whose part its middle lies, so each process does items that follow one another.
-    """
-    total, at, found = max(sum(nbytes), 1), 0, []
-    for one in nbytes:
-        found.append(min((2 * at + one) * processes // (2 * total), processes - 1))
-        at += one
-    return found
+    The bytes of all items, one item after the other, are cut into as many equal parts as there are processes. An item
+    belongs to the process whose part contains the middle of the item. So each process does items that follow one
+    another."""
+    total, start, processes_of_items = max(sum(nbytes), 1), 0, []
+    for item_bytes in nbytes:
+        processes_of_items.append(min((2 * start + item_bytes) * processes // (2 * total), processes - 1))
+        start += item_bytes
+    return processes_of_items

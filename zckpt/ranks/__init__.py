@@ -1,1 +1,2 @@
-"""What the ranks of a job tell each other, and how each notices that another one has died. No file is touched."""
+"""What the ranks of a job tell each other, and how each rank notices that another one has died. No code here opens a
+file."""

@@ -1,4 +1,4 @@
-"""The ranks of a job: what they tell each other, and how a failure on one reaches all."""
+"""The ranks of a job: how they exchange values, and how a failure of one rank ends a call on all ranks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-if sys.platform != "win32":  # which has no such limits
+if sys.platform != "win32":  # Windows has no such limits
     import resource
 
 T = TypeVar("T")
 
 _FOREVER = timedelta(days=365)
-"""For gloo, once all have connected: it cannot tell a slow rank from one that hangs. That is up to signs of life."""
+"""The timeout of gloo once all ranks have connected. Gloo cannot tell a slow rank from one that hangs, so zckpt looks
+at signs of life instead (``heartbeat``)."""
 
 _INTERFACE = (
     "set GLOO_SOCKET_IFNAME, on every machine, to the network interface (`ip addr`) by which the machines reach each "
@@ -47,28 +48,29 @@ _LIMITS = {
 """Maps what the system says when ranks cannot connect to a hint that says what to do."""
 
 _groups: dict[tuple[tuple[int, ...], bool], tuple[object, _Group]] = {}
-"""The groups that were made, by their members and whether they are for the background. Beside each stands the default
-group of the job for which it was made."""
+"""The groups that were made, by the ranks in them and whether they are used in the background. With each group goes the
+default process group of the job for which it was made."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A gloo group, since the engine's own group may be NCCL's, which cannot carry host memory. torch.distributed does
-    not know of this group: it would name it by counting groups, and ranks may differ in how many they have made."""
+    """A group of gloo. The engine's own group may be one of NCCL, which cannot send host memory. torch.distributed does
+    not know this group, because it names groups by counting them, and ranks may have made different numbers of
+    groups."""
 
     group: dist.ProcessGroupGloo
     lives: Lives
 
 
 def _group(members: tuple[int, ...], rank: int, background: bool, call: str) -> _Group:
-    """The group of these ranks. It is made once per process and world, since making it is collective, and made anew
-    after a rank was lost."""
+    """Returns the group of these ranks. It is made once for each process and job, because all ranks have to make it
+    together. After a rank was lost, it is made anew."""
     world = dist.group.WORLD
     for stale in [key for key, (made_for, _) in list(_groups.items()) if made_for is not world]:
         if stale[1] == background:  # A write in the background may still use a group of a world that is gone.
             _groups.pop(stale)[1].lives.close()
-    found = _groups.get((members, background))
-    if found is None:
+    known = _groups.get((members, background))
+    if known is None:
         store = dist.distributed_c10d._get_default_store()
         name = meet(store, f"{members}{background}", rank, members, call)
         lives = Lives(store, name, rank, members)
@@ -78,20 +80,20 @@ def _group(members: tuple[int, ...], rank: int, background: bool, call: str) -> 
         except RankError:
             lives.close()
             raise
-        found = _groups[members, background] = world, _Group(group, lives)
-    return found[1]
+        known = _groups[members, background] = world, _Group(group, lives)
+    return known[1]
 
 
 def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], lives: Lives) -> dist.ProcessGroupGloo:
-    """A new gloo group. A thread makes it, so that nobody has to wait for a rank that cannot connect."""
+    """Makes a new gloo group. A thread makes it, so that nobody has to wait for a rank that cannot connect."""
     made: list[dist.ProcessGroupGloo] = []
     errors: list[Exception] = []
 
     def connect() -> None:
         try:
-            # A thread that waits on a store keeps others from using it.
-            own = store.clone() if hasattr(store, "clone") else store
-            prefix = dist.distributed_c10d.PrefixStore(f"zckpt/{name}/gloo", own)
+            # While a thread waits on a store, no other thread can use it.
+            own_store = store.clone() if hasattr(store, "clone") else store
+            prefix = dist.distributed_c10d.PrefixStore(f"zckpt/{name}/gloo", own_store)
             group = dist.ProcessGroupGloo(prefix, rank, len(members), timedelta(seconds=timeout_seconds()))
             group._set_default_timeout(_FOREVER)
             made.append(group)
@@ -106,7 +108,7 @@ def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], liv
         return made[0]
     (error,) = errors
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    hint = next((hint for said, hint in _LIMITS.items() if said in str(error).lower()), None)
+    hint = next((hint for message, hint in _LIMITS.items() if message in str(error).lower()), None)
     if hint is None or "refused" in str(error).lower():  # The rank on the other side may have died.
         lost = lives.lost(error)
         lost.hint = hint if lost.rank is None else None
@@ -118,13 +120,13 @@ def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], liv
 
 
 class Ranks:
-    """The ranks of ``group``, numbered from 0 on in its order. Without ``group``, all ranks of the job, or this process
-    alone if there is no job.
+    """The ranks of ``group``, numbered from 0 in the order of the group. Without ``group``, these are all ranks of the
+    job, or this process alone if there is no job.
 
-    Every method is collective: all ranks call it, in the same order. Those of ``background`` ranks may be called by
-    another thread at the same time, and go on when the training has given up its process groups. ``call``: the function
-    that every rank has to call; the messages about late ranks name it. The error of a rank that fails or is gone names
-    it by its number in the job.
+    Every method is collective: all ranks call it, in the same order. With ``background``, the methods may be called in
+    another thread at the same time, and work even after the training has destroyed its process groups. ``call`` is the
+    function of zckpt that every rank has to call. Messages about late ranks name it. An error of a rank that fails or
+    is gone names the rank by its number in the job.
     """
 
     def __init__(
@@ -147,8 +149,8 @@ class Ranks:
         self._group = None if self.size == 1 else _group(members, self.rank, background, call)
 
     def foreground(self, call: str) -> Ranks:
-        """The same ranks, to be used while the background uses its own group. If the training has given up its process
-        groups since, this process alone."""
+        """The same ranks, for calls at the time when the background uses its own group. If the training has destroyed
+        its process groups since, this is this process alone."""
         ranks = object.__new__(Ranks)
         number = self.members[self.rank]
         same = self._world is not None and self._world is dist.group.WORLD
@@ -157,12 +159,13 @@ class Ranks:
 
     def undivided(self) -> AbstractContextManager[None]:
         """Inside this block, Ctrl-C is raised only while an action of ``share`` or ``together`` runs, or at the end of
-        the block: raised while this rank waits for others, it would leave them waiting. So one that comes after the
-        last action ends nothing that the ranks do together. Once for each object."""
+        the block. If it were raised while this rank waits for others, the others would wait forever. So a Ctrl-C after
+        the last action does not end what the ranks do together. This may be used once for each object."""
         return self._interrupts.held()
 
     def gather(self, data: bytes, doing: str = "go on") -> list[bytes]:
-        """``data`` of every rank, on every rank. Raises RankError, which names the rank, if one is gone or hangs."""
+        """Returns the ``data`` of every rank, on every rank. Raises RankError, which names the rank, if a rank is gone
+        or hangs."""
         group = self._group
         return [data] if group is None else self._waiting(group, doing, lambda: self._gather(group, data))
 
@@ -191,7 +194,8 @@ class Ranks:
             with group.lives.shown(doing, self._call), group.lives.waiting():
                 return action()
         except RankError:
-            # A thread of gloo's may wait for that rank until this process ends. To destroy the group would wait too.
+            # A thread of gloo may wait for that rank until this process ends. To destroy the group would wait for it
+            # too.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group.group))
             group.lives.close()
             _groups.pop((self.members, self._background), None)
@@ -200,9 +204,9 @@ class Ranks:
     def _gather(self, group: _Group, data: bytes) -> list[bytes]:
         def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
             # The group's own method: torch.distributed's refuses a group that was destroyed by its users
-            found = [torch.zeros_like(mine) for _ in range(self.size)]
-            self._wait(group, group.group.allgather([found], [mine]))  # type: ignore[attr-defined]
-            return found
+            gathered = [torch.zeros_like(mine) for _ in range(self.size)]
+            self._wait(group, group.group.allgather([gathered], [mine]))  # type: ignore[attr-defined]
+            return gathered
 
         sizes = [int(size) for size in all_gather(torch.tensor([len(data)]))]
         mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
@@ -213,7 +217,8 @@ class Ranks:
     def _wait(group: _Group, work: dist.Work) -> None:
         """Waits until ``work`` has ended, and looks in between whether all ranks are alive. Raises RankError."""
         while True:
-            ended = work.is_completed()  # asked before: it may end just after the wait has run out of time
+            # Asked before the wait, because the work may end just after the wait has timed out.
+            ended = work.is_completed()
             try:
                 work.wait(timedelta(seconds=group.lives.period))
             except RuntimeError as error:
@@ -224,28 +229,28 @@ class Ranks:
                 return
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """Inside of it, Ctrl-C is raised, also one that came earlier: for an action of ``together`` that is not
-        interruptible as a whole."""
+        """Inside this block, Ctrl-C is raised, also if it came earlier. It is for a part of an action of ``together``
+        that is not interruptible as a whole."""
         return self._interrupts.allowed()
 
     def together(self, action: Callable[[], T], doing: str, *, interruptible: bool = True) -> T:
-        """Runs ``action`` on every rank; returns its result only if it succeeded on all.
-
-        A rank where it failed raises its own error, every other one a RankError that names the first failed rank.
-        """
+        """Runs ``action`` on every rank. Returns its result only if it succeeded on all ranks. A rank on which it
+        failed raises its own error. Every other rank raises a RankError that names the first rank on which it
+        failed."""
         results: list[T] = []
         self.share(lambda: results.append(action()), doing, interruptible=interruptible)
         return results[0]
 
     def share(self, action: Callable[[], T], doing: str, *, interruptible: bool = True) -> list[T]:
-        """Runs ``action`` on every rank. If it succeeded on all of them, every rank returns the results of all.
-        Raises as ``together`` does. ``interruptible``: whether the action raises Ctrl-C inside of ``undivided``.
+        """Runs ``action`` on every rank. If it succeeded on all ranks, every rank returns the results of all. Raises
+        the errors of ``together``. ``interruptible`` says whether Ctrl-C is raised in the action inside of
+        ``undivided``.
 
         A result is a value that msgpack can carry: None, a bool, a number, a string, bytes, or a sequence or mapping of
-        such. Tuples come back as lists, on the rank that gave them too. A string may be a path whose bytes are not
-        UTF-8 (``os.fsdecode``). The action fails on a rank whose result is anything else.
+        these. Tuples come back as lists, even on the rank that returned them. A string may be a path whose bytes are
+        not UTF-8 (``os.fsdecode``). If the result is anything else, the action has failed on this rank.
 
-        If everything that can fail is inside the actions of successive calls, all ranks leave at the same call.
+        If everything that can fail is in the actions of successive calls, all ranks leave at the same call.
         """
 
         def run() -> T:
@@ -262,8 +267,8 @@ class Ranks:
         step = f"{self._call}, to {doing}"
         try:
             report = _pack([step, None, action()])
-            _unpack(report)  # what cannot come back is this rank's error
-        except BaseException as caught:  # raised again below, once the others know
+            _unpack(report)  # a result that cannot be sent is an error of this rank
+        except BaseException as caught:  # raised again below, once the other ranks know
             error = caught
             report = _pack([step, _said(error), None])
         try:
@@ -281,15 +286,13 @@ class Ranks:
         return list(results)
 
     def first(self, action: Callable[[], T], doing: str) -> T:
-        """Runs ``action`` on rank 0 alone; every rank gets its result, or an error.
-
-        No rank raises Ctrl-C in it, inside of ``undivided``: one that has nothing to do would report a failure of what
-        rank 0 has done.
-        """
+        """Runs ``action`` on rank 0 alone. Every rank returns its result or raises an error. Inside of ``undivided``,
+        no rank raises Ctrl-C here, because a rank that has nothing to do would report a failure of what rank 0 has
+        done."""
         return cast("T", self.share(lambda: action() if self.rank == 0 else None, doing, interruptible=False)[0])
 
     def agree(self, value: T, what: str) -> T:
-        """``value``, if it is the same on every rank; otherwise RankError on all."""
+        """Returns ``value`` if it is the same on every rank. Otherwise all ranks raise RankError."""
         check_equal(self.share(lambda: value, f"agree on {what}"), what)
         return value
 
@@ -304,12 +307,13 @@ def _unpack(packed: bytes) -> Any:
 
 
 def _said(error: BaseException) -> str:
-    """What another rank shows of it: text that can be encoded, whatever bytes are in the name of a file, say."""
+    """Returns the text of an error for other ranks. It can always be encoded, even if the name of a file has bytes that
+    are not UTF-8."""
     try:
-        said = str(error)
+        text = str(error)
     except Exception as why:
-        said = f"it has no text, for {type(why).__name__} was raised"
-    return f"{type(error).__name__}: {said}".encode(errors="backslashreplace").decode()
+        text = f"it has no text, for {type(why).__name__} was raised"
+    return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
 
 
 def check_equal(values: Sequence[object], what: str) -> None:
@@ -322,7 +326,8 @@ def check_equal(values: Sequence[object], what: str) -> None:
 
 
 def comparable(**arguments: object) -> dict[str, object]:
-    """The arguments of a call, for ``check_arguments``: plain values, and collections of names in any order."""
+    """Returns the arguments of a call in a form that ``check_arguments`` can compare: plain values, and sorted lists
+    for collections of names."""
     return {
         name: value if value is None or isinstance(value, (str, bool)) else sorted(value)  # type: ignore[call-overload]
         for name, value in arguments.items()

@@ -1,8 +1,8 @@
-"""Signs of life: which rank gets on, and which has died or hangs.
+"""Signs of life: they tell which rank goes on, and which rank has died or hangs.
 
-Every rank that is inside a call of zckpt keeps an entry in the store of the job: that it is inside, and how many steps
-it has taken. Rank 0 watches all other ranks while it waits for them, and they watch rank 0, so at least one rank sees
-which rank takes no more steps. It tells the others.
+Every rank that is inside a call of zckpt keeps an entry in the store of the job. The entry says that the rank is
+inside, and how many steps it has taken. While rank 0 waits for the other ranks, it watches all of them, and they watch
+rank 0. So at least one rank sees which rank takes no more steps, and tells the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 TIMEOUT_SECONDS = 1800
-"""As torch.distributed's own."""
+"""After this many seconds without a sign of life, a rank is given up. torch.distributed has the same default."""
 
 PERIOD_SECONDS = 1.0
 """The longest time between two looks at the entries of other ranks."""
@@ -40,17 +40,24 @@ FIRST_FEW = 8
 GRACE_SECONDS = 5
 """The other ranks wait this many seconds longer than rank 0, because rank 0 tells them which rank is missing."""
 
+LOST_PERIODS = 3
+"""Once a connection is lost, a rank that has not shown that it runs for this many periods is taken for dead."""
+
+DOUBT_PERIODS = 10
+"""As long as several ranks seem to have died, there is another look after each period, up to this many. A machine may
+be so busy that a rank which is alive shows nothing for a while."""
+
 _steps = 0
 
 
 def sign_of_life() -> None:
-    """This process has taken a step: a read or write has ended."""
+    """Notes that this process has taken a step: a read or a write has ended."""
     global _steps  # noqa: PLW0603  that one of several at the same time is lost does not matter
     _steps += 1
 
 
 def timeout_seconds() -> int:
-    """Without a sign of life from a rank, after which it is given up. Raises ValueError."""
+    """Returns after how many seconds without a sign of life a rank is given up. Raises ValueError."""
     value = os.environ.get("ZCKPT_RANK_TIMEOUT", str(TIMEOUT_SECONDS))
     if not value.isdecimal() or int(value) < 1:
         raise ValueError(f"ZCKPT_RANK_TIMEOUT must be a number of seconds, 1 or more, got {value!r}")
@@ -68,11 +75,14 @@ def _using_the_store() -> Iterator[None]:
 
 
 def meet(store: Store, about: str, rank: int, members: Sequence[int], call: str) -> str:
-    """A name that no group has had before, the same on all ranks of a group, once all of them have come. Collective.
+    """Waits until all ranks of a group have come. Returns a name that no group has had before, the same on all ranks.
+    All ranks call it.
 
-    ``about``: says which group it is, and for what. ``members``: its ranks' numbers in the job. ``call``: what all of
-    them have to call. Every rank stores a random word under its own key. The first rank removes these words and answers
-    each rank. So a word that a rank left when it gave up does no harm, and ranks may meet any number of times.
+    ``about`` says which group it is and what it is for. ``members`` has the numbers of its ranks in the job. ``call``
+    is the function that all of them have to call.
+
+    Every rank stores a random word under its own key. The first rank removes these words and answers each rank. So a
+    word that a rank left when it gave up does no harm, and ranks may meet any number of times.
     """
     timeout, word, name = timeout_seconds(), secrets.token_hex(8), secrets.token_hex(8)
     words = [f"zckpt/{about}/word/{other}" for other in members]
@@ -87,11 +97,11 @@ def meet(store: Store, about: str, rank: int, members: Sequence[int], call: str)
         store.set(words[rank], word)
         if rank:
             if _await(store, [f"{answers}/{word}"], timeout + GRACE_SECONDS, late):
-                ok, _, said = store.get(f"{answers}/{word}").decode().partition(" ")
+                ok, _, text = store.get(f"{answers}/{word}").decode().partition(" ")
                 store.delete_key(f"{answers}/{word}")
                 if ok == "name":
-                    return said
-                missing = int(said)
+                    return text
+                missing = int(text)
             else:
                 missing = next((m for m, key in zip(members, words, strict=True) if not store.check([key])), members[0])
                 store.delete_key(words[rank])
@@ -112,8 +122,8 @@ def meet(store: Store, about: str, rank: int, members: Sequence[int], call: str)
 
 
 def _await(store: Store, keys: list[str], seconds: float, late: Callable[[], None]) -> bool:
-    """Whether all these keys are in the store within ``seconds``. ``late`` is called once if they are not there after
-    ``WAITING_SECONDS``."""
+    """Returns whether all these keys are in the store within ``seconds``. Calls ``late`` once if they are not there
+    after ``WAITING_SECONDS``."""
     soon = min(WAITING_SECONDS, seconds)
     for part in (soon, seconds - soon):
         try:
@@ -127,8 +137,8 @@ def _await(store: Store, keys: list[str], seconds: float, late: Callable[[], Non
 
 
 def _is_to_say(rank: int, is_here: Callable[[int], bool]) -> bool:
-    """Whether this rank prints the message about late ranks. The lowest-numbered rank that is present does so, if it is
-    among the first ``FIRST_FEW``."""
+    """Returns whether this rank prints the message about late ranks. The rank with the lowest number that is present
+    prints it, if it is among the first ``FIRST_FEW``."""
     return rank < FIRST_FEW and not any(is_here(other) for other in range(rank))
 
 
@@ -145,11 +155,9 @@ def _say_late(waiting: int, missing: Sequence[int], call: str, doing: str, timeo
 
 
 class Lives:
-    """The signs of life of the ranks of one group. To make one is collective.
-
-    ``name``: one that no group has had before. ``rank``: this rank's number in the group. ``members``: the numbers in
-    the job of all ranks of the group.
-    """
+    """The signs of life of the ranks of one group. All ranks have to make this object together. ``name`` is a name that
+    no group has had before, ``rank`` is the number of this rank in the group, and ``members`` has the numbers in the
+    job of all ranks of the group."""
 
     def __init__(self, store: Store, name: str, rank: int, members: Sequence[int]) -> None:
         self._store, self._rank, self._members = store, rank, members
@@ -161,14 +169,14 @@ class Lives:
         self._beats = 0
         self._waits = False
         self._said = False
-        """Whether late ranks were found in this wait already; there is no second message about them."""
+        """Whether late ranks were found in this wait already. There is only one message about them."""
         self._waits_since = 0.0
         self._call = ""
         self._heard: dict[int, tuple[str, float]] = {}
         """The last number of steps of each rank that is watched, and when it was first seen."""
         self._verdict: tuple[int, str] | None = None
         self._doing: str | None = None
-        """What this rank is doing; None outside of a call of zckpt."""
+        """What this rank is doing, or None outside of a call of zckpt."""
         self._here = False
         """Whether this rank's entry in the store says that it is inside a call of zckpt."""
         self._lock = threading.Lock()
@@ -191,8 +199,8 @@ class Lives:
 
     @contextmanager
     def shown(self, doing: str, call: str) -> Iterator[None]:
-        """Inside this block, this rank is doing something. If it shows no sign of life meanwhile, the others take it
-        for dead or hanging. ``call``: the function that all ranks have to call."""
+        """Inside this block, this rank is working. If it shows no sign of life meanwhile, the other ranks take it for
+        dead or hanging. ``call`` is the function that all ranks have to call."""
         if self._doing is not None:
             yield
             return
@@ -218,7 +226,8 @@ class Lives:
             self._waits = False
 
     def _exchange(self) -> None:
-        """Runs in a thread of its own, because all other threads may be busy or hang."""
+        """Writes and reads the entries until the object is closed. It runs in a thread of its own, because all other
+        threads may be busy or hang."""
         try:
             while not self._closed.wait(self.period):
                 self._beats += 1
@@ -236,11 +245,11 @@ class Lives:
             return  # The store and the process that holds it are gone. The watched ranks count as silent from now on.
 
     def close(self) -> None:
-        """Ends the thread. To be called when the group is given up, and before the interpreter ends, which would abort
-        a thread that is inside the store."""
+        """Ends the thread. It has to be called when the group is given up, and before the interpreter ends, because
+        that would abort a thread that is using the store."""
         atexit.unregister(self.close)
         self._closed.set()
-        self._worker.wait(self.period)  # no longer: it may be stuck there
+        self._worker.wait(self.period)  # but no longer, because the thread may be stuck in the store
 
     def _show(self) -> None:
         self._store.set(self._keys[self._rank], f"{int(self._here)} {self._beats} {_steps}")
@@ -268,13 +277,14 @@ class Lives:
                 _say_late(self._members[self._rank], names, self._call, self._doing or "go on", self._timeout)
 
     def check(self) -> None:
-        """Raises RankError if a watched rank has shown no sign of life for too long, or if another rank says so of
-        any."""
+        """Raises RankError if a watched rank has shown no sign of life for too long, or if another rank says so about
+        any rank."""
         if self._verdict is None:
             since = time.monotonic() - self._timeout
             silent = [rank for rank, (_, heard) in self._heard.items() if heard < since]
             if silent:
-                # Rank 0 may hold the store, so the store may be gone too; every rank watches rank 0 itself.
+                # The process of rank 0 may have the store, so the store may be gone too. Every rank watches rank 0
+                # itself.
                 why = f"has shown no sign of life for {self._timeout} s (ZCKPT_RANK_TIMEOUT)"
                 self._give_up(silent[0], why, tell=silent[0] != 0)
         if self._verdict is not None:
@@ -282,20 +292,23 @@ class Lives:
             raise RankError(f"rank {rank} {why}; the ranks were to {self._doing or 'begin'}", rank=rank)
 
     def lost(self, error: Exception) -> RankError:
-        """The error after the connection to another rank was lost; it names the rank, if it can be told which."""
+        """Returns the error for a lost connection to another rank. It names the rank if that can be found out."""
         try:
             with _using_the_store():
-                before = [self._entry(rank) for rank in range(len(self._keys))]
-                for _ in range(3):
+                before = {rank: self._entry(rank) for rank in range(len(self._keys)) if rank != self._rank}
+                silent = [rank for rank, entry in before.items() if entry[0] == "1"]
+                for period in range(DOUBT_PERIODS):
+                    if period >= LOST_PERIODS and len(silent) < 2:
+                        break
                     time.sleep(self.period)
                     self._look()
                     self.check()
-                for rank, entry in enumerate(before):
-                    if rank != self._rank and entry[0] == "1" and self._entry(rank) == entry:
-                        self._give_up(rank, "has died", tell=True)
-                        self.check()
-        except RankError as found:
-            return found
+                    silent = [rank for rank in silent if self._entry(rank) == before[rank]]
+                if silent:
+                    self._give_up(silent[0], "has died", tell=True)
+                    self.check()
+        except RankError as known_error:
+            return known_error
         return RankError(f"lost the connection to another rank: {error}")
 
     def give_up_self(self, why: str) -> None:

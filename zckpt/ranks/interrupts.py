@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of what several ranks do together: raised where it does no harm to the others."""
+"""Handles Ctrl-C while several ranks do something together. It is raised where it does no harm to the other ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ if TYPE_CHECKING:
 
 
 class Interrupts:
-    """What becomes of Ctrl-C (SIGINT) inside of ``held``: it is raised in ``allowed`` alone, at its begin if it came
-    earlier, or at the end of ``held``. Where an error ends ``held``, it is raised from that error. The second one is
-    raised at once, for whoever does not want to wait.
-
-    Elsewhere, in other threads than the main one, and where the program has a handler of its own, nothing changes.
-    """
+    """Delays Ctrl-C (SIGINT). Inside of ``held``, it is raised only inside of ``allowed``, at the beginning of
+    ``allowed`` if it came earlier, or at the end of ``held``. If an error ends ``held``, Ctrl-C is raised from that
+    error. A second Ctrl-C is raised at once, for users who do not want to wait. Nothing changes in other threads than
+    the main one, and if the program has a handler of its own."""
 
     def __init__(self) -> None:
         self._allowed = True
@@ -25,7 +23,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Once in the life of this object."""
+        """Delays Ctrl-C inside of this block. It may be used once for each object."""
         here = threading.current_thread() is threading.main_thread()
         if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
@@ -45,7 +43,7 @@ class Interrupts:
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Inside of it an interrupt is raised."""
+        """Inside this block, Ctrl-C is raised."""
         before, self._allowed = self._allowed, True
         try:
             self._raise_earlier()

@@ -19,26 +19,29 @@ if TYPE_CHECKING:
 PERIOD_SECONDS = 0.25
 """The time between two looks at the store of the job."""
 AGREE_SECONDS = 15
-"""A rank that has not answered for so many seconds is taken for dead. A thread answers, however long a step takes."""
+"""If a rank has not answered for this many seconds, it is taken for dead. A thread answers, so a long step does no
+harm."""
 GRACE_SECONDS = 5
 """The other ranks wait this many seconds longer than rank 0, because rank 0 collects the answers."""
 _NEVER = 0
-"""The decision of ranks that could not agree."""
+"""The decision if the ranks could not agree."""
 
 
 class LastStep:
-    """Any rank may ask for the end of the job. Then each rank's thread stores how many steps that rank has counted, and
-    from then on until the decision ``ended`` waits instead of counting. So no rank is further than one step behind
-    what it has stored, and the step after the highest of these numbers is one that no rank has ended yet: it is the
-    last one. The threads agree while the training is in the middle of a step, so ranks may be any number of steps
-    apart.
+    """Agrees on the last step of a job, if any rank asks for its end.
 
-    To make one is collective, and so is to close it. All ranks make it after the same step.
+    Then a thread on each rank stores how many steps the rank has counted. From then on until the decision, ``ended``
+    waits instead of counting. So a rank that has stored a number can be in the step after it, but cannot end that step.
+    No rank has ended the step after the highest of these numbers yet, so that step is the last one. The threads agree
+    while the training is in the middle of a step, so the ranks may be any number of steps apart.
+
+    All ranks have to make this object together, after the same step, and have to close it together.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.reason: int | None = None
-        """The number with which this rank, or the first other one, has asked for the end."""
+        """The number with which a rank has asked for the end: this rank, or else the first other one. None until
+        then."""
         self._rank, self._size, self._members = ranks.rank, ranks.size, ranks.members
         self._steps = 0
         self._last: int | None = None
@@ -46,24 +49,32 @@ class LastStep:
         """Held while steps may not be counted."""
         self._closed = threading.Event()
         name = ranks.first(lambda: secrets.token_hex(8), "begin")
-        if self._size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            # A thread that waits on a store keeps others from using it.
-            own = store.clone() if hasattr(store, "clone") else store
-            self._store = dist.distributed_c10d.PrefixStore(f"zckpt/{name}/last_step", own)
-            self._worker = Worker(self._watch, "zckpt-last-step", daemon=True)
-            self._worker.start()
-            atexit.register(self.close)
+        self._worker = Worker(self._watch, "zckpt-last-step", daemon=True)
+        try:
+            if self._size > 1:
+                ranks.together(lambda: self._begin(name), "begin")
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, name: str) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        # While a thread waits on a store, no other thread can use it.
+        own_store = store.clone() if hasattr(store, "clone") else store
+        self._store = dist.distributed_c10d.PrefixStore(f"zckpt/{name}/last_step", own_store)
+        self._worker.start()
+        atexit.register(self.close)
 
     def ask(self, reason: int) -> None:
-        """Asks for the end, once. It does no more than to set an attribute, so that a handler of signals may call it
-        at any time."""
+        """Asks for the end of the job, once. It only sets an attribute, so a handler of signals may call it at any
+        time."""
         if self.reason is None:
             self.reason = reason
 
     def ended(self) -> bool:
-        """To be called after each step, by the thread that trains. Returns whether this was the last one; all ranks
-        return True after the same step. Raises RankError if another rank did not answer when the end was asked for."""
+        """Returns whether the step that has just ended was the last one. All ranks return True after the same step. The
+        thread that trains calls it after each step. Raises RankError if another rank did not answer when the end was
+        asked for."""
         with self._counting:
             self._steps += 1
             last = self._last
@@ -81,13 +92,13 @@ class LastStep:
         self._closed.set()
         if self._size > 1:
             atexit.unregister(self.close)
-            self._worker.wait(PERIOD_SECONDS * 4)  # no longer: it may be stuck in the store
+            self._worker.wait(PERIOD_SECONDS * 4)  # but no longer, because the thread may be stuck in the store
 
     def _watch(self) -> None:
         try:
             while not self._closed.wait(PERIOD_SECONDS):
                 if self.reason is not None:
-                    self._store.set("reason", str(self.reason))
+                    self._store.compare_set("reason", "", str(self.reason))  # the number of the rank that asked first
                 if self._store.check(["reason"]):
                     with self._counting:
                         self.reason = int(self._store.get("reason"))
@@ -106,10 +117,10 @@ class LastStep:
                 self._decide(max(int(self._store.get(key)) for key in keys) + 1)
             elif time.monotonic() > deadline:
                 self._decide(_NEVER)
-            else:
-                self._closed.wait(PERIOD_SECONDS / 10)
+            elif self._closed.wait(PERIOD_SECONDS / 10):  # the training is over, so nobody asks any more
+                return _NEVER
         return int(self._store.get("decision"))
 
     def _decide(self, last: int) -> None:
-        """Stores a decision if there is none yet: all ranks read the same one."""
+        """Stores a decision if there is none yet. All ranks read the same decision."""
         self._store.compare_set("decision", "", str(last))

@@ -1,1 +1,1 @@
-"""What ``zckpt.open`` returns: an opened checkpoint, and any part of it as tensors."""
+"""An opened checkpoint, as ``zckpt.open`` returns it, and the loading of any part of it as tensors."""

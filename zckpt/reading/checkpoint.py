@@ -1,4 +1,4 @@
-"""An opened checkpoint: what it holds, and any part of it as tensors."""
+"""An opened checkpoint: its tensors and its other state, any part of which can be loaded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from zckpt.errors import FormatError, MismatchError, count
 from zckpt.format import names, tree
 from zckpt.listing.contents import TensorInfo
 from zckpt.plan.coalesce import plan_reads
-from zckpt.plan.reshard import Span, extents, slice_spans
+from zckpt.plan.reshard import ElementRange, piece_ranges, slice_ranges
 from zckpt.progress import Progress, reported
+from zckpt.reading.targets import checked_target, empty_tensor
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.transfer.budget import Budget, flag
-from zckpt.transfer.devices import check_device, check_devices
-from zckpt.transfer.memory import Sinks, check_cast, fresh_tensor, lies_in_order
+from zckpt.transfer.devices import check_device, check_devices, devices_of
+from zckpt.transfer.memory import Targets
 from zckpt.transfer.read import places_of, run_reads
 from zckpt.transfer.staging import StagingPool, pool_for
 from zckpt.transfer.torch_dtypes import dtype_of
@@ -31,22 +32,24 @@ if TYPE_CHECKING:
 
 Device = torch.device | str
 HOST = torch.device("cpu")
+PLANNED_PIECES = 1 << 16
+"""About how many pieces ``Checkpoint.read`` plans at a time. The plan of a piece takes up to 400 bytes."""
 
 
-class Want(NamedTuple):
-    """Elements of one tensor, and the contiguous memory that they go to. ``copy`` is the copy of the tensor to be read;
-    None: whichever suits."""
+class ReadRequest(NamedTuple):
+    """The elements of a tensor that are read, and the contiguous memory that they go to. ``copy`` is the number of the
+    copy that is read, or None if any copy will do."""
 
     info: TensorInfo
-    spans: Sequence[Span]
+    ranges: Sequence[ElementRange]
     target: torch.Tensor
     copy: int | None = None
 
 
 @lru_cache
-def _all_of(numel: int) -> tuple[Span]:
-    """The span of a whole tensor: few objects where there are many tensors."""
-    return (Span(0, numel, 0),)
+def _all_of(numel: int) -> tuple[ElementRange]:
+    """Returns the range of all elements of a tensor. The cache saves objects when there are many tensors."""
+    return (ElementRange(0, numel, 0),)
 
 
 def _leaf(ext: int, tensor: torch.Tensor) -> object:
@@ -54,7 +57,7 @@ def _leaf(ext: int, tensor: torch.Tensor) -> object:
 
 
 def _tensors_in(value: object) -> Iterator[TensorInfo]:
-    """Those that a tree refers to."""
+    """Yields the tensors that a tree refers to."""
     if isinstance(value, TensorInfo):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -63,8 +66,10 @@ def _tensors_in(value: object) -> Iterator[TensorInfo]:
 
 
 class Checkpoint(Mapping[str, TensorInfo]):
-    """An opened checkpoint, which ``zckpt.open`` returns: a mapping from each key (``<part>/<parameter name>``) to its
-    TensorInfo. Several threads may share it. Only the manifest is read before anything else is asked for.
+    """An opened checkpoint, which ``zckpt.open`` returns.
+
+    It is a mapping from each key (``<part>/<parameter name>``) to the tensor's TensorInfo. Opening a checkpoint reads
+    only the manifest. Several threads may share a Checkpoint.
     """
 
     def __init__(
@@ -80,13 +85,13 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.reader = contents.reader
         self.budget = budget or Budget.from_environment()
         self._advised = advised
-        """Makes a context manager that may add to the hint of an error which leaves it. Its argument says what an error
-        leaves behind; without it, an error leaves everything unchanged."""
+        """Makes a context manager that may add to the hint of an error that leaves it. Its argument says what an error
+        leaves behind. Without the argument, an error leaves everything unchanged."""
 
-    # What it holds
+    # Contents
 
     def __getitem__(self, key: str) -> TensorInfo:
-        """Returns the tensor with this key. A tied weight is found under each of its names. Raises KeyNotFoundError,
+        """Returns the tensor with this key. A tied weight has a key for each of its names. Raises KeyNotFoundError,
         which names the nearest keys."""
         return self.contents[key]
 
@@ -140,58 +145,91 @@ class Checkpoint(Mapping[str, TensorInfo]):
             return self._tree(self.manifest.state, names.MANIFEST)
 
     def rank_state(self, rank: int, *, lazy: bool = False, key: str | None = None) -> Any:
-        """Returns the tree of state that ``rank`` alone had, such as its random number generators, or None if there is
-        none.
+        """Returns the tree of state that belongs to one rank alone, such as its random number generators.
 
-        ``lazy``: the tree has, in the place of each tensor and array, a function without arguments that reads it.
-        ``key``: returns only what the tree has under this key, or None, and reads no tensors of anything else.
+        Args:
+            rank: one of the ranks that wrote the checkpoint, from 0 on.
+            lazy: whether a function without arguments takes the place of each tensor and array. The function reads the
+                tensor.
+            key: a key of the tree. Only its value is returned, and no other tensors are read. None means the whole
+                tree.
+
+        Returns:
+            The tree, or its value under ``key``. None if there is none.
+
+        Raises:
+            IndexError: there was no such rank.
+            FormatError: data is damaged or missing.
+            StorageError: the operating system reports an error when it reads.
         """
         with self._advised():
-            found = self.contents.packed_state(rank)
-            if found is None:
+            packed = self.contents.packed_state(rank)
+            if packed is None:
                 return None
-            return tree.unpack(found[0], self._lazy_leaf, found[1]) if lazy else self._tree(*found, key)
+            return tree.unpack(packed[0], self._lazy_leaf, packed[1]) if lazy else self._tree(*packed, key)
 
     def client_rank_state(self, rank: int) -> dict[str, Any] | None:
-        """What ``rank`` has given to ``zckpt.write`` as its ``rank_state``, and the states of the objects that it had
-        registered (``zckpt.register``), by name, with tensors on the CPU; None if there was neither.
+        """Returns the ``rank_state`` that one rank has passed to ``zckpt.write``.
 
-        ``rank`` is one of the ranks that wrote the checkpoint, from 0 on: any of them, whoever reads. Raises IndexError
-        for another one, FormatError and StorageError.
+        It also contains, by name, the states of the objects that this rank had registered (``zckpt.register``).
+
+        Args:
+            rank: one of the ranks that wrote the checkpoint, from 0 on. It need not be the rank of this process.
+
+        Returns:
+            A dict with tensors on the CPU. None if the rank has passed and registered nothing.
+
+        Raises:
+            IndexError: there was no such rank.
+            FormatError: data is damaged or missing.
+            StorageError: the operating system reports an error when it reads.
         """
         if rank not in range(self.world_size):
             raise IndexError(f"there is no rank {rank}: ranks 0 to {self.world_size - 1} have written {self.path}")
         return self.map_of_rank(rank, names.CLIENT_RANK_STATE)
 
     def map_of_rank(self, rank: int, key: str) -> dict[str, Any] | None:
-        """The map that the tree of one rank has under this key; None if it has none. Raises FormatError, also for what
-        is no map."""
-        found = self.rank_state(rank, key=key)
-        if not isinstance(found, dict | None):
+        """Returns a map from the tree of one rank.
+
+        Args:
+            rank: one of the ranks that wrote the checkpoint, from 0 on.
+            key: the key of the map in that tree.
+
+        Returns:
+            The map. None if the tree has none under this key.
+
+        Raises:
+            FormatError: the value is not a map, or data is damaged or missing.
+        """
+        value = self.rank_state(rank, key=key)
+        if not isinstance(value, dict | None):
             raise FormatError(f"state: the {key} of rank {rank} is not a map", file=self.path)
-        return found
+        return value
 
     def _tree(self, packed: bytes, file: str, key: str | None = None) -> Any:
-        """With all tensors that it refers to, which are read at once: so they cannot take more than their files.
-        ``key``: only what it has under this key; None: all of it."""
+        """Returns a tree with all tensors that it refers to. The tensors are read together, so their sizes are first
+        checked against the sizes of their files. With ``key``, returns only the value that the tree has under this
+        key."""
 
         def unpack(get: Callable[[int, str], object]) -> Any:
-            found = tree.unpack(packed, get, file)
-            return found if key is None else found.get(key) if isinstance(found, dict) else None
+            value = tree.unpack(packed, get, file)
+            return value if key is None else value.get(key) if isinstance(value, dict) else None
 
         infos = {info.name: info for info in _tensors_in(unpack(lambda ext, name: self.contents.state_info(name)))}
         self.contents.check_sizes(infos.values())
-        # torch.set_rng_state reads from where the storage of its tensor begins, so each tensor begins there too.
+        # torch.set_rng_state reads from the start of the storage of its tensor, so each tensor has a storage of its
+        # own.
         tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
         if infos:
-            self._load(infos, given=tensors)
+            self._load(infos, existing=tensors)
         return unpack(lambda ext, name: _leaf(ext, tensors[name]) if name in tensors else None)
 
     def _lazy_leaf(self, ext: int, name: str) -> Callable[[], object]:
+        """Returns a function that reads a tensor of a tree."""
         info = self.contents.state_info(name)
         return lambda: _leaf(ext, self._load({name: info})[name])
 
-    # Any part of it
+    # Loading
 
     def load(
         self,
@@ -203,40 +241,59 @@ class Checkpoint(Mapping[str, TensorInfo]):
         out: Mapping[str, torch.Tensor] | None = None,
         progress: Progress | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Whole tensors by key, assembled from the pieces of all ranks, in memory of their own on ``device``.
+        """Returns whole tensors by key, assembled from the pieces of all ranks.
 
-        ``keys``: one key, a glob (``"master/*"``), several of either, a predicate over keys, or None for the keys of
-        ``out``, and for all where there is no ``out``. A glob that matches only a further name of a tied weight finds
-        it under that name; one that matches the name under which it is stored too, as ``"master/*"`` does, gives it
-        once, under that one. A predicate is asked about the keys under which tensors are stored. ``dtype`` converts
-        between floating point types, or between integer types, on the way; it is a ``torch.dtype`` or its name, such as
-        ``"bfloat16"``. ``verify`` checks every block's digest; None: unless the environment has ZCKPT_VERIFY=0.
-        ``out``: contiguous tensors by key, of the stored shapes, on any device, which are read into and converted to
-        their dtype; after an error they hold undefined values. ``progress``: such as ``zckpt.ProgressBar()``. Reads
-        nothing but these tensors, the index chunks that list them and the digests that cover them, and nothing at all
+        It reads only these tensors, the index chunks that list them and the digests that cover them. It reads nothing
         for tensors on the device "meta".
 
-        Raises DeviceError for a device that does not exist or does not work, which names the devices there are, and for
-        too little memory; KeyNotFoundError, also for a key of ``out`` and where ``keys`` matches nothing; TypeError
-        where ``out`` is no mapping to tensors; ValueError for a ``dtype`` that does not exist; CastError; MismatchError
-        (a tensor of ``out`` does not fit, or ``keys`` does not ask for it); FormatError (damaged or missing data) and
-        StorageError; then nothing is returned.
+        Args:
+            keys: one key, a glob (``"master/*"``), several keys or globs, or a predicate over keys. None selects the
+                keys of ``out``, or all keys if there is no ``out``. If a glob matches the key under which a tied weight
+                is stored, as ``"master/*"`` does, the weight is returned once, under this key. If a glob matches only
+                another name of a tied weight, the weight is returned under that name. A predicate is called with the
+                keys under which tensors are stored.
+            device: the device on which the tensors are made.
+            dtype: the dtype to which the tensors are converted. Only conversions between floating point types, or
+                between integer types, are possible. It is a ``torch.dtype`` or its name, such as ``"bfloat16"``. None
+                keeps the stored dtypes.
+            verify: whether every block is compared with its digest. None means yes, unless the environment has
+                ZCKPT_VERIFY=0.
+            out: tensors by key that are filled, and to whose dtype the stored elements are converted. They must be
+                contiguous and have the stored shapes. They may be on any device. After an error they have undefined
+                values.
+            progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
+
+        Returns:
+            The tensors by key. With ``out``, these are the tensors of ``out``. Otherwise, they are new tensors.
+
+        Raises:
+            KeyNotFoundError: ``keys`` matches nothing, or there is no tensor for a key of ``out``.
+            MismatchError: a tensor of ``out`` does not fit, or ``keys`` does not select it.
+            CastError: a dtype cannot be converted to ``dtype``.
+            ValueError: there is no such ``dtype``.
+            TypeError: ``out`` is not a mapping to tensors.
+            DeviceError: the device does not exist, does not work or has too little memory. The error names the usable
+                devices.
+            FormatError: data is damaged or missing.
+            StorageError: the operating system reports an error when it reads.
         """
         device = check_device(device)
-        given = {} if out is None else out
-        if not isinstance(given, Mapping):
+        targets = {} if out is None else out
+        if not isinstance(targets, Mapping):
             raise TypeError(f"out must be a dict of tensors by key, such as 'master/embed', got {type(out).__name__}")
-        infos = {key: self[key] for key in (given if keys is None and out is not None else self.contents.select(keys))}
-        unused = [key for key in given if key not in infos]
+        infos = {
+            key: self[key] for key in (targets if keys is None and out is not None else self.contents.select(keys))
+        }
+        unused = [key for key in targets if key not in infos]
         if unused:
             raise MismatchError(f"out has {', '.join(unused[:5])}, which keys does not ask for", key=unused[0])
         dtypes = dict.fromkeys(infos, dtype_of(dtype))
-        given = {key: self._given(infos[key], tensor) for key, tensor in given.items()}
-        check_devices(tensor for tensor in given.values() if not tensor.is_meta)
-        left = ["the tensors in `out` have undefined values; nothing else was changed"] if given else []
+        targets = {key: checked_target(infos[key], tensor) for key, tensor in targets.items()}
+        check_devices(tensor for tensor in targets.values() if not tensor.is_meta)
+        leftovers = ["the tensors in `out` have undefined values; nothing else was changed"] if targets else []
         nbytes = sum(info.nbytes for info in infos.values())
-        with self._advised(*left), reported(progress, "load", nbytes) as advance:
-            return self._load(infos, device, dtypes, given, verify=verify, advance=advance)
+        with self._advised(*leftovers), reported(progress, "load", nbytes) as advance:
+            return self._load(infos, device, dtypes, targets, verify=verify, advance=advance)
 
     def iter(
         self,
@@ -247,10 +304,26 @@ class Checkpoint(Mapping[str, TensorInfo]):
         verify: bool | None = None,
         progress: Progress | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Like ``load``, one ``(key, tensor)`` at a time: only one is in memory, unless the caller keeps more."""
+        """Yields ``(key, tensor)`` one at a time.
+
+        Only one tensor is in memory at a time, unless the caller keeps more.
+
+        Args:
+            keys: as for ``load``.
+            device: as for ``load``.
+            dtype: as for ``load``.
+            verify: as for ``load``.
+            progress: as for ``load``.
+
+        Returns:
+            An iterator. It reads each tensor when the caller asks for it.
+
+        Raises:
+            ZckptError: the tensors cannot be loaded. ``load`` lists these errors.
+        """
         device = check_device(device)
         infos = {key: self[key] for key in self.contents.select(keys)}
-        wanted = dtype_of(dtype)
+        target_dtype = dtype_of(dtype)
         staging = self.staging([device])
         with (
             self._advised(),
@@ -258,8 +331,10 @@ class Checkpoint(Mapping[str, TensorInfo]):
             staging.kept(),
         ):
             for key, info in infos.items():
-                one = self._load({key: info}, device, {key: wanted}, verify=verify, advance=advance, staging=staging)
-                yield key, one[key]
+                tensors = self._load(
+                    {key: info}, device, {key: target_dtype}, verify=verify, advance=advance, staging=staging
+                )
+                yield key, tensors[key]
 
     def load_slice(
         self,
@@ -270,50 +345,81 @@ class Checkpoint(Mapping[str, TensorInfo]):
         dtype: torch.dtype | str | None = None,
         verify: bool | None = None,
     ) -> torch.Tensor:
-        """``tensor[index]`` without reading the rest; ``index`` is a slice, or one per leading dimension, of step 1.
+        """Returns ``tensor[index]`` without reading the rest of the tensor.
 
-        With ``verify`` the blocks (1 MiB) at the edges are read whole. Raises as ``load`` does.
+        With ``verify``, the blocks (1 MiB each) at the edges of the slice are read whole.
+
+        Args:
+            key: the key of the tensor.
+            index: a slice, or one slice for each leading dimension. All steps are 1.
+            device: as for ``load``.
+            dtype: as for ``load``.
+            verify: as for ``load``.
+
+        Returns:
+            A new tensor with the elements of the slice.
+
+        Raises:
+            ZckptError: the tensors cannot be loaded. ``load`` lists these errors.
         """
         device = check_device(device)
         info = self[key]
-        shape, spans = slice_spans(info.shape, index if isinstance(index, tuple) else (index,))
+        shape, ranges = slice_ranges(info.shape, index if isinstance(index, tuple) else (index,))
         with self._advised():
             if device.type != "meta":
                 self.contents.check_sizes([info])
-            target = self._empty(info, shape, device, dtype_of(dtype))
-            self.read([Want(info, spans, target)], verify=verify)
+            target = empty_tensor(info, shape, device, dtype_of(dtype))
+            self.read([ReadRequest(info, ranges, target)], verify=verify)
         return target
 
     def load_pieces(
         self, rank: int, keys: Keys = None, *, device: Device = "cpu", verify: bool | None = None
     ) -> dict[tuple[str, int, int], torch.Tensor]:
-        """What one rank wrote, as it is: 1-D tensors of the elements ``[start, stop)`` by ``(key, start, stop)``.
+        """Returns the pieces that one rank wrote, with their stored dtypes.
 
-        Raises as ``load`` does.
+        Args:
+            rank: one of the ranks that wrote the checkpoint, from 0 on.
+            keys: as for ``load``.
+            device: as for ``load``.
+            verify: as for ``load``.
+
+        Returns:
+            A 1-D tensor for each piece, by ``(key, start, stop)``. It has the elements ``[start, stop)`` of the tensor,
+            in row-major order.
+
+        Raises:
+            ZckptError: the tensors cannot be loaded. ``load`` lists these errors.
         """
         device = check_device(device)
-        wants: dict[tuple[str, int, int], Want] = {}
+        requests: dict[tuple[str, int, int], ReadRequest] = {}
         infos = {key: self[key] for key in self.contents.select(keys)}
         with self._advised():
-            own = {key: [one for one in self.contents.pieces(info) if one.rank == rank] for key, info in infos.items()}
-            copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in own[key]}
+            pieces_of_rank = {
+                key: [piece for piece in self.contents.pieces(info) if piece.rank == rank]
+                for key, info in infos.items()
+            }
+            copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in pieces_of_rank[key]}
             if device.type != "meta":
                 self.contents.check_copies(list(copies.values()), [copy for _, copy in copies])
             for key, info in infos.items():
-                for piece in own[key]:
-                    span = Span(piece.start, piece.stop, 0)
-                    target = self._empty(info, (piece.stop - piece.start,), device)
-                    wants[key, piece.start, piece.stop] = Want(info, [span], target, piece.copy)
-            self.read(list(wants.values()), verify=verify)
-        return {place: want.target for place, want in wants.items()}
+                for piece in pieces_of_rank[key]:
+                    elements = ElementRange(piece.start, piece.stop, 0)
+                    target = empty_tensor(info, (piece.stop - piece.start,), device)
+                    requests[key, piece.start, piece.stop] = ReadRequest(info, [elements], target, piece.copy)
+            self.read(list(requests.values()), verify=verify)
+        return {place: request.target for place, request in requests.items()}
 
     def weights(self) -> dict[str, TensorInfo]:
-        """Returns the weights and buffers of the model by the names that they have in the model. A weight is that of
-        the part ``master`` if there is one, and that of ``param`` otherwise. A tied weight has one of its names."""
-        found: dict[str, TensorInfo] = {}
+        """Returns the TensorInfos of the weights and buffers of the model.
+
+        Returns:
+            The TensorInfos by the name in the model. A weight is that of the part ``master`` if this part has it, and
+            that of ``param`` otherwise. A tied weight has one of its names.
+        """
+        infos: dict[str, TensorInfo] = {}
         for part in (BUFFER, PARAM, MASTER):
-            found |= {info.name: info for info in self.values() if info.part == part}
-        return found
+            infos |= {info.name: info for info in self.values() if info.part == part}
+        return infos
 
     def state_dict(
         self,
@@ -323,13 +429,26 @@ class Checkpoint(Mapping[str, TensorInfo]):
         verify: bool | None = None,
         progress: Progress | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Returns what ``model.load_state_dict`` takes: weights (from the part ``master`` if there is one, otherwise
-        from ``param``) and buffers, with tied weights under each of their names. ``dtype`` applies to floating point
-        weights; buffers keep their dtype. Raises what ``load`` raises."""
-        device, wanted = check_device(device), dtype_of(dtype)
+        """Returns a dict for ``model.load_state_dict``: weights and buffers, and tied weights by each of their names.
+
+        A weight is that of the part ``master`` if this part has it, and that of ``param`` otherwise.
+
+        Args:
+            dtype: the dtype of floating point weights. Buffers keep their dtype.
+            device: as for ``load``.
+            verify: as for ``load``.
+            progress: as for ``load``.
+
+        Returns:
+            The tensors by their names in the model.
+
+        Raises:
+            ZckptError: the tensors cannot be loaded. ``load`` lists these errors.
+        """
+        device, weight_dtype = check_device(device), dtype_of(dtype)
         sources = self.weights()
         casts = {
-            name: wanted if info.part != BUFFER and info.dtype.is_floating_point else None
+            name: weight_dtype if info.part != BUFFER and info.dtype.is_floating_point else None
             for name, info in sources.items()
         }
 
@@ -339,47 +458,78 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     def read(
         self,
-        wants: Sequence[Want],
+        requests: Sequence[ReadRequest],
         *,
         rank: int | None = None,
         verify: bool | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
         staging: StagingPool | None = None,
     ) -> None:
-        """Fills the target of every want. The one way in which tensor data is read.
+        """Fills the target of every request. All tensor data is read by this method.
 
-        Where a tensor has several copies, that which ``rank`` alone holds is read if there is one, else the first. For
-        a target on the device "meta" nothing is read. ``advance`` is told the bytes that have been read. ``staging``:
-        what the method of that name returns, for several calls inside of its ``kept``; None: for this call alone.
+        Args:
+            requests: the tensors, the elements of them that are read, and the memory that they go to. Nothing is read
+                for a target on the device "meta".
+            rank: the rank whose copy is read if a tensor has several copies and ``rank`` alone has one of them.
+                Otherwise, and with None, the first copy is read.
+            verify: as for ``load``.
+            advance: called with the number of bytes that have been read.
+            staging: a pool that the method ``staging`` has returned, for several calls inside of its ``kept``. None
+                makes a pool for this call alone.
+
+        Raises:
+            ZckptError: the tensors cannot be loaded. ``load`` lists these errors.
         """
         verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
+        for request in requests:
+            if request.target.is_meta:
+                advance(request.info.nbytes)
+        requests = [request for request in requests if not request.target.is_meta]
+        staging = staging or self.staging(devices_of(request.target for request in requests))
+        batch_size = max(PLANNED_PIECES // self.world_size, 1)
+        with staging.kept() if len(requests) > batch_size else nullcontext():
+            for first in range(0, len(requests), batch_size):
+                self._read(requests[first : first + batch_size], rank, verify, advance, staging)
+
+    def _read(
+        self,
+        requests: Sequence[ReadRequest],
+        rank: int | None,
+        verify: bool,
+        advance: Callable[[int], None],
+        staging: StagingPool,
+    ) -> None:
         manifest = self.manifest
-        for want in wants:
-            if want.target.is_meta:
-                advance(want.info.nbytes)
-        wants = [want for want in wants if not want.target.is_meta]
-        infos, spans, targets, copies = zip(*wants, strict=True) if wants else ((),) * 4
-        found = extents(self.contents.stored(infos, copies, rank), spans, [info.item_bytes for info in infos])
-        files = {number: self.contents.read_file(number, verify=verify) for number in set(found.file.tolist())}
-        sinks = Sinks([info.key for info in infos], targets, [info.dtype for info in infos])
-        staging = staging or self.staging(sinks.devices)
+        infos, ranges, tensors, copies = zip(*requests, strict=True)
+        stored_ranges = piece_ranges(
+            self.contents.stored(infos, copies, rank), ranges, [info.item_bytes for info in infos]
+        )
+        files = {number: self.contents.read_file(number, verify=verify) for number in set(stored_ranges.file.tolist())}
+        targets = Targets([info.key for info in infos], tensors, [info.dtype for info in infos])
         ops = plan_reads(
-            found,
+            stored_ranges,
             data_starts=manifest.files.data_start,
             block_bytes=manifest.block_bytes,
             verify=verify,
             batch_bytes=staging.batch_bytes,
-            places=places_of(self.reader, sinks, files),
+            places=places_of(self.reader, targets, files),
         )
-        run_reads(self.reader, ops, files, sinks, self.budget, staging, advance)
+        run_reads(self.reader, ops, files, targets, self.budget, staging, advance)
 
     def staging(self, devices: Iterable[torch.device]) -> StagingPool:
-        """Makes a pool of buffers for ``read`` into memory of these devices and of the host."""
+        """Makes a pool of buffers for ``read``.
+
+        Args:
+            devices: the devices, besides the CPU, to whose memory tensors are read.
+
+        Returns:
+            The pool.
+        """
         return pool_for(devices, self.budget, self.manifest.block_bytes)
 
     @property
     def batch_bytes(self) -> int:
-        """The most bytes of one read into host memory."""
+        """The largest number of bytes of one read into host memory."""
         return self.budget.batch_bytes(self.manifest.block_bytes)
 
     def _load(
@@ -387,49 +537,23 @@ class Checkpoint(Mapping[str, TensorInfo]):
         infos: Mapping[str, TensorInfo],
         device: torch.device = HOST,
         dtypes: Mapping[str, torch.dtype | None] | None = None,
-        given: Mapping[str, torch.Tensor] | None = None,
+        existing: Mapping[str, torch.Tensor] | None = None,
         *,
         verify: bool | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
         staging: StagingPool | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Whole tensors, in the memory that is ``given`` for some of them, all others in memory of their own."""
-        dtypes, given = dtypes or {}, given or {}
-        unread = {name for name in infos if (given[name].is_meta if name in given else device.type == "meta")}
-        begins = self.contents.check_sizes(info for name, info in infos.items() if name not in unread)
+        """Returns whole tensors, by the names of ``infos``. Tensors that are in ``existing`` are read into that memory,
+        all others into new memory."""
+        dtypes, existing = dtypes or {}, existing or {}
+        unread = {name for name in infos if (existing[name].is_meta if name in existing else device.type == "meta")}
+        offsets = self.contents.check_sizes(info for name, info in infos.items() if name not in unread)
         targets = {
-            name: given[name]
-            if name in given
-            else self._empty(info, info.shape, device, dtypes.get(name), begins.get(info.key, 0))
+            name: existing[name]
+            if name in existing
+            else empty_tensor(info, info.shape, device, dtypes.get(name), offsets.get(info.key, 0))
             for name, info in infos.items()
         }
-        wants = [Want(info, _all_of(math.prod(info.shape)), targets[name]) for name, info in infos.items()]
-        self.read(wants, verify=verify, advance=advance, staging=staging)
+        requests = [ReadRequest(info, _all_of(math.prod(info.shape)), targets[name]) for name, info in infos.items()]
+        self.read(requests, verify=verify, advance=advance, staging=staging)
         return targets
-
-    def _empty(
-        self,
-        info: TensorInfo,
-        shape: tuple[int, ...],
-        device: Device = "cpu",
-        dtype: torch.dtype | None = None,
-        begins: int = 0,
-    ) -> torch.Tensor:
-        """Memory for elements of ``info``, which begin at byte ``begins`` of a file. Its sizes are checked before, so
-        that there is never more asked for than the files really hold, whatever the manifest says."""
-        check_cast(info.dtype, dtype or info.dtype, info.key)
-        return fresh_tensor(shape, dtype or info.dtype, device, begins)
-
-    def _given(self, info: TensorInfo, target: torch.Tensor) -> torch.Tensor:
-        """Memory of the caller's, if it can hold ``info``. Raises TypeError, MismatchError, CastError."""
-        given: object = target
-        if not isinstance(given, torch.Tensor):
-            what = f"{type(given).__module__}.{type(given).__name__}"
-            raise TypeError(
-                f"out[{info.key!r}] must be a torch.Tensor, got {what}; torch.from_numpy shares an array's memory"
-            )
-        check_cast(info.dtype, target.dtype, info.key)
-        if tuple(target.shape) != info.shape or not lies_in_order(target):
-            what = str(list(target.shape)) if lies_in_order(target) else "a view whose elements do not lie in order"
-            raise MismatchError(f"out has {what}, the checkpoint {list(info.shape)}", key=info.key)
-        return target

@@ -1,4 +1,4 @@
-"""Computes statistics of the values of tensors, with only a few MiB of the values in memory at a time."""
+"""Computes statistics of the values of tensors. Only a few MiB of the values are in memory at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zckpt.plan.reshard import Span
-from zckpt.reading.checkpoint import HOST, Want
+from zckpt.plan.reshard import ElementRange
+from zckpt.reading.checkpoint import HOST, ReadRequest
 from zckpt.transfer.memory import fresh_tensor
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from zckpt.reading.checkpoint import Checkpoint
 
 STRETCH_BYTES = 32 << 20
-"""The most bytes of a tensor that are in memory at a time, beside the buffers of the budget."""
+"""The largest number of bytes of a tensor that are in memory at a time, besides the buffers of the budget."""
 BATCH_STRETCHES_MAX = 64
-"""The most stretches that are read at once. To plan the reads of many small tensors, each of which is cut into as many
-pieces as there are ranks, takes more memory than their values."""
+"""The largest number of stretches that are read together. The limit is needed for many small tensors, each of which has
+a piece on every rank: the plan of their reads takes more memory than their values."""
 AT_ONCE = 1 << 18
-"""The number of elements that are converted at a time, which is so small that they stay in the processor's cache."""
+"""The number of elements that are converted at a time. It is so small that they stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Statistics:
 
 
 class Stretch(NamedTuple):
-    """The elements ``[start, stop)`` of one of several tensors, whose position among them is ``number``."""
+    """The elements ``[start, stop)`` of one of several tensors. ``number`` is the position of the tensor among them."""
 
     number: int
     start: int
@@ -83,8 +83,8 @@ class Stretch(NamedTuple):
 
 
 def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[Stretch]:
-    """Cuts the first copy of each tensor into stretches of at most ``STRETCH_BYTES`` bytes. A stretch ends where a
-    piece or a block of a piece ends, so that no byte is read twice to be verified."""
+    """Yields the first copy of each tensor in stretches of at most ``STRETCH_BYTES`` bytes. A stretch ends at the end
+    of a piece or of a block, so that no byte is read twice for its digest."""
     blocks_max = max(STRETCH_BYTES // checkpoint.manifest.block_bytes, 1)
     stored = checkpoint.contents.stored_each(infos, [0] * len(infos))
     for number, (info, pieces) in enumerate(zip(infos, stored, strict=True)):
@@ -103,36 +103,36 @@ def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[S
 
 
 def statistics(
-    checkpoint: Checkpoint, infos: Sequence[TensorInfo], own: Sequence[Stretch], advance: Callable[[int], None]
+    checkpoint: Checkpoint, infos: Sequence[TensorInfo], chosen: Sequence[Stretch], advance: Callable[[int], None]
 ) -> list[Statistics]:
-    """Returns for each tensor the statistics of those elements that lie in the stretches ``own``. ``advance`` is called
-    with the number of bytes that have been read. Raises FormatError and StorageError."""
-    found = [Statistics() for _ in infos]
+    """Returns, for each tensor, the statistics of those of its elements that are in the ``chosen`` stretches.
+    ``advance`` is called with the number of bytes that have been read. Raises FormatError and StorageError."""
+    results = [Statistics() for _ in infos]
     checkpoint.contents.check_sizes(infos)
-    for batch in _batches(own, infos):
-        wants = []
-        for one in batch:
-            values = fresh_tensor((one.stop - one.start,), infos[one.number].dtype, HOST)
-            wants.append(Want(infos[one.number], [Span(one.start, one.stop, 0)], values))
-        checkpoint.read(wants, advance=advance)
-        for one, want in zip(batch, wants, strict=True):
-            for first in range(0, len(want.target), AT_ONCE):
-                part = want.target[first : first + AT_ONCE]
-                found[one.number] = found[one.number].plus(statistics_of(elements(part)))
-    return found
+    for batch in _batches(chosen, infos):
+        requests = []
+        for stretch in batch:
+            values = fresh_tensor((stretch.stop - stretch.start,), infos[stretch.number].dtype, HOST)
+            requests.append(ReadRequest(infos[stretch.number], [ElementRange(stretch.start, stretch.stop, 0)], values))
+        checkpoint.read(requests, advance=advance)
+        for stretch, request in zip(batch, requests, strict=True):
+            for first in range(0, len(request.target), AT_ONCE):
+                part = request.target[first : first + AT_ONCE]
+                results[stretch.number] = results[stretch.number].plus(statistics_of(elements(part)))
+    return results
 
 
-def _batches(own: Sequence[Stretch], infos: Sequence[TensorInfo]) -> Iterator[list[Stretch]]:
-    """Yields the stretches that are in memory together. They are at most ``BATCH_STRETCHES_MAX``, and have at most
-    ``STRETCH_BYTES`` bytes."""
+def _batches(chosen: Sequence[Stretch], infos: Sequence[TensorInfo]) -> Iterator[list[Stretch]]:
+    """Yields lists of stretches that are in memory together. A list has at most ``BATCH_STRETCHES_MAX`` stretches and
+    at most ``STRETCH_BYTES`` bytes."""
     batch: list[Stretch] = []
     batch_bytes = 0
-    for one in own:
-        nbytes = (one.stop - one.start) * infos[one.number].item_bytes
+    for stretch in chosen:
+        nbytes = (stretch.stop - stretch.start) * infos[stretch.number].item_bytes
         if batch and (batch_bytes + nbytes > STRETCH_BYTES or len(batch) == BATCH_STRETCHES_MAX):
             yield batch
             batch, batch_bytes = [], 0
-        batch.append(one)
+        batch.append(stretch)
         batch_bytes += nbytes
     if batch:
         yield batch
@@ -145,13 +145,14 @@ def elements(values: torch.Tensor) -> torch.Tensor:
 
 
 def statistics_of(values: torch.Tensor) -> Statistics:
-    """Returns the statistics of what ``elements`` has returned."""
+    """Returns the statistics of elements that ``elements`` has returned."""
     numel, nan, inf = len(values), 0, 0
-    if not math.isfinite(float(values.sum())):  # the sum of finite numbers may overflow, so this is only a first look
+    # The sum of finite numbers may overflow too, so a sum that is not finite only means that counting is needed.
+    if not math.isfinite(float(values.sum())):
         nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
         values = values[values.isfinite()]
     if not len(values):
         return Statistics(numel, nan, inf)
-    low, high = (float(one) for one in torch.aminmax(values))
+    low, high = (float(extreme) for extreme in torch.aminmax(values))
     zeros = numel - nan - inf - int(torch.count_nonzero(values))
     return Statistics(numel, nan, inf, zeros, low, high, float(values.sum()), float(torch.dot(values, values)))

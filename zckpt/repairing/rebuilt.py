@@ -1,11 +1,12 @@
-"""Manifest, index and digest tables: rebuilt from the data files of a save, checked, and put in their places."""
+"""Rebuilds the manifest, the index and the digest tables from the data files of a save, checks them, and puts them in
+place."""
 
 from __future__ import annotations
 
 import secrets
 from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,76 +39,85 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """What ``rebuild_from`` has made, and what it has found in the data."""
+    """The files that ``rebuild_from`` has made, and what it has found in the data."""
 
     manifest: bytes
     files: dict[str, bytes]
-    """Digest tables and index, by path."""
+    """The digest tables and the index, by their paths."""
     unverified: tuple[str, ...]
-    """Data that could not be compared with a digest, or that differs from it."""
+    """Descriptions of the data that could not be compared with a digest, or that differ from it."""
     places: Places
     computed: dict[int, bytes]
-    """The digest tables of the data as they are now, damaged blocks included."""
+    """The digest table of each rank, computed from the data as they are now, damaged blocks included."""
 
     def differs_from(self, old: Manifest) -> bool:
-        """Whether the manifest is another one than ``old``. Compares all fields but ``writer``."""
+        """Returns whether the manifest differs from ``old`` in any field but ``writer``."""
         return replace(manifest_format.decode(self.manifest), writer=old.writer) != old
 
 
-def rebuild_from(store: Store, found: FoundSave, old: Manifest | None, budget: Budget) -> Rebuilt:
-    """Reads and compares all data. Raises RepairError if the pieces do not make up whole tensors."""
+def rebuild_from(store: Store, save: FoundSave, old: Manifest | None, budget: Budget) -> Rebuilt:
+    """Rebuilds a checkpoint from the data files of a save. Reads and compares all data. Raises RepairError if the
+    pieces do not make up whole tensors."""
     with closing(store.reader()) as reader:
-        given = read_tables(reader, found.save_id, found.files)
-        block_bytes, placed = _placed(found, given, old)
-        first = {rank: placed[rank] or rebuild.in_a_row(own, block_bytes) for rank, own in found.files.items()}
-        places = Places(found.files, block_bytes, first)
+        old_tables = read_tables(reader, save.save_id, save.files)
+        block_bytes, placed = _placed(save, old_tables, old)
+        first = {
+            rank: placed[rank] or rebuild.in_a_row(files_of_rank, block_bytes)
+            for rank, files_of_rank in save.files.items()
+        }
+        places = Places(save.files, block_bytes, first)
         all_computed = compute_tables(reader, places, budget)
     tables = dict(all_computed)
     unverified: list[str] = []
     for rank, computed in all_computed.items():
-        table = given[rank]
+        table = old_tables[rank]
         if old is not None and digest(computed) == old.digests[rank]:
             continue
         if table is None or placed[rank] is None or (old is not None and digest(table) != old.digests[rank]):
-            directory = names.rank_dir(found.save_id, rank)
+            directory = names.rank_dir(save.save_id, rank)
             unverified.append(f"{directory}: it has no sound digest table, so none of its data is verified")
             continue
-        tables[rank] = table  # the block remains damaged, and is refused when it is read
+        tables[rank] = table  # the block stays damaged, and will be refused when it is read
         unverified += differences(places, rank, table, computed)
-    writer = {"repaired": datetime.now(timezone.utc).isoformat(timespec="seconds"), "repaired_by": __version__}
-    about = (
-        catalog.About(0, block_bytes, {}, b"\xc0", writer)
+    writer = {"repaired": datetime.now(UTC).isoformat(timespec="seconds"), "repaired_by": __version__}
+    metadata = (
+        catalog.SaveMetadata(0, block_bytes, {}, b"\xc0", writer)
         if old is None
-        else catalog.About(old.step, block_bytes, old.aliases, old.state, {**old.writer, **writer})
+        else catalog.SaveMetadata(old.step, block_bytes, old.aliases, old.state, {**old.writer, **writer})
     )
     try:
-        receipts = rebuild.receipts(found.files, first, tables, block_bytes)
-        manifest, index = catalog.catalog(receipts, found.save_id, about)
+        rank_records = rebuild.rank_records(save.files, first, tables, block_bytes)
+        manifest, index = catalog.catalog(rank_records, save.save_id, metadata)
     except (FormatError, RankError) as error:
         raise refused(store, [str(error)], "a file is missing or not the one that was written: restore it") from error
-    files = {names.digests_path(found.save_id, rank): table for rank, table in tables.items()}
-    files[names.index_path(found.save_id)] = index
+    files = {names.digests_path(save.save_id, rank): table for rank, table in tables.items()}
+    files[names.index_path(save.save_id)] = index
     return Rebuilt(manifest, files, tuple(unverified), places, all_computed)
 
 
 def _placed(
-    found: FoundSave, tables: Mapping[int, bytes | None], old: Manifest | None
+    save: FoundSave, tables: Mapping[int, bytes | None], old: Manifest | None
 ) -> tuple[int, dict[int, list[int] | None]]:
-    """The size of blocks, and for each rank the number of each file's first digest; None if that is not known."""
+    """Returns the size of a block in bytes, and for each rank the number of the first digest of each file, or None if
+    it is not known."""
     if old is None:
-        return fit_tables(found.files, tables)
+        return fit_tables(save.files, tables)
     first = {old.path(file): file.first_block for file in old.files}
-    return old.block_bytes, {rank: [first[file.header.shard.path] for file in own] for rank, own in found.files.items()}
+    return old.block_bytes, {
+        rank: [first[file.header.data_file.path] for file in files_of_rank]
+        for rank, files_of_rank in save.files.items()
+    }
 
 
 def check_rebuilt(store: Store, rebuilt: Rebuilt, budget: Budget) -> None:
-    """Raises RepairError unless it would be sound. An old manifest may contradict itself, or the files."""
+    """Raises RepairError unless the rebuilt checkpoint would be sound. An old manifest may contradict itself, or the
+    files."""
     with closing(store.reader()) as reader:
         overlaid = _Overlaid(reader, rebuilt.files)
         findings = structure_findings(
             Checkpoint(str(store.location), Contents(manifest_format.decode(rebuilt.manifest), overlaid), budget)
         )
-    if rebuilt.unverified:  # headers that differ from their digests stay so, as their data do
+    if rebuilt.unverified:  # headers and data that differ from their digests are kept as they are
         findings = [finding for finding in findings if finding.rule != "D003"]
     if findings:
         hint = "take the manifest away if it contradicts the files: it is rebuilt from them then"
@@ -115,12 +125,12 @@ def check_rebuilt(store: Store, rebuilt: Rebuilt, budget: Budget) -> None:
 
 
 def structure_findings(checkpoint: Checkpoint) -> list[Finding]:
-    """What is wrong with all but the data."""
+    """Returns what is wrong with the checkpoint, apart from its data."""
     return check_checkpoint(checkpoint, "structure", Share())[0]
 
 
 class _Overlaid:
-    """A Reader of a checkpoint as if ``files`` were in their places already."""
+    """A Reader that reads a checkpoint as if ``files`` were in place already."""
 
     direct = None
 
@@ -138,7 +148,8 @@ class _Overlaid:
         return len(self._files[path]) if path in self._files else self._reader.size(path)
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
-        return self._reader.read_into(path, views, offset)  # of data files, none of which is in ``files``
+        # Only data files are read in this way, and none of them is in ``files``.
+        return self._reader.read_into(path, views, offset)
 
     def close(self) -> None:
         self._reader.close()
@@ -147,8 +158,9 @@ class _Overlaid:
 def put_files(
     store: Store, files: Mapping[str, bytes], confirm: Callable[[], None]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Puts each file in its place, durably, and keeps what was there under another name. Returns the names of the files
-    and of what was kept. ``confirm`` raises if this process has lost the right to do so."""
+    """Puts each file in its place so that it survives a loss of power, and keeps the file that was there under another
+    name. Returns the names of the new files and of the files that were kept. ``confirm`` raises an error if this
+    process has lost the right to do so."""
     changed, kept = [], []
     for path, data in files.items():
         with closing(store.reader()) as reader:
@@ -169,13 +181,13 @@ def put_files(
     return tuple(changed), tuple(kept)
 
 
-def copy_data(source: Store, target: Store, found: FoundSave, budget: Budget) -> None:
-    """Copies all data files, durably."""
+def copy_data(source: Store, target: Store, save: FoundSave, budget: Budget) -> None:
+    """Copies all data files so that the copies survive a loss of power."""
     batch_bytes = budget.batch_bytes(PAGE_BYTES)
     staging = host_pool(batch_bytes)
 
     def copy(file: FoundFile) -> None:
-        path = file.header.shard.path
+        path = file.header.data_file.path
         writer = target.create(path, file.nbytes, direct=budget.direct)
         try:
             with staging.lend() as stage:
@@ -189,23 +201,25 @@ def copy_data(source: Store, target: Store, found: FoundSave, budget: Budget) ->
         finally:
             writer.close()
 
-    for rank in found.files:
-        target.make_directories(names.rank_dir(found.save_id, rank))
+    for rank in save.files:
+        target.make_directories(names.rank_dir(save.save_id, rank))
     with closing(source.reader()) as reader, staging.work():
-        budget.run([partial(copy, file) for own in found.files.values() for file in own])
-    for rank in found.files:
-        target.sync_names(names.rank_dir(found.save_id, rank))
+        budget.run([partial(copy, file) for files_of_rank in save.files.values() for file in files_of_rank])
+    for rank in save.files:
+        target.sync_names(names.rank_dir(save.save_id, rank))
 
 
 def check_copy(store: Store, rebuilt: Rebuilt, budget: Budget) -> None:
-    """Reads the copy of all data files, and compares it with what was read of the original. Raises StorageError."""
+    """Reads the copy of all data files, and compares it with what was read of the original. Raises StorageError if they
+    differ."""
     try:
         with closing(store.reader()) as reader:
-            files = [file for own in rebuilt.places.files.values() for file in own]
+            files = [file for files_of_rank in rebuilt.places.files.values() for file in files_of_rank]
             differing = [
-                f"{file.header.shard.path}: its header or its length"
+                f"{file.header.data_file.path}: its header or its length"
                 for file in files
-                if (read_header(reader, path := file.header.shard.path), reader.size(path)) != (file.raw, file.nbytes)
+                if (read_header(reader, path := file.header.data_file.path), reader.size(path))
+                != (file.raw, file.nbytes)
             ]
             tables = compute_tables(reader, rebuilt.places, budget)
     except FormatError as error:

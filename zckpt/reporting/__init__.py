@@ -1,1 +1,1 @@
-"""The steps of zckpt.report: look at the values of several checkpoints, gather what a page shows, write the page."""
+"""The steps of zckpt.report: read the values of several checkpoints, gather the data of the page, write the page."""

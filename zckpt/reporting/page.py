@@ -1,8 +1,8 @@
 """Makes the page of zckpt.report: one HTML file that contains its data, its scripts and its styles.
 
-Names of tensors, paths and messages come from checkpoints, and a checkpoint may have been made to do harm. So the
-template escapes all of them. The data for the scripts are compressed and in base64, so that nothing in them can end a
-script. The policy in the head of the page allows no scripts but the page's own, and no network.
+Names of tensors, paths and messages come from checkpoints, and a checkpoint may be malicious. So the template escapes
+all of them. The data for the scripts are compressed and encoded in base64, so that nothing in them can end a script.
+The security policy in the head of the page allows only the page's own scripts, and no network.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ class Libraries:
     """The scripts of other projects that the page contains."""
 
     plotly: bytes
-    """It draws the charts."""
+    """The script that draws the charts."""
     datatables: bytes
-    """It makes the table of tensors. It is a module whose default export is DataTables."""
+    """The script that makes the table of tensors. It is a module whose default export is DataTables."""
     versions: str
+    """The names and versions of these scripts as a text."""
 
 
 def find_libraries() -> Libraries:
     """Returns the scripts from the installed packages. Raises UnsupportedError if a package is not installed."""
     try:
-        import jinja2  # noqa: F401  ``render`` needs it
+        import jinja2  # noqa: F401  for ``render``
 
         plotly, itables = distribution("plotly"), distribution("itables")
         return Libraries(
@@ -79,5 +80,5 @@ def render(data: PageData, libraries: Libraries) -> bytes:
 
 
 def _packed(raw: bytes) -> str:
-    """Returns the bytes as a text that needs no escapes in HTML. That of a script has less than half of its size."""
+    """Returns the bytes, compressed and encoded in base64, as a text that needs no escapes in HTML."""
     return base64.b64encode(gzip.compress(raw, mtime=0)).decode()

@@ -1,4 +1,5 @@
-"""Looks at the values of tensors in each checkpoint of a run, and at how they differ from the checkpoint before.
+"""Computes statistics of the values of tensors in several checkpoints, and of their differences to the checkpoint
+before.
 
 All checkpoints are read side by side: each stretch of a tensor is read from the oldest checkpoint, then from the next
 one. So no byte is read twice, and the memory in use does not grow with the number of checkpoints.
@@ -15,9 +16,9 @@ import torch
 
 from zckpt.comparing.tensors import Pair, unequal
 from zckpt.errors import FormatError
-from zckpt.plan.reshard import Span
+from zckpt.plan.reshard import ElementRange
 from zckpt.progress import Progress, reported
-from zckpt.reading.checkpoint import HOST, Want
+from zckpt.reading.checkpoint import HOST, ReadRequest
 from zckpt.reading.statistics import (
     AT_ONCE,
     BATCH_STRETCHES_MAX,
@@ -39,23 +40,25 @@ T = TypeVar("T")
 
 _ALIGNMENT_BYTES = 64
 EXPONENT_BIAS = 1024
-"""What is added to the exponent of a number to get its bin in a histogram, so that all bins are above 0."""
+"""The number that is added to the exponent of a value to get its bin in a histogram. It makes all bins of positive
+values greater than 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Describes the values of one tensor in one checkpoint."""
+    """The statistics of the values of one tensor in one checkpoint."""
 
     statistics: Statistics = field(default_factory=Statistics)
+    """The statistics of all elements."""
     histogram: Mapping[int, int] = field(default_factory=dict)
-    """The number of finite elements in each bin. Bin ``k`` has the numbers from ``2 ** (k - EXPONENT_BIAS)`` up to
-    twice as much, and bin ``-k`` has their negatives. Zeros are in no bin, because ``statistics`` counts them."""
+    """The number of finite elements in each bin. Bin ``k`` counts the values from ``2 ** (k - EXPONENT_BIAS)`` up to
+    twice as much, and bin ``-k`` counts their negatives. Zeros are in no bin, because ``statistics`` counts them."""
     update: Statistics | None = None
     """The statistics of the differences to the checkpoint before, element by element. It is None if that checkpoint has
     no such tensor, or if the tensor is damaged there."""
 
     def plus(self, other: Values) -> Values:
-        """Returns the values of the elements of both."""
+        """Returns the statistics of the elements of both together."""
         return Values(
             self.statistics.plus(other.statistics),
             Counter(self.histogram) + Counter(other.histogram),
@@ -70,13 +73,13 @@ class Values:
 
     @classmethod
     def of_row(cls, row: Sequence[Any]) -> Values:
-        """Returns the Values whose ``row`` this is."""
+        """Returns the object from its ``row``."""
         numbers, histogram, update = row
         return cls(Statistics(*numbers), dict(histogram), None if update is None else Statistics(*update))
 
 
-Found = dict[str, Values | None]
-"""The values of a checkpoint's tensors by key. A tensor that is damaged or missing has None."""
+ValuesByKey = dict[str, Values | None]
+"""The statistics of the tensors of one checkpoint, by key. They are None for a tensor that is damaged or missing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,15 +89,18 @@ class Chain:
     first: int
     """The number of the first of these checkpoints, counted from 0."""
     infos: tuple[TensorInfo, ...]
+    """The tensor in each of these checkpoints."""
     equal: frozenset[int]
-    """The numbers of the checkpoints in which its digests are those of the checkpoint before."""
+    """The numbers of the checkpoints in which the tensor has the same digests as in the checkpoint before."""
 
     @property
     def key(self) -> str:
+        """The key of the tensor."""
         return self.infos[0].key
 
     @property
     def numbers(self) -> range:
+        """The numbers of the checkpoints."""
         return range(self.first, self.first + len(self.infos))
 
 
@@ -111,56 +117,62 @@ class _Portion:
     def nbytes(self) -> int:
         return (self.stop - self.start) * self.chain.infos[0].item_bytes
 
-    def of(self, room: torch.Tensor) -> torch.Tensor:
-        return room[self.offset : self.offset + self.nbytes].view(self.chain.infos[0].dtype)
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns the elements of the portion in a buffer, as a 1-D tensor that shares its memory."""
+        return buffer[self.offset : self.offset + self.nbytes].view(self.chain.infos[0].dtype)
 
-    def want(self, number: int, room: torch.Tensor) -> Want:
+    def request(self, number: int, buffer: torch.Tensor) -> ReadRequest:
+        """Returns the request that reads the portion from checkpoint ``number`` into a buffer."""
         info = self.chain.infos[number - self.chain.first]
-        return Want(info, [Span(self.start, self.stop, 0)], self.of(room))
+        return ReadRequest(info, [ElementRange(self.start, self.stop, 0)], self.of(buffer))
 
 
 def look(
     checkpoints: Sequence[Checkpoint], number: int = 0, size: int = 1, progress: Progress | None = None
-) -> tuple[list[Found], list[list[FormatError]]]:
-    """Looks at the values of all tensors of these checkpoints, the oldest checkpoint first. Returns for each checkpoint
-    the values of its tensors, and the errors of tensors that are damaged or missing.
+) -> tuple[list[ValuesByKey], list[list[FormatError]]]:
+    """Reads the values of all tensors of these checkpoints, the oldest checkpoint first. Returns for each checkpoint
+    the statistics of its tensors, and the errors of tensors that are damaged or missing.
 
-    If a tensor has several copies, the first one is looked at. A tensor whose digests are those of the checkpoint
-    before is not read again. This process does share ``number`` of ``size`` shares of the work, and ``joined`` puts the
-    shares together. Raises StorageError.
+    If a tensor has several copies, the first one is read. A tensor that has the same digests as in the checkpoint
+    before is not read again. The work is divided into ``size`` shares. This call does the share ``number``, counted
+    from 0, and ``joined`` joins the results of all shares. Raises StorageError.
     """
     errors: list[list[FormatError]] = [[] for _ in checkpoints]
     sound = [_sound(checkpoint, note.append) for checkpoint, note in zip(checkpoints, errors, strict=True)]
-    found: list[Found] = [dict.fromkeys(checkpoint) for checkpoint in checkpoints]
+    values_of_each: list[ValuesByKey] = [dict.fromkeys(checkpoint) for checkpoint in checkpoints]
     chains = _chains(checkpoints, sound)
     for chain in chains:
         for n in chain.numbers:
-            found[n][chain.key] = Values(update=None if n == chain.first else Statistics())
+            values_of_each[n][chain.key] = Values(update=None if n == chain.first else Statistics())
     batches = list(_batches(checkpoints, chains))[number::size]
     nbytes = max((batch[-1].offset + batch[-1].nbytes for batch in batches), default=0)
     before, now = fresh_tensor((nbytes,), torch.uint8, HOST), fresh_tensor((nbytes,), torch.uint8, HOST)
-    total = sum(one.nbytes * (len(one.chain.infos) - len(one.chain.equal)) for batch in batches for one in batch)
+    portions = [portion for batch in batches for portion in batch]
+    total = sum(portion.nbytes * (len(portion.chain.infos) - len(portion.chain.equal)) for portion in portions)
     with reported(progress, "report", total) as advance:
         for batch in batches:
             last: dict[_Portion, Values] = {}
             for n, checkpoint in enumerate(checkpoints):
-                own = [one for one in batch if n in one.chain.numbers]
-                unread = [one for one in own if n in one.chain.equal and one in last]
-                wanted = [one for one in own if one not in unread]
-                read = _read(checkpoint, n, wanted, now, errors[n].append, advance)
-                last = {one: _unchanged(last[one]) for one in unread} | {
-                    one: _values(one.of(now), one.of(before) if one in last else None) for one in read
+                in_checkpoint = [portion for portion in batch if n in portion.chain.numbers]
+                unchanged = [portion for portion in in_checkpoint if n in portion.chain.equal and portion in last]
+                to_read = [portion for portion in in_checkpoint if portion not in unchanged]
+                read = _read(checkpoint, n, to_read, now, errors[n].append, advance)
+                last = {portion: _unchanged(last[portion]) for portion in unchanged} | {
+                    portion: _values(portion.of(now), portion.of(before) if portion in last else None)
+                    for portion in read
                 }
-                for one in read:
-                    one.of(before).copy_(one.of(now))
-                for one in own:
-                    known, new = found[n][one.chain.key], last.get(one)
-                    found[n][one.chain.key] = known.plus(new) if known is not None and new is not None else None
-    return found, errors
+                for portion in read:
+                    portion.of(before).copy_(portion.of(now))
+                for portion in in_checkpoint:
+                    known, new = values_of_each[n][portion.chain.key], last.get(portion)
+                    values_of_each[n][portion.chain.key] = (
+                        known.plus(new) if known is not None and new is not None else None
+                    )
+    return values_of_each, errors
 
 
-def joined(shares: Sequence[Found]) -> Found:
-    """Returns what several processes together have found of one checkpoint."""
+def joined(shares: Sequence[ValuesByKey]) -> ValuesByKey:
+    """Returns the statistics of one checkpoint from the shares of several processes."""
     total = dict(shares[0])
     for share in shares[1:]:
         for key, new in share.items():
@@ -169,26 +181,26 @@ def joined(shares: Sequence[Found]) -> Found:
     return total
 
 
-def _each(action: Callable[[list[T]], object], things: list[T], note: Callable[[FormatError], object]) -> list[T]:
-    """Calls ``action`` with all things at once, or, if that fails, with one thing at a time. Returns the things with
-    which it succeeds. ``note`` is called with the errors of the others."""
+def _each(action: Callable[[list[T]], object], items: list[T], note: Callable[[FormatError], object]) -> list[T]:
+    """Calls ``action`` with all items at once. If this raises FormatError, calls it with one item at a time. Returns
+    the items for which it succeeds. ``note`` is called with the errors of the others."""
     try:
-        action(things)
-        return things
-    except FormatError:  # The loop below finds the things that raise it.
+        action(items)
+        return items
+    except FormatError:  # The loop below finds the items that raise it.
         pass
-    done = []
-    for one in things:
+    succeeded = []
+    for item in items:
         try:
-            action([one])
-            done.append(one)
+            action([item])
+            succeeded.append(item)
         except FormatError as error:
             note(error)
-    return done
+    return succeeded
 
 
 def _sound(checkpoint: Checkpoint, note: Callable[[FormatError], object]) -> dict[str, TensorInfo]:
-    """Returns the tensors whose files are there and have their recorded lengths. ``note`` is called with the errors of
+    """Returns the tensors whose files exist and have the right lengths, by key. ``note`` is called with the errors of
     the others."""
     return {info.key: info for info in _each(checkpoint.contents.check_sizes, list(checkpoint.values()), note)}
 
@@ -196,14 +208,14 @@ def _sound(checkpoint: Checkpoint, note: Callable[[FormatError], object]) -> dic
 def _chains(checkpoints: Sequence[Checkpoint], sound: Sequence[Mapping[str, TensorInfo]]) -> list[Chain]:
     """Returns all chains of the tensors that are ``sound`` in each checkpoint."""
     equal: list[set[str]] = [set(), *(_equal(checkpoints, sound, n) for n in range(1, len(checkpoints)))]
-    found = []
+    chains = []
     for key in dict.fromkeys(key for infos in sound for key in infos):
-        of_all = [(n, infos.get(key)) for n, infos in enumerate(sound)]
-        for kind, group in groupby(of_all, lambda one: one[1] and _kind(one[1])):
+        in_checkpoints = [(n, infos.get(key)) for n, infos in enumerate(sound)]
+        for kind, group in groupby(in_checkpoints, lambda pair: pair[1] and _kind(pair[1])):
             if kind is not None:
                 numbers, infos = zip(*group, strict=True)
-                found.append(Chain(numbers[0], infos, frozenset(n for n in numbers[1:] if key in equal[n])))
-    return found
+                chains.append(Chain(numbers[0], infos, frozenset(n for n in numbers[1:] if key in equal[n])))
+    return chains
 
 
 def _kind(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
@@ -211,21 +223,21 @@ def _kind(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
 
 
 def _equal(checkpoints: Sequence[Checkpoint], sound: Sequence[Mapping[str, TensorInfo]], n: int) -> set[str]:
-    """Returns the keys of the tensors of checkpoint ``n`` whose digests are those of the checkpoint before."""
+    """Returns the keys of the tensors of checkpoint ``n`` that have the same digests in the checkpoint before."""
     before, infos = sound[n - 1], sound[n]
     both = [key for key in infos if key in before and _kind(infos[key]) == _kind(before[key])]
     compared = [(Pair(key, before[key], infos[key]), 0, 0) for key in both]
     try:
-        ranges = [found for _, found in unequal(checkpoints[n - 1], checkpoints[n], compared)]
+        ranges_of_each = [ranges for _, ranges in unequal(checkpoints[n - 1], checkpoints[n], compared)]
     except FormatError:  # A digest table is damaged. The error is noted when a tensor is read that needs the table.
         return set()
-    return {key for key, found in zip(both, ranges, strict=True) if not found}
+    return {key for key, ranges in zip(both, ranges_of_each, strict=True) if not ranges}
 
 
 def _batches(checkpoints: Sequence[Checkpoint], chains: Sequence[Chain]) -> Iterator[list[_Portion]]:
-    """Yields all portions of all chains. A batch has at most ``BATCH_STRETCHES_MAX`` portions, and they take at most
-    ``STRETCH_BYTES`` of a buffer, unless it is a single one. They are cut where blocks of the last checkpoint of the
-    chain end."""
+    """Yields all portions of all chains in batches. A batch has at most ``BATCH_STRETCHES_MAX`` portions. They take at
+    most ``STRETCH_BYTES`` bytes of a buffer, or the batch is a single portion. Portions end where blocks of the last
+    checkpoint of the chain end."""
     batch: list[_Portion] = []
     stop = 0
     for n, checkpoint in enumerate(checkpoints):
@@ -245,24 +257,30 @@ def _read(
     checkpoint: Checkpoint,
     n: int,
     portions: list[_Portion],
-    room: torch.Tensor,
+    buffer: torch.Tensor,
     note: Callable[[FormatError], object],
     advance: Callable[[int], None],
 ) -> list[_Portion]:
-    """Reads these portions of checkpoint ``n`` into ``room`` and verifies them. Returns those that are not damaged."""
-    found = _each(lambda some: checkpoint.read([one.want(n, room) for one in some], verify=True), portions, note)
-    advance(sum(one.nbytes for one in portions))
-    return found
+    """Reads these portions of checkpoint ``n`` into the buffer and verifies them. Returns those that are not damaged.
+    ``note`` is called with the errors of the others."""
+
+    def read(some: list[_Portion]) -> None:
+        checkpoint.read([portion.request(n, buffer) for portion in some], verify=True)
+
+    undamaged = _each(read, portions, note)
+    advance(sum(portion.nbytes for portion in portions))
+    return undamaged
 
 
 def _unchanged(values: Values) -> Values:
-    """Returns the values of the same elements in the next checkpoint, where they are equal."""
+    """Returns the statistics for a checkpoint in which the elements are the same as in the checkpoint before."""
     numel = values.statistics.numel
     return replace(values, update=Statistics(numel, zeros=numel, min=0.0, max=0.0))
 
 
 def _values(values: torch.Tensor, before: torch.Tensor | None) -> Values:
-    """Returns the Values of these elements, which were ``before`` in the checkpoint before."""
+    """Returns the statistics of these elements. ``before``: the same elements in the checkpoint before, if it has
+    them."""
     statistics, update = Statistics(), None if before is None else Statistics()
     histogram: Counter[int] = Counter()
     for first in range(0, len(values), AT_ONCE):
@@ -275,11 +293,11 @@ def _values(values: torch.Tensor, before: torch.Tensor | None) -> Values:
 
 
 def _histogram(wide: torch.Tensor) -> dict[int, int]:
-    """Returns the histogram of numbers in double precision. Their first 12 bits are the sign and the exponent."""
+    """Returns the histogram of float64 numbers. Their first 12 bits are the sign and the exponent."""
     counts = torch.bincount((wide[wide != 0].view(torch.int64) >> 52) & 0xFFF, minlength=4096)
-    found = {}
+    histogram = {}
     for code in counts.nonzero().flatten().tolist():
         exponent = code & 0x7FF
-        if exponent != 0x7FF:  # which infinities and NaN have
-            found[(exponent + 1) * (-1 if code >> 11 else 1)] = int(counts[code])
-    return found
+        if exponent != 0x7FF:  # Infinities and NaN have this exponent.
+            histogram[(exponent + 1) * (-1 if code >> 11 else 1)] = int(counts[code])
+    return histogram

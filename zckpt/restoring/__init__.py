@@ -1,2 +1,2 @@
-"""The steps of ``zckpt.restore``: ``matching`` finds the checkpoint's tensor for each of the engine's, ``plan`` checks
-all else, and ``mismatch`` says what does not fit."""
+"""The steps of ``zckpt.restore``. ``matching`` finds the tensor of the checkpoint for each tensor of the engine,
+``plan`` checks everything else, and ``mismatch`` words the messages about what does not fit."""

@@ -1,4 +1,5 @@
-"""Which tensor of a checkpoint goes where in an engine: found by name, part, shape and dtype alone."""
+"""Decides which tensor of a checkpoint goes to which tensor of an engine. They are matched by name, part, shape and
+dtype alone."""
 
 from __future__ import annotations
 
@@ -16,59 +17,62 @@ if TYPE_CHECKING:
     from zckpt.listing.contents import TensorInfo
 
 _STAND_INS = {MASTER: PARAM, PARAM: MASTER}
-"""The part in which a parameter's weight was saved if it is not in the one that is wanted: it was frozen on one side.
-"""
+"""The part in which the weight of a parameter was saved if the checkpoint does not have it in the part that the engine
+asks for. This is so if the parameter was frozen either when it was saved or now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What of a checkpoint fits what an engine wants. All tensors are named by their keys."""
+    """Which tensors of a checkpoint fit the tensors of an engine. All tensors are named by their keys."""
 
     wanted: tuple[Fragment, ...]
-    """All that the engine wants."""
+    """All fragments of the engine that this rank would fill (``EngineAdapter.wanted``)."""
     sources: Mapping[str, TensorInfo]
-    """What is read, by the engine's key."""
+    """The tensor of the checkpoint that is read for a tensor of the engine, by the key of the latter."""
     differences: Mapping[str, Difference]
-    """Why nothing is read for the others that are asked for, by the engine's key."""
+    """Why nothing is read for another tensor of the engine that was asked for, by the key of the latter."""
     zeroed: Collection[str]
-    """Those of the latter that begin at zero."""
+    """The keys of ``differences`` whose tensors become zero."""
     no_place: Sequence[str]
-    """The checkpoint's tensors for which the engine has no place."""
+    """The tensors of the checkpoint that the engine does not have."""
     unexpected: Sequence[str]
-    """The checkpoint's tensors that are left out: the former, and those that go to a place of another shape."""
+    """The tensors of the checkpoint that are left out: those of ``no_place``, and those whose shape or dtype differs in
+    the engine."""
 
     @property
     def filled(self) -> tuple[Fragment, ...]:
-        return tuple(one for one in self.wanted if one.key in self.sources or one.key in self.zeroed)
+        return tuple(f for f in self.wanted if f.key in self.sources or f.key in self.zeroed)
 
     @property
     def kept(self) -> list[str]:
-        """The engine's tensors that are asked for and stay as they are."""
+        """The tensors of the engine that were asked for and keep their values."""
         return [key for key in self.differences if key not in self.zeroed]
 
     @property
     def weights_kept(self) -> frozenset[str]:
-        """The names of the parameters whose weights stay as they are."""
+        """The names of the parameters whose weights keep their values."""
         return frozenset(key.partition("/")[2] for key in self.kept if _is_weight(key))
 
     @property
     def restores_nothing(self) -> bool:
-        """Whether tensors are asked for and none is restored, or weights are and none of those is."""
+        """Whether tensors were asked for and none is restored, or weights were asked for and none of them is
+        restored."""
         weight_restored = any(_is_weight(key) and 0 not in info.shape for key, info in self.sources.items())
         return bool(self.differences) and (not self.sources or (bool(self.weights_kept) and not weight_restored))
 
     def changed_roles(self) -> list[str]:
-        """A line for each parameter that is frozen in the engine and was not when it was saved, or the reverse."""
+        """Returns a line for each parameter that is frozen in the engine and was trained when it was saved, or the
+        reverse."""
         words = {MASTER: "trained", PARAM: "frozen"}
-        found = {(f.name, f.part, self.sources[f.key].part): None for f in self.wanted if f.key in self.sources}
+        roles = {(f.name, f.part, self.sources[f.key].part): None for f in self.wanted if f.key in self.sources}
         return [
             f"differs: {name} is {words[here]} in the engine and was {words[there]} when it was saved"
-            for name, here, there in found
+            for name, here, there in roles
             if here != there
         ]
 
     def problems(self, changed_roles: Sequence[str]) -> list[str]:
-        """What keeps the whole checkpoint from being restored into the whole engine, one line each."""
+        """Returns the reasons why the whole checkpoint cannot be restored into the whole engine, one line each."""
         lines = [f"unexpected: {key}, the engine has no place for it" for key in self.no_place]
         return [
             *told_differences(self.differences, {fragment.key: None for fragment in self.wanted}),
@@ -86,10 +90,13 @@ def match(
     in_part: bool,
     trains: bool,
 ) -> Match:
-    """``names``: those of the checkpoint's tensors that may be read, by part. ``in_part``: ``names`` has only the parts
-    that the caller asked for. A wanted tensor of another part is then read if the part that stands in for its own has
-    it; if not, it was not asked for, and is not missing. ``no_place``: the keys among ``names`` that the engine does
-    not have. An engine that does not train takes every weight from its master, where there is one.
+    """Matches the tensors of a checkpoint with those of an engine.
+
+    ``names`` has the names of the tensors of the checkpoint that may be read, by part. ``in_part`` says that ``names``
+    has only the parts that the caller asked for. Then a fragment of another part is read if the part that stands in for
+    its own part has its tensor. If not, nobody asked for it, so it is not missing. ``no_place`` has the keys among
+    ``names`` that the engine does not have. An engine that does not train takes each weight from the master weights if
+    they have it.
     """
     sources: dict[str, TensorInfo] = {}
     differences: dict[str, Difference] = {}
@@ -98,9 +105,9 @@ def match(
         parts = [part for part in parts if part in names or not in_part]
         if not trains:
             parts.sort(key=lambda part: part != MASTER)
-        found = [f"{part}/{fragment.name}" for part in parts if f"{part}/{fragment.name}" in checkpoint]
-        if found:
-            info = checkpoint[found[0]]
+        stored_keys = [f"{part}/{fragment.name}" for part in parts if f"{part}/{fragment.name}" in checkpoint]
+        if stored_keys:
+            info = checkpoint[stored_keys[0]]
             difference = _difference(info, fragment)
             if difference is None:
                 sources[key] = info
@@ -111,15 +118,15 @@ def match(
     used = {info.key for info in sources.values()}
     homeless = {key: None for key in no_place if key not in used}
     misfitting = {key.partition("/")[2] for key, why in differences.items() if why.kind != MISSING}
-    stored = (f"{part}/{name}" for part, own in names.items() for name in own)
+    stored = (f"{part}/{name}" for part, of_part in names.items() for name in of_part)
     left_out = (key for key in stored if key in homeless or key.partition("/")[2] in misfitting)
     unexpected = [key for key in left_out if key not in used]
     return Match(wanted, sources, differences, _zeroed(wanted, sources, differences), list(homeless), unexpected)
 
 
 def _difference(info: TensorInfo, fragment: Fragment) -> Difference | None:
-    """Why a stored tensor cannot be read into a place. Weights and buffers in the dtype that a model computes with may
-    be converted; what the optimizer updates may not."""
+    """Returns why a stored tensor cannot be read into a fragment, or None if it can. Weights and buffers of the dtype
+    in which a model computes may be converted. Tensors that the optimizer updates may not."""
     dtype = TORCH_DTYPES[fragment.dtype]
     floating = dtype.is_floating_point and info.dtype.is_floating_point
     converts = floating and not {fragment.part, info.part}.isdisjoint((PARAM, BUFFER))
@@ -133,8 +140,9 @@ def _difference(info: TensorInfo, fragment: Fragment) -> Difference | None:
 def _zeroed(
     wanted: Sequence[Fragment], sources: Mapping[str, TensorInfo], differences: Collection[str]
 ) -> dict[str, None]:
-    """The keys of moments that start at zero: of parameters whose weight is restored and of which no moment can be. One
-    alone is not made up: beside another one from the checkpoint, it would make for steps of any size."""
+    """Returns the keys of the moments that become zero: those of the parameters whose weight is restored and of which
+    no moment can be restored. If the checkpoint has some of the moments of a parameter, the others are not made up,
+    because a made-up moment beside a real one would make steps of any size."""
     moments = [fragment for fragment in wanted if fragment.part not in RESERVED_PARTS]
     restored = {fragment.name for fragment in moments if fragment.key in sources}
     return {

@@ -17,7 +17,7 @@ SHOWN_MAX = 5
 
 
 class Difference(NamedTuple):
-    """Why one tensor of the engine cannot be restored: the kind of difference, a key of ``KINDS``, and a line of
+    """Why one tensor of the engine cannot be restored. ``kind`` is a key of ``KINDS``, and ``line`` is a line of
     text."""
 
     kind: str
@@ -33,8 +33,8 @@ KINDS = {
 
 
 def told(lines: Sequence[str], what: str, total: int = 0) -> list[str]:
-    """All lines, if there are at most ``SHOWN_MAX``. Otherwise a line with their number (and ``total``, if given), then
-    the first ``SHOWN_MAX``."""
+    """Returns all lines if there are at most ``SHOWN_MAX``. Otherwise returns a line with their number (and ``total``,
+    if it is given), and then the first ``SHOWN_MAX`` lines."""
     if len(lines) <= SHOWN_MAX:
         return list(lines)
     number = f"all {total}" if len(lines) == total else f"{len(lines)} of {total}" if total else str(len(lines))
@@ -42,10 +42,13 @@ def told(lines: Sequence[str], what: str, total: int = 0) -> list[str]:
 
 
 def told_differences(differences: Mapping[str, Difference], keys: Collection[str]) -> list[str]:
-    """The lines that say the ``differences``, which are given by key. ``keys`` are all that the engine wants."""
+    """Returns the lines that describe ``differences``, which are given by key. ``keys`` has the keys of all tensors of
+    the engine."""
     lines: list[str] = []
     for kind, what in KINDS.items():
-        lines += told([found.line for found in differences.values() if found.kind == kind], what, len(keys))
+        lines += told(
+            [difference.line for difference in differences.values() if difference.kind == kind], what, len(keys)
+        )
     weights = [key for key in keys if part_of(key) in (MASTER, PARAM)]
     if weights and differences.keys() >= set(weights):
         there = any(differences[key].kind != MISSING for key in weights)
@@ -55,7 +58,8 @@ def told_differences(differences: Mapping[str, Difference], keys: Collection[str
 
 
 def summary(what: str, keys: Sequence[str]) -> str:
-    """A line that says how many tensors these are, to which parts they belong, and the first few names."""
+    """Returns a line that says how many tensors there are, to which parts they belong, and the first few of their
+    names."""
     if not keys:
         return f"0 {what}"
     parts = ", ".join(f"{count} of {part}" for part, count in Counter(map(part_of, keys)).items())

@@ -1,4 +1,4 @@
-"""What one rank restores, all of it checked, and what stands against it."""
+"""Plans what one rank restores, checks all of it, and says why it cannot be restored."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.contract import Selection
 from zckpt.format.names import CLIENT_STATE
+from zckpt.listing.runs import newest_full, run_of
 from zckpt.plan.select import part_of
 from zckpt.restoring.matching import Match, match
 from zckpt.restoring.mismatch import summary, told
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS
+from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -23,19 +25,21 @@ if TYPE_CHECKING:
 
 
 class Caller(NamedTuple):
-    """The function that restores, and what its arguments are called, for whoever reads an error."""
+    """The function that restores and the names of its arguments, as they are shown in error messages."""
 
     call: str = "zckpt.restore"
     in_part: str = "strict=False"
     weights: str = "parts={parts} restores the weights alone"
-    """``{parts}`` stands for those of the checkpoint that hold weights and buffers."""
+    """How the weights alone are restored. ``{parts}`` stands for the parts of the checkpoint that have weights and
+    buffers."""
     counters: str = ""
-    """How more than the weights is restored, without the state of the optimizer."""
+    """How the counters are restored with the weights, but without the state of the optimizer. Empty if the function
+    cannot do this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The arguments of ``zckpt.restore``, whose docstring explains them, and two that an attached engine needs."""
+    """The arguments of ``zckpt.restore``, whose docstring explains them, and three that an attached engine needs."""
 
     parts: Collection[str] | None = None
     strict: bool = True
@@ -46,20 +50,22 @@ class Request:
     progress: Progress | None = None
     with_rank_state: bool = False
     own_client_state: bool = False
-    """Where the ranks of the writer each had a ``client_state`` of their own, a rank gets its own again; with another
-    number of ranks all get rank 0's, and a warning says so."""
+    """Which client_state a rank gets if each rank of the writer had its own. False: that of rank 0. True: its own one,
+    if there are as many ranks as then. With another number of ranks, all get that of rank 0, and a warning says so."""
     caller: Caller = Caller()  # noqa: RUF009  it cannot change
     """The function that the user has called."""
+    all_moments: bool = False
+    """Whether a checkpoint without the optimizer's state is refused even if ``strict`` would not refuse it."""
 
     @property
     def resumes(self) -> bool:
-        """Whether training goes on from where it was; else chosen parts are restored, as for a warm start."""
+        """Whether the training goes on where it was. If not, chosen parts are restored, as for a warm start."""
         return self.parts is None
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """How one rank restores; or, where there are ``problems``, why it does not."""
+    """What one rank restores. If there are ``problems``, nothing is restored, and these are the reasons."""
 
     adapter: EngineAdapter
     checkpoint: Checkpoint
@@ -67,20 +73,20 @@ class RestorePlan:
     restoring: Restoring
     client_state: dict[str, Any]
     rank_state: dict[str, Any] | None
-    """The ``client_rank_state`` of this rank, where it is read: None if the rank has none, and if the writer had
-    another number of ranks."""
+    """The ``client_rank_state`` of this rank, if it is read. It is None if the rank has none, and if the checkpoint was
+    written by another number of ranks."""
     problems: Sequence[str]
     hint: str | None
-    """What to do about the problems."""
+    """What the user can do about the problems."""
     warnings: Sequence[str]
 
 
 def plan_restore(
     adapter: EngineAdapter, checkpoint: Checkpoint, request: Request, rank: int, size: int, registered: Collection[str]
 ) -> RestorePlan:
-    """Reads what the checkpoint says of its tensors, and the trees of state. ``rank`` of ``size`` ranks plans.
-    ``registered``: the names of the objects that are to be restored with the engine. Raises ValueError for a part or
-    tree that does not exist, and what reading raises."""
+    """Plans the restore of rank ``rank`` of ``size`` ranks. Reads what the checkpoint says of its tensors, and the
+    trees of state. ``registered`` has the names of the objects that are to be restored with the engine. Raises
+    ValueError for a part or a tree that does not exist, and the errors of reading."""
     names = {
         part: {info.name: info.dtype for info in checkpoint.values() if info.part == part} for part in checkpoint.parts
     }
@@ -95,21 +101,21 @@ def plan_restore(
     if request.parts is not None:
         names = {part: names[part] for part in request.parts}
     in_part, trains = request.parts is not None, adapter.trains
-    found = match(checkpoint, names, adapter.wanted(names), adapter.unexpected(names), in_part=in_part, trains=trains)
+    matched = match(checkpoint, names, adapter.wanted(names), adapter.unexpected(names), in_part=in_part, trains=trains)
 
     saved, same_size = engine_state(checkpoint), checkpoint.world_size == size
     state = {name: (saved or {}).get(name) for name in trees}
     needs_rank_state = request.rng or (saved is not None and adapter.needs_rank_state(state))
     rank_state = checkpoint.rank_state(rank, lazy=True) if needs_rank_state and same_size else None
     selection = Selection(
-        stored=names, wanted=found.filled, restored=found.sources.keys(), kept=found.weights_kept, state=state,
+        stored=names, wanted=matched.filled, restored=matched.sources.keys(), kept=matched.weights_kept, state=state,
         rank_state=rank_state, rng=request.rng,
     )  # fmt: skip
     restoring = adapter.restoring(selection)
 
-    # Where weights alone are asked for, it does not matter who trained them.
-    roles = found.changed_roles() if MASTER in names and trains else []
-    misfits = found.problems(roles) if request.strict or found.restores_nothing else []
+    # If only weights are restored, it does not matter whether they were trained.
+    roles = matched.changed_roles() if MASTER in names and trains else []
+    misfits = matched.problems(roles) if request.strict or matched.restores_nothing else []
     if saved is None and trees:
         against = [f"{', '.join(trees)}: not in the checkpoint; repair keeps no such state where the manifest was lost"]
     else:
@@ -125,7 +131,7 @@ def plan_restore(
             own_state = checkpoint.client_rank_state(rank)
             lost = [name for name in registered if name not in (own_state or {})]
             if lost:
-                said = f"the checkpoint has no state of {', '.join(lost)}, registered with the engine"
+                said = f"the checkpoint has no state of {', '.join(map(repr, lost))}, registered with the engine"
                 anew = "to begin anew with such an object, register it after the restore"
                 (problems if request.strict else warnings).append(f"{said}: {anew}")
         elif rank == 0:
@@ -136,60 +142,68 @@ def plan_restore(
     client_state: dict[str, Any] = {} if saved is None else checkpoint.state[CLIENT_STATE]
     if not problems:
         checkpoint.contents.check_sizes(
-            found.sources[f.key] for f in found.filled if f.start < f.stop and f.key in found.sources
+            matched.sources[f.key] for f in matched.filled if f.start < f.stop and f.key in matched.sources
         )
         if request.own_client_state:
-            own = checkpoint.map_of_rank(rank if same_size else 0, CLIENT_STATE)
-            if own is not None and same_size:
-                client_state = own
-            elif own is not None:
+            state_of_rank = checkpoint.map_of_rank(rank if same_size else 0, CLIENT_STATE)
+            if state_of_rank is not None and same_size:
+                client_state = state_of_rank
+            elif state_of_rank is not None:
                 warnings.append(
                     f"each of the {checkpoint.world_size} ranks that wrote {checkpoint.path} had a client_state of its "
                     f"own; these are {size} ranks, and all of them get that of rank 0"
                 )
         if not request.strict:
-            warnings += _fits_in_part(checkpoint, found, trees)
+            warnings += _fits_in_part(checkpoint, matched, trees)
     weights = [part for part in names if part in (MASTER, PARAM, BUFFER)]
-    hint = _hint(found, weights, misfits, roles, against, saved, request.caller)
-    return RestorePlan(adapter, checkpoint, found, restoring, client_state, own_state, problems, hint, warnings)
+    hint = _hint(matched, weights, misfits, roles, against, saved, request.caller)
+    left_out = checkpoint.contents.left_out
+    if left_out and "optimizer" in trees and (request.strict or request.all_moments):
+        problems = [f"the checkpoint leaves out {', '.join(left_out)}, without which training cannot go on"]
+        full = newest_full(run_of(open_store(checkpoint.path)))
+        resume = f"resume from {full}, the newest one that holds all" if full else "no whole one of the run holds all"
+        hint = f"{resume}; {request.caller.weights.format(parts=json.dumps(weights))}"
+    return RestorePlan(adapter, checkpoint, matched, restoring, client_state, own_state, problems, hint, warnings)
 
 
 def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The trees of an engine's non-tensor state; None if the checkpoint has lost them, or is of something else."""
+    """Returns the trees of the engine's non-tensor state. Returns None if a repair could not save them, or if the
+    checkpoint is not one of an engine."""
     root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
     engine, client_state = root.get("engine"), root.get(CLIENT_STATE)
     return engine if isinstance(engine, dict) and isinstance(client_state, dict) else None
 
 
 def _not_dealt_out(checkpoint: Checkpoint, size: int, lost: Sequence[str]) -> str:
-    """The warning of states of single ranks that no rank gets, as there is another number of ranks."""
+    """Returns the warning that states of single ranks are given to no rank, because the number of ranks is another
+    one."""
     return (
-        f"each of the {checkpoint.world_size} ranks that wrote {checkpoint.path} had a state of its own of "
-        f"{', '.join(lost)}; these are {size} ranks, and none of them gets one: a data loader begins anew. "
-        "zckpt.open(path).client_rank_state(rank) returns that of each rank, to be divided anew"
+        f"each of the {checkpoint.world_size} ranks that wrote {checkpoint.path} had values of its own "
+        f"({', '.join(map(repr, lost))}); these are {size} ranks, and none of them gets any, so that a data loader "
+        "begins anew. zckpt.open(path).client_rank_state(rank) returns those of each rank, to be divided anew"
     )
 
 
-def _fits_in_part(checkpoint: Checkpoint, found: Match, trees: Collection[str]) -> list[str]:
-    """The warning that says which tensors are not restored, if any."""
-    kept = found.kept
-    if not (kept or found.unexpected or found.zeroed):
+def _fits_in_part(checkpoint: Checkpoint, matched: Match, trees: Collection[str]) -> list[str]:
+    """Returns the warning that says which tensors are not restored, or nothing if all are."""
+    kept = matched.kept
+    if not (kept or matched.unexpected or matched.zeroed):
         return []
     lines = [
-        summary("tensors are restored", list(found.sources)),
+        summary("tensors are restored", list(matched.sources)),
         summary("of the engine are kept as they are", kept),
-        summary("of the checkpoint are left out", found.unexpected),
+        summary("of the checkpoint are left out", matched.unexpected),
     ]
-    if found.zeroed:
+    if matched.zeroed:
         moments = "moments of restored weights are not in the checkpoint and begin at zero"
-        lines.append(summary(moments, list(found.zeroed)))
+        lines.append(summary(moments, list(matched.zeroed)))
     if "optimizer" in trees and any(part_of(key) not in RESERVED_PARTS for key in kept):
         lines.append("kept moments beside restored ones, in one partition, take the checkpoint's step")
     return [f"{checkpoint.path} fits the engine in part: {'; '.join(lines)}"]
 
 
 def _hint(
-    found: Match,
+    matched: Match,
     weights: Sequence[str],
     misfits: Sequence[str],
     roles: Sequence[str],
@@ -197,16 +211,17 @@ def _hint(
     saved: object,
     caller: Caller,
 ) -> str | None:
-    """``weights``: the parts of the checkpoint that hold weights and buffers. The rest is as in ``plan_restore``."""
-    if found.restores_nothing:
+    """Returns the hint for the problems, if there is one. ``weights`` has the parts of the checkpoint that have weights
+    and buffers. The other arguments are the variables of ``plan_restore``."""
+    if matched.restores_nothing:
         return (
-            "no weight at all would be restored: make the engine of the model that was saved, or put the weights "
-            "where they belong yourself, from zckpt.open(path).state_dict()"
+            "no weight at all would be restored: make the engine of the model that was saved, or copy the weights "
+            "into the model yourself, from zckpt.open(path).state_dict()"
         )
     hints = [caller.weights.format(parts=json.dumps(weights))] if against and weights else []
     if hints and saved is not None and caller.counters:
         hints.append(caller.counters)
-    misfitting = {*map(part_of, (*found.differences, *found.no_place)), *([MASTER] if roles else [])}
+    misfitting = {*map(part_of, (*matched.differences, *matched.no_place)), *([MASTER] if roles else [])}
     if misfits and (not against or misfitting.intersection(weights)):
         hints.append(f"{caller.in_part} leaves out what does not fit, and converts what is frozen on one side only")
     if saved is None:

@@ -1,1 +1,2 @@
-"""Where checkpoints live: the contract of a store, local directories, and the lock of a checkpoint."""
+"""Access to the place where checkpoints are stored: the contract of a store, local directories, and a checkpoint's
+lock."""

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 PAGE_BYTES = 4096
-"""Direct I/O wants file offsets, lengths and memory addresses to be multiples of it."""
+"""The unit of direct I/O, in bytes: file offsets, lengths and memory addresses have to be multiples of this number."""
 
 
 def after(views: Sequence[Bytes | memoryview], nbytes: int) -> Sequence[Bytes | memoryview]:
-    """What is left of ``views`` after the first ``nbytes``."""
+    """Returns the rest of ``views`` without their first ``nbytes`` bytes. The rest shares their memory."""
     if nbytes == 0:
         return views
     for i, view in enumerate(views):
@@ -28,7 +28,8 @@ def after(views: Sequence[Bytes | memoryview], nbytes: int) -> Sequence[Bytes | 
 
 
 def whole_pages(offset: int, nbytes: int) -> tuple[int, int]:
-    """Of ``nbytes`` from byte ``offset`` of a file on: where the first whole page begins among them, and where the last
-    one ends; the same, which may be behind them, if there is none."""
+    """Finds the whole pages in a part of a file: ``nbytes`` bytes from byte ``offset`` on. Returns the start of the
+    first whole page and the end of the last one, counted from the start of the part. If there is no whole page, returns
+    the same number twice, which may be larger than ``nbytes``."""
     first = -offset % PAGE_BYTES
     return first, max(first, nbytes - (offset + nbytes) % PAGE_BYTES)

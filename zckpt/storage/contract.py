@@ -1,26 +1,28 @@
-"""The contract of stores: all that is done to the place where checkpoints live goes through here.
+"""The contract of stores. zckpt reads and changes the place where checkpoints are stored only by these methods.
 
 A new store is a class with the methods of ``Store``, one line in the table of ``zckpt.storage.schemes``, and a test
-class that derives from ``zckpt.testing.StoreContract``. What the methods have to do is said here, and nowhere else. A
-package outside of zckpt adds its store with ``zckpt.storage.schemes.SCHEMES["s3"] = S3Store``, before it is first used.
+class that derives from ``zckpt.testing.StoreContract``. This file alone defines what the methods have to do. A package
+outside of zckpt adds its store by ``zckpt.storage.schemes.SCHEMES["s3"] = S3Store``, before the store is first used.
 
-- Several processes use a store at the same time, on several hosts. What a method has done, all of them see as soon as
-  it has returned. Three methods are atomic: ``commit``, ``claim`` and ``withdraw``.
-- What is *durable* outlives a loss of power. Where the durability of names needs nothing, ``sync_names`` does nothing.
-- Files are made only in directories that ``make_directories`` has made and nobody has removed: elsewhere, ``put``,
-  ``create`` and ``prepare`` raise StorageError, and ``claim`` returns False. A store without directories, such as an
-  object store, marks them, for instance by empty objects, and looks for the mark.
-- No path is a file and a directory at once: a method that would make it so raises StorageError and changes nothing;
-  ``claim`` returns False.
-- Every failure is a StorageError, a NoSpaceError where there is no space, with ``file=str(location of the file)``.
-  Only the methods of ``Reader`` raise FormatErrors, too, which are no StorageErrors: MissingFileError (F001) for a
-  file that is not there, FormatError (F002) for a link and for what is no regular file. Both are made by
-  ``zckpt.format.rules.broken``: ``raise broken("F001", "the file is missing", file=...)``.
+- Several processes on several hosts use a store at the same time. As soon as a method has returned, all of them see
+  what it has done. Three methods are atomic: ``commit``, ``claim`` and ``withdraw``.
+- Something is *durable* if it survives a loss of power. If the names in a store are always durable, ``sync_names`` does
+  nothing.
+- Files are made only in directories that ``make_directories`` has made and that nobody has removed. For any other
+  directory, ``put``, ``create`` and ``prepare`` raise StorageError, and ``claim`` returns False. A store that has no
+  directories, such as an object store, marks them, for instance by empty objects, and looks for the mark.
+- No path is a file and a directory at once. A method that would make a path both raises StorageError and changes
+  nothing. ``claim`` returns False instead.
+- Every failure raises a StorageError with ``file=str(location of the file)``. If there is no space, it is a
+  NoSpaceError. Only the methods of ``Reader`` also raise FormatErrors, which are not StorageErrors: MissingFileError
+  (F001) if there is no such file, and FormatError (F002) if the path is a link or anything else that is not a regular
+  file. ``zckpt.format.rules.broken`` makes both: ``raise broken("F001", "the file is missing", file=...)``.
 
-An object store that cannot rename has to do something of its own in ``commit``: one that copies ``prepared`` to
-``path`` and then deletes it changes ``path`` though ``remove(prepared)`` has returned in between. For instance, both
-first make a mark, by a write that succeeds only where there is none; who makes it wins, and a ``remove`` that comes
-second waits for the commit, or carries it out itself.
+An object store that cannot rename needs a ``commit`` of its own. If it copies ``prepared`` to ``path`` and then deletes
+``prepared``, it may change ``path`` after ``remove(prepared)`` has returned, which the contract forbids. One solution
+is that ``commit`` and ``remove`` both begin by making a mark, with a write that succeeds only if the mark does not
+exist yet. The one that makes the mark goes first. If this is ``commit``, ``remove`` waits for the commit, or carries it
+out itself.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.state.inventory import FileSpan
+    from zckpt.state.inventory import FileRange
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.location import Location
 
@@ -44,21 +46,22 @@ _COUNTING = threading.Lock()
 
 @dataclass
 class IOCount:
-    """What a reader has asked of the store: read calls, and the bytes that they returned; and what became of them."""
+    """Counts what a reader has read from its store, and how many of these bytes were copied in memory."""
 
     reads: int = 0
-    """Requests to the store: one for all ``views`` of a ``read_into``, and one more each time that a request gave fewer
-    bytes than asked for and the rest is asked for."""
+    """The number of requests to the store. A ``read_into`` is one request for all its ``views``. If a request returns
+    fewer bytes than it asked for, the request for the rest counts as another one."""
     metadata_bytes: int = 0
-    """What ``Reader.read`` has returned: of the manifest, the index, digest tables and headers."""
+    """The number of bytes that ``Reader.read`` has returned: bytes of the manifest, the index, digest tables and
+    headers."""
     data_bytes: int = 0
-    """What all other reads have returned: of tensors."""
+    """The number of bytes that all other reads have returned: bytes of tensors."""
     copied_bytes: int = 0
-    """The bytes of tensors in the host's memory that the processor has copied or converted from a staging buffer to
-    their place. All others were read straight into their place."""
+    """The number of bytes of tensors in host memory that the processor has copied or converted from a staging buffer to
+    their target. All other bytes in host memory were read straight into their target."""
 
     def add(self, *, reads: int = 0, metadata_bytes: int = 0, data_bytes: int = 0, copied_bytes: int = 0) -> None:
-        """Several threads may call it at once."""
+        """Adds to the counts. Several threads may call this at once."""
         with _COUNTING:
             self.reads += reads
             self.metadata_bytes += metadata_bytes
@@ -67,213 +70,253 @@ class IOCount:
 
     @property
     def bytes_read(self) -> int:
+        """The number of bytes that all reads have returned."""
         return self.metadata_bytes + self.data_bytes
 
 
 class Reader(Protocol):
-    """Reads the files of a store. Several threads use it at once. What one call returns is of one content: of a file
-    that is replaced meanwhile, the old or the new one. Of a file that is removed, it returns the old content or raises
-    MissingFileError.
+    """Reads the files of a store. Several threads use one reader at the same time.
 
-    Paths are those of the store. No link below the store's own directory is followed, where there are links. Every
-    method raises MissingFileError (F001), FormatError (F002) and StorageError.
+    The bytes that one call returns belong to one version of the file. If the file is replaced during the call, they are
+    bytes of the old version or of the new one. If the file is removed during the call, the call returns the old content
+    or raises MissingFileError.
+
+    Paths are relative to the store's directory. No link below this directory is followed, if the store can have links.
+    Every method raises MissingFileError (F001), FormatError (F002) and StorageError.
     """
 
     count: IOCount
-    """Of all calls, whichever thread makes them."""
+    """The sum over all calls of all threads."""
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """``nbytes`` from byte ``offset``, or fewer at the end of the file."""
+        """Returns ``nbytes`` bytes from byte ``offset`` on, or fewer if the file ends before. zckpt calls this for
+        manifests, indexes, digest tables, headers, locks and the file ``latest``."""
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
-        """Fills ``views`` one after the other with tensor data from byte ``offset``; returns the bytes read, fewer only
-        at the end of the file."""
+        """Fills ``views`` one after the other from byte ``offset`` on. Returns the number of bytes read, which is
+        smaller than the length of the views only if the file ends before. zckpt calls this for tensor data."""
 
     def size(self, path: str) -> int:
-        """In bytes."""
+        """Returns the length of the file, in bytes."""
 
     def close(self) -> None:
-        """Gives back what the reader holds, such as open files. It is not used afterwards."""
+        """Frees what the reader holds, such as open files. The reader is not used afterwards."""
 
     @property
     def direct(self) -> DirectReads | None:
-        """What it can do beside ``read_into``; None: nothing, as in most stores."""
+        """The faster reads that this reader offers besides ``read_into``, or None if it offers none, as in most
+        stores."""
 
 
 class DirectReads(Protocol):
-    """Reads of tensor data past caches and past the host's memory. They count and raise as those of ``Reader`` do."""
+    """Reads tensor data past all caches, or straight into device memory. These methods count their bytes, and raise
+    errors, as those of ``Reader`` do."""
 
     def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
-        """Whether most of these bytes are in memory already, so that ``read_into`` suits better. Starts no I/O."""
+        """Returns whether more than half of these bytes are in memory already, so that ``read_into`` is the better way
+        to read them. Starts no I/O."""
 
     def alignment(self, path: str) -> tuple[int, int]:
-        """Two numbers of bytes, powers of two: for ``read_direct`` of this file, addresses of memory have to be
-        multiples of the first one, offsets and lengths multiples of the second one."""
+        """Returns the two alignments, in bytes, that ``read_direct`` needs for this file. Memory addresses have to be
+        multiples of the first number, offsets and lengths multiples of the second one. Both are powers of two."""
 
     def read_direct(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
-        """Fills ``views``, one after the other, from byte ``offset``, past all caches; returns the bytes read: fewer at
-        the end of the file, or 0 where this cannot be done. ``offset`` and all addresses and lengths are multiples of
-        the numbers that ``alignment`` returns."""
+        """Fills ``views`` one after the other from byte ``offset`` on, past all caches. Returns the number of bytes
+        read: fewer than asked for if the file ends before, and 0 if the file cannot be read in this way. The caller
+        makes sure that ``offset`` and all addresses and lengths are multiples of the numbers that ``alignment``
+        returns."""
 
     def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
-        """Fills ``target``, 1-D uint8 in device memory that nobody else is using, from byte ``offset``, past the host's
-        memory; returns the bytes read: fewer at the end of the file, or 0 where this cannot be done."""
+        """Fills ``target`` from byte ``offset`` on, without a copy in host memory. ``target`` is a 1-D uint8 tensor in
+        device memory that nobody else is using. Returns the number of bytes read: fewer than asked for if the file ends
+        before, and 0 if the file cannot be read in this way."""
 
 
 class Writer(Protocol):
-    """One new file, which several threads write at once, each part of it once and in any order. Then ``sync`` is called
-    once, and ``close``. When both have returned, the file has all that was written. Before, others may see no file, or
-    one with any part of the content; after a ``close`` without ``sync``, that may be left of it. Every method raises
-    StorageError or NoSpaceError."""
+    """Writes one new file.
+
+    Several threads write the file at the same time: each part of it once, and the parts in any order. Then ``sync`` is
+    called once, and ``close`` once. When both have returned, the file contains all that was written. Before that, other
+    processes may see no file, or a file with any part of the content. A ``close`` without ``sync`` may leave such a
+    file. Every method raises StorageError or NoSpaceError.
+    """
 
     def write(self, data: Bytes | memoryview, offset: int) -> None:
-        """Writes ``data`` to the file, from its byte ``offset`` on. ``data`` begins as far behind the start of a page
-        of memory as ``offset`` lies behind the start of a page of the file, so that whole pages of the file are whole
-        pages of memory. The caller changes ``data`` afterwards: keep no reference to it."""
+        """Writes ``data`` to the file from byte ``offset`` on. The address of ``data`` and ``offset`` have the same
+        remainder when they are divided by ``PAGE_BYTES``, so each whole page of the file is a whole page of memory. The
+        caller changes ``data`` as soon as this method has returned, so keep no reference to it."""
 
     def sync(self) -> None:
-        """Makes the data durable. Called once, after the last write has returned; not at all after an error."""
+        """Makes the data durable. It is called once, after the last write has returned. After an error it is not called
+        at all."""
 
     def close(self) -> None:
-        """Called once, whatever has happened before."""
+        """Closes the file. It is called once, after a success and after an error."""
 
     @property
     def sharing(self) -> PageSharing | None:
-        """What it can do beside ``write``; None: nothing, as in most stores."""
+        """The way in which this writer can share pages with another file, or None if it cannot, as in most stores."""
 
 
 class PageSharing(Protocol):
-    """Parts of a file made of the pages of another one: instead of ``Writer.write``, they are shared, read back for
-    their digests, and their edges written."""
+    """Makes parts of a new file out of the pages of another file, so that their bytes are not written.
 
-    def share(self, source: FileSpan, offset: int) -> bool:
-        """Makes all whole pages of the part from byte ``offset`` on those of a local file outside of any checkpoint,
-        which takes neither time nor space. False where this cannot be done: then nothing has happened."""
+    For each part, zckpt calls ``share`` instead of ``Writer.write``. If that succeeds, it calls ``read_back`` to
+    compute the part's digests, and ``write_edges`` to write the bytes outside of whole pages.
+    """
+
+    def share(self, source: FileRange, offset: int) -> bool:
+        """Makes the file use the pages of ``source`` for all whole pages of the part that begins at byte ``offset`` and
+        is as long as ``source``. ``source`` is a range of a local file outside of any checkpoint. Sharing takes neither
+        time nor space. Returns False, and changes nothing, if the pages cannot be shared."""
 
     def read_back(self, room: Bytes, offset: int) -> None:
-        """Reads the shared whole pages of the part from byte ``offset`` on into ``room``, which is as long as the part
-        and lies as the ``data`` of ``write``."""
+        """Reads the shared whole pages of the part that begins at byte ``offset`` into ``room``. ``room`` is as long as
+        the part, and is aligned like the ``data`` of ``Writer.write``."""
 
     def write_edges(self, data: Bytes | memoryview, offset: int) -> None:
-        """Writes those bytes of ``data``, the part from byte ``offset`` on, that are no whole pages."""
+        """Writes the bytes at both ends of a part that are not whole pages. ``data`` has all bytes of the part, which
+        begins at byte ``offset``."""
 
 
 class StoredFile(NamedTuple):
-    """A file, as far as it takes space."""
+    """The space that a file takes."""
 
     nbytes: int
+    """The length of the file."""
     links: int
-    """How many paths lead to it, in this and other directories. Its space is free once all of them are removed."""
+    """How many paths in this and other directories lead to the file. Its space is free once all of them are removed."""
     identity: Hashable
-    """Equal for all paths that lead to it, and for no other file of the store."""
+    """A value that is equal for all paths that lead to this file, and different for all other files of the store."""
 
 
 class Creator(Protocol):
     """Makes new files."""
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> Writer:
-        """A new file, whose directory exists; StorageError if the file does. ``reserved_bytes``: at least so many will
-        be written, so that its length does not depend on this; that there is no space for them should show here.
-        ``direct``: to be written past all caches, where that can be done."""
+        """Makes a new file in a directory that exists, and returns its writer. Raises StorageError if the file exists.
+        At least ``reserved_bytes`` bytes will be written, so the length of the file does not depend on this number. A
+        lack of space for them should raise an error here already. ``direct`` asks that the file be written past all
+        caches, if the store can do this."""
 
 
 class Store(Creator, Protocol):
-    """A directory of checkpoints, or one checkpoint. Its files have paths relative to it, with ``/`` between their
-    components; the empty path is the directory itself, which need not exist. To make a ``Store`` touches nothing."""
+    """A directory that contains checkpoints, or the directory of one checkpoint.
+
+    Paths of files are relative to the directory, with ``/`` between their components. The empty path is the directory
+    itself, which need not exist. Making a ``Store`` does no I/O.
+    """
 
     @property
     def location(self) -> Location:
-        """The Location that this store was made for."""
+        """The location that this store was made for."""
 
     @property
     def parent(self) -> Store:
         """The store at ``location.parent``."""
 
     def child(self, path: str) -> Store:
-        """The store at ``location.child(path)``."""
+        """Returns the store at ``location.child(path)``."""
 
-    # What is there
+    # Reading and listing
 
-    def reader(self) -> Reader: ...
+    def reader(self) -> Reader:
+        """Returns a new reader of the files in this directory. The caller closes it."""
 
     def exists(self, path: str) -> bool:
-        """Whether anything is there, be it a link that leads nowhere. The store's own directory may be reached through
-        links."""
+        """Returns whether there is anything at this path. A link that leads nowhere counts. The store's own directory
+        may be reached through links."""
 
     def entries(self) -> list[str] | None:
-        """The names of all that is directly in the directory, in any order; None if there is no such directory,
-        also where a file has that name."""
+        """Returns the names of all files and directories directly in this directory, in any order. Returns None if
+        there is no such directory, also if a file has its name."""
 
     def directories(self) -> list[str]:
-        """The names of the directories directly in it, ascending; no links. StorageError if there is none."""
+        """Returns the names of the directories directly in this directory, in ascending order and without links. Raises
+        StorageError if this directory does not exist."""
 
     def files(self, path: str) -> list[StoredFile]:
-        """The file at ``path``, or all files in a directory and below it, in any order; none for what is not there.
-        Raises nothing for what goes meanwhile."""
+        """Returns the file at ``path``, or all files in and below the directory ``path``, in any order. Returns an
+        empty list if nothing is there. Files that are removed during the call are left out, or returned, without an
+        error."""
 
     def free_bytes(self) -> int | None:
-        """How many more bytes this process may store in the directory, which exists; None where that cannot be known.
-        Raises nothing."""
+        """Returns how many more bytes this process may store in the directory, which exists. Returns None if the store
+        cannot know this. Raises nothing. zckpt calls this before a write, to refuse a write that would not fit."""
 
-    # New files, beside those of ``create``
+    # New files (``create`` is above)
 
     def make_directories(self, path: str) -> None:
-        """Makes the directory ``path``, and all above it, exist, durably, or raises and leaves nothing new. Nothing
-        happens if it exists."""
+        """Makes the directory ``path`` and all directories above it, and makes their names durable. Does nothing if the
+        directory exists. After an error, no new directory is left. zckpt calls this before it makes files in a
+        directory."""
 
     def share(self, path: str, source: Location) -> bool:
-        """Makes ``path`` a new file with the bytes of the file ``source``, which is durable and never changed, without
-        writing them: both share their pages, or are two names of one file. Durable but for its name. What becomes of
-        one of them later, such as its removal, does not touch the other. False where this cannot be done, in most
-        stores always: then nothing has happened. Raises nothing."""
+        """Makes a new file at ``path`` that has the bytes of the file ``source``, without writing them: the two files
+        share their pages, or are two names of one file. zckpt calls this for a data file that another checkpoint has
+        already. ``source`` is durable and never changes. The new file is durable except for its name. What later
+        happens to one of the two files, such as its removal, does not affect the other one. Returns False, and changes
+        nothing, if the file cannot be shared. Most stores always return False. Raises nothing."""
+
+    def may_share(self, directory: Location) -> bool:
+        """Returns whether ``share`` may succeed for files of ``directory``. Returns False if it cannot, for instance
+        because ``directory`` is on another file system. zckpt calls this to find out how much space a write needs, when
+        this store's own directory may not exist yet. Raises nothing."""
 
     def put(self, path: str, data: bytes) -> None:
-        """A new file with these bytes, whose directory exists; StorageError if the file does. Durable but for its
-        name."""
+        """Makes a new file with these bytes in a directory that exists. Raises StorageError if the file exists. The
+        file is durable except for its name. zckpt calls this for small files, such as the index and the digest
+        tables."""
 
     def sync_names(self, path: str) -> None:
-        """Makes the names in a directory durable."""
+        """Makes the names directly in the directory ``path`` durable. zckpt calls this after it has made or removed
+        files there, and always before a commit."""
 
     # Commits
 
     def prepare(self, path: str, data: bytes, digits: str = "") -> str:
-        """Makes a temporary file with these bytes that is to replace ``path``. Its data are durable, its name is not.
-        Returns its path, ``zckpt.format.names.temporary(path, digits)``, with eight random hexadecimal digits if none
-        are given. Leaves nothing after an error. A temporary file that is there already is one, and may be
-        gone then."""
+        """Makes a temporary file with these bytes, which ``commit`` will move to ``path``. Its content is durable, its
+        name is not. Returns the path of the temporary file: ``zckpt.format.names.temporary(path, digits)``, with eight
+        random hexadecimal digits if ``digits`` is empty. After an error, no file is left. Raises StorageError if the
+        temporary file exists already, and may remove this file then."""
 
     def commit(self, path: str, prepared: str) -> None:
-        """Replaces ``path`` by the file ``prepared``, which is gone then. At every instant ``path`` holds either all of
-        the new content or all of the old one, if there was one; the new one is durable on return. Raises StorageError,
-        and changes nothing, if somebody has removed ``prepared``, be it just now."""
+        """Replaces ``path`` by the file ``prepared``, which no longer exists afterwards. At every instant, ``path`` has
+        either all of the new content or all of the old content, if there was any. The new content is durable on return.
+        Raises StorageError, and changes nothing, if somebody has removed ``prepared``, even if that happened during the
+        call. zckpt commits the manifest of a checkpoint, and then the file ``latest`` of the run."""
 
-    # What goes
+    # Removal
 
     def remove(self, path: str) -> None:
-        """Removes a file, or a directory with all in it. Raises nothing: what cannot be removed stays. Of a ``remove``
-        of what was prepared and its ``commit`` at the same time, one comes first: either the commit raises, or ``path``
-        has its new content when ``remove`` returns."""
+        """Removes a file, or a directory with everything in it. Raises nothing: what cannot be removed stays. If a
+        prepared file is removed and committed at the same time, one of the two calls comes first: either ``commit``
+        raises, or ``path`` has its new content when ``remove`` returns."""
 
     def remove_if_empty(self, path: str) -> None:
-        """Removes a directory if nothing is in it; not a file, and nothing above it. Raises nothing."""
+        """Removes a directory if it is empty. Removes no file, and no directory above it. Raises nothing."""
 
-    # Locks
+    # Locks: ``zckpt.storage.lock`` calls these methods. ``changed_at`` and ``now`` also tell the age of checkpoints.
 
     def claim(self, path: str, data: bytes) -> bool:
-        """Makes a new file that has these bytes from its first instant; False if there is one already, or if its
-        directory has gone. Of many who claim a path at once, one succeeds."""
+        """Makes a new file that has these bytes from its first instant on, and returns True. Returns False if the file
+        exists already, or if its directory was removed. If several processes claim a path at the same time, one of them
+        succeeds. A writer claims the lock of a checkpoint."""
 
     def withdraw(self, path: str, data: bytes) -> bool:
-        """Removes a file that was claimed with ``data``; False if it holds something else, or is gone. Of many who
-        withdraw it at once, one succeeds."""
+        """Removes a file that was claimed with ``data``, and returns True. Returns False if the file has other content,
+        or does not exist. If several processes withdraw a file at the same time, one of them succeeds. A writer
+        withdraws its own lock when it ends, or the lock of a dead writer."""
 
     def touch(self, path: str) -> None:
-        """Makes ``changed_at`` of a file now. Raises StorageError if there is none. A file that somebody withdraws or
-        removes at the same time does not come back."""
+        """Sets the time that ``changed_at`` returns for a file to now. Raises StorageError if there is no file. If
+        somebody withdraws or removes the file at the same time, it must not come back. A writer touches its lock every
+        few seconds, to show that it is alive."""
 
     def changed_at(self, path: str) -> float | None:
-        """When a file was last written, prepared or touched, in seconds of the store's own clock, which all hosts
-        share; None if there is none. May be rounded to whole seconds, as ``now``."""
+        """Returns when a file was last written, prepared or touched, in seconds of the store's own clock, which is the
+        same for all hosts. Returns None if there is no file. The time may be rounded to whole seconds, like the
+        time that ``now`` returns."""
 
     def now(self) -> float:
-        """By the same clock. The directory exists."""
+        """Returns the time of the same clock as ``changed_at``, in seconds. The directory exists."""

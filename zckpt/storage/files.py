@@ -1,4 +1,4 @@
-"""Files of this machine's file systems: what a local store reads and writes by, and files outside of checkpoints."""
+"""Calls on files of this machine's file systems, for local stores and for files outside of checkpoints."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ if TYPE_CHECKING:
 BINARY: int = getattr(os, "O_BINARY", 0)
 """The flag that keeps Windows from translating line ends."""
 UNSUPPORTED = {errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""Errors that say that the file system does not support a call."""
+"""The error numbers by which a file system says that it does not support a call."""
 NAME_SURROGATE = 0x20000000
-"""Of Windows: this bit of a reparse point's tag says that it leads elsewhere, as symbolic links and junctions do."""
+"""The bit in the tag of a Windows reparse point that marks it as a link to another path, such as a symbolic link or a
+junction."""
 
 
 def is_link(status: os.stat_result) -> bool:
-    """Whether the result of ``os.lstat`` is a symbolic link or a junction."""
+    """Returns whether ``status``, which ``os.lstat`` has returned, is that of a symbolic link or a junction."""
     return stat.S_ISLNK(status.st_mode) or bool(getattr(status, "st_reparse_tag", 0) & NAME_SURROGATE)
 
 
 def is_impossible_name(error: OSError) -> bool:
-    """Whether it says that no file can have this name: one that is too long, is not in the file system's encoding, or
-    has a character that Windows does not allow."""
+    """Returns whether the error says that no file can have this name, because it is too long, is not in the file
+    system's encoding, or has a character that Windows does not allow."""
     return error.errno in (errno.ENAMETOOLONG, errno.EILSEQ) or getattr(error, "winerror", None) == 123
 
 
 def free_bytes(path: str) -> int | None:
-    """How many more bytes this process may store in a directory: without the blocks that are reserved for root, and
-    within a quota where the file system takes it into account, as XFS does for projects, and NFS. None where the system
-    does not say, as for a tmpfs without a limit. Raises nothing."""
+    """Returns how many more bytes this process may store in a directory. Blocks that are reserved for root do not
+    count. A quota counts if the file system takes it into account, as XFS does for projects, and NFS. Returns None if
+    the system does not know, for instance for a tmpfs without a limit. Raises nothing."""
     try:
         usage = shutil.disk_usage(path)
     except OSError:
@@ -50,32 +51,33 @@ def free_bytes(path: str) -> int | None:
 
 
 def read_at(fd: int, views: Sequence[Bytes | memoryview], offset: int) -> int:
-    """Reads from byte ``offset`` into ``views``, one after the other. Returns the number of bytes read: perhaps fewer
-    than asked for, 0 only at the end of the file. No other thread may use ``fd``, because its position may move."""
+    """Reads from byte ``offset`` into ``views``, one after the other. Returns the number of bytes read. It may be
+    smaller than asked for, and is 0 only at the end of the file. No other thread may use ``fd`` during the call,
+    because its position may change."""
     if linux.HAS_POSITIONAL_IO:
         return os.preadv(fd, views, offset)
     os.lseek(fd, offset, os.SEEK_SET)
-    done = 0
+    total_bytes = 0
     with io.FileIO(fd, closefd=False) as file:
         for view in views:
-            got = file.readinto(view)
-            done += got
-            if got < len(view):
+            nbytes = file.readinto(view)
+            total_bytes += nbytes
+            if nbytes < len(view):
                 break
-    return done
+    return total_bytes
 
 
 def is_refused(error: OSError) -> bool:
-    """Whether it says that there is no direct I/O here."""
+    """Returns whether the error says that this file does not support direct I/O."""
     cause = error.__cause__ if isinstance(error, StorageError) else error
     return isinstance(cause, OSError) and cause.errno in (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def read_from(path: str, offset: int, room: Bytes, *, direct: bool = False) -> None:
-    """Fills ``room`` from byte ``offset`` of ``path``, a file outside of any checkpoint, and leaves nothing of it in
-    the page cache. ``direct``: whole pages go past the page cache where the file system allows it; then ``room`` lies
-    as far behind the start of a page of memory as ``offset`` behind that of a page of the file. Raises StorageError,
-    also where the file is too short."""
+    """Fills ``room`` from byte ``offset`` of the file ``path``, which is outside of any checkpoint. Leaves nothing of
+    it in the page cache. With ``direct``, whole pages are read past the page cache if the file system allows it. Then
+    the address of ``room`` must have the same remainder, divided by ``PAGE_BYTES``, as ``offset``. Raises StorageError,
+    also if the file is too short."""
     first, last = whole_pages(offset, len(room))
     if direct and linux.O_DIRECT and first < last:
         try:
@@ -91,32 +93,32 @@ def read_from(path: str, offset: int, room: Bytes, *, direct: bool = False) -> N
 
 
 def _fill(path: str, offset: int, room: Bytes, flags: int = 0) -> None:
-    """``flags``: with which the file is opened."""
-    done = 0
+    """Fills ``room`` from byte ``offset`` on. ``flags`` are added to those by which the file is opened."""
+    filled = 0
     try:
         fd = os.open(path, os.O_RDONLY | BINARY | flags)
         try:
-            while done < len(room):
-                got = read_at(fd, [room[done:]], offset + done)
-                if got == 0:
+            while filled < len(room):
+                nbytes = read_at(fd, [room[filled:]], offset + filled)
+                if nbytes == 0:
                     raise StorageError(
-                        "the file ends too early", file=path, start=offset + done, stop=offset + len(room)
+                        "the file ends too early", file=path, start=offset + filled, stop=offset + len(room)
                     )
-                done += got
+                filled += nbytes
             linux.uncache(fd, offset, len(room))
         finally:
             os.close(fd)
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        raise from_os_error(error, "read", path, offset + done, offset + len(room)) from error
+        raise from_os_error(error, "read", path, offset + filled, offset + len(room)) from error
 
 
 def put_in_place(prepared: str, path: str) -> None:
-    """Renames ``prepared`` to ``path``. What was at ``path`` before has the name ``prepared`` afterwards. Where the
-    system can exchange two names, one of the two is at ``path`` at any time. Where it cannot, a file at ``path`` is
-    replaced, and a directory is missing for an instant. Raises OSError; then both have the names that they had
-    before."""
+    """Renames ``prepared`` to ``path``. If there was something at ``path``, it has the name ``prepared`` afterwards, or
+    is replaced. If the system can exchange two names, there is something at ``path`` at any time. If it cannot, a file
+    at ``path`` is replaced, and a directory at ``path`` is missing for an instant. Raises OSError, and then both have
+    their former names."""
     if os.path.lexists(path) and linux.exchange(prepared, path):
         return
     if not os.path.isdir(path):
@@ -133,7 +135,7 @@ def put_in_place(prepared: str, path: str) -> None:
 
 
 def take_back(prepared: str, path: str) -> None:
-    """Undoes what ``put_in_place`` has done. Raises OSError."""
+    """Undoes ``put_in_place``. Raises OSError."""
     if os.path.lexists(prepared):
         put_in_place(prepared, path)
     else:
@@ -141,8 +143,8 @@ def take_back(prepared: str, path: str) -> None:
 
 
 def sync_data(fd: int) -> None:
-    """Until what was written to a file is on the disk for good. Raises OSError."""
-    if sys.platform == "darwin":  # whose fsync(2) leaves it in the disk's own cache
+    """Waits until everything that was written to a file is durable on the disk. Raises OSError."""
+    if sys.platform == "darwin":  # fsync(2) of macOS leaves the data in the disk's own cache
         import fcntl
 
         try:
@@ -152,3 +154,15 @@ def sync_data(fd: int) -> None:
             if error.errno not in UNSUPPORTED:
                 raise
     os.fsync(fd)
+
+
+def sync_file(path: str) -> None:
+    """Makes the content of a file durable. Raises StorageError."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+        try:
+            sync_data(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise from_os_error(error, "fsync", path) from error

@@ -1,4 +1,4 @@
-"""Reads below one local directory, so that no link inside of it is followed."""
+"""Reads the files below one local directory, without following any link below it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format.rules import broken
+from zckpt.progress import logger
 from zckpt.storage import gpudirect
 from zckpt.storage.buffers import after
 from zckpt.storage.contract import IOCount
@@ -31,14 +32,15 @@ IDLE_FILES_MAX = 64 if linux.HAS_POSITIONAL_IO else 0
 """The most files that a reader keeps open between reads. It is 0 without positional reads, because a forked process
 would move its parent's position, and because Windows cannot replace an open file."""
 CAN_OPEN_BY_COMPONENT = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
-"""Whether a file can be opened component by component, so that no link is followed whatever others do meanwhile."""
+"""Whether the system can open a file component by component. Then no link is followed, whatever other processes do to
+the path at the same time."""
 _REFUSED_LINK = {errno.ELOOP, errno.EMLINK, getattr(errno, "EFTYPE", errno.ELOOP), errno.ENOTDIR, errno.ENXIO}
-"""The errors by which systems refuse a link, or something that is neither a file nor a directory: Linux and macOS
-ELOOP, FreeBSD EMLINK, NetBSD EFTYPE; ENOTDIR for a component of a path; ENXIO for a socket."""
+"""The error numbers by which systems refuse to open a link, or something that is neither a file nor a directory: ELOOP
+on Linux and macOS, EMLINK on FreeBSD, EFTYPE on NetBSD, ENOTDIR for a component of the path, and ENXIO for a socket."""
 
 
 class LocalReader:
-    """Reads the files below one directory, and keeps the last ones open for a while."""
+    """Reads the files below one directory. Keeps the files that were used last open between reads."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -53,18 +55,18 @@ class LocalReader:
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         buffer = np.empty(nbytes, np.uint8)
         with self.file(path) as fd:
-            got, reads = self._fill(fd, [buffer], offset, path)
-        self.count.add(reads=reads, metadata_bytes=got)
-        return buffer[:got].tobytes()
+            filled, reads = self._fill(fd, [buffer], offset, path)
+        self.count.add(reads=reads, metadata_bytes=filled)
+        return buffer[:filled].tobytes()
 
     def size(self, path: str) -> int:
         with self.file(path) as fd:
             return os.fstat(fd).st_size
 
     def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
-        # In the page cache, that is. Even a read with RWF_NOWAIT would start I/O.
+        # The cache is the page cache. preadv2 with RWF_NOWAIT would not do, because even that starts I/O.
         if not linux.O_DIRECT:
-            return True  # there is no way past it
+            return True  # without direct I/O, all reads go through the page cache
         with self.file(path) as fd:
             return 2 * linux.cached_bytes(fd, offset, nbytes) > nbytes
 
@@ -74,55 +76,60 @@ class LocalReader:
 
     def read_direct(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         total = sum(map(len, views))
-        done = reads = 0
+        filled = reads = 0
         try:
             with self.file(path, linux.O_DIRECT) as fd:
-                while done < total:
-                    got = read_at(fd, after(views, done), offset + done)
+                while filled < total:
+                    nbytes = read_at(fd, after(views, filled), offset + filled)
                     reads += 1
-                    if got == 0:
+                    if nbytes == 0:
                         break
-                    done += got
+                    filled += nbytes
         except OSError as error:
-            if not is_refused(error):  # a read that has ended inside of a block cannot go on from there either
+            # Direct I/O also refuses to continue a read that has ended inside of a block. Then the bytes that were read
+            # before are returned.
+            if not is_refused(error):
                 if isinstance(error, StorageError):
                     raise
-                raise from_os_error(error, "read", self._full(path), offset + done, offset + total) from error
-        self.count.add(reads=reads, data_bytes=done)
-        return done
+                raise from_os_error(error, "read", self._full(path), offset + filled, offset + total) from error
+            if not filled:
+                logger.debug("%s: read through the page cache, not past it: %s", self._full(path), error)
+        self.count.add(reads=reads, data_bytes=filled)
+        return filled
 
     def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
         if not gpudirect.serves(target.device):
             return 0
         with self.file(path) as fd:
-            got = gpudirect.read(fd, self._full(path), target, offset)
-        self.count.add(reads=1, data_bytes=got)
-        return got
+            nbytes = gpudirect.read(fd, self._full(path), target, offset)
+        self.count.add(reads=1, data_bytes=nbytes)
+        return nbytes
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         with self.file(path) as fd:
-            got, reads = self._fill(fd, views, offset, path)
-        self.count.add(reads=reads, data_bytes=got)
-        return got
+            nbytes, reads = self._fill(fd, views, offset, path)
+        self.count.add(reads=reads, data_bytes=nbytes)
+        return nbytes
 
     def _fill(self, fd: int, views: Sequence[Bytes | memoryview], offset: int, path: str) -> tuple[int, int]:
-        """Bytes and calls."""
+        """Fills ``views`` from byte ``offset`` on. Returns the number of bytes read, and the number of calls that it
+        took."""
         total = sum(map(len, views))
-        done = reads = 0
+        filled = reads = 0
         try:
-            while done < total:
-                got = read_at(fd, after(views, done), offset + done)
+            while filled < total:
+                nbytes = read_at(fd, after(views, filled), offset + filled)
                 reads += 1
-                if got == 0:
+                if nbytes == 0:
                     break
-                done += got
+                filled += nbytes
         except OSError as error:
-            raise from_os_error(error, "read", self._full(path), offset + done, offset + total) from error
-        return done, reads
+            raise from_os_error(error, "read", self._full(path), offset + filled, offset + total) from error
+        return filled, reads
 
     @contextmanager
     def file(self, path: str, flags: int = 0) -> Iterator[int]:
-        """A file descriptor of ``path``, opened for reading; kept open for a while after use."""
+        """Lends a file descriptor of ``path`` that is open for reading. It stays open for a while after use."""
         with self._lock:
             fd = self._idle.pop((path, flags), -1)
         if fd < 0:
@@ -147,10 +154,11 @@ class LocalReader:
         self.close()
 
     def _open(self, path: str, more_flags: int) -> int:
-        """So that no link inside the checkpoint is followed."""
-        opened = _open_by_steps if CAN_OPEN_BY_COMPONENT else _open_after_a_look
+        """Opens a file below the root without following a link below the root. ``more_flags`` are added to those of
+        ``os.open``."""
+        open_file = _open_by_component if CAN_OPEN_BY_COMPONENT else _open_after_checks
         try:
-            fd = opened(self.root, path.split("/"), os.O_RDONLY | BINARY | more_flags)
+            fd = open_file(self.root, path.split("/"), os.O_RDONLY | BINARY | more_flags)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
                 raise broken("F002", "not a regular file", file=self._full(path))
@@ -159,7 +167,7 @@ class LocalReader:
         except OSError as error:
             if is_impossible_name(error):
                 raise broken("F001", "no file can have this name", file=self._full(path)) from error
-            if error.errno in _REFUSED_LINK or (error.errno == errno.EOPNOTSUPP and not more_flags):  # a socket, on BSD
+            if error.errno in _REFUSED_LINK or (error.errno == errno.EOPNOTSUPP and not more_flags):  # a socket on BSD
                 raise broken("F002", "a link or not a regular file", file=self._full(path)) from error
             raise from_os_error(error, "open", self._full(path)) from error
         return fd
@@ -168,22 +176,22 @@ class LocalReader:
         return os.path.join(self.root, path)
 
 
-def _open_by_steps(root: str, names: Sequence[str], flags: int) -> int:
+def _open_by_component(root: str, names: Sequence[str], flags: int) -> int:
     *directories, name = names
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     for directory in directories:
-        fd = _step(fd, directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    return _step(fd, name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO must not block
+        fd = _open_below(fd, directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    return _open_below(fd, name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO must not block
 
 
-def _step(parent: int, name: str, flags: int) -> int:
+def _open_below(parent: int, name: str, flags: int) -> int:
     try:
         return os.open(name, flags, dir_fd=parent)
     finally:
         os.close(parent)
 
 
-def _open_after_a_look(root: str, names: Sequence[str], flags: int) -> int:
+def _open_after_checks(root: str, names: Sequence[str], flags: int) -> int:
     path = root
     for number, name in enumerate(names, 1):
         path = os.path.join(path, name)

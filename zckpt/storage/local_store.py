@@ -1,4 +1,4 @@
-"""A directory of a local or mounted file system: names, commits, locks, and what is removed."""
+"""The store for a directory of a local or mounted file system."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format import names
+from zckpt.progress import logger
 from zckpt.storage.contract import StoredFile
 from zckpt.storage.files import BINARY, UNSUPPORTED, free_bytes, is_impossible_name, is_link, sync_data
 from zckpt.storage.local_reader import LocalReader
@@ -27,15 +28,16 @@ if TYPE_CHECKING:
     from zckpt.storage.location import Location
 
 RENAME_WAIT_SECONDS = 5.0
-"""On Windows, how long a rename waits for readers of the file."""
+"""How long a rename waits on Windows for other processes that have the file open, in seconds."""
 _NO_SYNC = UNSUPPORTED | {errno.EBADF}
-"""Errors that say that a directory cannot be synced. Some systems sync only what is open for writing, and say EBADF."""
+"""The error numbers by which a system says that a directory cannot be synced. Some systems sync only files that are
+open for writing, and report EBADF."""
 _NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK}
-"""Errors that say that there are no links."""
+"""The error numbers by which a file system says that it has no hard links."""
 
 
 class LocalStore:
-    """A directory."""
+    """A store whose directory is a directory of a file system."""
 
     def __init__(self, location: Location) -> None:
         self.location = location
@@ -54,7 +56,7 @@ class LocalStore:
     def exists(self, path: str) -> bool:
         try:
             os.lstat(self._full(path)) if path else os.stat(self._root)
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have such a name.
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have such a name
             return False
         except OSError as error:
             if is_impossible_name(error):
@@ -84,13 +86,13 @@ class LocalStore:
             raise from_os_error(error, "list", self._root) from error
 
     def files(self, path: str) -> list[StoredFile]:
-        full, found = self._full(path), []
-        below = [os.path.join(directory, file) for directory, _, files in os.walk(full) for file in files]
-        for one in below if os.path.isdir(full) else [full]:
+        full, stored_files = self._full(path), []
+        paths = [os.path.join(directory, name) for directory, _, file_names in os.walk(full) for name in file_names]
+        for file in paths if os.path.isdir(full) else [full]:
             with suppress(FileNotFoundError):
-                status = os.lstat(one)
-                found.append(StoredFile(status.st_size, status.st_nlink, (status.st_dev, status.st_ino)))
-        return found
+                status = os.lstat(file)
+                stored_files.append(StoredFile(status.st_size, status.st_nlink, (status.st_dev, status.st_ino)))
+        return stored_files
 
     def free_bytes(self) -> int | None:
         return free_bytes(self._root)
@@ -101,7 +103,7 @@ class LocalStore:
         while not os.path.isdir(path):
             missing.append(path)
             path = os.path.dirname(path) or "."
-        # A writer that died may have made the last one that there is, and not have come to sync its name.
+        # A writer that died may have made the deepest existing directory without syncing its name.
         if os.access(os.path.dirname(path) or ".", os.R_OK):
             _fsync_directory(os.path.dirname(path) or ".")
         try:
@@ -126,10 +128,23 @@ class LocalStore:
             if source.scheme or not stat.S_ISREG(status.st_mode) or is_link(status):
                 return False
             if not _share_blocks(full, source.path):
+                logger.debug("%s: a hard link, since the file system shares no blocks with %s", full, source.path)
                 os.link(source.path, full)
-        except OSError:  # another file system, one without links, too many of them: the bytes are written then
+        # The files are on two file systems, or the file system has no links, or too many of them. The caller writes the
+        # bytes.
+        except OSError as error:
+            logger.debug("%s: written, not shared with %s: %s", full, source.path, error)
             return False
         return True
+
+    def may_share(self, directory: Location) -> bool:
+        existing = self._root
+        while not os.path.isdir(existing):
+            existing = os.path.dirname(existing) or "."
+        try:
+            return not directory.scheme and os.stat(existing).st_dev == os.stat(directory.path).st_dev
+        except OSError:
+            return False
 
     def put(self, path: str, data: bytes) -> None:
         path = self._full(path)
@@ -159,7 +174,7 @@ class LocalStore:
 
     def commit(self, path: str, prepared: str) -> None:
         try:
-            _once_nobody_reads(lambda: os.replace(self._full(prepared), self._full(path)))
+            _retry_while_open(lambda: os.replace(self._full(prepared), self._full(path)))
         except OSError as error:
             raise from_os_error(error, "rename", self._full(prepared)) from error
         _fsync_directory(os.path.dirname(self._full(path)))
@@ -177,36 +192,40 @@ class LocalStore:
             self.put(prepared, data)
             return self._put_where_none_is(path, data, self._full(prepared))
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):  # whoever holds it has cleaned up
+            # Another process has claimed the path, and has removed the directory since.
+            if isinstance(error.__cause__, FileNotFoundError):
                 return False
             raise
         finally:
             _quietly(os.unlink, self._full(prepared))
 
     def withdraw(self, path: str, data: bytes) -> bool:
-        # Whoever moves it away has it alone: of those who do so at the same time, all but one find nothing.
-        taken = self._full(_temporary(path))
+        # A rename decides who withdraws the file: of several processes that rename it, only one finds it.
+        moved = self._full(_temporary(path))
         try:
-            _once_nobody_reads(lambda: os.rename(self._full(path), taken))
-            found = Path(taken).read_bytes()
-            if found != data:  # a third one may be as quick: then the holder will notice before it commits
-                self._put_where_none_is(path, found, taken)
-            _once_nobody_reads(lambda: os.unlink(taken))
+            _retry_while_open(lambda: os.rename(self._full(path), moved))
+            content = Path(moved).read_bytes()
+            # The file belongs to somebody else, so it is put back. If a third process has claimed the path in between,
+            # the owner of the file finds this out before it commits.
+            if content != data:
+                self._put_where_none_is(path, content, moved)
+            _retry_while_open(lambda: os.unlink(moved))
         except FileNotFoundError:
             return False
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
             raise from_os_error(error, "remove", self._full(path)) from error
-        return found == data
+        return content == data
 
     def _put_where_none_is(self, path: str, data: bytes, same: str) -> bool:
-        """``data``, which the file ``same`` holds, at ``path`` if nothing is there; whether that is so."""
+        """Puts ``data`` at ``path`` if nothing is there. Returns whether it did. The file ``same`` has these bytes
+        already."""
         try:
-            # Of all calls, link(2) is the one that network file systems do once or not at all.
+            # link(2) is the only call that network file systems either do once or do not do at all.
             os.link(same, self._full(path))
         except FileExistsError:
-            # It may be this one: where the server's answer is lost, the client asks again.
+            # The file may be the one of this very call: if the server's answer is lost, the client asks again.
             return os.stat(same).st_nlink == 2
         except OSError as error:
             if error.errno not in _NO_LINKS:
@@ -215,7 +234,8 @@ class LocalStore:
         return True
 
     def _create(self, path: str, data: bytes) -> bool:
-        """The same where the file system has no links: others may see the file before its content."""
+        """Does the same as ``_put_where_none_is`` on a file system without links. Other processes may see the file
+        before it has its content."""
         try:
             self.put(path, data)
         except StorageError as error:
@@ -232,7 +252,8 @@ class LocalStore:
 
     def changed_at(self, path: str) -> float | None:
         try:
-            with open(self._full(path), "rb") as file:  # it is looked at anew, whatever this host has cached
+            # Opening the file gets its time from the server, not from this host's cache.
+            with open(self._full(path), "rb") as file:
                 return os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
             return None
@@ -243,7 +264,7 @@ class LocalStore:
         probe = self._full(_temporary(names.LOCK))
         try:
             with open(probe, "xb") as file:
-                # By the file server's clock, not by this host's. Windows takes the name alone.
+                # utime sets the time by the file server's clock, not by this host's. On Windows it takes only a path.
                 os.utime(file.fileno() if os.utime in os.supports_fd else probe)
                 return os.fstat(file.fileno()).st_mtime
         except OSError as error:
@@ -256,8 +277,8 @@ class LocalStore:
 
 
 def _share_blocks(path: str, source: str) -> bool:
-    """Makes a new file of the blocks of ``source``, durable but for its name. False, having changed nothing, where the
-    file system cannot. Raises OSError."""
+    """Makes a new file of the blocks of ``source``. The file is durable except for its name. Returns False, and leaves
+    nothing, if the file system cannot share blocks. Raises OSError."""
     shared = False
     source_fd = os.open(source, os.O_RDONLY | BINARY)
     try:
@@ -275,13 +296,14 @@ def _share_blocks(path: str, source: str) -> bool:
     return shared
 
 
-def _temporary(of: str, digits: str = "") -> str:
-    """With random digits if none are given."""
-    return names.temporary(of, digits or secrets.token_hex(4))
+def _temporary(path: str, digits: str = "") -> str:
+    """Returns the path of a temporary file for ``path``, with random digits if none are given."""
+    return names.temporary(path, digits or secrets.token_hex(4))
 
 
-def _once_nobody_reads(rename: Callable[[], None]) -> None:
-    """Renames; on Windows, tries again for up to ``RENAME_WAIT_SECONDS`` while somebody has the file open."""
+def _retry_while_open(rename: Callable[[], None]) -> None:
+    """Calls ``rename``. On Windows, tries again for up to ``RENAME_WAIT_SECONDS`` while another process has the file
+    open."""
     deadline = time.monotonic() + (RENAME_WAIT_SECONDS if sys.platform == "win32" else 0)
     while True:
         try:
@@ -293,8 +315,8 @@ def _once_nobody_reads(rename: Callable[[], None]) -> None:
 
 
 def _fsync_directory(path: str) -> None:
-    """Makes the names in a directory durable, where the system and the file system let a program ask for it."""
-    if sys.platform == "win32":  # which opens no directories
+    """Makes the names in a directory durable, if the system and the file system let a program ask for this."""
+    if sys.platform == "win32":  # Windows opens no directories
         return
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -310,5 +332,6 @@ def _fsync_directory(path: str) -> None:
 
 
 def _quietly(action: Callable[[str], None], path: str) -> None:
-    with suppress(OSError):  # what cannot be removed stays, and the first error is the one to report
+    """Does ``action``, and ignores an OSError."""
+    with suppress(OSError):  # a path that cannot be removed stays, and the first error is the one to report
         action(path)

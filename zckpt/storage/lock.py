@@ -1,7 +1,8 @@
-"""One writer at a time: a file in the checkpoint that says who writes it, on which host, and that it is alive.
+"""The lock of a checkpoint, so that only one writer changes it at a time.
 
-No lock of the operating system: those are not kept between the hosts of a cluster by every file system. What has to be
-atomic is that a file is made, with its content, only where there is none.
+The lock is a file in the checkpoint. It says which process on which host is writing, and its time shows that the writer
+is alive. Locks of the operating system do not suffice, because not every file system keeps them between the hosts of a
+cluster. The lock needs only one atomic operation: making a file with its content if there is no such file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import secrets
 import socket
 import threading
 from contextlib import closing, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import LockedError, MissingFileError, ZckptError
@@ -21,30 +22,33 @@ from zckpt.system import linux
 from zckpt.system.threads import Worker, stop
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from zckpt.storage.contract import Store
 
 HEARTBEAT_SECONDS = 10.0
+"""How often a writer touches its lock, in seconds."""
 DEAD_SECONDS = 120.0
-"""Without a heartbeat, after which a writer is taken for dead. More than a client of a network file system may show old
-times for."""
+"""After how many seconds without a heartbeat a writer counts as dead. This is longer than the time for which a client
+of a network file system may show an old time of a file."""
 _LOCK_BYTES_MAX = 4096
 _ATTEMPTS = 5
 _held: set[str] = set()
-"""The save ids of the locks that this process holds. A lock of this process whose save id is missing here was left
-over, and counts as dead."""
+"""The save ids of the locks that this process holds. If a lock names this process, but its save id is missing here, it
+is a leftover and counts as dead."""
 
 
 class WriteLock:
-    """The right to change one checkpoint. A context manager, or ``acquire`` and ``release``."""
+    """The right to change one checkpoint. Use it as a context manager, or call ``acquire`` and ``release``."""
 
     def __init__(self, store: Store, copied: str = "") -> None:
-        """``copied``: the save id of the checkpoint that is copied, if what is written is a copy of one."""
+        """Prepares a lock, which ``acquire`` takes. ``copied`` is the save id of the checkpoint that is copied, or
+        empty if the write is not a copy."""
         self.save_id = secrets.token_hex(8)
-        """Of the write that it is for; it makes this lock unlike any other."""
+        """The id of the write that holds the lock. It makes the lock different from any other lock."""
         self.dead: set[str] = set()
-        """The save ids of dead writers whose locks this one has taken over, and those of the data that they copied."""
+        """The save ids of the dead writers whose locks this one has taken over, and the save ids of the checkpoints
+        that these writers were copying."""
         self._store = store
         holder = {
             "host": socket.gethostname(),
@@ -53,16 +57,16 @@ class WriteLock:
             "started": linux.started(os.getpid()),
             "save_id": self.save_id,
             "copied": copied,
-            "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         self._data = json.dumps(holder).encode()
         self._released = threading.Event()
-        # A daemon: to be the holder keeps no process alive
+        # The thread is a daemon, so that holding a lock keeps no process alive.
         self._heart = Worker(self._beat, "zckpt-heartbeat", daemon=True)
 
     def acquire(self) -> None:
-        """Makes the checkpoint's directory too. A lock that a dead writer has left is taken over. Raises LockedError,
-        StorageError."""
+        """Takes the lock, and makes the checkpoint's directory if it does not exist. Takes over a lock that a dead
+        writer has left. Raises LockedError if another writer is alive, and StorageError."""
         try:
             self._acquire()
             self._heart.start()
@@ -72,12 +76,12 @@ class WriteLock:
             raise
 
     def _acquire(self) -> None:
-        for _ in range(_ATTEMPTS):  # others may come and go, or take over what is dead, at the same time
+        for _ in range(_ATTEMPTS):  # other processes may take or release the lock at the same time
             self._store.make_directories("")
             _held.add(self.save_id)
             if self._store.claim(names.LOCK, self._data):
-                # A writer that was taken for dead may already have checked its lock for the last time, and be about to
-                # commit.
+                # A writer that counts as dead may still be alive, may have checked its lock for the last time, and may
+                # be about to commit. Removing the manifest that it has prepared stops the commit.
                 for save_id in self.dead:
                     prepared = names.temporary(names.MANIFEST, names.prepared_digits(save_id))
                     if names.is_temporary(prepared, names.MANIFEST):
@@ -93,18 +97,18 @@ class WriteLock:
         raise _locked(self._store, "others keep writing here", b"")
 
     def confirm(self) -> None:
-        """Raises LockedError if somebody has taken this lock over: this process was taken for dead."""
+        """Raises LockedError if another process has taken this lock over because this process counted as dead."""
         holder = read_lock(self._store)
         if holder != self._data:
             raise _locked(self._store, "another process has taken over here, for this one gave no sign", holder or b"")
 
     def release(self) -> None:
-        """As often as one likes. Raises nothing but an interrupt."""
+        """Releases the lock. May be called several times. Raises nothing but an interrupt."""
         self._released.set()
         stop([self._heart])
         if self.save_id in _held:
             _held.discard(self.save_id)
-            with suppress(ZckptError):  # then it is taken for dead later
+            with suppress(ZckptError):  # the lock that stays counts as dead later
                 self._store.withdraw(names.LOCK, self._data)
 
     def __enter__(self) -> Self:
@@ -116,13 +120,15 @@ class WriteLock:
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
-            with suppress(ZckptError):  # the next one may come through; whose it is, `confirm` tells
+            # The next heartbeat may succeed, and `confirm` finds out whether the lock was taken over.
+            with suppress(ZckptError):
                 if read_lock(self._store) == self._data:
                     self._store.touch(names.LOCK)
 
 
 def read_lock(store: Store) -> bytes | None:
-    """What the lock of a checkpoint holds; None if there is none. Raises StorageError, FormatError (F002)."""
+    """Returns the content of a checkpoint's lock, or None if there is no lock. Raises StorageError and FormatError
+    (F002)."""
     with closing(store.reader()) as reader:
         try:
             return reader.read(names.LOCK, 0, _LOCK_BYTES_MAX)
@@ -131,34 +137,37 @@ def read_lock(store: Store) -> bytes | None:
 
 
 def is_lock(holder: bytes) -> bool:
-    """Whether this is the content of a lock, and not of another program's file that has the same name."""
+    """Returns whether ``holder`` is the content of a lock, and not that of another program's file with the same
+    name."""
     return "machine" in _parse(holder)
 
 
 def is_alive(store: Store, holder: bytes) -> bool:
-    """Whether the process that left ``holder`` in the lock may still be writing. Where process ids mean nothing to this
-    process, as on another machine, or tell too little, as on another system than Linux, its heartbeat alone decides."""
-    known = _parse(holder)
-    pid, machine = known.get("pid"), linux.pid_space()
-    if machine is not None and known.get("machine") == machine:
-        gone = type(pid) is int and not linux.is_running(pid, known.get("started"))
-        if gone or (pid == os.getpid() and known.get("save_id") not in _held):
+    """Returns whether the process that wrote ``holder`` to the lock may still be writing. If this process can tell that
+    the writer has ended, because both are on the same machine and in the same pid space of Linux, the writer is dead.
+    In all other cases, the heartbeat decides."""
+    fields = _parse(holder)
+    pid, started, machine = fields.get("pid"), fields.get("started"), linux.pid_space()
+    if machine is not None and fields.get("machine") == machine:
+        gone = type(pid) is int and not linux.is_running(pid, started if type(started) is int else None)
+        if gone or (pid == os.getpid() and fields.get("save_id") not in _held):
             return False
-    last_sign = store.changed_at(names.LOCK)
-    return last_sign is not None and store.now() - last_sign < DEAD_SECONDS
+    last_heartbeat = store.changed_at(names.LOCK)
+    return last_heartbeat is not None and store.now() - last_heartbeat < DEAD_SECONDS
 
 
 def who(holder: bytes) -> str:
-    """Names the process that left ``holder`` in the lock."""
-    known = _parse(holder)
-    return f"process {known.get('pid')} on {known.get('host')}, since {known.get('since')}"
+    """Returns a text that names the process that wrote ``holder`` to the lock."""
+    fields = _parse(holder)
+    return f"process {fields.get('pid')} on {fields.get('host')}, since {fields.get('since')}"
 
 
 def _parse(holder: bytes) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):  # Any program may have made a file of this name.
-        known = json.loads(holder)
-        if isinstance(known, dict):
-            return known
+    """Returns the fields of a lock, or an empty dictionary if ``holder`` is not the content of a lock."""
+    with suppress(ValueError, RecursionError):  # any program may have made a file of this name
+        fields = json.loads(holder)
+        if isinstance(fields, dict):
+            return fields
     return {}
 
 

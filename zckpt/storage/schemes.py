@@ -1,4 +1,4 @@
-"""Which store a location belongs to: the one table of them."""
+"""The table that says which store a location belongs to."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from zckpt.storage.contract import Store
 
 SCHEMES: dict[str, Callable[[Location], Store]] = {"": LocalStore}
-"""What makes the store at a location, by the location's scheme. A new store is one line here; a store that needs a
-package of its own imports that when it is made."""
+"""The class, or another callable, that makes the store of a location, by the location's scheme. A new store adds one
+line here. If a store needs another package, it imports the package only when a store is made."""
 
 
-def open_store(given: StrPath | Location) -> Store:
-    """The store at a path or location. Nothing is touched. Raises UnsupportedError for an unknown scheme."""
-    location = given if isinstance(given, Location) else Location.of(given)
+def open_store(path: StrPath | Location) -> Store:
+    """Returns the store of a path or location. Does no I/O. Raises UnsupportedError if the scheme is unknown."""
+    location = path if isinstance(path, Location) else Location.of(path)
     if location.scheme not in SCHEMES:
-        known = "".join(f", or {scheme}://..." for scheme in sorted(SCHEMES) if scheme)
+        schemes = "".join(f", or {scheme}://..." for scheme in sorted(SCHEMES) if scheme)
         raise UnsupportedError(
             f"there is no store for the scheme {location.scheme!r}", file=str(location),
-            hint=f"give a path of a file system, without a scheme{known}; a directory of this name is './{location}'",
+            hint=f"give a path of a file system, without a scheme{schemes}; a directory of this name is './{location}'",
         )  # fmt: skip
     return SCHEMES[location.scheme](location)

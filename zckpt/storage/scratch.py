@@ -1,52 +1,46 @@
-"""Scratch files: they hold state of an engine for as long as its process lives, and nobody else sees them.
+"""Scratch files. They hold state of an engine while its process lives, and other processes do not see them.
 
-A file has no name from its first instant where the file system can make such a file, or loses it once it is open. So
-a process that dies leaves nothing. Where neither can be, as on some network file systems, the name says which process
-it belongs to; the next offload into that directory and ``zckpt gc`` remove those of processes that are gone.
+If the file system can make files without names, a scratch file never has a name. Otherwise, its name is removed as soon
+as the file is open. So a process that dies leaves nothing. On some network file systems neither is possible. Then the
+name says which process the file belongs to, and the next offload into the directory, or ``zckpt gc``, removes the files
+of dead processes.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from zckpt.errors import UnsupportedError, ZckptError, from_os_error
 from zckpt.format.rules import broken
-from zckpt.state.inventory import FileSpan
+from zckpt.state.inventory import FileRange
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
 from zckpt.storage.location import Location
-from zckpt.system import linux
+from zckpt.storage.process_names import SCRATCH, left_over, process_name
 from zckpt.system.threads import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from zckpt.storage.location import StrPath
 
-_NAME = re.compile(r"zckpt-scratch-([0-9a-f]{16})-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{8}")
-"""The name of a file that has one: a digest of the place where its process id has a meaning, such as the machine and
-its boot; that id; when the process started; and random digits."""
 _closing: list[Worker] = []
-"""The threads that close files. Some may have ended."""
+"""The threads that close files in the background. Some may have ended."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_closing.clear)  # a forked process has none of these threads
 
 
 class ScratchFile:
-    """One open file, without a name or with one that is removed at the end. When it is closed, its space is free at
-    once, even if a forked process has the file open too."""
+    """An open file that has no name, or a name that is removed when the file is closed. Closing the file frees its
+    space at once, even if a forked process has the file open too."""
 
     def __init__(self, directory: str) -> None:
-        """A new file in ``directory``, which exists. Raises StorageError."""
+        """Makes a new file in ``directory``, which exists. Raises StorageError."""
         self.directory = directory
-        """The directory in which it was made."""
+        """The directory in which the file was made."""
         self._name: str | None = None
         self._fd, self._process = -1, os.getpid()
         self._identity: tuple[int, int] | None = None
@@ -58,16 +52,17 @@ class ScratchFile:
             raise from_os_error(error, "create a scratch file", directory) from error
 
     def _open(self) -> None:
-        with suppress(OSError):  # the file system has no such files, or the next call tells what is wrong
+        # The file system may not support files without names. If anything else is wrong, the next call fails too.
+        with suppress(OSError):
             self._fd = os.open(self.directory, os.O_TMPFILE | os.O_RDWR, 0o600)
             return
-        path = os.path.join(self.directory, _own_name())
+        path = os.path.join(self.directory, _name_with_process())
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self._name = path
         try:
             os.unlink(path)
             os.close(os.open(self.path, os.O_RDONLY))
-        except OSError:  # here, a file that is open needs its name
+        except OSError:  # this file system keeps an open file only as long as it has its name
             os.close(self._fd)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         else:
@@ -75,13 +70,13 @@ class ScratchFile:
 
     @property
     def path(self) -> str:
-        """The path by which this process can open it again."""
+        """The path by which this process can open the file again."""
         return f"/proc/self/fd/{self._fd}"
 
     def open(self, flags: int) -> int:
-        """A new file descriptor. Raises MissingFileError if somebody has closed the file, and StorageError; both name
-        the directory."""
-        with suppress(OSError):  # no such file descriptor
+        """Returns a new file descriptor. Raises MissingFileError if other code has closed the file, and StorageError.
+        Both name the directory."""
+        with suppress(OSError):  # the file descriptor is closed
             if _identity(self._fd) == self._identity:
                 try:
                     return os.open(self.path, flags)
@@ -90,17 +85,19 @@ class ScratchFile:
         raise broken("F001", "the scratch file is gone", file=self.directory)
 
     def close(self) -> None:
+        """Closes the file and frees its space. May be called several times. In a forked process, only closes the
+        file."""
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
-        own = os.getpid() == self._process
-        with suppress(OSError):  # somebody has closed it
+        is_owner = os.getpid() == self._process
+        with suppress(OSError):  # other code has closed the file descriptor
             if self._identity in (None, _identity(fd)):
-                if own:
+                if is_owner:
                     os.ftruncate(fd, 0)
                 os.close(fd)
-        if self._name is not None and own:
-            with suppress(OSError):  # somebody has removed it
+        if self._name is not None and is_owner:
+            with suppress(OSError):  # the file has been removed already
                 os.unlink(self._name)
 
     def __del__(self) -> None:
@@ -108,18 +105,18 @@ class ScratchFile:
 
 
 def close_in_background(files: Iterable[ScratchFile]) -> None:
-    """Has a thread close these files, since it takes long to free the space of large ones. The end of the process waits
-    for it."""
-    own = {*files}
-    if not own:
+    """Closes these files in a thread, because freeing the space of large files takes long. The process does not end
+    before this is done."""
+    unique_files = {*files}
+    if not unique_files:
         return
 
     def close() -> None:
-        for file in own:
+        for file in unique_files:
             file.close()
 
     worker = Worker(close, "zckpt-close")
-    with suppress(RuntimeError):  # where there is no thread, they are closed with the last reference to them
+    with suppress(RuntimeError):  # If no thread can be started, each file is closed when the last reference to it goes.
         worker.start()
         _closing.append(worker)
 
@@ -132,14 +129,14 @@ def wait_for_closing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ScratchSpan(FileSpan):
-    """Bytes of a scratch file, which is open for as long as somebody has them."""
+class ScratchRange(FileRange):
+    """A range of bytes of a scratch file. The file stays open as long as the range exists."""
 
     file: ScratchFile
 
 
 class ScratchStore:
-    """Makes the files of a write as scratch files. ``files`` has them by their paths in the plan of the write."""
+    """Makes the files of a write as scratch files. ``files`` maps their paths in the plan of the write to them."""
 
     def __init__(self, directory: str) -> None:
         self.files: dict[str, ScratchFile] = {}
@@ -152,7 +149,7 @@ class ScratchStore:
 
 class _ScratchWriter(LocalWriter):
     def sync(self) -> None:
-        """Nothing is made durable: no scratch file outlives the system."""
+        """Writes the incomplete pages. Makes nothing durable, because no scratch file outlives the system."""
         self._complete()
 
 
@@ -171,8 +168,8 @@ class ScratchReader(LocalReader):
 
 
 def scratch_directory(directory: StrPath) -> str:
-    """Makes a directory, if it does not exist, and removes the scratch files of dead processes from it. Returns its
-    absolute path. Raises StorageError; ValueError for an empty path, and UnsupportedError for one with a scheme."""
+    """Makes a directory if it does not exist, and removes scratch files of dead processes from it. Returns its absolute
+    path. Raises StorageError, ValueError for an empty path, and UnsupportedError for a path with a scheme."""
     location = Location.of(directory)
     if location.scheme:
         raise UnsupportedError(
@@ -187,35 +184,21 @@ def scratch_directory(directory: StrPath) -> str:
     except OSError as error:
         raise from_os_error(error, "use the directory", path) from error
     for name in left_over(entries):
-        with suppress(OSError):  # another rank may have been as quick
+        with suppress(OSError):  # another rank may have removed the file already
             os.unlink(os.path.join(path, name))
     return path
 
 
-def left_over(entries: Iterable[str]) -> Iterator[str]:
-    """The scratch files among these names that dead processes have left. The files of another machine or boot are left
-    alone, for nobody can tell here whether their processes are alive."""
-    for name in entries:
-        found = _NAME.fullmatch(name)
-        if found and found[1] == _place() and not linux.is_running(int(found[2]), int(found[3])):
-            yield name
-
-
-def _own_name() -> str:
-    place, started = _place(), linux.started(os.getpid())
-    if place is None or started is None:
+def _name_with_process() -> str:
+    owner = process_name()
+    if owner is None:
         raise ZckptError(
             "scratch files need a name here, and this system does not tell which process is which",
             hint="offload to a local file system, such as ext4 or XFS, and mount /proc",
         )
-    return f"zckpt-scratch-{place}-{os.getpid()}-{started}-{secrets.token_hex(4)}"
-
-
-def _place() -> str | None:
-    space = linux.pid_space()
-    return None if space is None else xxhash.xxh3_64_hexdigest(space.encode())
+    return f"{SCRATCH}{owner}"
 
 
 def _identity(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino

@@ -1,4 +1,4 @@
-"""Refuses to begin what would not fit: the bytes that are about to be written are compared with those that are free."""
+"""Refuses a write that would not fit, before it begins: compares the bytes to be written with the free bytes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ if TYPE_CHECKING:
 
 
 class Space(NamedTuple):
-    """What one process has found out about the directory that all ranks are about to write to."""
+    """The needed and the free space in the directory that all ranks are about to write to, as one process has found
+    them."""
 
     location: str
+    """The directory, as errors name it."""
     needed_bytes: int
     """How many bytes all ranks together are going to write."""
     free_bytes: int | None
-    """How many bytes are free there; None where the store cannot know."""
+    """How many bytes are free in the directory. None if the store cannot know."""
 
     @classmethod
     def of(cls, store: Store, needed_bytes: int) -> Space:
-        """Looks at a store whose directory exists. Raises nothing."""
+        """Returns the space of a store whose directory exists. Raises nothing."""
         return cls(str(store.location), needed_bytes, store.free_bytes())
 
     def refuse_lack(self) -> None:
-        """Raises NoSpaceError if more bytes are needed than are free: the same error on all ranks that are given the
-        same values."""
+        """Raises NoSpaceError if more bytes are needed than are free. Ranks that have the same values raise the same
+        error."""
         if self.free_bytes is not None and self.needed_bytes > self.free_bytes:
             raise NoSpaceError(
                 f"{self.needed_bytes:,} bytes are needed, and {self.free_bytes:,} are free",

@@ -1,1 +1,1 @@
-"""The operating system and the interpreter: Linux's own calls, threads, and how much memory is available."""
+"""The operating system and the interpreter: calls that only Linux has, threads, and the available memory."""

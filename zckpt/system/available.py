@@ -1,4 +1,4 @@
-"""How much memory this process may still take: of the machine, and of every control group that limits it."""
+"""Finds out how much memory this process may still take, by the machine and by every control group that limits it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """The names of the files and fields in which a control group tells about its memory."""
+    """The names of the files and fields in which one version of control groups reports memory."""
 
     limits: tuple[str, ...]
     used: str
     inactive: str
-    """The field of ``memory.stat`` with the bytes of cached files that the kernel gives up before it refuses memory."""
+    """The field of ``memory.stat`` with the bytes of cached files that the kernel frees before it refuses memory."""
 
 
 _V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
@@ -30,11 +30,12 @@ _V2 = _Version(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 def available_bytes(root: str = "/") -> int:
-    """The bytes of memory that this process could still take: what the machine has free, or less if a control group of
-    this process, or one above it, has a lower limit, as in containers, under Slurm and in systemd's services.
+    """Returns how many bytes of memory this process could still take. This is the free memory of the machine, or less
+    if a control group of this process, or a group above it, has a lower limit. Containers, Slurm and services of
+    systemd set such limits.
 
-    ``root``: the directory that has ``/proc`` and ``/sys``. Raises UnsupportedError where there is none, as on another
-    system than Linux.
+    ``root`` is the directory that contains ``/proc`` and ``/sys``. Raises UnsupportedError if there is none, as on
+    systems other than Linux.
     """
     meminfo = _table(Path(root, "proc/meminfo"))
     if "MemAvailable:" not in meminfo:
@@ -44,10 +45,11 @@ def available_bytes(root: str = "/") -> int:
         )
     available = 1024 * meminfo["MemAvailable:"]
     for group, version in _groups(Path(root)):
-        with suppress(OSError, ValueError):  # the root of all groups has no such files
+        with suppress(OSError, ValueError):  # the topmost group has no such files
             used = int((group / version.used).read_text())
             stat = _table(group / "memory.stat")
-            # Inside a container, the groups above it cannot be seen. Version 1 tells the smallest of their limits here.
+            # Inside a container, the groups above it cannot be seen. Version 1 reports the smallest of their limits in
+            # this field.
             limits = [stat.get("hierarchical_memory_limit", available + used)]
             limits += [int(text) for text in _texts(group, version.limits) if text != "max"]
             available = min(available, max(min(limits) - used + stat.get(version.inactive, 0), 0))
@@ -55,8 +57,9 @@ def available_bytes(root: str = "/") -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
-    """The directories of the control groups whose memory limits hold for this process, the innermost group first."""
-    with suppress(OSError):  # a kernel without control groups
+    """Yields the directories of the control groups whose memory limits apply to this process, the innermost group
+    first."""
+    with suppress(OSError):  # the kernel has no control groups
         lines = (root / "proc/self/cgroup").read_text().splitlines()
         for line in lines:
             number, controllers, path = line.split(":", 2)
@@ -67,11 +70,12 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
 
 
 def _ancestors(root: Path, kind: str, controller: str, path: str, version: _Version) -> Iterator[tuple[Path, _Version]]:
-    """The directories of the group ``path`` of a hierarchy and of the groups above it, as far as they can be seen."""
+    """Yields the directories of the group ``path`` of a hierarchy and of all visible groups above it."""
     for mounted, top in _mounts(root, kind, controller):
-        # In a container, the mounted hierarchy may begin at the container's own group, while `path` begins at the top.
-        below = os.path.relpath(path, mounted) if _is_below(path, mounted) else "."
-        group = top / below
+        # In a container, the mounted hierarchy may begin at the container's own group, although `path` begins at the
+        # top.
+        path_below_top = os.path.relpath(path, mounted) if _is_below(path, mounted) else "."
+        group = top / path_below_top
         while True:
             yield group, version
             if group == top or not _is_hierarchical(group.parent):
@@ -80,11 +84,11 @@ def _ancestors(root: Path, kind: str, controller: str, path: str, version: _Vers
 
 
 def _mounts(root: Path, kind: str, controller: str) -> Iterator[tuple[str, Path]]:
-    """The first mount of a hierarchy: the group at its top, and the directory where it is mounted."""
+    """Yields the first mount of a hierarchy: the group at its top, and the directory where it is mounted."""
     for line in (root / "proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
-        found, _, options = after.split(" ", 2)
-        if found == kind and (not controller or controller in options.split(",")):
+        mounted_kind, _, options = after.split(" ", 2)
+        if mounted_kind == kind and (not controller or controller in options.split(",")):
             top, place = (_unescaped(field) for field in before.split(" ")[3:5])
             yield top, root / place.lstrip("/")
             return
@@ -95,8 +99,8 @@ def _is_below(path: str, top: str) -> bool:
 
 
 def _is_hierarchical(group: Path) -> bool:
-    """Whether the group's limit also holds for the groups below it. In version 1 a switch decides; in version 2 it
-    always does."""
+    """Returns whether the group's limit also applies to the groups below it. In version 1, a switch decides this. In
+    version 2, it always applies."""
     with suppress(OSError):
         return (group / "memory.use_hierarchy").read_text().strip() != "0"
     return True
@@ -109,7 +113,7 @@ def _texts(group: Path, files: tuple[str, ...]) -> Iterator[str]:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Maps the first word of each line to the number behind it."""
+    """Returns the number behind the first word of each line, by this word."""
     with suppress(FileNotFoundError):
         return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines() if line.strip()}
     return {}

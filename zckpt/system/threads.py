@@ -1,20 +1,20 @@
-"""Threads whose end is waited for, whatever interrupts that."""
+"""Threads whose end is waited for even if the wait is interrupted."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 
 class Worker:
     """Calls ``function`` once, in a thread of its own.
 
-    Not ``threading.Thread`` with its ``join``: in Python 3.11, once Ctrl-C has interrupted a ``join``, the thread
-    counts as one that has ended, though it goes on. Then neither a second ``join`` nor the end of the process waits for
-    it.
+    ``threading.Thread.join`` would not do: in Python 3.11, once Ctrl-C has interrupted a ``join``, the thread counts as
+    ended although it still runs. Then neither a second ``join`` nor the end of the process waits for it.
     """
 
     def __init__(self, function: Callable[[], None], name: str, *, daemon: bool = False) -> None:
@@ -22,25 +22,27 @@ class Worker:
         """Whether ``function`` has returned or raised, or will never be called."""
         self._function = function
         self._first: dict[str, bool] = {}
-        """Who has come first: the thread, to call the function, or ``stop``, so that it is never called."""
+        """Records which came first: the thread that calls the function, or ``stop``, after which the function is never
+        called. ``setdefault`` makes this decision atomic."""
         self._running = threading.Lock()
         self._running.acquire()
         self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
 
     def start(self) -> None:
-        """Raises RuntimeError where the system has no thread left. After this or an interrupt, call ``stop``."""
+        """Starts the thread. Raises RuntimeError if the system cannot start another thread. After this call, or after
+        an interrupt, call ``stop``."""
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until the function has ended, or for ``timeout`` seconds; returns whether it has ended. May be called again
-        after an interrupt."""
+        """Waits until the function has ended, or for ``timeout`` seconds. Returns whether it has ended. May be called
+        again after an interrupt."""
         # The lock is free only once `ended` is set, so an interrupt between the two calls does no harm.
         if not self.ended and self._running.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
             self._running.release()
         return self.ended
 
     def stop(self) -> None:
-        """Has the function never be called, if that has not begun yet; otherwise waits for its end."""
+        """Prevents the call of the function if it has not begun yet. Otherwise waits for its end."""
         if self._first.setdefault("thread", False):
             self.wait()
         else:
@@ -51,13 +53,14 @@ class Worker:
             try:
                 self._function()
             finally:
+                del self._function  # so that nothing that it refers to outlives the wait for its end
                 self.ended = True
                 self._running.release()
 
 
 def stop(workers: Iterable[Worker]) -> None:
-    """``stop`` of all of them. An interrupt meanwhile is raised only once none of them runs any more: they use what the
-    caller is about to close."""
+    """Calls ``stop`` of all workers. If it is interrupted, it raises the interrupt only once no worker is running any
+    more, because the workers use resources that the caller is about to close."""
     interrupts: list[BaseException] = []
     for worker in workers:
         while not worker.ended:
@@ -67,3 +70,26 @@ def stop(workers: Iterable[Worker]) -> None:
                 interrupts.append(error)
     if interrupts:
         raise interrupts[0]
+
+
+@contextmanager
+def beside(action: Callable[[], None], name: str) -> Iterator[None]:
+    """Returns a context in which a thread of this ``name`` calls ``action``. The thread has ended at the end of the
+    context. An error of ``action`` is raised then, unless the context itself has raised an error."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:  # raised below
+            errors.append(error)
+
+    worker = Worker(run, name)
+    try:
+        worker.start()
+        yield
+        worker.wait()
+    finally:
+        stop([worker])
+    if errors:
+        raise errors.pop()

@@ -1,6 +1,5 @@
-"""An ``EngineAdapter`` for ``ReferenceEngine``. It has no framework to work around, so it shows what every adapter has
-to do.
-"""
+"""The ``EngineAdapter`` of ``ReferenceEngine``. There is no framework to work around, so it shows what every adapter
+has to do, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from zckpt.engines.contract import Use
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name, holdings
 from zckpt.errors import FormatError, UnsupportedError
+from zckpt.format.names import Tier
 from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, Fragment, Holding, Inventory
 from zckpt.transfer.devices import devices_of
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceAdapter:
-    """One ReferenceEngine on one rank; ``EngineAdapter`` says what each method is for."""
+    """The adapter of one ReferenceEngine on one rank. ``EngineAdapter`` describes each method."""
 
     trains = True
     trees = ("counters", "optimizer")
@@ -51,8 +51,8 @@ class ReferenceAdapter:
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        own = (tensor for tensors in self.engine.tensors.values() for tensor in tensors.values())
-        return frozenset({self.engine.device, *devices_of(own)})
+        state = (tensor for tensors in self.engine.tensors.values() for tensor in tensors.values())
+        return frozenset({self.engine.device, *devices_of(state)})
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -69,9 +69,17 @@ class ReferenceAdapter:
         unknown = sorted(set(parts or ()) - set(self.parts))
         if unknown:
             raise ValueError(f"the engine has no part {', '.join(unknown)}; it has {', '.join(self.parts)}")
-        fragments = self._needed() if parts is None else (one for one in self.fragments() if one.part in parts)
-        # A tensor without elements is nobody's; rank 0 speaks for it.
-        return Inventory(tuple(f for f in fragments if f.start < f.stop or (0 in f.shape and self.engine.rank == 0)))
+        fragments = (
+            self._needed() if parts is None else (fragment for fragment in self.fragments() if fragment.part in parts)
+        )
+        # No rank has elements of an empty tensor, so rank 0 alone writes it.
+        return Inventory(
+            tuple(
+                fragment
+                for fragment in fragments
+                if fragment.start < fragment.stop or (0 in fragment.shape and self.engine.rank == 0)
+            )
+        )
 
     def memory(self) -> Iterator[Holding]:
         for part, tensors in {**self.engine.tensors, GRADIENT: self.engine.gradients}.items():
@@ -104,33 +112,36 @@ class ReferenceAdapter:
         return tuple(replace(fragment, data=None) for fragment in self._needed())
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
-        own = self.engine.tensors
-        return [f"{part}/{name}" for part, names in stored.items() for name in names if name not in own.get(part, ())]
+        tensors = self.engine.tensors
+        return [
+            f"{part}/{name}" for part, names in stored.items() for name in names if name not in tensors.get(part, ())
+        ]
 
     def restoring(self, selection: Selection) -> ReferenceRestoring:
         return ReferenceRestoring(self, selection)
 
     def _needed(self) -> Iterator[Fragment]:
-        """All but the weights that are derived from masters."""
+        """Yields the fragments that a resume needs: all except the weights that are derived from masters."""
         masters = self.engine.tensors[MASTER]
-        return (one for one in self.fragments() if one.part != PARAM or one.name not in masters)
+        return (fragment for fragment in self.fragments() if fragment.part != PARAM or fragment.name not in masters)
 
     def fragments(self) -> Iterator[Fragment]:
-        """All that this rank holds, in memory order; of what it holds nothing, a fragment of no elements."""
+        """Yields all fragments of this rank, in the order of their memory. If the rank has no element of a tensor,
+        yields a fragment without elements."""
         engine = self.engine
         for part, tensors in engine.tensors.items():
             for name, data in tensors.items():
                 whole = part == BUFFER
                 shape = tuple(data.shape) if whole else engine.shapes[name]
-                start, stop = (0, data.numel()) if whole else engine.spans[name]
-                tier = "device" if data.device == engine.device else "host"
+                start, stop = (0, data.numel()) if whole else engine.ranges[name]
+                tier = Tier.DEVICE if data.device == engine.device else Tier.HOST
                 dtype = dtype_name(data.dtype, f"{part}/{name}")
                 copy = engine.rank if whole else 0
                 yield Fragment(part, name, shape, dtype, start, stop, tier, copy, data.view(-1))
 
 
 class ReferenceRestoring:
-    """One restore into a ReferenceEngine on one rank; ``Restoring`` says what each method is for."""
+    """One restore into a ReferenceEngine on one rank. ``Restoring`` describes each method."""
 
     def __init__(self, adapter: ReferenceAdapter, selection: Selection) -> None:
         self._adapter, self._engine, self._selection = adapter, adapter.engine, selection
@@ -142,9 +153,9 @@ class ReferenceRestoring:
         if "optimizer" not in state:
             return []
         _member(state, "optimizer", "learning_rate", float)
-        powers, own = _member(state, "optimizer", "beta_powers", torch.Tensor), self._engine.beta_powers
-        there, here = (f"{one.dtype} {list(one.shape)}" for one in (powers, own))
-        return [] if there == here else [f"beta_powers: {there} in the checkpoint, {here} in the engine"]
+        powers = (_member(state, "optimizer", "beta_powers", torch.Tensor), self._engine.beta_powers)
+        stored, live = (f"{power.dtype} {list(power.shape)}" for power in powers)
+        return [] if stored == live else [f"beta_powers: {stored} in the checkpoint, {live} in the engine"]
 
     def fill(self) -> Generator[tuple[Fragment, ...], None, None]:
         live = {fragment.key: fragment.data for fragment in self._adapter.fragments()}
@@ -167,7 +178,8 @@ class ReferenceRestoring:
 
 
 def _member(state: Mapping[str, Any], tree: str, key: str, kind: type) -> Any:
-    found = state.get(tree)
-    if not isinstance(found, Mapping) or not isinstance(found.get(key), kind):
+    """Returns a value of a tree of the state. Raises FormatError if it is missing or has another type."""
+    members = state.get(tree)
+    if not isinstance(members, Mapping) or not isinstance(members.get(key), kind):
         raise FormatError(f"state: {tree}.{key} is missing or not of type {kind.__name__}")
-    return found[key]
+    return members[key]

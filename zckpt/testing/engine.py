@@ -1,4 +1,4 @@
-"""A small training engine of plain tensors, on any device, for tests that no framework is needed for."""
+"""A small training engine of plain tensors, on any device, for tests that need no framework."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ EPSILON = 1e-8
 
 
 class ReferenceEngine:
-    """Trains parameters of given shapes by Adam, against gradients that are made up.
+    """Trains parameters of given shapes by Adam, with gradients that are computed without a model.
 
-    It is cut as in ZeRO stage 3: of a parameter of N elements, each of P ranks holds ``n = ceil(N / P)``, the rank r
-    those from ``r * n`` on, and the last ranks fewer or none. A step works on each element by itself, and no two of its
-    operations can be fused into one that rounds once. So the values after a step are the same bit for bit at any number
-    of ranks. The buffer ``running_mean`` differs from rank to rank, as that of a model does whose ranks see other data.
+    The state is divided among the ranks as in ZeRO stage 3. Each of P ranks holds ``ceil(N / P)`` elements of a
+    parameter with N elements, in the order of the ranks. The last ranks hold fewer or none.
+
+    A step works on each element separately, and no two of its operations can be fused into one operation that rounds
+    only once. So the values after a step are the same, bit for bit, at any number of ranks. The buffer ``running_mean``
+    differs from rank to rank, like that of a model whose ranks see different data.
     """
 
     def __init__(
@@ -46,59 +48,62 @@ class ReferenceEngine:
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """``shapes`` are those of the parameters by name; ``frozen`` names those that are not trained. ``dtype`` is the
-        one of the weights that a model computes with; masters and moments are float32. ``seed`` decides all values.
-        ``group`` has the ranks that train together; None: all ranks of ``torch.distributed``, or this process alone.
-        """
+        """``shapes`` has the shapes of the parameters by name. ``frozen`` names the parameters that are not trained.
+        ``dtype`` is the dtype of the weights with which a model computes. Masters and moments are float32. ``seed``
+        decides all values. ``group`` has the ranks that train together. None stands for all ranks of
+        ``torch.distributed``, or for this process alone."""
         distributed = dist.is_available() and dist.is_initialized()
         self.group = group
         self.rank, self.ranks = (dist.get_rank(group), dist.get_world_size(group)) if distributed else (0, 1)
         self.device = torch.empty(0, device=device).device
-        """With its index."""
+        """The device, with its index."""
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        self.spans = {name: self._span(math.prod(shape)) for name, shape in self.shapes.items()}
-        """The elements [start, stop) of each parameter, in row-major order, that this rank holds."""
+        self.ranges = {name: self._range_of_rank(math.prod(shape)) for name, shape in self.shapes.items()}
+        """The range of elements ``[start, stop)`` of each parameter that this rank holds, counted in row-major
+        order."""
         weights = torch.Generator().manual_seed(seed)
         whole = {name: torch.randn(math.prod(shape), generator=weights) for name, shape in self.shapes.items()}
-        own = {name: whole[name][start:stop].to(self.device) for name, (start, stop) in self.spans.items()}
-        trained = [name for name in own if name not in frozen]
+        shares = {name: whole[name][start:stop].to(self.device) for name, (start, stop) in self.ranges.items()}
+        trained = [name for name in shares if name not in frozen]
         self.tensors: dict[str, dict[str, torch.Tensor]] = {
-            MASTER: {name: own[name].clone() for name in trained},
-            **{part: {name: torch.zeros_like(own[name]) for name in trained} for part in MOMENTS},
-            PARAM: {name: values.to(dtype) for name, values in own.items()},
+            MASTER: {name: shares[name].clone() for name in trained},
+            **{part: {name: torch.zeros_like(shares[name]) for name in trained} for part in MOMENTS},
+            PARAM: {name: values.to(dtype) for name, values in shares.items()},
             BUFFER: {
                 "running_mean": torch.zeros(63, device=self.device),
                 "batches": torch.zeros((), dtype=torch.int64, device=self.device),
             },
         }
-        """The state by part and name: of each parameter this rank's elements, 1-D; each buffer whole, on every rank."""
+        """The state by part and name. Each parameter's elements of this rank are a 1-D tensor. Each buffer is whole on
+        every rank."""
         self.steps = 0
         self.learning_rate = 1e-2
         self.beta_powers = torch.ones(len(BETAS), device=self.device)
         """Each of Adam's betas to the power of ``steps``, float32."""
         self.gradients: dict[str, torch.Tensor] = {}
-        """Of the trained parameters between a backward pass and the step that uses them; else empty."""
+        """The gradients of the trained parameters, between a backward pass and the step that uses them. Otherwise
+        empty."""
         self.generator = torch.Generator().manual_seed(1000 * seed + self.rank)
-        """Decides what this rank alone sees of the data."""
+        """Decides which data this rank sees."""
 
     def train(self, steps: int) -> None:
-        """Trains so many steps, on the current stream."""
+        """Does ``steps`` steps, on the current stream."""
         for _ in range(steps):
             self.backward()
             self.step()
 
     def backward(self) -> None:
-        """One forward and backward pass: changes the buffers, and makes the gradients for ``step``."""
+        """Does a forward and a backward pass, which change the buffers and make the gradients for ``step``."""
         buffers = self.tensors[BUFFER]
-        seen = torch.randn(buffers["running_mean"].shape, generator=self.generator)
-        buffers["running_mean"].mul_(0.9).add_(seen.to(self.device))
+        data_mean = torch.randn(buffers["running_mean"].shape, generator=self.generator)
+        buffers["running_mean"].mul_(0.9).add_(data_mean.to(self.device))
         buffers["batches"].add_(1)
         for name in self.tensors[MASTER]:
-            batch = (torch.arange(*self.spans[name]) * 31 + self.steps * 17) % 64
+            batch = (torch.arange(*self.ranges[name]) * 31 + self.steps * 17) % 64
             self.gradients[name] = self.tensors[PARAM][name].float() * 0.1 + (batch / 64 - 0.5).to(self.device)
 
     def step(self) -> None:
-        """One step of Adam: changes all that is trained, in place, and drops the gradients."""
+        """Does a step of Adam, which changes all trained tensors in place and drops the gradients."""
         self.beta_powers.mul_(torch.tensor(BETAS).to(self.device))
         for name, master in self.tensors[MASTER].items():
             unbiased = []
@@ -113,10 +118,10 @@ class ReferenceEngine:
         self.steps += 1
 
     def derive_weights(self) -> None:
-        """Computes what the model computes with from the masters."""
+        """Computes the weights that the model computes with from the masters."""
         for name, master in self.tensors[MASTER].items():
             self.tensors[PARAM][name].copy_(master)
 
-    def _span(self, numel: int) -> tuple[int, int]:
+    def _range_of_rank(self, numel: int) -> tuple[int, int]:
         share = -(-numel // self.ranks)
         return min(self.rank * share, numel), min((self.rank + 1) * share, numel)

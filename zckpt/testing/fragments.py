@@ -1,4 +1,4 @@
-"""Writes checkpoints of fragments: without an engine, by one process, without a lock."""
+"""Writes checkpoints of given fragments, in one process, without an engine and without a lock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_shards
+from zckpt.plan.layout import plan_data_files
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.snapshot import Snapshot
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Unlocked(WriteLock):
-    """In the place of a lock, where nobody else can be writing."""
+    """A lock that does nothing, for writes that no other process can disturb."""
 
     def acquire(self) -> None:
         pass
@@ -38,32 +38,32 @@ def rank_write(
     save_id: str,
     ranks: Sequence[Sequence[Fragment]],
     rank: int,
-    about: catalog.About,
+    metadata: catalog.SaveMetadata,
     options: WriteOptions | None = None,
 ) -> RankWrite:
-    """One rank's part in a write of what all ``ranks`` hold."""
+    """Returns the write of one rank, in a checkpoint of the fragments of all ``ranks``."""
     store, options = open_store(path), options or WriteOptions(latest=False)
-    shards = plan_shards(ranks[rank], save_id, rank, len(ranks), block_bytes=about.block_bytes)
+    data_files = plan_data_files(ranks[rank], save_id, rank, len(ranks), block_bytes=metadata.block_bytes)
     return RankWrite(
-        store=store, latest_in=store.parent if options.latest else None, save_id=save_id, rank=rank, shards=shards,
-        about=about, options=options,
+        store=store, latest_in=store.parent if options.latest else None, save_id=save_id, rank=rank,
+        data_files=data_files, metadata=metadata, options=options,
     )  # fmt: skip
 
 
 def write_fragments(
     path: StrPath,
     ranks: Sequence[Sequence[Fragment]],
-    about: catalog.About,
+    metadata: catalog.SaveMetadata,
     save_id: str | None = None,
     *,
     overwrite: bool = False,
     latest: bool = False,
 ) -> str:
-    """Writes a checkpoint of what all ``ranks`` hold; returns its save id."""
+    """Writes a checkpoint of the fragments of all ``ranks``. Returns its save id."""
     save_id, options = save_id or secrets.token_hex(8), WriteOptions(overwrite=overwrite, latest=latest)
-    writes = [rank_write(path, save_id, ranks, rank, about, options) for rank in range(len(ranks))]
+    writes = [rank_write(path, save_id, ranks, rank, metadata, options) for rank in range(len(ranks))]
     first = writes[0]
-    first.describe([catalog.receipt(one.rank, one.shards) for one in writes])
+    first.describe([catalog.rank_record(write.rank, write.data_files) for write in writes])
     first.begin(Unlocked(first.store))
-    first.commit([one.write_own(Snapshot()) for one in writes])
+    first.commit([write.write_data_files(Snapshot()) for write in writes])
     return save_id

@@ -1,142 +1,49 @@
-"""What every store has to do, as tests. They need pytest: ``pip install zckpt[testing]``."""
+"""The contract of stores as a test suite. It needs pytest: ``pip install zckpt[testing]``."""
 
 from __future__ import annotations
 
 import itertools
-import random
-import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 from unittest.mock import ANY
 
 import numpy as np
 import pytest
-import torch
 
 from zckpt.errors import FormatError, MissingFileError, StorageError
 from zckpt.format.names import temporary
-from zckpt.state.inventory import FileSpan
+from zckpt.state.inventory import FileRange
 from zckpt.storage.buffers import PAGE_BYTES
-from zckpt.transfer.memory import aligned
+from zckpt.testing.store_calls import (
+    CHANGE_SECONDS,
+    ROUNDS,
+    content,
+    fail,
+    pages,
+    read,
+    replace,
+    seen_meanwhile,
+    staged,
+    succeeds,
+    together,
+    total_bytes,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from pathlib import Path
 
-    from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Store
 
-T = TypeVar("T")
-ROUNDS = 50
-"""How often a race is run. Each is short, and who wins it is chance."""
 CLOCK_SECONDS = 1.0
-"""By which two times of a store may be wrong, compared with each other: they may be rounded to whole seconds."""
-
-
-def content(nbytes: int, seed: int = 0) -> bytes:
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8).tobytes()
-
-
-def pages(nbytes: int) -> Bytes:
-    """Zeros in memory that begins at a page."""
-    found: Bytes = aligned(torch.zeros(nbytes + PAGE_BYTES, dtype=torch.uint8), nbytes, PAGE_BYTES).numpy()
-    return found
-
-
-def staged(data: bytes, start: int, stop: int) -> Bytes:
-    """Those bytes of a file as ``Writer.write`` is given them."""
-    behind = start % PAGE_BYTES
-    stage = pages(behind + stop - start)[behind:]
-    stage[:] = np.frombuffer(data[start:stop], np.uint8)
-    return stage
-
-
-def read(store: Store, path: str, nbytes: int = 1 << 20) -> bytes:
-    with closing(store.reader()) as reader:
-        return reader.read(path, 0, nbytes)
-
-
-def total_bytes(store: Store, path: str) -> int:
-    """The size of a file, or of all files in a directory and below it."""
-    return sum(file.nbytes for file in store.files(path))
-
-
-def replace(store: Store, path: str, data: bytes) -> None:
-    store.commit(path, store.prepare(path, data))
-
-
-def together(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """What the calls return, each made in a thread of its own, all at the same moment. Raises what one of them raises.
-    Each thread halts at lines of Python chosen by chance, so that a lock which is missing is noticed."""
-    calls = list(calls)
-    barrier = threading.Barrier(len(calls))
-
-    def halt(*_: object) -> Callable[..., Any]:
-        if random.random() < 0.2:
-            time.sleep(1e-6)
-        return halt
-
-    def run(call: Callable[[], T]) -> T:
-        barrier.wait()
-        before = sys.gettrace()
-        sys.settrace(halt)
-        try:
-            return call()
-        finally:
-            sys.settrace(before)
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(run, calls))
-
-
-def seen_meanwhile(store: Store, path: str, action: Callable[[int], None]) -> set[bytes | None]:
-    """What is read at ``path``, again and again, while another thread carries out ``action`` with 0, 1, 2 and so on,
-    for half a second at least. None stands for a missing file."""
-    seen: set[bytes | None] = set()
-    ended = threading.Event()
-
-    def act() -> None:
-        enough = time.monotonic() + 0.5
-        try:
-            for number in itertools.count():
-                action(number)
-                if number >= ROUNDS and time.monotonic() > enough:
-                    break
-        finally:
-            ended.set()
-
-    def look() -> None:
-        while not ended.is_set():
-            try:
-                seen.add(read(store, path))
-            except MissingFileError:
-                seen.add(None)
-            time.sleep(1e-4)  # Windows renames and removes no file that somebody has open
-
-    together([act, look])
-    return seen
-
-
-def succeeds(action: Callable[[], object]) -> bool:
-    """Carries out ``action``. Returns whether it has ended without a StorageError."""
-    try:
-        action()
-    except StorageError:
-        return False
-    return True
-
-
-def fail(*actions: Callable[[], object]) -> bool:
-    """Whether each raises StorageError."""
-    return not any(map(succeeds, actions))
+"""How much two times of a store may be wrong relative to each other, in seconds, because they may be rounded to whole
+seconds."""
 
 
 class StoreContract:
-    """The sentences of ``zckpt.storage.contract``, as tests. To run them on a store of yours:
+    """Tests for each sentence of ``zckpt.storage.contract`` that can be tested. Run them on your store like this:
 
         from zckpt.testing import StoreContract
 
@@ -145,12 +52,14 @@ class StoreContract:
             def store(self, tmp_path):
                 return MyStore(Location.of(f"my://bucket{tmp_path}/run/checkpoint"))
 
-    Each test needs a ``store`` at a place of its own, where no directory is yet, nor directly above it. ``tmp_path``,
-    pytest's own fixture, is another path in each test.
-    What no test can tell is whether something is durable, and whether several hosts see the same.
+    Each test needs a ``store`` at a location of its own. Neither this directory nor the one above it may exist yet.
+    ``tmp_path`` is a fixture of pytest that is another path in each test.
+
+    Two things cannot be tested: whether something is durable, and whether several hosts see the same.
     """
 
     def test_a_new_store_is_not_there(self, store: Store) -> None:
+        """A store whose directory does not exist has no entries and no files."""
         assert store.entries() is None
         assert not store.exists("")
         assert not store.exists("a/b")
@@ -198,7 +107,7 @@ class StoreContract:
         assert read(store, "a") == b"old"
 
     def test_a_commit_shows_the_old_or_the_new(self, store: Store) -> None:
-        """To a reader that opens the file again and again meanwhile."""
+        """A reader that opens the file again and again during commits reads only complete versions."""
         store.make_directories("")
         versions = [content(9000 + 1000 * seed, seed) for seed in range(8)]
         replace(store, "a", versions[0])
@@ -213,8 +122,8 @@ class StoreContract:
         assert store.entries() == ["a"]
 
     def test_either_a_commit_or_the_removal_of_what_was_prepared_comes_first(self, store: Store) -> None:
-        """The takeover of a dead writer's lock rests on it: once what a writer has prepared is removed, that writer
-        commits no more."""
+        """The takeover of a dead writer's lock depends on this: once the file that a writer has prepared is removed,
+        this writer cannot commit any more."""
         store.make_directories("")
         replace(store, "a", b"old")
         for number in range(ROUNDS):
@@ -249,6 +158,7 @@ class StoreContract:
         assert len(store.entries() or ()) == 2, "a, and what was prepared for b with random digits"
 
     def test_what_cannot_be_prepared_leaves_nothing(self, store: Store) -> None:
+        """A ``prepare`` that fails, because the temporary file exists already, leaves no file of its own."""
         store.make_directories("")
         prepared = store.prepare("a", b"one", "01234567")
         with pytest.raises(StorageError):
@@ -262,10 +172,10 @@ class StoreContract:
         data = content(200_001)
         cuts = [0, 1, 4096, 5000, 12288, 100_000, 200_001]
         with closing(store.create("a", reserved, direct=direct)) as file:
-            for start, stop in sorted(itertools.pairwise(cuts), key=lambda span: span[1] % 7):
+            for start, stop in sorted(itertools.pairwise(cuts), key=lambda part: part[1] % 7):
                 stage = staged(data, start, stop)
                 file.write(stage, start)
-                stage[:] = 0  # it is used again
+                stage[:] = 0  # the memory is used again
             file.sync()
         store.sync_names("")
         assert read(store, "a") == data
@@ -284,7 +194,8 @@ class StoreContract:
 
     @pytest.mark.parametrize("start", [0, 777])
     def test_what_is_shared_is_read_back_and_completed(self, store: Store, start: int, tmp_path: Path) -> None:
-        """If the store offers that."""
+        """Pages that ``sharing`` has shared are read back, and the edges are written. The test is skipped if the store
+        has no ``sharing``."""
         store.make_directories("")
         nbytes = 5 * PAGE_BYTES
         data, source = content(start + nbytes), tmp_path / "outside"
@@ -293,7 +204,7 @@ class StoreContract:
             if file.sharing is None:
                 pytest.skip("this store shares no pages")
             stage = staged(data, start, start + nbytes)
-            if file.sharing.share(FileSpan(str(source), start, nbytes), start):
+            if file.sharing.share(FileRange(str(source), start, nbytes), start):
                 stage[-start % PAGE_BYTES : 5 * PAGE_BYTES - start] = 0
                 file.sharing.read_back(stage, start)
                 assert stage.tobytes() == data[start:]
@@ -304,7 +215,8 @@ class StoreContract:
         assert read(store, "a")[start:] == data[start:]
 
     def test_what_is_shared_as_a_whole_stays_when_the_other_goes(self, store: Store) -> None:
-        """If the store can do that."""
+        """A file that ``share`` has made stays when the other file is removed. The test is skipped if the store cannot
+        share files."""
         data = content(3 * PAGE_BYTES + 77)
         for directory in ("old", "new"):
             store.make_directories(directory)
@@ -314,6 +226,7 @@ class StoreContract:
         if not store.share("new/a", store.location.child("old/a")):
             assert not store.exists("new/a")
             pytest.skip("this store shares no files")
+        assert store.child("not/there").may_share(store.location.child("old"))
         assert not store.share("new/a", store.location.child("old/a")), "it is there"
         (old,), (new,) = store.files("old/a"), store.files("new/a")
         assert old.nbytes == new.nbytes == len(data)
@@ -335,17 +248,17 @@ class StoreContract:
         assert reader.count.reads == before + 1, "one request for all of them"
         assert b"".join(view.tobytes() for view in views) == data[77 : 77 + 5010]
         assert reader.read_into("data/a", [np.zeros(5000, np.uint8)], 99_990) == 10
-        got = 0
+        direct_bytes = 0
         if reader.direct is not None:
             memory_bytes, offset_bytes = reader.direct.alignment("data/a")
             start, step = 80_000 // offset_bytes * offset_bytes, max(memory_bytes, offset_bytes)
             room = pages(len(data) + 4 * step)[memory_bytes:]
             views = [room[:offset_bytes], room[2 * step :][: -(-20_000 // offset_bytes) * offset_bytes]]
-            got = reader.direct.read_direct("data/a", views, start)
-            assert got in (0, len(data) - start)
-            assert b"".join(view.tobytes() for view in views)[:got] == data[start:][:got]
+            direct_bytes = reader.direct.read_direct("data/a", views, start)
+            assert direct_bytes in (0, len(data) - start)
+            assert b"".join(view.tobytes() for view in views)[:direct_bytes] == data[start:][:direct_bytes]
             assert reader.direct.is_cached("data/a", 5, 10) in (False, True)
-        assert (reader.count.metadata_bytes, reader.count.data_bytes) == (1000, 5010 + 10 + got)
+        assert (reader.count.metadata_bytes, reader.count.data_bytes) == (1000, 5010 + 10 + direct_bytes)
         assert reader.count.reads >= 4
         reader.close()
 
@@ -366,6 +279,7 @@ class StoreContract:
             assert (reader.count.reads, reader.count.data_bytes) == (400, 400_000)
 
     def test_what_is_not_there_is_named(self, store: Store) -> None:
+        """An error about a missing file names the file and the rule F001."""
         store.make_directories("data")
         reader = store.reader()
         for path in ("a", "data/a", "other/a"):
@@ -406,6 +320,7 @@ class StoreContract:
         assert store.child("data").directories() == ["rank"]
 
     def test_nothing_comes_to_be_in_a_directory_that_is_not_there(self, store: Store) -> None:
+        """No file can be made in a directory that was never made, or that was removed."""
         assert not store.claim("lock", b"")
         store.make_directories("data")
         store.remove("data")
@@ -437,6 +352,7 @@ class StoreContract:
         assert not store.exists("")
 
     def test_names_that_begin_alike_are_told_apart(self, store: Store) -> None:
+        """A store without directories must not confuse ``a`` with ``ab`` or ``a.b``."""
         for path in ("a", "ab", "a.b", "empty", "empty.b"):
             store.make_directories(path)
         for path in ("a/x", "ab/x", "a.b/x", "empty.b/x"):
@@ -458,9 +374,9 @@ class StoreContract:
         store.make_directories("")
         datas = [content(500, seed) for seed in range(8)]
         for _ in range(ROUNDS):
-            got = together(partial(store.claim, "lock", data) for data in datas)
-            assert sum(got) == 1
-            data = datas[got.index(True)]
+            results = together(partial(store.claim, "lock", data) for data in datas)
+            assert sum(results) == 1
+            data = datas[results.index(True)]
             assert read(store, "lock") == data
             assert sum(together([partial(store.withdraw, "lock", data)] * 8)) == 1
             assert store.entries() == []
@@ -488,7 +404,7 @@ class StoreContract:
         assert seen <= {None, *datas}
 
     def test_what_is_touched_while_it_is_withdrawn_does_not_come_back(self, store: Store) -> None:
-        """Else a lock would come back that its writer has released, or that another one has taken over."""
+        """Otherwise a lock would come back that its writer has released, or that another writer has taken over."""
         store.make_directories("")
         for _ in range(ROUNDS):
             assert store.claim("lock", b"mine")
@@ -498,12 +414,12 @@ class StoreContract:
 
     def test_a_file_has_the_age_of_its_last_change(self, store: Store) -> None:
         store.make_directories("")
-        before = store.now()
+        before, begun = store.now(), time.monotonic()
 
         def aged(path: str, action: Callable[[], object]) -> None:
-            """After ``action``, done again until the clock has moved on, the file is younger."""
+            """Repeats ``action`` until the clock has moved on. Then the file must be younger than before."""
             old = store.changed_at(path) or before - 2 * CLOCK_SECONDS
-            give_up = time.monotonic() + 3 * CLOCK_SECONDS
+            give_up = time.monotonic() + CHANGE_SECONDS
             while (store.changed_at(path) or 0) <= old:
                 assert time.monotonic() < give_up, "its age has not changed"
                 action()
@@ -513,7 +429,7 @@ class StoreContract:
         aged("a", lambda: replace(store, "a", b"a"))
         aged("a", lambda: store.touch("a"))
         aged("a", lambda: replace(store, "a", b"b"))
-        assert store.now() < before + 60
+        assert store.now() < before + 60 + time.monotonic() - begun
         assert store.entries() == ["a"]
 
     def test_sizes_are_those_of_all_files_below(self, store: Store) -> None:

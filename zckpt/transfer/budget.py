@@ -1,4 +1,4 @@
-"""How input and output are done: the bound on bytes in flight, the workers that share it, direct or not."""
+"""The bounds of input and output: the memory for staging buffers, the number of threads, and the use of direct I/O."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 NBYTES, THREADS = 256 * MIB, 4
+"""The default of each field of ``Budget`` with the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,10 @@ class Budget:
     nbytes: int = NBYTES
     """The largest number of bytes that all staging buffers of a rank take together."""
     threads: int = THREADS
-    """The number of threads. Each of them has one staging buffer, or two where copies to or from a device overlap with
+    """The number of threads. Each of them has one staging buffer, or two if copies to or from a device overlap with
     reads and writes."""
     direct: bool = True
-    """Whether to go past the page cache where the file system allows it, so that a write does not fill it and a read
+    """Whether to go past the page cache if the file system allows it, so that a write does not fill it and a read
     evicts nothing. Pages that are in the cache already are read from there in any case."""
 
     def __post_init__(self) -> None:
@@ -40,17 +41,32 @@ class Budget:
 
     @classmethod
     def from_environment(cls) -> Budget:
-        """The defaults, or what ZCKPT_BUDGET_BYTES, ZCKPT_THREADS and ZCKPT_DIRECT (0 or 1) say instead.
+        """Returns the default budget with the changes that the environment asks for.
 
-        Raises ValueError, which names the variable, for anything else.
+        The variables are ZCKPT_BUDGET_BYTES, ZCKPT_THREADS and ZCKPT_DIRECT (0 or 1).
+
+        Returns:
+            The budget.
+
+        Raises:
+            ValueError: a variable has another value. The error names the variable.
         """
         return cls(_number("ZCKPT_BUDGET_BYTES", NBYTES), _number("ZCKPT_THREADS", THREADS), flag("ZCKPT_DIRECT", True))
 
     def run(self, tasks: Iterable[Callable[[], None]], interrupted: Callable[[], None] = lambda: None) -> None:
-        """Runs ``tasks`` on the workers; raises the first failure, in their order, once none is running any more. Each
-        is taken from the iterable, by one worker at a time, when a worker is free. ``interrupted`` is called where this
-        thread is interrupted while it waits for them, by Ctrl-C for instance: it has long tasks end soon. Further
-        interrupts do not shorten that wait, for the caller closes the files that the tasks use."""
+        """Runs tasks on the worker threads, and returns once all of them have ended.
+
+        Args:
+            tasks: functions without arguments. Each worker that is free takes the next one. Only one worker at a time
+                takes a task from the iterable.
+            interrupted: called if this thread is interrupted while it waits for the tasks, for instance by Ctrl-C. It
+                should make long tasks end soon. Further interrupts do not shorten the wait, because the caller closes
+                the files that the tasks use.
+
+        Raises:
+            Exception: what a task has raised. If several tasks have failed, the error of the first of them in
+                ``tasks``.
+        """
         numbered = enumerate(tasks)
         lock = threading.Lock()
         failures: dict[int, BaseException] = {}
@@ -68,7 +84,8 @@ class Budget:
                     failures[number] = error
                 sign_of_life()
 
-        # Not a ThreadPoolExecutor: that takes no more tasks once the interpreter exits, and a background write goes on.
+        # A ThreadPoolExecutor would not do: it takes no more tasks once the interpreter exits, but a background write
+        # goes on then.
         count = min(self.threads, len(tasks)) if isinstance(tasks, Sized) else self.threads
         workers = [Worker(work, f"zckpt-{i}") for i in range(count)]
         try:
@@ -85,15 +102,23 @@ class Budget:
             if failures:
                 raise failures[min(failures)]
         finally:
-            failures.clear()  # their tracebacks hold it: the cycle would keep buffers and open files
+            # The tracebacks of the errors refer to this dictionary. The cycle would keep buffers and open files alive.
+            failures.clear()
 
     def batch_bytes(self, block_bytes: int) -> int:
-        """Bytes of one read or write: whole blocks, 8 MiB where the budget allows, and never less than a block."""
+        """Returns how many bytes one read or write moves: 8 MiB if the budget allows it.
+
+        Args:
+            block_bytes: the number of bytes of a block of the checkpoint.
+
+        Returns:
+            A multiple of ``block_bytes``, and at least one block.
+        """
         return max(min(8 * MIB, self.nbytes // self.threads - MIB) // block_bytes, 1) * block_bytes
 
 
 def flag(variable: str, default: bool) -> bool:
-    """A switch among the environment variables. Raises ValueError unless it is 0 or 1."""
+    """Returns the value of an environment variable that is 0 or 1. Raises ValueError if it has another value."""
     value = os.environ.get(variable, "1" if default else "0")
     if value not in ("0", "1"):
         raise ValueError(f"{variable} must be 0 or 1, got {value!r}")

@@ -1,6 +1,6 @@
-"""Which devices there are, how to wait for them, and how copies to and from them are queued.
+"""Finds out which devices can be used, waits for them, and queues copies from and to them.
 
-Only ``zckpt.storage.gpudirect`` asks for a particular type of accelerator.
+Only ``zckpt.storage.gpudirect`` depends on a particular type of accelerator.
 """
 
 from __future__ import annotations
@@ -23,39 +23,41 @@ host and device exchange one copy."""
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """The device of this name; with the current index where the name has none, as in ``"cuda"``.
+    """Returns the device of this name. If the name has no index, as in ``"cuda"``, it is the current device of this
+    type.
 
-    Raises DeviceError, which names the devices there are, unless bytes can be copied to it and back. "meta" is accepted
-    all the same: its tensors have no bytes.
+    Raises DeviceError, which names the usable devices, unless bytes can be copied to the device and back. The device
+    "meta" is accepted, although its tensors have no bytes.
     """
     try:
-        found = torch.device(device)
+        torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise _unusable(device, error) from error
-    return found if found.type in ("cpu", "meta") else _tried(found)
+    return torch_device if torch_device.type in ("cpu", "meta") else _usable_device(torch_device)
 
 
 def check_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """The devices of these tensors, without the CPU. Raises DeviceError for a device that bytes cannot be copied from,
-    such as "meta"."""
-    return tuple(_tried(device) for device in devices_of(tensors))
+    """Returns the devices of these tensors, without the CPU. Raises DeviceError if bytes cannot be copied from a
+    device, such as "meta"."""
+    return tuple(_usable_device(device) for device in devices_of(tensors))
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """The devices of these tensors, without the CPU."""
+    """Returns the devices of these tensors, without the CPU."""
     return tuple(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu))
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Returns when everything that was queued on these devices, on any stream, is done. Memory that is about to be read
-    or written may have been used on a stream other than this thread's current one."""
+    """Waits until everything that was queued on these devices, on any stream, is done. This is needed before memory is
+    read or written that other code may have used on a stream other than this thread's current one."""
     for device in devices:
         if _is_accelerator(device):
             torch.accelerator.synchronize(device)
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether copies between the device and pinned memory can be queued, so that the host goes on meanwhile."""
+    """Returns whether copies between the device and pinned memory can be queued, so that the host does not wait for
+    them."""
     if device not in _with_streams and _is_accelerator(device):
         try:
             torch.Stream(device).record_event().synchronize()
@@ -68,7 +70,8 @@ def has_streams(device: torch.device) -> bool:
 
 
 _with_streams: set[torch.device] = set()
-"""The devices that have shown that they have streams. A failure may pass, such as too little memory: it is not kept."""
+"""The devices that are known to have streams. A failure is not kept here, because it may be temporary, such as a lack
+of memory."""
 
 
 def device_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -84,8 +87,8 @@ def device_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
 
 def used_bytes(device: torch.device) -> tuple[int, int] | None:
-    """The bytes that torch's allocator has given to tensors of a device, and those that it has taken from the device.
-    None for the CPU, and where torch does not tell."""
+    """Returns two numbers of bytes of a device: those that torch's allocator has given to tensors, and those that it
+    has taken from the device. Returns None for the CPU, and if torch does not know."""
     if not _is_accelerator(device):
         return None
     try:
@@ -109,14 +112,14 @@ def pinned_memory(nbytes: int) -> torch.Tensor:
 
 
 def give_back_pinned_memory() -> None:
-    """Gives the system all pinned memory that is not in use: torch's allocator would keep it for the next tensors of
+    """Returns all unused pinned memory to the system. Otherwise torch's allocator would keep it for further tensors of
     the same size."""
-    before = getattr(torch._C, "_host_emptyCache", lambda: None)  # in older versions of torch
-    getattr(torch.accelerator, "empty_host_cache", before)()
+    older_function = getattr(torch._C, "_host_emptyCache", lambda: None)  # in older versions of torch
+    getattr(torch.accelerator, "empty_host_cache", older_function)()
 
 
 def give_back_memory(devices: Iterable[torch.device]) -> None:
-    """Gives memory of these devices that is not in use back to them, and pinned memory to the system: torch's
+    """Returns unused memory of these devices to the devices, and unused pinned memory to the system. Otherwise torch's
     allocators would keep both for other tensors."""
     if any(map(_is_accelerator, devices)):
         torch.accelerator.empty_cache()
@@ -124,8 +127,8 @@ def give_back_memory(devices: Iterable[torch.device]) -> None:
 
 
 class ToDevice(NamedTuple):
-    """One copy from a staging buffer to a device: elements of ``dtype``, stored from byte ``start`` of the buffer on,
-    fill ``target``, a 1-D tensor, and are converted to its dtype."""
+    """One copy from a staging buffer to a device. The copied elements have the dtype ``dtype``, begin at byte ``start``
+    of the buffer, and fill ``target``, a 1-D tensor. They are converted to the dtype of ``target``."""
 
     start: int
     dtype: torch.dtype
@@ -133,11 +136,12 @@ class ToDevice(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the stored elements."""
+        """The number of bytes of the elements in the buffer."""
         return self.target.numel() * self.dtype.itemsize
 
     def of(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the target, and the part of ``buffer`` that is copied to it."""
+        """Returns the target and the part of ``buffer`` that is copied to it, as two tensors of one dtype unless the
+        elements are converted."""
         stored = buffer[self.start : self.start + self.nbytes]
         if self.dtype == self.target.dtype:
             return self.target.view(torch.uint8), stored
@@ -145,66 +149,69 @@ class ToDevice(NamedTuple):
 
 
 class FromDevice(NamedTuple):
-    """One copy from a device: the bytes of ``source``, a 1-D uint8 tensor, go to the staging buffer from byte ``start``
-    on."""
+    """One copy from a device to a staging buffer. The bytes of ``source``, a 1-D uint8 tensor, go to the buffer from
+    byte ``start`` on."""
 
     start: int
     source: torch.Tensor
 
 
 class CopyQueue:
-    """Copies between staging buffers and one device, in the order of the calls. Safe to use from several threads.
+    """Copies between staging buffers and one device, in the order of the calls. Several threads may use it at once.
 
-    Where the buffers are pinned and the device has streams, copies are queued on a side stream. Elsewhere each copy is
-    done when its method returns. PyTorch's allocators do not know that this stream uses the tensors: the caller keeps
-    them until the copies are done.
+    If the buffers are pinned and the device has streams, copies are queued on a stream of their own. Otherwise each
+    copy is done when its method returns. PyTorch's allocators do not know that this stream uses the tensors, so the
+    caller keeps them alive until the copies are done.
 
-    ``to_device`` and ``from_device`` return the event that happens when their copies are done; None if they are.
+    ``to_device`` and ``from_device`` return an event that happens when their copies are done, or None if they are done
+    already.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int, *, pinned: bool) -> None:
-        """``buffer_bytes``: the size of each buffer. ``pinned``: whether the buffers are pinned."""
+        """Makes a queue for staging buffers of ``buffer_bytes`` bytes each. ``pinned`` says whether the buffers are
+        pinned."""
         self.device = device
         self._buffer_bytes = buffer_bytes
         self._stream = _take_stream(device) if pinned and has_streams(device) else None
         self._queueing = threading.Lock()
 
     def to_device(self, buffer: torch.Tensor, copies: Sequence[ToDevice]) -> torch.Event | None:
-        """Copies to targets that do not overlap. Their dtype is converted on the device, if it has streams."""
+        """Copies from the buffer to targets that do not overlap. If the device has streams, elements are converted on
+        the device."""
         if self._stream is None:
-            for one in copies:
-                target, stored = one.of(buffer)
+            for copy in copies:
+                target, stored = copy.of(buffer)
                 target.copy_(stored)
             return None
         with self._queueing, self._stream:
-            same = all(one.dtype == one.target.dtype for one in copies)
-            if same and _are_large([one.target.nbytes for one in copies]):
-                for one in copies:
-                    target, stored = one.of(buffer)
+            same_dtypes = all(copy.dtype == copy.target.dtype for copy in copies)
+            if same_dtypes and _are_large([copy.target.nbytes for copy in copies]):
+                for copy in copies:
+                    target, stored = copy.of(buffer)
                     target.copy_(stored, non_blocking=True)
             else:
-                first = min(one.start for one in copies)
-                stop = max(one.start + one.nbytes for one in copies)
-                self._mirror[first:stop].copy_(buffer[first:stop], non_blocking=True)
-                targets, stored_there = zip(*(one.of(self._mirror) for one in copies), strict=True)
-                torch._foreach_copy_(targets, stored_there)
+                start = min(copy.start for copy in copies)
+                stop = max(copy.start + copy.nbytes for copy in copies)
+                self._mirror[start:stop].copy_(buffer[start:stop], non_blocking=True)
+                targets, stored_parts = zip(*(copy.of(self._mirror) for copy in copies), strict=True)
+                torch._foreach_copy_(targets, stored_parts)
             return self._stream.record_event()
 
     def from_device(self, buffer: torch.Tensor, copies: Sequence[FromDevice]) -> torch.Event | None:
-        """Copies to places in the buffer that do not overlap, in their order."""
-        places = [slice(one.start, one.start + len(one.source)) for one in copies]
+        """Copies to parts of the buffer that do not overlap. ``copies`` are in the order of these parts."""
+        parts = [slice(copy.start, copy.start + len(copy.source)) for copy in copies]
         if self._stream is None:
-            for place, one in zip(places, copies, strict=True):
-                buffer[place].copy_(one.source)
+            for part, copy in zip(parts, copies, strict=True):
+                buffer[part].copy_(copy.source)
             return None
         with self._queueing, self._stream:
-            if _are_large([len(one.source) for one in copies]):
-                for place, one in zip(places, copies, strict=True):
-                    buffer[place].copy_(one.source, non_blocking=True)
+            if _are_large([len(copy.source) for copy in copies]):
+                for part, copy in zip(parts, copies, strict=True):
+                    buffer[part].copy_(copy.source, non_blocking=True)
             else:
-                torch._foreach_copy_([self._mirror[place] for place in places], [one.source for one in copies])
-                for place in _joined(places):
-                    buffer[place].copy_(self._mirror[place], non_blocking=True)
+                torch._foreach_copy_([self._mirror[part] for part in parts], [copy.source for copy in copies])
+                for part in _joined(parts):
+                    buffer[part].copy_(self._mirror[part], non_blocking=True)
             return self._stream.record_event()
 
     def wait(self) -> None:
@@ -213,21 +220,21 @@ class CopyQueue:
             self._stream.synchronize()
 
     def close(self) -> None:
-        """Leaves the stream to the next queue. All copies are done."""
+        """Keeps the stream for the next queue. All copies are done by then."""
         if self._stream is not None:
             _idle_streams.setdefault(self.device, []).append(self._stream)
             self._stream = None
 
     @cached_property
     def _mirror(self) -> torch.Tensor:
-        """A buffer on the device, as large as a staging buffer. There is one for all of them: the copies through it
-        follow each other on one stream. It is allocated while that stream is current, because torch's allocator may
-        hand out memory that another stream still uses."""
+        """A buffer on the device, as large as a staging buffer. One is enough for all staging buffers, because the
+        copies through it follow each other on one stream. It is allocated while this stream is current. Otherwise
+        torch's allocator might return memory that another stream still uses."""
         return device_memory((self._buffer_bytes,), torch.uint8, self.device)
 
 
 _idle_streams: dict[torch.device, list[torch.Stream]] = {}
-"""Streams that no queue uses now. They are used again, because torch's allocators keep separate memory for each
+"""The streams that no queue uses now. They are used again, because torch's allocators keep separate memory for each
 stream."""
 
 
@@ -240,23 +247,23 @@ def _take_stream(device: torch.device) -> torch.Stream:
 
 
 def _are_large(sizes: Sequence[int]) -> bool:
-    """Whether copies of these sizes, in bytes, are large enough to be made one by one."""
+    """Returns whether copies of these sizes, in bytes, are large enough to be made one by one."""
     return len(sizes) == 1 or sum(sizes) >= JOINED_BYTES * len(sizes)
 
 
-def _joined(places: Sequence[slice]) -> list[slice]:
-    """Returns these places, with adjacent ones joined into one."""
-    joined = [places[0]]
-    for place in places[1:]:
-        if place.start == joined[-1].stop:
-            joined[-1] = slice(joined[-1].start, place.stop)
+def _joined(parts: Sequence[slice]) -> list[slice]:
+    """Returns these slices of a buffer, with adjacent ones joined into one."""
+    joined = [parts[0]]
+    for part in parts[1:]:
+        if part.start == joined[-1].stop:
+            joined[-1] = slice(joined[-1].start, part.stop)
         else:
-            joined.append(place)
+            joined.append(part)
     return joined
 
 
-def _tried(device: torch.device) -> torch.device:
-    """The device, with its index. Raises DeviceError unless a byte can be copied to it and back."""
+def _usable_device(device: torch.device) -> torch.device:
+    """Returns the device with its index. Raises DeviceError unless a byte can be copied to the device and back."""
     try:
         tensor = torch.zeros(1, dtype=torch.uint8, device=device)
         tensor.cpu()
@@ -266,7 +273,7 @@ def _tried(device: torch.device) -> torch.device:
 
 
 def _is_accelerator(device: torch.device) -> bool:
-    """Whether it is of the one type of devices that ``torch.accelerator`` serves in this process."""
+    """Returns whether the device is of the one type that ``torch.accelerator`` serves in this process."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
 
@@ -274,12 +281,13 @@ def _is_accelerator(device: torch.device) -> bool:
 def _unusable(device: object, error: Exception) -> DeviceError:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator is not None else 0
-    there = ["cpu", *(f"{accelerator}:{index}" for index in range(count))]
+    devices = ["cpu", *(f"{accelerator}:{index}" for index in range(count))]
     return DeviceError(
-        f"cannot use the device {device}: {_first_sentence(error)}", hint=f"the devices there are: {', '.join(there)}"
+        f"cannot use the device {device}: {_first_sentence(error)}", hint=f"the devices there are: {', '.join(devices)}"
     )
 
 
 def _first_sentence(error: Exception) -> str:
-    """What torch says, without its stack and its advice, which can be pages long."""
+    """Returns the first sentence of torch's error message, without its stack trace and advice, which can be pages
+    long."""
     return (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]

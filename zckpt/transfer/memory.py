@@ -1,4 +1,4 @@
-"""Tensors as bytes: whether they lie in order, fresh memory, and the sinks that loaded bytes go to."""
+"""Tensors as bytes: contiguous memory, fresh memory, and the targets that loaded bytes go to."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def fresh_tensor(
 ) -> torch.Tensor:
     """Returns an uninitialised contiguous tensor. Raises DeviceError if the device has too little memory.
 
-    On the host its memory is numpy's, which asks for huge pages: first touched, it is several times faster than
-    ``torch.empty``'s. If it is large, it begins as far behind the start of a page as byte ``file_offset`` of a
-    file does, so that direct I/O can read straight into it what begins at that byte.
+    In host memory, the tensor is allocated by numpy, which asks for huge pages. The first write to it is several times
+    faster than to memory of ``torch.empty``. The address of a large tensor has the same remainder, divided by the size
+    of a page, as ``file_offset``. So direct I/O can read the bytes at this offset of a file straight into the tensor.
     """
     if torch.device(device).type != "cpu":
         return device_memory(shape, dtype, torch.device(device))
@@ -44,31 +44,31 @@ def fresh_tensor(
 
 
 def aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int, within: int = 0) -> torch.Tensor:
-    """``nbytes`` of ``room`` from ``within`` bytes after a multiple of ``alignment_bytes`` on. It is uint8, 1-D, in
-    host memory."""
+    """Returns ``nbytes`` bytes of ``room`` as a view. They begin ``within`` bytes after a multiple of
+    ``alignment_bytes``. ``room`` is a 1-D uint8 tensor in host memory."""
     return room.narrow(0, (within - room.data_ptr()) % alignment_bytes, nbytes)
 
 
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor as a 1-D uint8 tensor that shares its memory."""
+    """Returns the bytes of a contiguous tensor as a 1-D uint8 tensor that shares its memory."""
     return tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def lies_in_order(tensor: torch.Tensor) -> bool:
-    """Whether the memory of ``tensor`` holds its elements as they are, one after the other: it is contiguous, and not a
-    view that PyTorch conjugates or negates when it is read."""
+    """Returns whether the memory of ``tensor`` has its elements unchanged, one after the other: the tensor is
+    contiguous, and is not a view that PyTorch conjugates or negates when it is read."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def host_bytes(tensor: torch.Tensor) -> Bytes:
-    """The bytes of a contiguous tensor in host memory, shared."""
+    """Returns the bytes of a contiguous tensor in host memory as an array that shares them."""
     array: Bytes = byte_tensor(tensor).numpy()
     return array
 
 
-def check_cast(stored: torch.dtype, wanted: torch.dtype, key: str) -> None:
-    """Raises CastError unless both are the same, or both are floating point, or both are integers."""
-    if stored == wanted:
+def check_cast(stored: torch.dtype, requested: torch.dtype, key: str) -> None:
+    """Raises CastError unless both dtypes are the same, or both are floating point, or both are integers."""
+    if stored == requested:
         return
     kinds = [
         "floating point"
@@ -78,53 +78,55 @@ def check_cast(stored: torch.dtype, wanted: torch.dtype, key: str) -> None:
         else "bool"
         if d is torch.bool
         else "integer"
-        for d in (stored, wanted)
+        for d in (stored, requested)
     ]
     if kinds[0] != kinds[1] or kinds[0] in ("bool", "complex"):
         raise CastError(
-            f"cannot load {stored} as {wanted}", key=key, hint="load it without dtype and convert it yourself"
+            f"cannot load {stored} as {requested}", key=key, hint="load it without dtype and convert it yourself"
         )
 
 
-class Sinks:
-    """The targets of a load. Each is a contiguous tensor on any device, and is filled entirely; elements stored with
-    another dtype are converted. ``keys`` name the targets in errors."""
+class Targets:
+    """The targets of a load. Each is a contiguous tensor on any device, and is filled entirely. Elements that are
+    stored with another dtype are converted. ``keys`` are the names of the targets in errors."""
 
     def __init__(self, keys: Sequence[str], targets: Sequence[torch.Tensor], stored: Sequence[torch.dtype]) -> None:
         if not all(target.is_contiguous() for target in targets):
             raise ValueError("what is filled by its address must have no gaps")
         self.keys = keys
-        self._targets = targets
+        self._tensors = targets
         self._stored = stored
         self.host = HostMemory(targets, stored)
         self.devices = devices_of(targets)
         numbers = {device: number for number, device in enumerate(self.devices)}
         self.device = np.array([-1 if target.is_cpu else numbers[target.device] for target in targets], np.int64)
-        """Of each target: the position of its device in ``devices``; -1 for the host's memory."""
+        """The position of each target's device in ``devices``, or -1 for host memory."""
         self.inference = any(target.is_inference() for target in targets)
-        """Whether some were made in ``torch.inference_mode()``: only a thread in that mode may change these."""
+        """Whether some targets were made in ``torch.inference_mode()``. Only a thread in this mode may change them."""
 
-    def device_memory(self, sink: int, start: int, nbytes: int) -> torch.Tensor | None:
-        """Returns the ``nbytes`` of device memory from byte ``start`` of the target on, as a 1-D uint8 tensor; None if
-        the target is in host memory or has another dtype."""
-        target = self._targets[sink]
-        if target.dtype != self._stored[sink] or target.is_cpu:
+    def device_memory(self, target: int, start: int, nbytes: int) -> torch.Tensor | None:
+        """Returns ``nbytes`` bytes of device memory from byte ``start`` of the target on, as a 1-D uint8 tensor.
+        Returns None if the target is in host memory or has another dtype than the file."""
+        tensor = self._tensors[target]
+        if tensor.dtype != self._stored[target] or tensor.is_cpu:
             return None
-        return byte_tensor(target)[start : start + nbytes]
+        return byte_tensor(tensor)[start : start + nbytes]
 
-    def to_device(self, sink: int, start: int, nbytes: int, staged_at: int) -> ToDevice:
-        """Returns the copy that brings stored bytes, from byte ``staged_at`` of a staging buffer on, to byte ``start``
-        of a target on a device. Both are counted in stored bytes."""
-        dtype = self._stored[sink]
+    def to_device(self, target: int, start: int, nbytes: int, staged_at: int) -> ToDevice:
+        """Returns the copy of ``nbytes`` stored bytes from byte ``staged_at`` of a staging buffer to byte ``start`` of
+        a target on a device. ``start`` counts stored bytes too."""
+        dtype = self._stored[target]
         first = start // dtype.itemsize
-        flat = self._targets[sink].detach().reshape(-1)
+        flat = self._tensors[target].detach().reshape(-1)
         return ToDevice(staged_at, dtype, flat[first : first + nbytes // dtype.itemsize])
 
-    def put(self, sink: int, start: int, staged: Bytes) -> None:
-        """Copies stored bytes to byte ``start`` of a target in host memory."""
-        if self.host.put(sink, start, staged):
+    def put(self, target: int, start: int, staged: Bytes) -> None:
+        """Copies stored bytes to a target in host memory. ``start`` is the number of the first byte in the target,
+        counted in stored bytes."""
+        if self.host.put(target, start, staged):
             return
-        dtype = self._stored[sink]
-        values = torch.from_numpy(staged).view(dtype)  # a stage begins with a page, so its elements lie in line
+        dtype = self._stored[target]
+        # A staging buffer begins with a page, so its elements are aligned.
+        values = torch.from_numpy(staged).view(dtype)
         first = start // dtype.itemsize
-        self._targets[sink].detach().reshape(-1)[first : first + values.numel()].copy_(values)
+        self._tensors[target].detach().reshape(-1)[first : first + values.numel()].copy_(values)

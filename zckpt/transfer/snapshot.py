@@ -1,4 +1,4 @@
-"""What the thread that writes and the thread that called ``write`` tell each other about the state."""
+"""What the thread that writes and the thread that has called ``write`` tell each other about the state."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from zckpt.errors import ZckptError
 
 
 class Snapshot:
-    """Which part of the state has been copied, and whether the write was given up."""
+    """Records how much of the state has been read, and whether the write was given up."""
 
     def __init__(self) -> None:
         self.copied = threading.Event()
         """Set when the part of the state that may change at any time has been read."""
         self.taken = threading.Event()
-        """Set when all of the state has been read. It may change from then on."""
+        """Set when all of the state has been read. From then on the training may change it."""
         self._reason: str | None = None
 
     def give_up(self, reason: str) -> None:
-        """From now on the write begins no further operation, and it does not commit."""
+        """Ends the write early. The write begins no further operation, does not commit, and raises an error with
+        ``reason`` in its message."""
         self._reason = reason
 
     def check(self) -> None:
@@ -27,6 +28,7 @@ class Snapshot:
             raise ZckptError(f"the write was given up: {self._reason}", hint="write again")
 
     def end(self) -> None:
-        """The write has ended, well or not: nobody has to wait for it any more."""
+        """Tells all threads that the write has ended, with success or with an error, so that none waits for it any
+        more."""
         self.copied.set()
         self.taken.set()

@@ -27,21 +27,22 @@ if TYPE_CHECKING:
     from zckpt.transfer.devices import FromDevice, ToDevice
 
 ARENA_BYTES_PER_THREAD = 16 << 20
-"""Pinned memory for one thread: it reads into one buffer while the buffer that it filled before is copied to a
-device."""
+"""The pinned memory for one thread, in bytes. It is enough for two buffers: the thread reads into one while the other
+one, which it has filled before, is copied to a device."""
 
 
 class StagingBuffer:
-    """One staging buffer, and the copies between it and the memory of devices. One thread uses it at a time."""
+    """A staging buffer and the copies between it and devices. One thread uses it at a time."""
 
     def __init__(self, tensor: torch.Tensor, queue: Callable[[torch.device], CopyQueue]) -> None:
-        """``tensor``: uint8, 1-D, in host memory, aligned for direct I/O. ``queue``: returns the queue of a device."""
+        """Makes a buffer of ``tensor``, which is 1-D uint8 in host memory, aligned for direct I/O. ``queue`` returns
+        the queue of a device."""
         self.tensor = tensor
         self.bytes: Bytes = tensor.numpy()
         self.address = tensor.data_ptr()
         self._queue = queue
         self._queued: list[torch.Event] = []
-        """One for each batch of copies that may be under way."""
+        """One event for each batch of copies that may be under way."""
         self._system_may_take = False
 
     def to_device(self, device: torch.device, copies: Sequence[ToDevice]) -> None:
@@ -52,59 +53,62 @@ class StagingBuffer:
         """Queues copies from a device."""
         self._add(self._queue(device).from_device(self.tensor, copies))
 
-    def _add(self, done: torch.Event | None) -> None:
-        if done is not None:
-            self._queued.append(done)
+    def _add(self, event: torch.Event | None) -> None:
+        if event is not None:
+            self._queued.append(event)
 
     def is_done(self) -> bool:
-        """Whether all queued copies are done."""
-        return all(done.query() for done in self._queued)
+        """Returns whether all queued copies are done."""
+        return all(event.query() for event in self._queued)
 
     def wait(self) -> None:
         """Waits for all queued copies."""
-        for done in self._queued:
-            done.synchronize()
+        for event in self._queued:
+            event.synchronize()
         self._queued.clear()
 
     def mark_used(self) -> None:
+        """Records that the content is needed again."""
         self._system_may_take = False
 
     def let_system_take(self) -> None:
-        """The content is not needed any more: the system may take the memory, and does when it runs short. What it
-        leaves is as quick to write to as it was."""
+        """Tells the system that the content is not needed any more. The system takes the memory when it runs short.
+        Memory that it does not take stays as fast to write to as before."""
         if not self._system_may_take:
             free_lazily(self.address, len(self.bytes))
             self._system_may_take = True
 
     def close(self) -> None:
-        """Lets go of the memory, also if somebody still holds this object. All copies are done."""
+        """Drops the references to the memory, so that it is freed even if other code still holds this object. All
+        copies are done by then."""
         del self.tensor, self.bytes
 
 
 class StagingPool:
-    """Staging buffers that hold a read or a write of ``batch_bytes``, with a page to spare on either side. They are
-    made as they are needed, and used again. Safe to use from several threads.
+    """Staging buffers that hold a read or a write of ``batch_bytes`` bytes, with a page to spare at both ends. They are
+    made when they are needed, and used again. Several threads may use the pool at once.
 
-    All use of them is inside of ``work``.
+    Buffers are used only inside of ``work``.
     """
 
     pinned = False
 
     def __init__(self, batch_bytes: int, buffers: int = 0) -> None:
-        """``buffers``: the most buffers that there may be; 0 for no limit."""
+        """Makes a pool of at most ``buffers`` buffers. 0 means that there is no limit."""
         self.batch_bytes = batch_bytes
         self.buffers = buffers
         self.nbytes = batch_bytes + 2 * PAGE_BYTES
         self._buffers: list[StagingBuffer] = []
         self._idle: deque[StagingBuffer] = deque()
-        """The next one to be used comes first."""
+        """The free buffers. The first one is used next."""
         self._queues: dict[torch.device, CopyQueue] = {}
         self._users = self._items = 0
         self._changed = threading.Condition()
 
     @contextmanager
     def work(self, items: int = sys.maxsize) -> Iterator[None]:
-        """A context in which up to ``items`` reads or writes use buffers. On leaving, it waits for all copies."""
+        """Returns a context in which up to ``items`` reads or writes use buffers. At its end, it waits for all
+        copies."""
         with self._changed:
             self._users += 1
             self._items += items
@@ -112,7 +116,8 @@ class StagingPool:
             yield
         except BaseException as error:
             if self.pinned:
-                # Its frames hold buffers, which could not go back to the system as long as the caller keeps the error.
+                # The frames of the traceback refer to buffers. Their memory could not go back to the system as long as
+                # the caller keeps the error.
                 traceback.clear_frames(error.__traceback__)
             raise
         finally:
@@ -126,16 +131,17 @@ class StagingPool:
                         self._end()
 
     def kept(self) -> AbstractContextManager[None]:
-        """A context that keeps the buffers between several uses of ``work``."""
+        """Returns a context that keeps the buffers between several uses of ``work``."""
         return nullcontext()
 
     def acquire(self) -> StagingBuffer:
-        """Waits for a free buffer and gives it to the caller until ``release``. No copy is under way on it."""
+        """Waits for a free buffer and gives it to the caller until ``release``. No copy to or from it is under way
+        then."""
         with self._changed:
             while not self._idle:
-                if made := self._make():
-                    self._buffers += made
-                    self._idle += made
+                if new_buffers := self._make():
+                    self._buffers += new_buffers
+                    self._idle += new_buffers
                 else:
                     self._changed.wait()
             buffer = self._idle.popleft()
@@ -144,14 +150,14 @@ class StagingPool:
         return buffer
 
     def release(self, buffer: StagingBuffer) -> None:
-        """Gives the buffer back. Its copies may still be under way; ``acquire`` waits for them."""
+        """Returns the buffer to the pool. Its copies may still be under way, and ``acquire`` waits for them."""
         with self._changed:
             self._put_back(buffer)
             self._changed.notify()
 
     @contextmanager
     def lend(self) -> Iterator[StagingBuffer]:
-        """Acquires a buffer, and releases it when the context ends."""
+        """Acquires a buffer, and releases it at the end of the context."""
         buffer = self.acquire()
         try:
             yield buffer
@@ -169,58 +175,59 @@ class StagingPool:
         self._idle.appendleft(buffer)  # it may still be in the processor's cache
 
     def _wait(self) -> None:
-        """Waits for all copies, also those of other users. The first error, such as an interrupt, is raised only
-        afterwards, because the memory may then be freed."""
+        """Waits for all copies, including those of other users. The first error, such as an interrupt, is raised only
+        at the end, because the memory may be freed after this method."""
         errors: list[BaseException] = []
-        left = list(self._queues.values())
-        while left:
+        queues = list(self._queues.values())
+        while queues:
             try:
-                left[-1].wait()
-                left.pop()
+                queues[-1].wait()
+                queues.pop()
             except KeyboardInterrupt as error:  # raised below
                 errors.append(error)
             except BaseException as error:  # raised below
                 errors.append(error)
-                left.pop()
+                queues.pop()
         if errors:
             raise errors.pop(0)
 
     def _make(self) -> list[StagingBuffer]:
-        """Makes more buffers; returns none at the limit."""
+        """Makes more buffers. Returns an empty list if the limit is reached."""
         room = torch.from_numpy(np.empty(self.nbytes + PAGE_BYTES, np.uint8))
         return [StagingBuffer(aligned(room, self.nbytes, PAGE_BYTES), self._queue)]
 
     def _end(self) -> None:
-        """Called when the last user has left. The buffers stay allocated: writing to fresh memory takes several times
-        longer."""
-        self._idle = deque(self._buffers)  # those too that an error has kept from being released
+        """Prepares the idle pool for the next user. It is called when the last user has left. The buffers stay
+        allocated, because writing to fresh memory takes several times longer."""
+        self._idle = deque(self._buffers)  # this includes buffers that were not released because of an error
         for buffer in self._buffers:
             buffer.let_system_take()
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """``nbytes`` of pinned memory, a power of two, which torch's allocator would take anyway; cut into buffers."""
+    """A range of pinned memory that is cut into buffers. ``nbytes`` is a power of two, because torch's allocator would
+    round it up to one anyway."""
 
     nbytes: int
     batch_bytes: int
 
     @classmethod
     def within(cls, budget: Budget, block_bytes: int) -> Arena:
-        """The arena from which all buffers of a load come, or of a write in the foreground. It has two for each thread,
-        or as many as fit; a buffer holds a block at least."""
+        """Returns the arena from which all buffers of a load, or of a write in the foreground, come. It has two buffers
+        for each thread, or as many as fit. A buffer holds at least one block."""
         nbytes = _floor_power_of_two(min(budget.nbytes, ARENA_BYTES_PER_THREAD * budget.threads))
         batch_bytes = max((nbytes // (2 * budget.threads) - 3 * PAGE_BYTES) // block_bytes, 1) * block_bytes
-        one = cls(nbytes, batch_bytes)
-        return one if one.buffers else one.for_buffers(1)
+        arena = cls(nbytes, batch_bytes)
+        return arena if arena.buffers else arena.for_buffers(1)
 
     @property
     def buffers(self) -> int:
-        """How many buffers the arena holds. One page is left over, because pinned memory need not begin at a page."""
+        """How many buffers the arena holds. One page stays unused, because pinned memory need not begin at a page."""
         return (self.nbytes - PAGE_BYTES) // (self.batch_bytes + 2 * PAGE_BYTES)
 
     def for_buffers(self, count: int) -> Arena:
-        """An arena with at least ``count`` buffers of the same size."""
+        """Returns an arena with at least ``count`` buffers of the same size."""
         return replace(self, nbytes=_ceil_power_of_two(count * (self.batch_bytes + 2 * PAGE_BYTES) + PAGE_BYTES))
 
 
@@ -260,14 +267,16 @@ class PinnedPool(StagingPool):
 
 @lru_cache(maxsize=4)
 def host_pool(batch_bytes: int) -> StagingPool:
-    """Buffers in memory that is not pinned, shared by all who ask for the same size."""
+    """Returns the pool of buffers in memory that is not pinned. All callers that ask for the same size share one
+    pool."""
     return StagingPool(batch_bytes)
 
 
 def pool_for(devices: Iterable[torch.device], budget: Budget, block_bytes: int, snapshot_bytes: int = 0) -> StagingPool:
     """Returns the pool for reads and writes of whole blocks between files, these devices and host memory. A pinned pool
-    takes at most ``snapshot_bytes`` or the budget, whichever is more."""
-    with_streams = [has_streams(device) for device in devices]  # of each, before: to find out pins a byte of memory
+    takes at most ``snapshot_bytes`` bytes or the bytes of the budget, whichever is more."""
+    # All devices are asked before the pool is made, because each question pins a byte of memory.
+    with_streams = [has_streams(device) for device in devices]
     if not any(with_streams):
         return host_pool(budget.batch_bytes(block_bytes))
     arena = Arena.within(budget, block_bytes)

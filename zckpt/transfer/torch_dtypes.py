@@ -1,10 +1,10 @@
-"""Translates the dtypes of the format, which have safetensors' names, to torch's dtypes, and back."""
+"""Translates the dtypes of the format, which have the names of safetensors, to torch's dtypes, and back."""
 
 import torch
 
 from zckpt.format.dtypes import TORCH_NAMES
 
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH_NAMES.items()}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in TORCH_NAMES.items()}
 SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -14,14 +14,14 @@ def torch_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
-    """Returns the dtype of this name: torch's name, such as ``"bfloat16"``, or DeepSpeed's name, such as ``"bf16"``. A
-    dtype is returned as it is, and so is None. Raises ValueError for what is no dtype of the format."""
-    if given is None or given in DTYPE_NAMES:
-        return given
-    named = {torch_name(dtype): dtype for dtype in DTYPE_NAMES} | SHORT_NAMES
-    found = named.get(str(given).removeprefix("torch."))
-    if found is None or not isinstance(given, (str, torch.dtype)):
-        known = ", ".join(map(torch_name, DTYPE_NAMES))
-        raise ValueError(f"dtype must be one of {known}, got {given!r}")
-    return found
+def dtype_of(dtype_or_name: torch.dtype | str | None) -> torch.dtype | None:
+    """Returns the dtype of this name, which is torch's name, such as ``"bfloat16"``, or DeepSpeed's, such as
+    ``"bf16"``. Returns a dtype, and None, unchanged. Raises ValueError if it is not a dtype of the format."""
+    if dtype_or_name is None or dtype_or_name in DTYPE_NAMES:
+        return dtype_or_name
+    dtypes_by_name = {torch_name(dtype): dtype for dtype in DTYPE_NAMES} | SHORT_NAMES
+    named_dtype = dtypes_by_name.get(str(dtype_or_name).removeprefix("torch."))
+    if named_dtype is None or not isinstance(dtype_or_name, (str, torch.dtype)):
+        dtype_names = ", ".join(map(torch_name, DTYPE_NAMES))
+        raise ValueError(f"dtype must be one of {dtype_names}, got {dtype_or_name!r}")
+    return named_dtype

@@ -1,9 +1,9 @@
-"""Runs planned writes: from host memory itself or through staging buffers, digests first, large positional writes,
-durable.
+"""Carries out planned writes: computes digests, and writes large ranges straight from host memory or from staging
+buffers, durably.
 
-A state goes to disk piece by piece from where it is, a device or a swap file too: a write needs no memory for a whole
-state, and by direct I/O it leaves nothing in the page cache. What lies in a swap file is not even written where the
-file system can share pages between files; it is read, once, for its digests.
+A state goes to the disk piece by piece from where it is, even from a device or a swap file. So a write needs no memory
+for a whole state, and with direct I/O it leaves nothing in the page cache. If the file system can share pages between
+files, bytes of a swap file are not written. They are only read, once, for their digests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
 from zckpt.plan.layout import FILLER, HEADER
-from zckpt.state.inventory import FileSpan
+from zckpt.state.inventory import FileRange
 from zckpt.storage.buffers import PAGE_BYTES, whole_pages
 from zckpt.storage.files import read_from
 from zckpt.transfer.devices import FromDevice
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zckpt.format.digest import ReadFile
-    from zckpt.plan.layout import ShardPlan, WriteOp, WritePlan
+    from zckpt.plan.layout import DataFilePlan, WriteOp, WritePlan
     from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Creator, PageSharing, Reader, Writer
@@ -43,50 +43,54 @@ if TYPE_CHECKING:
     from zckpt.transfer.staging import StagingBuffer, StagingPool
 
 SAMPLES = 4
-"""How many reads all over a file come first, to learn whether it has changed."""
+"""How many reads, spread over a file, are made first to find out whether the file has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint whose data files are copied. Every ``FileSpan`` of what is written is a range of one of its
+    """A checkpoint whose data files are copied. Every ``FileRange`` that is written is a range of one of these
     files."""
 
     reader: Reader
-    """What reads the files of the checkpoint."""
+    """The reader of the files of the checkpoint."""
     files: Mapping[str, ReadFile]
     """The files that are copied, by their paths in the checkpoint."""
     table: bytes
-    """The digest table that the written files have to get, made of the digests in that checkpoint."""
+    """The digest table for the written files, made of the digests in the source checkpoint."""
     verify: bool
-    """Whether what is read is compared with these digests."""
+    """Whether bytes that are read are compared with these digests."""
+    key_at: Callable[[str, int], str | None]
+    """Returns the key of the tensor to which a byte of a file belongs, or None if it belongs to no tensor. The
+    arguments are the path of the file and the number of the byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One write to one of the files, or as many bytes of it that are only compared with digests."""
+    """One write to one of the files, or a range of a file that is only compared with its digests."""
 
     file: Writer | None
-    """None: the file is there already, or is not written at all."""
-    plan: ShardPlan
+    """The file to write to. None if the file exists already, or is not written at all."""
+    plan: DataFilePlan
     op: WriteOp
     direct: bool
     """Whether whole pages of a swap file are read past the page cache."""
     shared: PageSharing | None = None
-    """By which its whole pages are in the file already; None: nothing of it is."""
+    """The object that has put the whole pages of this write into the file by sharing them. None if no pages are
+    shared."""
     source: Source | None = None
-    """The checkpoint that ranges of files are read from. None means that they are ranges of swap files."""
+    """The checkpoint to which the ranges of files belong. None if they are ranges of swap files."""
 
     @property
-    def spans(self) -> Iterator[tuple[int, int, int]]:
-        """Source, first byte in it, and bytes of each span."""
+    def sources(self) -> Iterator[tuple[int, int, int]]:
+        """An iterator over the sources: the number of each, the first byte in it, and the number of bytes."""
         op = self.op
-        return zip(op.source.tolist(), op.span_start.tolist(), op.span_bytes.tolist(), strict=True)
+        return zip(op.source.tolist(), op.source_start.tolist(), op.source_bytes.tolist(), strict=True)
 
     @property
     def starts(self) -> list[int]:
-        """Where each span begins in a staging buffer, and where the last one ends: as far behind the start of a page as
-        in the file."""
-        return [*itertools.accumulate(self.op.span_bytes.tolist(), initial=self.op.offset % PAGE_BYTES)]
+        """The bytes of a staging buffer at which the sources begin, and the byte at which the last one ends. The first
+        source has the same place in a page there as in the file."""
+        return [*itertools.accumulate(self.op.source_bytes.tolist(), initial=self.op.offset % PAGE_BYTES)]
 
 
 def run_writes(
@@ -98,17 +102,18 @@ def run_writes(
     snapshot: Snapshot,
     advance: Callable[[int], None],
     source: Source | None = None,
-    there: Mapping[str, bytes] | None = None,
+    existing: Mapping[str, bytes] | None = None,
 ) -> bytes:
-    """Carries out ``plan``: writes its files to ``store``, where their directories exist, and makes their data durable.
-    Each write fits in a buffer of ``staging``, of which up to ``buffers`` are in use.
+    """Carries out ``plan``: writes its files to ``store``, in directories that exist, and makes their data durable.
+    Each write fits in a buffer of ``staging``, of which up to ``buffers`` are used at the same time.
 
     ``snapshot`` is told when the sources of the urgent writes have been read, and again when all sources have been
-    read. ``advance`` is called with the number of tensor bytes that have been written. ``source``: the checkpoint that
-    is copied. ``there``: by path, files that are there already, each with the digests of its blocks. They are not
-    written, and read only to be compared with the digests of ``source``. Returns the digest table, which is that of
-    ``source`` if there is one. Raises StorageError, FormatError (F001 to F003, D003) where ``source`` is damaged, and
-    ZckptError if the write was given up.
+    read. ``advance`` is called with the number of tensor bytes that have been written. ``source`` is the checkpoint
+    that is copied, if any. ``existing`` maps the path of each file that exists already to the digests of its blocks.
+    These files are not written. They are read only if they are compared with the digests of ``source``.
+
+    Returns the digest table, which is that of ``source`` if there is a source. Raises StorageError, FormatError (F001
+    to F003, D003) if ``source`` is damaged, and ZckptError if the write was given up.
     """
     table = bytearray(plan.table_bytes)
     files: list[Writer | None] = []
@@ -116,19 +121,19 @@ def run_writes(
 
     def put(job: _Job, stage: StagingBuffer) -> None:
         _put(table, plan.block_bytes, job, stage)
-        advance(int(job.op.span_bytes[job.op.source >= 0].sum()))
+        advance(int(job.op.source_bytes[job.op.source >= 0].sum()))
 
     try:
-        for one in plan.files:
-            digests = (there or {}).get(one.shard.path)
+        for file_plan in plan.files:
+            digests = (existing or {}).get(file_plan.id.path)
             if digests is None:
-                files.append(store.create(one.shard.path, one.reserved_bytes, direct=budget.direct))
+                files.append(store.create(file_plan.id.path, file_plan.reserved_bytes, direct=budget.direct))
                 continue
             files.append(None)
-            first_byte = one.first_block * DIGEST_BYTES
+            first_byte = file_plan.first_block * DIGEST_BYTES
             table[first_byte : first_byte + len(digests)] = digests
             if not verify:
-                advance(int(one.pieces.nbytes.sum()))
+                advance(int(file_plan.pieces.nbytes.sum()))
         numbers = [number for number, op in enumerate(plan.ops) if verify or files[op.file] is not None]
         jobs = [
             _Job(files[op.file], plan.files[op.file], op, budget.direct, source=source)
@@ -146,8 +151,9 @@ def run_writes(
 def unchanged_files(
     plan: WritePlan, expected: Mapping[int, bytes], budget: Budget, staging: StagingPool, buffers: int
 ) -> set[int]:
-    """Which files of ``plan``, by number, have the ``expected`` digests. A few reads all over each file come first, and
-    once a digest differs, nothing more of the file is read: what has changed costs little."""
+    """Returns the numbers of those files of ``plan`` that have the ``expected`` digests. A few reads spread over each
+    file come first, and nothing more of a file is read once a digest differs. So a file that has changed costs little
+    time."""
     changed: set[int] = set()
 
     def take(job: _Job, stage: StagingBuffer) -> _Job:
@@ -164,8 +170,8 @@ def unchanged_files(
     turns = []
     for number in expected:
         ops = [op for op in plan.ops if op.file == number]
-        apart = -(-len(ops) // SAMPLES)
-        turns += [(i % apart, i // apart, number, op) for i, op in enumerate(ops)]
+        stride = -(-len(ops) // SAMPLES)
+        turns += [(i % stride, i // stride, number, op) for i, op in enumerate(ops)]
     turns.sort(key=lambda turn: turn[:3])
     jobs = [_Job(None, plan.files[number], op, budget.direct) for *_, number, op in turns]
     _run(jobs, take, compare, budget, staging, buffers, Snapshot(), 0)
@@ -182,6 +188,7 @@ def _run(
     snapshot: Snapshot,
     urgent: int,
 ) -> None:
+    """Does ``take`` and then ``put`` for each job, in the threads of the budget."""
     if not jobs:
         snapshot.end()
         return
@@ -191,9 +198,11 @@ def _run(
 
 
 def _take(job: _Job, stage: StagingBuffer) -> _Job:
+    """Reads the sources of a job into its staging buffer, or shares their pages with the file. Returns the job. If the
+    plan says that the bytes are written straight from host memory, they stay there."""
     op, sharing = job.op, None if job.file is None else job.file.sharing
     path, place = op.place or (None, 0)
-    if path == "":  # it is written from where it lies
+    if path == "":  # written straight from host memory
         for fragment in (job.plan.fragments[source] for source in op.source.tolist()):
             assert isinstance(fragment.data, torch.Tensor)
             _check(fragment, fragment.data)
@@ -204,7 +213,7 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
             read_staged(job.source.reader, place, op.nbytes, file, stage, job.direct)
             return job
         staged: Bytes = stage.bytes[job.starts[0] : job.starts[-1]]
-        if sharing is None or not sharing.share(FileSpan(path, place, op.nbytes), op.offset):
+        if sharing is None or not sharing.share(FileRange(path, place, op.nbytes), op.offset):
             read_from(path, place, staged, direct=job.direct)
             return job
         first, last = whole_pages(op.offset, op.nbytes)
@@ -212,14 +221,15 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
         read_from(path, place + last, staged[last:])
         return replace(job, shared=sharing)
     copies: defaultdict[torch.device, list[FromDevice]] = defaultdict(list)
-    for span, at in zip(job.spans, job.starts, strict=False):
-        _fill(stage, at, job, *span, copies)
+    for source, position in zip(job.sources, job.starts, strict=False):
+        _fill(stage, position, job, *source, copies)
     for device, queued in copies.items():
         stage.from_device(device, queued)
     return job
 
 
 def _put(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) -> None:
+    """Writes the bytes of a job that ``_take`` has returned, and puts their digests into ``table``."""
     op, data = job.op, _data(job, stage)
     first_byte = op.block * DIGEST_BYTES
     digests = b"".join(map(digest, _blocks(data, op, block_bytes)))
@@ -233,7 +243,7 @@ def _put(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) ->
 
 
 def _data(job: _Job, stage: StagingBuffer) -> Bytes | memoryview:
-    """The bytes of a job that was taken."""
+    """Returns the bytes of a job after ``_take``."""
     op = job.op
     staged: Bytes = stage.bytes[job.starts[0] : job.starts[-1]]
     if job.shared is not None:
@@ -242,34 +252,36 @@ def _data(job: _Job, stage: StagingBuffer) -> Bytes | memoryview:
 
 
 def _blocks(data: Bytes | memoryview, op: WriteOp, block_bytes: int) -> list[Bytes | memoryview]:
+    """Returns the blocks of ``data``. Each source begins with a new block."""
     return [
         data[first : min(first + block_bytes, stop)]
-        for start, stop in itertools.pairwise(itertools.accumulate(op.span_bytes.tolist(), initial=0))
+        for start, stop in itertools.pairwise(itertools.accumulate(op.source_bytes.tolist(), initial=0))
         for first in range(start, stop, block_bytes)
     ]
 
 
 def _fill(
     stage: StagingBuffer,
-    at: int,
+    position: int,
     job: _Job,
     source: int,
     start: int,
     nbytes: int,
     copies: Mapping[torch.device, list[FromDevice]],
 ) -> None:
-    """Puts one span at byte ``at`` of ``stage``. What comes from a device is added to the ``copies`` from there."""
+    """Puts the bytes of one source at byte ``position`` of ``stage``. Bytes on a device are not copied yet: their copy
+    is added to ``copies`` of that device."""
     if source == FILLER:
-        stage.bytes[at : at + nbytes] = 0
+        stage.bytes[position : position + nbytes] = 0
         return
     if source == HEADER:
-        stage.bytes[at : at + nbytes] = np.frombuffer(job.plan.header, np.uint8, nbytes, start)
+        stage.bytes[position : position + nbytes] = np.frombuffer(job.plan.header, np.uint8, nbytes, start)
         return
     fragment = job.plan.fragments[source]
     data = fragment.data
     assert data is not None, "a fragment without data cannot be written"
-    if isinstance(data, FileSpan):
-        room = stage.bytes[at : at + nbytes]
+    if isinstance(data, FileRange):
+        room = stage.bytes[position : position + nbytes]
         if job.source is not None:
             fill(job.source.reader, job.source.files[data.path], data.offset + start, room)
         else:
@@ -277,36 +289,35 @@ def _fill(
         return
     _check(fragment, data)
     if data.is_cpu:
-        # By address: to make views of many small tensors would take longer than to copy them.
-        ctypes.memmove(stage.address + at, data.data_ptr() + start, nbytes)
+        # The copy is made by address, because making views of many small tensors would take longer than copying them.
+        ctypes.memmove(stage.address + position, data.data_ptr() + start, nbytes)
     else:
-        copies[data.device].append(FromDevice(at, byte_tensor(data)[start : start + nbytes]))
+        copies[data.device].append(FromDevice(position, byte_tensor(data)[start : start + nbytes]))
 
 
 def _compare(job: _Job, source: Source, digests: bytes, block_bytes: int) -> None:
     """Raises FormatError (D003) unless ``digests`` are those that the source has for the blocks of ``job``. The error
-    names the place in the source."""
+    names the file and the range in the source."""
     first = job.op.block * DIGEST_BYTES
     if digests == source.table[first : first + len(digests)]:
         return
-    at = first
-    for number, start, nbytes in job.spans:
+    position = first
+    for number, start, nbytes in job.sources:
         for begin in range(start, start + nbytes, block_bytes):
-            own, at = slice(at, at + DIGEST_BYTES), at + DIGEST_BYTES
-            if digests[own.start - first : own.stop - first] == source.table[own]:
+            row, position = slice(position, position + DIGEST_BYTES), position + DIGEST_BYTES
+            if digests[row.start - first : row.stop - first] == source.table[row]:
                 continue
-            if number < 0:
-                raise broken("D003", "the header is damaged", file=job.plan.shard.path)
-            fragment = job.plan.fragments[number]
-            assert isinstance(fragment.data, FileSpan)
-            begins, ends = fragment.data.offset + begin, min(begin + block_bytes, start + nbytes)
+            if number == HEADER:
+                raise broken("D003", "the header is damaged", file=job.plan.id.path)
+            path, offset = job.plan.place_of(number)
+            file_start, file_stop = offset + begin, offset + min(begin + block_bytes, start + nbytes)
             raise broken(
-                "D003", "the data is damaged", file=fragment.data.path, key=fragment.key, start=begins,
-                stop=fragment.data.offset + ends, hint="restore the file from a copy, or copy another checkpoint",
+                "D003", "the data is damaged", file=path, key=source.key_at(path, file_start),
+                start=file_start, stop=file_stop, hint="restore the file from a copy, or copy another checkpoint",
             )  # fmt: skip
 
 
 def _check(fragment: Fragment, data: torch.Tensor) -> None:
-    """Its bytes are read by their address."""
+    """Checks that the tensor of a fragment can be read by its address."""
     assert data.numel() == fragment.stop - fragment.start, "a fragment's data are its elements"
     assert data.is_contiguous(), "a fragment's data lie in order"

@@ -1,11 +1,11 @@
-"""Checks a checkpoint against the specification, with the reader's own rules, and reports every finding."""
+"""Runs all checks of a validation on one checkpoint."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from zckpt.progress import Progress, reported
@@ -24,19 +24,25 @@ if TYPE_CHECKING:
     from zckpt.validation.report import Level
 
 Unit = tuple[int, int, int]
+"""The work on one rank's files that one process does: the rank, the number of the first read, and the distance to the
+next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which of ``size`` processes that validate one checkpoint together this is."""
+    """The share of one process in the validation of a checkpoint by several processes."""
 
     number: int = 0
+    """The number of the process, counted from 0."""
     size: int = 1
+    """The number of processes."""
 
     def units(self, world_size: int) -> Iterator[Unit]:
-        """What this process does: of the reads of rank ``rank``'s files, those with the numbers ``k``, ``k + n``, ...
+        """Yields the work of this process.
 
-        ``(rank, k, n)``; whoever has ``k`` 0 checks all else of the rank."""
+        Each unit is ``(rank, k, n)``. It stands for every ``n``-th read of the rank's files, from number ``k`` on. The
+        process that has the unit with ``k`` = 0 does all other checks of the rank, too.
+        """
         n = -(-self.size // world_size)
         units = ((rank, k, n) for rank in range(world_size) for k in range(n))
         return islice(units, self.number, None, self.size)
@@ -45,7 +51,17 @@ class Share:
 def check_checkpoint(
     checkpoint: Checkpoint, level: Level, share: Share, progress: Progress | None = None
 ) -> tuple[list[Finding], Values, int]:
-    """Checks one share of everything behind the manifest: what it has found, in no order, and the bytes read."""
+    """Checks one share of everything but the manifest, which the checkpoint has read already.
+
+    Args:
+        checkpoint: the checkpoint.
+        level: how much to check.
+        share: the share of this process.
+        progress: an object that is told the number of bytes that have been checked.
+
+    Returns:
+        The findings, in no order; what the values are like; and the number of bytes that were read.
+    """
     before = checkpoint.reader.count.bytes_read
     contents, manifest = checkpoint.contents, checkpoint.manifest
     units = list(share.units(manifest.world_size))
@@ -53,19 +69,23 @@ def check_checkpoint(
     findings: list[Finding] = []
 
     def note(errors: Iterable[FormatError]) -> None:
-        findings.extend([Finding.of(error) for error in errors])  # at once, for several threads do
+        # Several threads do this. A single call of extend needs no lock.
+        findings.extend([Finding.of(error) for error in errors])
 
-    errors, pieces = check_index(contents)
+    errors, sound = check_index(contents)
     if is_first:
         note(errors)
-    values = Values(derived_weights(manifest, pieces) if level == "deep" and pieces is not None else {})
+    values = Values(derived_weights(contents) if level == "deep" and sound else {})
     staging = host_pool(checkpoint.batch_bytes)
     with reported(progress, "validate", _data_bytes(manifest, units) if with_data else 0) as advance:
         data = DataChecks(checkpoint, staging, values if level == "deep" else None, note, advance)
 
         def tasks() -> Iterator[Callable[[], None]]:
-            """Of all files, rank by rank: the headers of one are parsed while the data of another are being read."""
-            for rank, k, n in units:
+            """Yields the reads of all data files, rank by rank. The headers of one rank are parsed while the data of
+            another rank are being read."""
+            ranks = [rank for rank, _, _ in units]
+            each = contents.pieces_of_ranks(contents.all_rows, ranks) if sound else zip(ranks, repeat(None))
+            for (rank, k, n), (_, pieces) in zip(units, each, strict=True):
                 errors, headers = check_files(contents, rank, pieces)
                 if k == 0:
                     note(errors)
@@ -76,14 +96,15 @@ def check_checkpoint(
 
         with staging.work():
             checkpoint.budget.run(tasks())
-        if with_data and pieces is not None:
+        if with_data and sound:
             trees = [partial(checkpoint.rank_state, rank) for rank, k, _ in units if k == 0]
             note(failures(*trees, *([lambda: checkpoint.state] if is_first else [])))
     return findings, values, checkpoint.reader.count.bytes_read - before
 
 
 def _data_bytes(manifest: Manifest, units: Iterable[Unit]) -> int:
-    """What progress is told: the bytes of the files of these units, or of their part of them."""
+    """Returns the number of bytes that progress is told for some units. A unit that shares the reads of a rank counts
+    for its share."""
     of_rank: Counter[int] = Counter()
     for rank, nbytes in zip(manifest.files.rank, manifest.files.nbytes, strict=True):
         of_rank[rank] += nbytes

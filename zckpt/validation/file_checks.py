@@ -1,4 +1,4 @@
-"""The data files: headers, digest tables and data (F001 to F003, S001 to S008, D001 to D003)."""
+"""The checks of the data files: their headers, digest tables and data (F001 to F003, S001 to S008, D001 to D003)."""
 
 from __future__ import annotations
 
@@ -8,126 +8,151 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from zckpt.errors import FormatError
+from zckpt.format.data_file import decode_header
 from zckpt.format.digest import DIGEST_BYTES, blocks, check_block
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.names import digests_path, piece_name, split_piece_name
 from zckpt.format.rules import broken
 from zckpt.plan.coalesce import plan_reads
-from zckpt.plan.reshard import file_extents
+from zckpt.plan.reshard import entry_ranges
 from zckpt.transfer.read import read_op
 from zckpt.validation.report import failures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from zckpt.format.data_file import Entry, Header
     from zckpt.format.digest import ReadFile
     from zckpt.format.manifest import Manifest
-    from zckpt.format.shard import Entry, Header
     from zckpt.listing.contents import Contents
     from zckpt.plan.coalesce import ReadOp
-    from zckpt.plan.reshard import StoredPieces
+    from zckpt.plan.reshard import FilePieces
     from zckpt.reading.checkpoint import Checkpoint
     from zckpt.storage.buffers import Bytes
     from zckpt.transfer.staging import StagingPool
     from zckpt.validation.values import Values
 
 _Piece = tuple[str, str, tuple[int, ...], int, int]
-"""Of one piece: its name in the file, dtype, shape of the whole tensor, offset in bytes, number of its first block."""
+"""A piece, for the comparison of a header with the index: its name in the file, its dtype, the shape of the whole
+tensor, its offset in bytes, and the number of its first block."""
 
 
 def check_files(
-    contents: Contents, rank: int, pieces: StoredPieces | None
+    contents: Contents, rank: int, pieces: FilePieces | None
 ) -> tuple[list[FormatError], dict[int, Header]]:
-    """What is wrong with the headers and the digest table of a rank. The headers that are sound, by file; none if the
-    table cannot be used. ``pieces``: those that the index lists, in the order of their files; None if it is damaged."""
+    """Checks the headers of a rank's data files, and the rank's digest table.
+
+    Args:
+        contents: the contents of the checkpoint.
+        rank: the rank.
+        pieces: the pieces of the rank that the index lists, in the order of their data files. None if the index is
+            damaged.
+
+    Returns:
+        The errors, and the header of each data file whose header can be used, by the number of the data file. There are
+        no headers if the digest table cannot be used.
+    """
     manifest = contents.manifest
-    errors: list[FormatError] = []
     headers: dict[int, Header] = {}
-    raws: dict[int, bytes] = {}
+    errors = failures(partial(contents.digest_table, rank))
+    has_table = not errors
     numbers = range(bisect_left(manifest.files.rank, rank), bisect_right(manifest.files.rank, rank))
     for number in numbers:
         try:
-            headers[number], raws[number] = contents.header(number)
+            raw = contents.header_bytes(number)
         except FormatError as error:
             errors.append(error)
             continue
-        if pieces is not None:
-            errors += failures(partial(_check_pieces, headers[number], pieces, number, manifest))
-    try:
-        table = contents.digest_table(rank)
-        if len(headers) == len(numbers):
-            errors += _check_table(manifest, rank, headers, len(table))
-    except FormatError as error:
-        return [*errors, error], {}
-    for number, raw in raws.items():
-        file = contents.read_file(number, verify=True)
-        for block, start, stop in blocks(0, len(raw), 0, manifest.block_bytes):
-            errors += failures(partial(check_block, memoryview(raw)[start:stop], block, file, start, None))
+        # The digests are compared first. A damaged header may break any other rule by chance, which would mislead.
+        damage = failures(*_block_checks(contents, number, raw)) if has_table else []
+        try:
+            headers[number] = decode_header(
+                raw, manifest.files[number].nbytes, manifest.data_file_id(manifest.files[number])
+            )
+            checks = [] if pieces is None else [partial(_check_pieces, headers[number], pieces, number, manifest)]
+            broken_rules = failures(*checks)
+        except FormatError as error:
+            broken_rules = [error]
+        errors += damage or broken_rules
+    if not has_table:
+        return errors, {}
+    if len(headers) == len(numbers):
+        errors += _check_table(manifest, rank, headers, len(contents.digest_table(rank)))
     return errors, headers
 
 
-def _check_pieces(header: Header, pieces: StoredPieces, number: int, manifest: Manifest) -> None:
-    """Rule S007: the file's own account of its pieces against the index's and the manifest's."""
-    found: list[_Piece] = [
+def _block_checks(contents: Contents, number: int, raw: bytes) -> Iterator[Callable[[], None]]:
+    """Yields the checks of the digests of a file's header, whose bytes are ``raw`` (D001, D003)."""
+    file = contents.read_file(number, verify=True)
+    for block, start, stop in blocks(0, len(raw), 0, contents.manifest.block_bytes):
+        yield partial(check_block, memoryview(raw)[start:stop], block, file, start, None)
+
+
+def _check_pieces(header: Header, pieces: FilePieces, number: int, manifest: Manifest) -> None:
+    """Raises FormatError (S007) unless a header has the pieces that the index and the manifest list for the data
+    file."""
+    in_header: list[_Piece] = [
         (entry.name, entry.dtype, header.whole_shape(entry), entry.offset, block)
         for entry, block in zip(header.entries, header.first_blocks(manifest.block_bytes), strict=False)
         if not entry.is_filler
     ]
-    own = slice(*np.searchsorted(pieces.file, [number, number + 1]).tolist())
-    if len(found) != own.stop - own.start:  # before there is an object for each
-        what = f"{len(found)} pieces in the file, {own.stop - own.start} in the index"
-        raise broken("S007", what, file=header.shard.path)
-    for one, other in zip(sorted(found), sorted(_listed(pieces, own, number, manifest)), strict=True):
-        if one != other:
-            raise broken("S007", f"{one} in the file, {other} in the index", file=header.shard.path)
+    in_index, file = pieces.in_file(number), header.data_file.path
+    if len(in_header) != len(in_index):  # This saves making an object of each piece in the index.
+        raise broken("S007", f"{len(in_header)} pieces in the file, {len(in_index)} in the index", file=file)
+    for entry, piece in zip(sorted(in_header), sorted(_listed(in_index, number, manifest)), strict=True):
+        if entry != piece:
+            raise broken("S007", f"{entry} in the file, {piece} in the index", file=file)
 
 
-def _listed(pieces: StoredPieces, own: slice, number: int, manifest: Manifest) -> Iterator[_Piece]:
-    """The same of the pieces that the index lists in a file."""
-    part = manifest.parts[manifest.files[number].part]
-    columns = (pieces.want, pieces.start, pieces.stop, pieces.offset, pieces.block)
-    for row, start, stop, offset, block in zip(*(column[own].tolist() for column in columns), strict=True):
-        shape = manifest.shapes[part.shapes[row]]
-        name = piece_name(manifest.names[part.names[row]], start, stop, math.prod(shape))
+def _listed(pieces: FilePieces, number: int, manifest: Manifest) -> Iterator[_Piece]:
+    """Yields the pieces that the index and the manifest list for a data file."""
+    part = manifest.parts[manifest.files[number].part_id]
+    columns = (pieces.row, pieces.start, pieces.stop, pieces.offset, pieces.block)
+    for row, start, stop, offset, block in zip(*(column.tolist() for column in columns), strict=True):
+        shape = manifest.shapes[part.shape_ids[row]]
+        name = piece_name(manifest.names[part.name_ids[row]], start, stop, math.prod(shape))
         yield name, part.dtypes[row], shape, offset, block
 
 
 def _check_table(
     manifest: Manifest, rank: int, headers: Mapping[int, Header], table_bytes: int
 ) -> Iterator[FormatError]:
-    """Rule D001: how the digest table of ``table_bytes`` is shared by all of a rank's files."""
-    first = 0
+    """Yields the errors (D001) if the data files of a rank do not fill its digest table of ``table_bytes`` bytes, one
+    after the other."""
+    expected = 0
     for number in sorted(headers, key=lambda n: manifest.files[n].first_block):
-        found, path = manifest.files[number].first_block, headers[number].shard.path
-        if found != first:
-            yield broken("D001", f"its digests begin at {found}, expected {first}", file=path)
-        first += headers[number].first_blocks(manifest.block_bytes)[-1]
-    if table_bytes != first * DIGEST_BYTES:
+        first_block, path = manifest.files[number].first_block, headers[number].data_file.path
+        if first_block != expected:
+            yield broken("D001", f"its digests begin at {first_block}, expected {expected}", file=path)
+        expected += headers[number].first_blocks(manifest.block_bytes)[-1]
+    if table_bytes != expected * DIGEST_BYTES:
         path = digests_path(manifest.save_id, rank)
-        raise broken("D001", f"the table has {table_bytes} bytes for {first} blocks", file=path)
+        yield broken("D001", f"the table has {table_bytes} bytes for {expected} blocks", file=path)
 
 
 @dataclass(frozen=True, slots=True)
 class DataChecks:
-    """Reads data, checks it, and lets ``values``, if there are any, look at it. ``note`` is told what is wrong, and
-    ``advance`` the bytes of each read, by several threads."""
+    """Reads the data of files and checks them. Several threads do this."""
 
     checkpoint: Checkpoint
+    """The checkpoint."""
     staging: StagingPool
+    """The buffers into which data are read."""
     values: Values | None
+    """Is given all values of tensors. It is None if nobody looks at values."""
     note: Callable[[Iterable[FormatError]], None]
+    """Is called with the errors that were found."""
     advance: Callable[[int], None]
+    """Is called with the number of bytes of each read."""
 
     def reads(self, headers: Mapping[int, Header]) -> Iterator[Callable[[], None]]:
-        """One task for each read of the data of these files. To be called inside of ``staging.work``."""
+        """Yields a task for each read of the data of some files. To be called inside of ``staging.work``."""
         block_bytes = self.checkpoint.manifest.block_bytes
         files = {number: self.checkpoint.contents.read_file(number, verify=True) for number in headers}
         entries = [(header, entry) for header in headers.values() for entry in header.entries]
         ops = plan_reads(
-            file_extents(headers, block_bytes),
+            entry_ranges(headers, block_bytes),
             data_starts=self.checkpoint.manifest.files.data_start,
             block_bytes=block_bytes,
             verify=True,
@@ -136,6 +161,8 @@ class DataChecks:
         return (partial(self._read, op, files[op.file], entries) for op in ops)
 
     def _read(self, op: ReadOp, file: ReadFile, entries: Sequence[tuple[Header, Entry]]) -> None:
+        """Reads the bytes of one operation and checks them."""
+
         def look(data: Bytes) -> None:
             self.note(failures(*self._checks(op, file, entries, data)))
 
@@ -146,18 +173,18 @@ class DataChecks:
     def _checks(
         self, op: ReadOp, file: ReadFile, entries: Sequence[tuple[Header, Entry]], data: Bytes
     ) -> Iterator[Callable[[], None]]:
-        """The checks of the bytes of one read."""
+        """Yields the checks of the bytes that one operation has read."""
         segments = op.segments
         start = 0
-        columns = (segments.nbytes, segments.block, segments.sink, segments.target)
+        columns = (segments.nbytes, segments.block, segments.target, segments.target_offset)
         for nbytes, block, which, target in zip(*(column.tolist() for column in columns), strict=True):
             header, entry = entries[which]
             view = data[start : start + nbytes]
-            part, name = header.shard.part, entry.name
-            span = split_piece_name(name)
+            part, name = header.data_file.part, entry.name
+            split = split_piece_name(name)
             first = target // ITEM_BYTES[entry.dtype]
-            if span is not None:
-                name, first = span[0], first + span[1]
+            if split is not None:
+                name, first = split[0], first + split[1]
             key = name if entry.is_filler else f"{part}/{name}"
             yield partial(check_block, view, block, file, op.offset + start, key)
             if entry.is_filler:
@@ -168,5 +195,6 @@ class DataChecks:
 
 
 def _check_filler(view: Bytes, file: ReadFile, start: int, name: str) -> None:
+    """Raises FormatError (S008) unless all bytes of a filler are 0."""
     if view.any():
         raise broken("S008", f"filler {name!r} is not zero", file=file.path, start=start, stop=start + view.nbytes)

@@ -1,4 +1,4 @@
-"""What a validation has found: broken rules, and observations about values, which no rule is about."""
+"""The result of a validation: rules that are broken, and observations about values, which no rule is about."""
 
 from __future__ import annotations
 
@@ -19,23 +19,31 @@ LEVELS: tuple[Level, ...] = ("structure", "digests", "deep")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One rule that is broken. An attribute is None if it is not known."""
+    """One rule that a checkpoint breaks. An attribute is None if it is not known."""
 
     rule: str
-    """The number of the rule in the specification, such as ``"D003"``."""
+    """The id of the rule in the specification, such as ``"D003"``."""
     message: str
     """What is wrong."""
     file: str | None = None
     """The file that breaks the rule."""
     key: str | None = None
-    """The key of the tensor that is concerned."""
+    """The key of the tensor that the finding is about."""
     start: int | None = None
-    """The first byte of the file that is concerned."""
+    """The first byte of the file that the finding is about, counted from 0."""
     stop: int | None = None
-    """The byte after the last one that is concerned."""
+    """The byte of the file behind the last one that the finding is about."""
 
     @classmethod
     def of(cls, error: FormatError) -> Finding:
+        """Makes a finding of an error that names a rule.
+
+        Args:
+            error: the error that a reader has raised.
+
+        Returns:
+            The finding.
+        """
         return cls(error.rule or "?", error.message, error.file, error.key, error.start, error.stop)
 
     def __str__(self) -> str:
@@ -50,7 +58,7 @@ WHAT = {
     "negative": "elements are negative, where none can be",
     "unlike_master": "tensor is not its master, rounded",
 }
-"""The kinds of observations."""
+"""The kinds of observations, each with the words of a report that follow the number."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -62,7 +70,7 @@ class Observation:
     kind: str
     """What is unusual: "nan", "inf", "negative" or "unlike_master"."""
     count: int
-    """The number of elements that are concerned. It is 1 for the kind "unlike_master", which is about the tensor."""
+    """The number of unusual elements. It is 1 for the kind "unlike_master", which is about the whole tensor."""
 
     def __str__(self) -> str:
         return f"note  {self.key}: {self.count:,} {WHAT[self.kind]}"
@@ -70,14 +78,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class Report:
-    """What ``zckpt.validate`` has found."""
+    """The result of ``zckpt.validate``."""
 
     path: str
     """The directory of the checkpoint."""
     level: Level
-    """The level of the validation."""
+    """How much was checked: "structure", "digests" or "deep"."""
     findings: tuple[Finding, ...] = ()
-    """The rules that are broken, in the order of files and bytes."""
+    """The rules that the checkpoint breaks, in the order of files and bytes."""
     observations: tuple[Observation, ...] = ()
     """Unusual values, in the order of keys. They are looked for only at the level "deep"."""
     files: int = 0
@@ -92,45 +100,46 @@ class Report:
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """The sums of the observations by kind and part."""
+        """For each kind of observation and each part, the sum of the counts of the observations."""
         sums: dict[str, Counter[str]] = {}
-        for one in self.observations:
-            sums.setdefault(one.kind, Counter())[one.key.partition("/")[0]] += one.count
+        for observation in self.observations:
+            part = observation.key.partition("/")[0]
+            sums.setdefault(observation.kind, Counter())[part] += observation.count
         return {kind: dict(sums[kind]) for kind in WHAT if kind in sums}
 
     def to_json(self) -> str:
-        """One line, with the fields that ``docs/operations.md`` lists."""
-        found: dict[str, Any] = {
+        """Returns one line of JSON with the fields that ``docs/operations.md`` lists."""
+        fields: dict[str, Any] = {
             "path": self.path,
             "level": self.level,
             "ok": self.ok,
             "files": self.files,
             "bytes_read": self.bytes_read,
-            "findings": [asdict(one) for one in self.findings],
-            "observations": [asdict(one) for one in self.observations],
+            "findings": [asdict(finding) for finding in self.findings],
+            "observations": [asdict(observation) for observation in self.observations],
             "counts": self.counts,
         }
-        return json.dumps(found)
+        return json.dumps(fields)
 
     def __str__(self) -> str:
-        verdict = "valid" if self.ok else f"{len(self.findings)} findings"
-        notes = f", {len(self.observations)} notes" if self.observations else ""
+        verdict = "valid" if self.ok else count(len(self.findings), "finding")
+        notes = f", {count(len(self.observations), 'note')}" if self.observations else ""
         summary = f"{self.path}: {verdict}{notes} ({count(self.files, 'file')}, {self.bytes_read:,} bytes read)"
         return "\n".join([*map(str, self.findings), *map(str, self.observations), summary])
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Sorted by file and bytes; what two checks have found is there once."""
-    unique = {(one.rule, one.file, one.start, one.message): one for one in findings}
-    return tuple(sorted(unique.values(), key=lambda one: (one.file or "", one.start or 0, one.rule, one.message)))
+    """Returns the findings in the order of files and bytes. A finding that two checks have made is there once."""
+    unique = {(finding.rule, finding.file, finding.start, finding.message): finding for finding in findings}
+    return tuple(sorted(unique.values(), key=lambda f: (f.file or "", f.start or 0, f.rule, f.message)))
 
 
 def failures(*checks: Callable[[], object]) -> list[FormatError]:
-    """What these checks raise, each of them at most one error."""
-    found: list[FormatError] = []
+    """Runs checks and returns the errors that they raise, at most one of each check."""
+    errors: list[FormatError] = []
     for check in checks:
         try:
             check()
         except FormatError as error:
-            found.append(error)
-    return found
+            errors.append(error)
+    return errors

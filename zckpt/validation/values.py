@@ -1,4 +1,5 @@
-"""A look at the values of tensors, a few bytes at a time: NaN, infinities, signs, and weights against their masters."""
+"""Looks at the values of tensors, a few bytes at a time: NaN, infinities, signs, and weights that differ from their
+masters."""
 
 from __future__ import annotations
 
@@ -18,57 +19,60 @@ from zckpt.validation.report import Observation
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from zckpt.format.manifest import Manifest
-    from zckpt.plan.reshard import StoredPieces
+    from zckpt.listing.contents import Contents
     from zckpt.storage.buffers import Bytes
 
 NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
-"""Parts that are sums or means of squares."""
+"""The parts that are sums or means of squares, so none of their elements can be negative."""
 _BASE = 0x9E3779B97F4A7C15
+"""An odd number whose powers are the factors of a sum over the elements of a tensor."""
 _CHUNK = 1 << 16
+"""The number of elements that are added up at once."""
 _MODULUS = 1 << 64
+"""All sums are computed modulo this number."""
 
 
 class Values:
-    """Collects what the values of one checkpoint are like. Safe to use from several threads.
+    """Collects what the values of one checkpoint are like. Several threads may use it.
 
-    ``derived``: the dtype of the part ``param`` by name, where it has to be the master, rounded. Both are compared by a
-    sum over their elements that depends on each one's place, so that pieces may come in any order, from any rank: the
-    bytes are read once, and neither tensor is held.
+    Weights of 16 bits have to be their master weights, rounded. Both are compared by a sum over their elements. The
+    factor of each element in the sum depends on its place, so pieces may come in any order and from any rank. The bytes
+    are read once, and neither tensor is kept in memory.
     """
 
     def __init__(self, derived: Mapping[str, str]) -> None:
         self.derived = derived
+        """The dtypes of the weights that have to equal their rounded master weights, by the names of the tensors."""
         self.counts: Counter[tuple[str, str]] = Counter()
-        """Elements by key and kind."""
+        """The number of unusual elements by key and kind."""
         self.sums: Counter[str] = Counter()
-        """By name: of the master, minus that of the weights."""
+        """By name, the sum over the master weights minus the sum over the weights."""
         self._lock = threading.Lock()
 
     def look(self, part: str, name: str, dtype: str, first: int, data: Bytes) -> None:
-        """``data`` are the elements of ``part/name`` from number ``first`` on."""
+        """Looks at some elements of the tensor ``part/name``. ``first`` is the number of the first of them."""
         torch_dtype = TORCH_DTYPES[dtype]
         if part == STATE or not (torch_dtype.is_floating_point or torch_dtype.is_complex):
             return
         values = torch.from_numpy(data).view(torch_dtype)
-        found = _odd(values, part in NEVER_NEGATIVE)
+        odd = _odd(values, part in NEVER_NEGATIVE)
         total = 0
         if name in self.derived and part in (MASTER, PARAM):
             total = _placed_sum(values.to(TORCH_DTYPES[self.derived[name]]), first)
-        if found or total:
+        if odd or total:
             with self._lock:
-                for kind, count in found.items():
+                for kind, count in odd.items():
                     self.counts[f"{part}/{name}", kind] += count
                 self.sums[name] += total if part == MASTER else -total
 
     def pack(self) -> bytes:
-        """What was found, to be sent to another process."""
+        """Returns what was collected, as bytes that can be sent to another process."""
         counts = [[*about, count] for about, count in self.counts.items()]
         packed: bytes = msgpack.packb([counts, [[name, total % _MODULUS] for name, total in self.sums.items()]])
         return packed
 
     def add(self, packed: bytes) -> None:
-        """What another process has found in other elements."""
+        """Adds what another process has collected from other elements."""
         counts, sums = msgpack.unpackb(packed)
         self.counts.update({(key, kind): count for key, kind, count in counts})
         self.sums.update(dict(sums))
@@ -79,19 +83,23 @@ class Values:
         return tuple(sorted([*odd, *(Observation(f"{PARAM}/{name}", "unlike_master", 1) for name in unlike)]))
 
 
-def derived_weights(manifest: Manifest, pieces: StoredPieces) -> dict[str, str]:
-    """The names of which there is one copy of a floating point master and one of 16-bit weights; the dtype of those.
-    ``pieces`` are all that the index lists; ``want`` is the row of a tensor in the part of its file."""
-    part_of = np.array(manifest.files.part, np.int64)[pieces.file]
+def derived_weights(contents: Contents) -> dict[str, str]:
+    """Returns the dtypes of the weights that have to equal their rounded master weights, by the names of the tensors.
+
+    There is exactly one copy of each of them, and exactly one of its master. The dtype has 16 bits, and that of the
+    master 32 or 64.
+    """
+    manifest = contents.manifest
     dtypes: dict[str, dict[str, str]] = {MASTER: {}, PARAM: {}}
-    for name, found in dtypes.items():
-        part_id = manifest.part_ids.get(name, -1)
-        own = part_of == part_id
-        stored = np.bincount(pieces.want[own], (pieces.stop - pieces.start)[own])
-        for row, numel in enumerate(stored.tolist()):
-            part = manifest.parts[part_id]
-            if numel == math.prod(manifest.shapes[part.shapes[row]]):
-                found[manifest.names[part.names[row]]] = part.dtypes[row]
+    stored = [np.zeros(len(part.name_ids)) for part in manifest.parts]
+    rows = [np.arange(len(part.name_ids) if part.name in dtypes else 0) for part in manifest.parts]
+    for pieces in contents.pieces_of_parts(rows):
+        np.add.at(stored[pieces.part_id[0]], pieces.row, pieces.stop - pieces.start)
+    for part, numels in zip(manifest.parts, stored, strict=True):
+        by_name = dtypes.get(part.name, {})
+        for row, numel in enumerate(numels.tolist()):
+            if numel == math.prod(manifest.shapes[part.shape_ids[row]]):
+                by_name[manifest.names[part.name_ids[row]]] = part.dtypes[row]
     weights, masters = dtypes[PARAM], dtypes[MASTER]
     return {
         name: dtype
@@ -101,11 +109,12 @@ def derived_weights(manifest: Manifest, pieces: StoredPieces) -> dict[str, str]:
 
 
 def _odd(values: torch.Tensor, never_negative: bool) -> dict[str, int]:
+    """Returns the number of unusual elements by kind. Kinds without such elements are left out."""
     if values.is_complex():
         values = torch.view_as_real(values)
     elif values.itemsize == 1:
-        values = values.float()  # there is hardly any arithmetic on 8 bits
-    low, high = (float(bound) for bound in torch.aminmax(values))  # NaN, if there is one
+        values = values.float()  # Torch has hardly any arithmetic for floats of 8 bits.
+    low, high = (float(bound) for bound in torch.aminmax(values))  # Both are NaN if any element is.
     if math.isfinite(low) and math.isfinite(high) and not (never_negative and low < 0):
         return {}
     counts = {"nan": values.isnan(), "inf": values.isinf(), "negative": values < 0 if never_negative else _NONE}
@@ -117,7 +126,8 @@ _POWERS = np.full(_CHUNK, _BASE, np.uint64).cumprod(dtype=np.uint64)
 
 
 def _placed_sum(values: torch.Tensor, first: int) -> int:
-    """The sum of each 16-bit pattern times the odd number ``_BASE`` to the power of its place plus 1, modulo 2^64."""
+    """Returns the sum, modulo 2^64, of the 16-bit pattern of each element times ``_BASE`` to the power of its number
+    plus 1."""
     patterns = values.view(torch.uint16).numpy()
     total = 0
     for start in range(0, len(patterns), _CHUNK):

@@ -1,2 +1,3 @@
-"""The steps of ``zckpt.write``: ``options`` are checked, ``collect`` gathers an engine's state, in ``prepare`` the
-ranks agree and plan, ``rank_write`` writes and commits. ``leftovers`` are those of writes that died."""
+"""The steps of ``zckpt.write``. ``options`` has the checked arguments, ``collect`` gathers the state of an engine,
+``prepare`` makes the ranks agree and plans their files, and ``rank_write`` writes and commits. ``leftovers`` removes
+what writes that died have left behind."""

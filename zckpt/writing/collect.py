@@ -12,8 +12,9 @@ import torch
 from zckpt.errors import StateError
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
+from zckpt.format.names import Tier
 from zckpt.offloading.away import place_of
-from zckpt.state.inventory import BUFFER, STATE, Fragment
+from zckpt.state.inventory import BUFFER, RESERVED_PARTS, STATE, Fragment
 from zckpt.transfer.devices import check_devices, synchronize
 from zckpt.transfer.memory import host_bytes
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
@@ -30,29 +31,33 @@ _NUMPY_DTYPES = frozenset(map(np.dtype, ["?", "u1", "i1", "u2", "i2", "u4", "i4"
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What one rank holds of an engine's state."""
+    """The state of an engine, as one rank holds it."""
 
     fragments: list[Fragment]
-    """The tensors of all wanted parts; those in packed trees are added to it."""
+    """The fragments of all parts that are written. The tensors of packed trees are added to this list later."""
     aliases: Mapping[str, str]
     state: Mapping[str, Any]
     rank_state: Mapping[str, Any]
     scalars: dict[str, str]
-    """What the optimizer keeps once for all ranks, by path, to be compared and shown."""
+    """The values that the optimizer keeps once for all ranks, as text, by their path in its state. They are compared
+    between the ranks, and shown if they differ."""
     buffers: dict[str, bytes]
-    """The digests of the buffers, by key."""
+    """The digest of each buffer, by its key."""
+    left_out: list[str]
+    """The parts of the optimizer that the engine has and that ``options`` leave out."""
 
 
 def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
-    """Collects what ``options`` ask for. Raises ValueError, StateError, FormatError (N001, N003), DeviceError, and what
-    the adapter raises."""
+    """Collects the state that ``options`` ask for. Raises ValueError, StateError, FormatError (N001, N003),
+    DeviceError, and the errors of the adapter."""
     unknown = sorted(set(options.exclude) - set(adapter.parts))
     if unknown:
         raise ValueError(f"exclude: the engine has no part {', '.join(unknown)}; it has {', '.join(adapter.parts)}")
     synchronize(adapter.devices)
     inventory = adapter.inventory(options.parts)
+    wanted = {*(adapter.parts if options.parts is None else options.parts)}.difference(options.exclude)
     fragments = [_where_it_is(fragment) for fragment in inventory.fragments if fragment.part not in options.exclude]
-    for fragment in fragments:  # a part's name is a file's name
+    for fragment in fragments:  # the name of a part becomes the name of a file
         names.check_part_name(fragment.part)
         names.check_tensor_name(fragment.name)
         if isinstance(fragment.data, torch.Tensor):
@@ -60,22 +65,24 @@ def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
     check_devices(tensors_of(fragments))
     state, rank_state = adapter.state(), adapter.rank_state()
     scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))
-    return Collected(fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments))
+    left_out = [part for part in adapter.parts if part not in wanted and part not in RESERVED_PARTS]
+    return Collected(fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out)
 
 
 def _where_it_is(fragment: Fragment) -> Fragment:
-    """A fragment that was offloaded lies in a file."""
+    """Returns ``fragment``. If its tensor is offloaded, the data of the fragment is the range of the scratch file that
+    has the values."""
     place = place_of(fragment.data) if isinstance(fragment.data, torch.Tensor) else None
-    return fragment if place is None else replace(fragment, tier="nvme", data=place)
+    return fragment if place is None else replace(fragment, tier=Tier.NVME, data=place)
 
 
 def tensors_of(fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:
-    """The data of those that are in memory."""
+    """Yields the data of the fragments that are in memory."""
     return (fragment.data for fragment in fragments if isinstance(fragment.data, torch.Tensor))
 
 
 def pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -> bytes:
-    """The packed tree; what it holds of tensors and arrays is added to ``fragments``."""
+    """Returns a tree in packed form. The tensors and arrays in it are added to ``fragments``."""
 
     def keep(tensor: torch.Tensor) -> str:
         name = f"tree/{rank}/{len(fragments)}"
@@ -86,13 +93,13 @@ def pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) ->
 
 
 def add_rank_tree(value: object, fragments: list[Fragment], rank: int) -> None:
-    """Adds the tree of one rank to its ``fragments``, and what the tree holds of tensors and arrays."""
+    """Adds the tree of one rank, and the tensors and arrays in it, to ``fragments``."""
     packed = pack_tree(value, f"rank_state[{rank}]", fragments, rank)
     fragments.append(_state_fragment(f"rank/{rank}", torch.frombuffer(bytearray(packed), dtype=torch.uint8)))
 
 
 def fingerprint(client_state: Mapping[str, Any]) -> bytes:
-    """The digest of one rank's client_state, the same for the same values."""
+    """Returns the digest of the client_state of one rank. It is the same for equal values."""
 
     def keep(tensor: torch.Tensor) -> str:
         return f"{tensor.dtype} {list(tensor.shape)} {digest(host_bytes(tensor.reshape(-1).cpu())).hex()}"
@@ -101,12 +108,13 @@ def fingerprint(client_state: Mapping[str, Any]) -> bytes:
 
 
 def _packed(value: object, path: str, keep: Callable[[torch.Tensor], str]) -> bytes:
-    """The packed tree. ``keep`` stores a tensor and returns its name. In what the caller has given, some values are
-    kept as ``plain`` ones; what an engine keeps has to come back as it is."""
+    """Returns a tree in packed form. ``keep`` stores a tensor and returns its name. In the values that the caller has
+    given, some values are replaced as ``plain`` says. The values of an engine are never replaced, because the engine
+    has to get back what it had."""
     given = tuple(f"{path}.{key}" if path else key for key in (names.CLIENT_STATE, names.CLIENT_RANK_STATE))
 
     def put(where: str, leaf: object) -> tuple[int, str] | tree.Plain | None:
-        # By exact type: a subclass, such as a masked array, holds more than its elements
+        # Only this very type: a subclass, such as a masked array, has more than its elements.
         if type(leaf) is np.ndarray and leaf.dtype in _NUMPY_DTYPES:
             return tree.NDARRAY, keep(torch.from_numpy(np.array(leaf)))
         if isinstance(leaf, torch.Tensor):
@@ -127,11 +135,11 @@ def _packed(value: object, path: str, keep: Callable[[torch.Tensor], str]) -> by
 
 def _state_fragment(name: str, tensor: torch.Tensor) -> Fragment:
     shape = tuple(tensor.shape)
-    return Fragment(STATE, name, shape, DTYPE_NAMES[tensor.dtype], 0, tensor.numel(), "host", 0, tensor.reshape(-1))
+    return Fragment(STATE, name, shape, DTYPE_NAMES[tensor.dtype], 0, tensor.numel(), Tier.HOST, 0, tensor.reshape(-1))
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """What a tree holds, by path, to be compared and shown."""
+    """Yields the path of each value in a tree, and the value as text."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, f"{path}.{key}")
@@ -155,6 +163,6 @@ def _check_has_values(tensor: torch.Tensor, path: str) -> None:
 
 
 def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:
-    """Of the buffers, by key."""
+    """Returns the digest of each buffer, by its key."""
     buffers = [(f.key, f.data) for f in fragments if f.part == BUFFER]
     return {key: digest(host_bytes(data.cpu())) for key, data in buffers if isinstance(data, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""What writes that died, failed or were replaced have left behind, and how a new write clears it away."""
+"""Finds and removes the files that were left behind by writes that died, failed or were replaced."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ if TYPE_CHECKING:
 
 
 def recoverable(checkpoint: Store) -> list[str]:
-    """The names of the data directories in a checkpoint's directory from which ``zckpt.repair`` could make a
-    checkpoint: there is no manifest, but the data directory has all files of a save. They are among the
-    ``leftovers``."""
+    """Returns the names of the data directories from which ``zckpt.repair`` could make a checkpoint. These are the ones
+    that have all files of a save, if there is no manifest. ``leftovers`` returns them too."""
     try:
-        found = [] if checkpoint.exists(names.MANIFEST) else checkpoint.directories()
+        directories = [] if checkpoint.exists(names.MANIFEST) else checkpoint.directories()
     except StorageError:
         return []
-    return [name for name in found if names.is_data_dir(name) and is_complete(checkpoint, name.removeprefix("data-"))]
+    return [
+        name for name in directories if names.is_data_dir(name) and is_complete(checkpoint, name.removeprefix("data-"))
+    ]
 
 
 def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str] = ()) -> None:
-    """Removes the leftovers of a checkpoint, whose lock the caller holds, for a new write. What cannot be removed
-    stays, and so does what could be repaired, until the new write has committed.
+    """Removes the leftovers of a checkpoint for a new write. The caller holds the lock of the checkpoint. Files that
+    cannot be removed stay. A save that could be repaired stays until the new write has committed. ``dead`` has the save
+    ids of the writers whose lock was taken over. They have not committed, so nobody misses their data.
 
-    ``dead``: the save ids of writers whose lock was taken over. They have not committed, so nobody misses their data.
-    Raises CheckpointExistsError for what could be repaired, unless it is to be overwritten.
+    Raises CheckpointExistsError if there is a save that could be repaired, unless it is to be overwritten.
     """
     for name in prepared_manifests(checkpoint):
         checkpoint.remove(name)
@@ -49,6 +50,7 @@ def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str]
 
 
 def prepared_manifests(checkpoint: Store) -> list[str]:
-    """The names of the temporary manifests of writers that died, or were taken for dead. Once these files are removed,
-    none of those writers can commit any more, so no later manifest names what ``leftovers`` finds then."""
+    """Returns the names of the temporary manifests of writers that died, or that were taken for dead. After these files
+    are removed, none of these writers can commit any more, so no manifest will name the files that ``leftovers`` finds
+    then."""
     return [name for name in entries_of(checkpoint) if names.is_temporary(name, names.MANIFEST)]

@@ -1,4 +1,4 @@
-"""The arguments of a write, checked once and passed on as one object."""
+"""The arguments of a write. They are checked once, and passed on as one object."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raises ValueError for a count that is neither None nor an integer of at least 1."""
+    for name, count in counts.items():
+        if not (count is None or (isinstance(count, int) and count >= 1)):
+            raise ValueError(f"{name} must be a whole number of 1 or more, got {count!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,26 +44,25 @@ class WriteOptions:
     keep_every: int | None = None
     reuse: StrPath | None = "latest"
     run: StrPath | None = None
-    """The directory in which the file ``latest`` is put, which names the checkpoint by its path relative to it; None:
-    the parent of the checkpoint's directory."""
+    """The directory that gets the file ``latest``, which names the checkpoint by its path relative to this directory.
+    None means the parent of the checkpoint's directory."""
     each_client_state: bool = False
-    """Where the ranks' client_state differ, each rank's own is kept in the tree of that rank, under the key
-    ``client_state``; else rank 0's is written alone, and a warning says so."""
+    """What is written if the ranks have different client_state. True: that of each rank, in the tree of the rank, under
+    the key ``client_state``. False: only that of rank 0, and a warning says so."""
     replace_foreign: bool = False
-    """Remove the files of DeepSpeed's own checkpoint in the target after the commit; otherwise they are a
+    """Whether the files of DeepSpeed's own checkpoint in the target are removed after the commit. If not, they cause a
     CheckpointExistsError before a byte is written."""
 
     def checked(self) -> WriteOptions:
-        """The same, with collections of names and a budget. Raises ValueError, TypeError for what cannot be."""
+        """Returns the same options with collections of names, and with a budget. Raises ValueError and TypeError for
+        values that are not allowed."""
         if self.snapshot not in ("copy", "lazy"):
             raise ValueError(f"snapshot must be 'copy' or 'lazy', got {self.snapshot!r}")
         if not self.background and (self.snapshot, self.snapshot_bytes) != ("copy", None):
             raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
         if self.snapshot_bytes is not None and not (isinstance(self.snapshot_bytes, int) and self.snapshot_bytes >= 0):
             raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {self.snapshot_bytes!r}")
-        for name, number in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
-            if not (number is None or (isinstance(number, int) and number >= 1)):
-                raise ValueError(f"{name} must be a whole number of 1 or more, got {number!r}")
+        check_counts(keep_last=self.keep_last, keep_every=self.keep_every)
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError("keep_every says what is kept beside the last checkpoints: pass keep_last too")
         if not isinstance(self.budget, Budget | None):
@@ -76,8 +82,8 @@ class WriteOptions:
     def lazy(self) -> bool:
         return self.background and self.snapshot == "lazy"
 
-    def shared(self, path: str) -> dict[str, object]:
-        """The arguments that have to be the same on every rank."""
+    def common(self, path: str) -> dict[str, object]:
+        """Returns the arguments that have to be the same on every rank."""
         return comparable(
             path=path, parts=self.parts, exclude=self.exclude, overwrite=self.overwrite, latest=self.latest,
             pending_gradients=self.pending_gradients, background=self.background, snapshot=self.snapshot,

@@ -11,14 +11,15 @@ import torch
 
 
 def plain(value: object) -> object | None:
-    """The value that replaces ``value``. None if the format has a type for ``value``, or if nothing can replace it.
+    """Returns a plain Python value that replaces ``value``. Returns None if the format has a type for ``value``, or if
+    nothing can replace it.
 
-    A numpy scalar becomes Python's number, string or bytes; ``torch.Size`` a tuple; a path a string; a date or time a
-    string in ISO 8601; a set a sorted list; a ``defaultdict`` a dict.
+    A numpy scalar becomes a number, a string or bytes of Python, ``torch.Size`` a tuple, a path a string, a date or
+    time a string in ISO 8601, a set a sorted list, and a ``defaultdict`` a dict.
     """
     if isinstance(value, np.generic):
-        found = value.item()  # A long double, a date or a record becomes none of the types below.
-        return found if type(found) in (bool, int, float, str, bytes) else None
+        item = value.item()  # A long double, a date or a record becomes none of the types below.
+        return item if type(item) in (bool, int, float, str, bytes) else None
     if isinstance(value, torch.Size):
         return tuple(value)
     if isinstance(value, PurePath):
@@ -33,7 +34,8 @@ def plain(value: object) -> object | None:
 
 
 def _sorted(values: set[object] | frozenset[object]) -> list[object]:
-    """The values in an order that is the same in every process. The order of a set of strings is not."""
+    """Returns the values in an order that is the same in every process. Python iterates over a set of strings in
+    another order in each process."""
     try:
         return sorted(values)  # type: ignore[type-var]
     except TypeError:

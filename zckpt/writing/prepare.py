@@ -1,11 +1,12 @@
-"""What comes before the first byte of a write: a rank collects its state, the ranks agree, and each plans its files."""
+"""The steps of a write before its first byte: a rank collects its state, the ranks agree, and each rank plans its
+files."""
 
 from __future__ import annotations
 
 import platform
 from dataclasses import replace
-from datetime import datetime, timezone
-from typing import TYPE_CHECKING, NamedTuple
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 import torch
@@ -19,7 +20,7 @@ from zckpt.format.digest import BLOCK_BYTES, digest
 from zckpt.listing.runs import latest_name, refuse_place
 from zckpt.offloading.away import away
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_shards
+from zckpt.plan.layout import plan_data_files
 from zckpt.ranks.collectives import check_arguments
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
@@ -36,57 +37,61 @@ from zckpt.writing.reuse import LATEST, earlier_checkpoint, remember, reused
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zckpt.plan.layout import ShardPlan
+    from zckpt.plan.layout import DataFilePlan
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
     from zckpt.writing.options import WriteOptions
 
 
 class Facts(NamedTuple):
-    """What a rank tells the others before they plan."""
+    """The values that a rank tells all other ranks before they plan."""
 
     arguments: Mapping[str, object]
-    """Those that have to be the same on every rank."""
+    """The arguments that have to be the same on every rank."""
     scalars: bytes
-    """The digest of what the optimizer keeps once for all ranks."""
+    """The digest of the values that the optimizer keeps once for all ranks."""
     client_state: bytes | None
-    """The digest of this rank's own; None if it has none."""
+    """The digest of the client_state of this rank, or None if it has none."""
     machine: str
     buffers: Mapping[str, bytes]
-    """Of rank 0: the digests of its buffers."""
+    """The digest of each buffer. Only rank 0 tells it."""
     save_id: str
-    """Of rank 0."""
+    """The save id of the write. Only rank 0 tells it."""
     earlier: str
-    """Of rank 0: the path of the checkpoint whose files are taken over where they have not changed; empty for none."""
+    """The path of the checkpoint whose unchanged data files are shared, or an empty text if there is none. Only rank 0
+    tells it."""
 
 
 class Planned(NamedTuple):
-    """What a rank tells the others once it has planned its files."""
+    """The values that a rank tells all other ranks once it has planned its files."""
 
-    receipt: bytes
+    rank_record: bytes
     scalars: Mapping[str, str]
-    """What the optimizer keeps once for all ranks, by path; empty unless the ranks differ in it."""
+    """The values that the optimizer keeps once for all ranks, by their path. It is empty unless the ranks differ in
+    them."""
+    shared_bytes: int
+    """How many bytes of the rank's files may be shared with existing files, and need no space then."""
 
 
 class Preparation:
-    """One rank's way to its ``RankWrite``: ``prepare``, ``plan``, ``begin``. Each step gives all ranks a value, and the
-    next step is given those of all."""
+    """The steps by which one rank prepares its ``RankWrite``: ``prepare``, ``plan`` and ``begin``. Each step returns a
+    value that is sent to all ranks. The next step gets the values of all ranks."""
 
     write: RankWrite
-    """Made by ``plan``."""
+    """This rank's part in the write. ``plan`` makes it."""
     run: Store
-    """The directory of the run that the checkpoint belongs to. Made by ``prepare``."""
+    """The directory of the run that the checkpoint belongs to. ``prepare`` makes it."""
 
     def __init__(self, engine: object, path: StrPath | None, options: WriteOptions, rank: int, size: int) -> None:
         self._engine, self._path, self.options, self._rank, self._size = engine, path, options, rank, size
 
     def prepare(self) -> Facts:
-        """All that this rank has to write, and what the ranks have to agree about."""
+        """Collects all state that this rank has to write. Returns the values that the ranks have to agree about."""
         options = self.options = self.options.checked()
         adapter = self.adapter = adapt(self._engine)
-        out = away(self._engine)
-        if out is not None:
-            out.refuse_lost("zckpt.write")
+        offloaded = away(self._engine)
+        if offloaded is not None:
+            offloaded.refuse_lost("zckpt.write")
         adapter.refuse_unsupported(drop_gradients=options.pending_gradients == "drop")
         if options.lazy:
             adapter.refuse_lazy()
@@ -97,27 +102,29 @@ class Preparation:
         if options.latest:
             latest_name(self._store.location, self.run.location)
         self._client_rank_state = with_registered(self._engine, options.rank_state)
-        own = self._own = collect(adapter, options)
+        collected = self._collected = collect(adapter, options)
         packed, earlier, first = b"", "", self._rank == 0
         if first:
-            root = {"engine": own.state, names.CLIENT_STATE: dict(options.client_state or {})}
+            root: dict[str, Any] = {"engine": collected.state, names.CLIENT_STATE: dict(options.client_state or {})}
             adapters = adapter_configs(adapter.module)
             if adapters:
                 root[names.ADAPTERS] = adapters
-            packed = pack_tree(root, "", own.fragments, 0)
+            if collected.left_out:
+                root[names.LEFT_OUT] = collected.left_out
+            packed = pack_tree(root, "", collected.fragments, 0)
             self._lock = WriteLock(self._store)
             earlier = earlier_checkpoint(options.reuse, self._engine, self.run)
         writer = {
             "zckpt": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
             **adapter.description,
         }
-        self._about = catalog.About(adapter.step, BLOCK_BYTES, own.aliases, packed, writer)
+        self._metadata = catalog.SaveMetadata(adapter.step, BLOCK_BYTES, collected.aliases, packed, writer)
         return Facts(
-            options.shared(self.target), digest(msgpack.packb(own.scalars)), self._client_digest(),
-            linux.boot_id() or platform.node(), own.buffers if first else {}, self._lock.save_id if first else "",
+            options.common(self.target), digest(msgpack.packb(collected.scalars)), self._client_digest(),
+            linux.boot_id() or platform.node(), collected.buffers if first else {}, self._lock.save_id if first else "",
             earlier,
         )  # fmt: skip
 
@@ -127,17 +134,18 @@ class Preparation:
             return None if options.client_state is None else fingerprint(options.client_state)
         except StateError:
             if self._rank and not options.each_client_state:
-                return b""  # it is not written, and differs from rank 0's, which is
+                # It is not written. An empty digest differs from that of rank 0's client_state, which is written.
+                return b""
             raise
 
-    def plan(self, told: Sequence[Facts]) -> Planned:
-        """This rank's files, once the ranks agree about what has to be the same on all of them."""
-        options, own, rank = self.options, self._own, self._rank
-        facts = [Facts(*one) for one in told]
-        check_arguments([one.arguments for one in facts])
-        rank_state = own.rank_state
-        if any(one.client_state not in (None, facts[0].client_state) for one in facts):
-            if options.each_client_state:  # a rank that has passed none has an empty one of its own
+    def plan(self, facts_of_ranks: Sequence[Facts]) -> Planned:
+        """Plans the files of this rank, after it has checked that all ranks agree."""
+        options, collected, rank = self.options, self._collected, self._rank
+        facts = [Facts(*values) for values in facts_of_ranks]
+        check_arguments([of_rank.arguments for of_rank in facts])
+        rank_state = collected.rank_state
+        if any(of_rank.client_state not in (None, facts[0].client_state) for of_rank in facts):
+            if options.each_client_state:  # a rank that has passed none writes an empty one
                 rank_state = {**rank_state, names.CLIENT_STATE: dict(options.client_state or {})}
             elif rank == 0:
                 warn(
@@ -146,56 +154,60 @@ class Preparation:
                 )
         if self._client_rank_state is not None:
             rank_state = {**rank_state, names.CLIENT_RANK_STATE: self._client_rank_state}
-        add_rank_tree(rank_state, own.fragments, rank)
+        add_rank_tree(rank_state, collected.fragments, rank)
         first = facts[0].buffers  # a replicated buffer is stored once
-        fragments = [f for f in own.fragments if f.copy == 0 or own.buffers[f.key] != first.get(f.key)]
+        fragments = [f for f in collected.fragments if f.copy == 0 or collected.buffers[f.key] != first.get(f.key)]
         save_id = facts[0].save_id
-        planned = plan_shards(fragments, save_id, rank, self._size, block_bytes=BLOCK_BYTES)
-        shards, same = self._reused(planned, facts[0].earlier)
+        planned = plan_data_files(fragments, save_id, rank, self._size, block_bytes=BLOCK_BYTES)
+        data_files, same = self._reused(planned, facts[0].earlier)
         if options.background and options.snapshot_bytes is None:
-            machines = [one.machine for one in facts]
+            machines = [of_rank.machine for of_rank in facts]
             options = replace(options, snapshot_bytes=available_bytes() // 2 // machines.count(machines[rank]))
         self.write = RankWrite(
             store=self._store, latest_in=self.run if options.latest else None, save_id=save_id, rank=rank,
-            shards=shards, about=self._about, options=options, same=same,
+            data_files=data_files, metadata=self._metadata, options=options, same=same,
         )  # fmt: skip
-        differ = any(one.scalars != facts[0].scalars for one in facts)
-        return Planned(catalog.pack(catalog.receipt(rank, shards)), own.scalars if differ else {})
+        differ = any(of_rank.scalars != facts[0].scalars for of_rank in facts)
+        rank_record = catalog.pack(catalog.rank_record(rank, data_files))
+        return Planned(rank_record, collected.scalars if differ else {}, self.write.shared_bytes())
 
-    def _reused(self, shards: Sequence[ShardPlan], earlier: str) -> tuple[Sequence[ShardPlan], Mapping[str, SameFile]]:
+    def _reused(
+        self, data_files: Sequence[DataFilePlan], earlier: str
+    ) -> tuple[Sequence[DataFilePlan], Mapping[str, SameFile]]:
         try:
             if earlier:
                 budget = self.options.budget or Budget.from_environment()
-                return reused(shards, self._rank, earlier, budget, BLOCK_BYTES)
+                return reused(data_files, self._rank, earlier, budget, BLOCK_BYTES)
         except ZckptError:
-            if self.options.reuse != LATEST:  # that one was asked for
+            if self.options.reuse != LATEST:  # the caller has asked for this very checkpoint
                 raise
-        return shards, {}
+        return data_files, {}
 
-    def begin(self, told: Sequence[Planned]) -> Space:
-        """On rank 0, the manifest and the index, checked; then the lock and the place for the data, and the space that
-        is there, which no other rank looks for. Raises StateError where the ranks' optimizers differ in what is kept
-        once."""
-        plans = [Planned(*one) for one in told]
-        if any(one.scalars for one in plans):
-            raise _differing([one.scalars for one in plans])
+    def begin(self, plans_of_ranks: Sequence[Planned]) -> Space:
+        """On rank 0, makes and checks the manifest and the index, takes the lock, and makes the directory of the data.
+        Returns the space in bytes that the write needs and that is free. Only rank 0 looks this up. Raises StateError
+        on each rank if the optimizers of the ranks differ in a value that is kept once."""
+        plans = [Planned(*values) for values in plans_of_ranks]
+        if any(of_rank.scalars for of_rank in plans):
+            raise _differing([of_rank.scalars for of_rank in plans])
         if self._rank == 0:
-            self.write.describe([catalog.unpack(one.receipt) for one in plans])
+            rank_records = catalog.unpack(of_rank.rank_record for of_rank in plans)
+            self.write.describe(rank_records, sum(of_rank.shared_bytes for of_rank in plans))
             refuse_place(self._store, self.run, latest=self.options.latest)
             return self.write.begin(self._lock)
         return Space(self.target, 0, None)
 
     def commit(self, digests: Sequence[bytes]) -> None:
-        """Commits on rank 0, as ``RankWrite.commit`` does."""
+        """On rank 0, commits as ``RankWrite.commit`` does."""
         self.write.commit(digests)
         remember(self._engine, self.target)
 
 
 def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:
-    """An optimizer's scalars, which are kept once, differ from rank to rank, as do those that are computed from a
-    rank's own part of the weights."""
+    """Returns the error for values that the optimizer should have once for all ranks, and that differ between the
+    ranks. Values that are computed from a rank's own partition of the weights differ so."""
     first = scalars[0]
-    differs, other = next((rank, one) for rank, one in enumerate(scalars) if one != first)
+    differs, other = next((rank, of_rank) for rank, of_rank in enumerate(scalars) if of_rank != first)
     path = next(path for path in {**first, **other} if first.get(path) != other.get(path))
     return StateError(
         f"{path} is {first.get(path)} on rank 0, {other.get(path)} on rank {differs}", key=path,

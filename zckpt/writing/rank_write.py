@@ -1,4 +1,5 @@
-"""One rank's part in writing a checkpoint: its own files, and on rank 0 what is around them, and the commit."""
+"""One rank's part in the write of a checkpoint. Each rank writes its own files. Rank 0 also makes the directories, the
+manifest and the index, and commits."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from zckpt.listing.other_formats import deepspeed_files
 from zckpt.listing.runs import latest_name, leftovers, run_leftovers
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_writes
-from zckpt.progress import reported
-from zckpt.state.inventory import ANY_TIME
+from zckpt.progress import logged, reported
+from zckpt.state.inventory import ANY_TIME, FileRange
+from zckpt.storage.location import Location
 from zckpt.storage.space import Space
 from zckpt.transfer.budget import Budget
 from zckpt.transfer.devices import devices_of, synchronize
@@ -27,9 +29,8 @@ from zckpt.writing.leftovers import clear_for_write
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zckpt.plan.layout import ShardPlan
+    from zckpt.plan.layout import DataFilePlan
     from zckpt.storage.contract import Store
-    from zckpt.storage.location import Location
     from zckpt.storage.lock import WriteLock
     from zckpt.transfer.snapshot import Snapshot
     from zckpt.transfer.write import Source
@@ -38,63 +39,79 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SameFile:
-    """A data file of another checkpoint with the very bytes that a planned file is to have."""
+    """A data file of another checkpoint that has the same bytes as a planned data file."""
 
     location: Location
     digests: bytes
-    """Of its blocks."""
+    """The digests of all blocks of the file, one after the other."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankWrite:
-    """``describe`` and ``begin`` on rank 0, ``write_own`` on every rank, ``commit`` on rank 0; each once all ranks have
-    done what comes before. At last the lock is released; after a failure on any rank, each one calls ``remove``."""
+    """One rank's part in a write. ``describe`` and ``begin`` are called on rank 0, then ``write_data_files`` on every
+    rank, then ``commit`` on rank 0, each after all ranks have done the step before. After the commit, the lock is
+    released. After a failure on any rank, every rank calls ``remove``."""
 
     store: Store
-    """The checkpoint."""
+    """The directory of the checkpoint."""
     latest_in: Store | None
-    """The run whose file ``latest`` is to name the checkpoint."""
+    """The directory of the run whose file ``latest`` will name the checkpoint, or None if ``latest`` stays as it is."""
     save_id: str
-    """The save id of rank 0's lock, or, for the copy of a whole checkpoint, the save id of that checkpoint."""
+    """The save id of the lock of rank 0. In a copy of a whole checkpoint, it is the save id of that checkpoint."""
     rank: int
-    shards: Sequence[ShardPlan]
-    """This rank's files."""
-    about: catalog.About
-    """What the manifest says beside tensors and files."""
+    data_files: Sequence[DataFilePlan]
+    """The data files of this rank."""
+    metadata: catalog.SaveMetadata
+    """The fields of the manifest that do not describe tensors or files."""
     options: WriteOptions
     source: Source | None = None
     """The checkpoint that is copied. None means that the state of an engine is written."""
     with_table: bool = True
-    """Whether ``write_own`` writes the digest table of the rank too. Where several processes copy files of one rank,
-    one of them does."""
+    """Whether ``write_data_files`` also writes the digest table of the rank. If several processes copy files of one
+    rank, only one of them writes it."""
     same: Mapping[str, SameFile] = field(default_factory=dict)
-    """By path, those of this rank's files that another checkpoint has already. The store is asked to share them. Where
+    """The files of this rank that another checkpoint has already, by their path. The store is asked to share them. If
     it cannot, they are written."""
     needed_bytes: int = field(default=0, init=False)
-    """On rank 0 from ``describe`` on, how many bytes all ranks write. A copy of a whole checkpoint, which is not
-    described, sets it itself."""
+    """How many bytes all ranks write. ``describe`` sets it on rank 0. A copy of a whole checkpoint, which does not call
+    ``describe``, sets it itself."""
     lock: WriteLock | None = field(default=None, init=False)
-    """From ``begin`` to ``remove``; None on all ranks but rank 0."""
+    """The lock of the checkpoint, from ``begin`` to ``remove``. It is None on all ranks but rank 0."""
     _manifest: bytes = field(default=b"", init=False)
     _index: bytes = field(default=b"", init=False)
     _begun: bool = field(default=False, init=False)
-    """Whether this write has made the directory of the new data, and so may remove it."""
+    """Whether this write has made the directory of the new data. Only then may it remove the directory."""
     _replaced: list[str] = field(default_factory=list, init=False)
-    """The names of what goes after the commit: of an older checkpoint, and files of DeepSpeed's own."""
+    """The names of the files and directories that are removed after the commit: those of an older checkpoint, and those
+    of DeepSpeed's own checkpoint."""
 
-    def describe(self, receipts: Sequence[catalog.Receipt]) -> None:
-        """Makes the manifest and the index from the receipts of all ranks; raises what ``catalog`` raises."""
-        self._manifest, self._index = catalog.catalog(receipts, self.save_id, self.about)
-        # What lies in a swap file or in an earlier checkpoint may be shared, and then it needs no space.
-        shards = [shard for one in receipts for shard in one.shards]
-        files = [shard.nbytes for shard in shards if shard.tier != "nvme" and not shard.origin]
-        self.needed_bytes = sum(files) + len(self._index) + len(self._manifest)
+    def shared_bytes(self) -> int:
+        """Returns how many bytes of this rank's files the store may share with existing files, which are those of an
+        earlier checkpoint, or swap files."""
+
+        def source(data_file: DataFilePlan) -> Location | None:
+            if data_file.id.path in self.same:
+                return self.same[data_file.id.path].location
+            swapped = (f.data.path for f in data_file.fragments if isinstance(f.data, FileRange))
+            return next(map(Location.of, swapped), None)
+
+        sources = [(data_file.nbytes, source(data_file)) for data_file in self.data_files]
+        return sum(nbytes for nbytes, location in sources if location and self.store.may_share(location.parent))
+
+    def describe(self, rank_records: Sequence[catalog.RankRecord], shared_bytes: int = 0) -> None:
+        """Makes the manifest and the index from the records of all ranks. Raises the errors of ``catalog``.
+        ``shared_bytes`` is the sum of the values that the method ``shared_bytes`` has returned on all ranks."""
+        self._manifest, self._index = catalog.catalog(rank_records, self.save_id, self.metadata)
+        data_bytes = sum(file.nbytes for record in rank_records for file in record.files)
+        self.needed_bytes = data_bytes - shared_bytes + len(self._index) + len(self._manifest)
 
     def begin(self, lock: WriteLock) -> Space:
-        """Takes the lock, and makes the directory that the new data goes to, beside that of an older checkpoint. What
-        writers that died have left there goes first, for the space that it takes. Returns what all ranks pass to
-        ``Space.refuse_lack`` before they write. Raises CheckpointExistsError for what may not be replaced, LockedError,
-        StorageError."""
+        """Takes the lock. Then removes the leftovers of writers that died, because they take space, and makes the
+        directory of the new data next to that of an older checkpoint.
+
+        Returns the space that the write needs and has. All ranks pass it to ``Space.refuse_lack`` before they write.
+        Raises CheckpointExistsError if there is something that may not be replaced, LockedError, and StorageError.
+        """
         self.lock = lock
         lock.acquire()
         store, overwrite = self.store, self.options.overwrite
@@ -118,7 +135,7 @@ class RankWrite:
             run.remove(name)
         for dead_save in lock.dead:
             prepared = names.temporary(names.LATEST, names.prepared_digits(dead_save))
-            if names.is_temporary(prepared, names.LATEST):  # the save id comes from a file that anybody may have made
+            if names.is_temporary(prepared, names.LATEST):  # the save id is from a file that anybody may have made
                 run.remove(prepared)
         data_dir = names.data_dir(self.save_id)
         if store.exists(data_dir):  # a copy has the save id of its source
@@ -131,12 +148,14 @@ class RankWrite:
         store.make_directories(data_dir)
         return Space.of(store, self.needed_bytes)
 
-    def write_own(self, snapshot: Snapshot) -> bytes:
-        """Writes this rank's files, durable; returns the digest of its digest table. ``snapshot`` is told when the
-        parts have been read that may change at any time (all, unless the write is lazy), and again when all have been.
-        Then up to max(``snapshot_bytes``, budget) bytes may still be in buffers. Raises StorageError, RankError, and
-        ZckptError where the write is given up."""
-        store, options, block_bytes = self.store, self.options, self.about.block_bytes
+    def write_data_files(self, snapshot: Snapshot) -> bytes:
+        """Writes this rank's files so that they survive a loss of power. Returns the digest of its digest table.
+
+        ``snapshot`` is told when all parts have been read that may change at any time (in a write that is not lazy, all
+        parts), and again when all parts have been read. At these moments, up to max(``snapshot_bytes``, budget) bytes
+        may still be in buffers. Raises StorageError, RankError, and ZckptError if the write is given up.
+        """
+        store, options, block_bytes = self.store, self.options, self.metadata.block_bytes
         data_dir, rank_dir = names.data_dir(self.save_id), names.rank_dir(self.save_id, self.rank)
         if not store.exists(data_dir):
             raise RankError(
@@ -145,37 +164,41 @@ class RankWrite:
                 hint="write to a file system that all ranks share",
             )  # fmt: skip
         store.make_directories(rank_dir)
-        # Tensors that were not contiguous were copied while the write was planned, on another thread's stream.
-        devices = devices_of(tensors_of(fragment for shard in self.shards for fragment in shard.fragments))
+        # Tensors that were not contiguous were copied while the write was planned. In the background, that was another
+        # thread, whose stream of the device this thread has to wait for.
+        devices = devices_of(tensors_of(fragment for data_file in self.data_files for fragment in data_file.fragments))
         synchronize(devices)
         budget, snapshot_bytes = options.budget or Budget.from_environment(), options.snapshot_bytes or 0
         staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
         buffers = staging.buffers or max(snapshot_bytes // staging.nbytes, budget.threads)
-        lasting = {shard.shard.part for shard in self.shards} - ANY_TIME
+        lasting = {data_file.id.part for data_file in self.data_files} - ANY_TIME
         plan = plan_writes(
-            self.shards, lasting if options.lazy else (), batch_bytes=staging.batch_bytes, block_bytes=block_bytes,
+            self.data_files, lasting if options.lazy else (), batch_bytes=staging.batch_bytes, block_bytes=block_bytes,
             straight=() if options.background else lasting,
         )  # fmt: skip
-        there = {path: one.digests for path, one in self.same.items() if store.share(path, one.location)}
-        with reported(options.progress, "write", plan.tensor_bytes) as advance:
-            table = run_writes(store, plan, budget, staging, buffers, snapshot, advance, self.source, there)
+        shared = {path: file.digests for path, file in self.same.items() if store.share(path, file.location)}
+        with (
+            logged("wrote", str(store.location), plan.tensor_bytes),
+            reported(options.progress, "write", plan.tensor_bytes) as advance,
+        ):
+            table = run_writes(store, plan, budget, staging, buffers, snapshot, advance, self.source, shared)
         if self.with_table:
             store.put(names.digests_path(self.save_id, self.rank), table)
         store.sync_names(rank_dir)
         return digest(table)
 
     def commit(self, digests: Sequence[bytes]) -> None:
-        """Commits the checkpoint. This is called when every rank's files are durable. ``digests``: for each rank the
-        digest of its digest table."""
+        """Commits the checkpoint. The caller calls it when the files of every rank are durable. ``digests`` has the
+        digest of each rank's digest table."""
         self.put_in_place(catalog.with_digests(self._manifest, digests), self._index)
 
     def put_in_place(self, manifest: bytes, index: bytes) -> None:
-        """Writes the index, then the manifest, then the file ``latest``. This is called when every rank's files are
-        durable. At last, what was there when the write began is removed.
+        """Writes the index, then the manifest, then the file ``latest``, and then removes what was there when the write
+        began. The caller calls it when the files of every rank are durable.
 
-        Both files are written under temporary names first, so that a full disk shows before the commit. Raises
-        LockedError if this write has lost the right to commit. Whoever has taken that right over has removed the
-        temporary manifest, or reads the committed one before it removes anything.
+        The manifest and ``latest`` are written under temporary names first, so that a full disk is noticed before the
+        commit. Raises LockedError if another writer has taken over the lock. That writer has removed the temporary
+        manifest, or it reads the committed manifest before it removes anything.
         """
         assert self.lock is not None, "the write has begun"
         store, run, confirm = self.store, self.latest_in, self.lock.confirm
@@ -191,9 +214,9 @@ class RankWrite:
         store.sync_names(names.data_dir(self.save_id))
         with ExitStack() as temporary:
 
-            def prepare(where: Store, path: str, data: bytes) -> str:
-                prepared = where.prepare(path, data, digits)
-                temporary.callback(where.remove, prepared)  # after its commit there is nothing left to remove
+            def prepare(into: Store, path: str, data: bytes) -> str:
+                prepared = into.prepare(path, data, digits)
+                temporary.callback(into.remove, prepared)  # after the commit, there is no file of this name any more
                 return prepared
 
             prepared = prepare(store, names.MANIFEST, manifest)
@@ -204,9 +227,9 @@ class RankWrite:
             try:
                 store.commit(names.MANIFEST, prepared)
             except BaseException:
-                confirm()  # the reason why it is gone
+                confirm()  # raises the reason, if another writer has removed the temporary manifest
                 raise
-            confirm()  # whoever has taken over since may need what this write would remove
+            confirm()  # a writer that has taken over since may need the files that are removed below
             if run is not None:
                 try:
                     run.commit(names.LATEST, prepared_latest)
@@ -217,7 +240,8 @@ class RankWrite:
             store.remove(name)
 
     def remove(self) -> None:
-        """After a failure: removes what this write has made, unless it is committed. As often as one likes."""
+        """Removes what this write has made, unless the checkpoint is committed. It is called after a failure, and may
+        be called several times."""
         if self.lock is not None:
             lock, self.lock = self.lock, None
             data_dir = names.data_dir(self.save_id)

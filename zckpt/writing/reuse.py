@@ -1,4 +1,4 @@
-"""Data files that an earlier checkpoint has already, such as those of frozen weights: found by their digests."""
+"""Finds the data files that an earlier checkpoint has already, such as those of frozen weights, by their digests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zckpt.errors import ZckptError
-from zckpt.format.digest import DIGEST_BYTES, blocks, digest
-from zckpt.format.manifest import TIERS
-from zckpt.format.shard import with_origin
+from zckpt.format.data_file import with_origin
+from zckpt.format.digest import DIGEST_BYTES
 from zckpt.listing.find import find, open_contents
 from zckpt.plan.layout import plan_writes
 from zckpt.state.inventory import ANY_TIME
@@ -26,28 +25,31 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zckpt.listing.contents import Contents
-    from zckpt.plan.layout import ShardPlan
+    from zckpt.plan.layout import DataFilePlan
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
 
 LATEST = "latest"
-"""What stands for the checkpoint that was written or restored last."""
+"""The value of ``reuse`` that stands for the checkpoint that the engine has written, or was restored from, last."""
 REUSED_BYTES_MIN = 64 << 10
-"""Smaller files are always written: to share them would save nothing."""
+"""The smallest size in bytes of a file that is shared. To share smaller files would save nothing, so they are
+written."""
 _LAST = "_zckpt_last"
-"""The attribute of an engine with the path of the checkpoint that it has written, or was restored from, last."""
+"""The name of the attribute of an engine that has the path of the checkpoint that it has written, or was restored from,
+last."""
 
 
 def remember(engine: object, path: str) -> None:
-    """That the engine has written this checkpoint, or was restored from it."""
+    """Notes that the engine has written this checkpoint, or was restored from it."""
     setattr(engine, _LAST, path)
 
 
 def earlier_checkpoint(reuse: StrPath | None, engine: object, run: Store) -> str:
-    """The path of the checkpoint whose files ``engine`` may take over; empty if there is none. For "latest", that is
-    the one which the engine has written or was restored from last, else the one that the ``latest`` of ``run`` names.
-    Raises CheckpointNotFoundError and FormatError (L001) for a path that was given."""
+    """Returns the path of the checkpoint whose files ``engine`` may share, or an empty text if there is none. For
+    "latest", that is the checkpoint that the engine has written or was restored from last, or else the one that the
+    file ``latest`` of ``run`` names. Raises CheckpointNotFoundError and FormatError (L001) for a path that was
+    given."""
     if reuse is None:
         return ""
     if reuse != LATEST:
@@ -60,58 +62,60 @@ def earlier_checkpoint(reuse: StrPath | None, engine: object, run: Store) -> str
 
 
 def reused(
-    shards: Sequence[ShardPlan], rank: int, earlier: str, budget: Budget, block_bytes: int
-) -> tuple[tuple[ShardPlan, ...], dict[str, SameFile]]:
-    """The files of a rank, and by path those of them that ``earlier`` has already. These are planned with the header
-    that they have there, which names the save that wrote them.
+    data_files: Sequence[DataFilePlan], rank: int, earlier: str, budget: Budget, block_bytes: int
+) -> tuple[tuple[DataFilePlan, ...], dict[str, SameFile]]:
+    """Returns the planned files of a rank, and those of them that ``earlier`` has already, by their path. A file that
+    ``earlier`` has is planned with the header that it has there, which names the save that wrote it.
 
-    No tensor of ``earlier`` is read: its manifest and its digest table say what it holds. Raises FormatError and
+    No tensor of ``earlier`` is read, because its manifest and its digest table are enough. Raises FormatError and
     StorageError.
     """
     store = open_store(earlier)
     contents = open_contents(store)
     with closing(contents.reader):
-        found = {}
-        for number, shard in enumerate(shards):
-            if shard.nbytes >= REUSED_BYTES_MIN:
-                one = _with_equal_header(store, contents, rank, shard, block_bytes)
-                if one is not None:
-                    found[number] = one
-    if not found:
-        return tuple(shards), {}
-    devices = devices_of(tensors_of(fragment for number in found for fragment in shards[number].fragments))
+        counterparts = {}
+        for number, data_file in enumerate(data_files):
+            if data_file.nbytes >= REUSED_BYTES_MIN:
+                counterpart = _counterpart(store, contents, rank, data_file, block_bytes)
+                if counterpart is not None:
+                    counterparts[number] = counterpart
+    if not counterparts:
+        return tuple(data_files), {}
+    devices = devices_of(tensors_of(fragment for number in counterparts for fragment in data_files[number].fragments))
     synchronize(devices)
     staging = pool_for(devices, budget, block_bytes)
-    lasting = {shard.shard.part for shard in shards} - ANY_TIME
-    twins = [found[number][0] if number in found else shard for number, shard in enumerate(shards)]
+    lasting = {data_file.id.part for data_file in data_files} - ANY_TIME
+    twins = [
+        counterparts[number][0] if number in counterparts else data_file for number, data_file in enumerate(data_files)
+    ]
     plan = plan_writes(twins, batch_bytes=staging.batch_bytes, block_bytes=block_bytes, straight=lasting)
-    expected = {number: same.digests for number, (_, same) in found.items()}
+    expected = {number: same.digests for number, (_, same) in counterparts.items()}
     unchanged = unchanged_files(plan, expected, budget, staging, staging.buffers or budget.threads)
-    planned = tuple(twins[number] if number in unchanged else shard for number, shard in enumerate(shards))
-    return planned, {planned[number].shard.path: found[number][1] for number in unchanged}
+    planned = tuple(twins[number] if number in unchanged else data_file for number, data_file in enumerate(data_files))
+    return planned, {planned[number].id.path: counterparts[number][1] for number in unchanged}
 
 
-def _with_equal_header(
-    store: Store, contents: Contents, rank: int, shard: ShardPlan, block_bytes: int
-) -> tuple[ShardPlan, SameFile] | None:
-    """The file as an earlier checkpoint has it, if that has one of the same rank, world size, part, tier and layout.
-    Its tensors may differ. Raises FormatError and StorageError."""
+def _counterpart(
+    store: Store, contents: Contents, rank: int, data_file: DataFilePlan, block_bytes: int
+) -> tuple[DataFilePlan, SameFile] | None:
+    """Looks for the data file of an earlier checkpoint that has the same rank, part, tier and size. Returns the plan of
+    ``data_file`` with the header that the earlier file has if nothing has changed, and the earlier file with its
+    digests, which tell whether anything has changed. Returns None if there is no such file. Raises FormatError and
+    StorageError."""
     manifest = contents.manifest
-    part, tier = manifest.part_ids.get(shard.shard.part), TIERS.index(shard.shard.tier)
-    if part is None or manifest.block_bytes != block_bytes:
+    part_id, tier = manifest.part_ids.get(data_file.id.part), data_file.id.tier
+    if part_id is None or manifest.block_bytes != block_bytes:
         return None
-    number = int(manifest.file_numbers(np.array([rank]), part, np.array([tier]))[0])
+    number = int(manifest.file_numbers(np.array([rank]), part_id, np.array([tier]))[0])
     if number < 0:
         return None
     file = manifest.files[number]
-    if (file.nbytes, file.data_start) != (shard.nbytes, len(shard.header)):
+    if (file.nbytes, file.data_start) != (data_file.nbytes, len(data_file.header)):
         return None
     contents.check_length(number)
-    own = replace(shard.shard, origin=file.origin or manifest.save_id)
-    header = with_origin(shard.header, own)
+    shared_id = replace(data_file.id, origin=file.origin or manifest.save_id)
+    header = with_origin(data_file.header, shared_id)
     first = file.first_block * DIGEST_BYTES
-    digests = bytes(contents.digest_table(rank)[first : first + shard.blocks * DIGEST_BYTES])
-    if not digests.startswith(b"".join(digest(header[a:b]) for _, a, b in blocks(0, len(header), 0, block_bytes))):
-        return None
+    digests = bytes(contents.digest_table(rank)[first : first + data_file.blocks * DIGEST_BYTES])
     same = SameFile(store.location.child(manifest.path(file)), digests)
-    return replace(shard, shard=own, header=header), same
+    return replace(data_file, id=shared_id, header=header), same

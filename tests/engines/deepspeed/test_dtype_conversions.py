@@ -1,4 +1,4 @@
-"""Restores into another compute dtype, and of a model of which little is trained."""
+"""Restores into another compute dtype, and restores of a model in which only adapters are trained."""
 
 from __future__ import annotations
 
@@ -54,20 +54,24 @@ def test_another_compute_dtype(
     path, shape = str(tmp_path / "c"), {"model": "odd", "groups": True}
     saved = cluster.run(write_whole, 2, path, {**shape, "stage": there, "dtype": old}, ADAM)
     masters = {k.partition("/")[2]: master for k, master in saved[0]["logical"].items() if k.startswith("master/")}
-    for rank, found in enumerate(cluster.run(restore_whole, ranks, path, {**shape, "stage": here, "dtype": new}, ADAM)):
-        own = saved[rank if ranks == 2 else 0]  # a buffer has a value for each rank
-        expected = {name: masters.get(name, weight) for name, weight in own["weights"].items()}
+    for rank, restored in enumerate(
+        cluster.run(restore_whole, ranks, path, {**shape, "stage": here, "dtype": new}, ADAM)
+    ):
+        written = saved[rank if ranks == 2 else 0]  # each rank has its own value of a buffer
+        expected = {name: masters.get(name, weight) for name, weight in written["weights"].items()}
         assert {"frozen.weight", "running_mean", "batches"} <= expected.keys() - masters.keys()
-        computed = {name: found["weights"][name].dtype for name in expected}
+        computed = {name: restored["weights"][name].dtype for name in expected}
         assert {computed[name] for name in (*masters, "frozen.weight")} == {DTYPES[new]}
-        assert_same({name: value.to(computed[name]) for name, value in expected.items()}, found["weights"])
-        assert_same(own["logical"], found["logical"])
-        assert own["parameters"] == found["parameters"]
-        assert own["step"] == found["step"]
+        assert_same({name: value.to(computed[name]) for name, value in expected.items()}, restored["weights"])
+        assert_same(written["logical"], restored["logical"])
+        assert written["parameters"] == restored["parameters"]
+        assert written["step"] == restored["step"]
 
 
 class Adapted(nn.Module):
-    """A frozen model with low-rank adapters beside its layers, as PEFT makes them."""
+    """A frozen model whose layers have low-rank adapters, as PEFT makes them."""
+
+    scales: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,8 +82,8 @@ class Adapted(nn.Module):
         self.down = nn.ModuleList(nn.Linear(33, 3, bias=False) for _ in range(3))
         self.up = nn.ModuleList(nn.Linear(3, 33, bias=False) for _ in range(3))
         self.shared = nn.Linear(33, 3, bias=False)
-        self.shared.weight = self.down[0].weight
-        self.left_out = nn.Parameter(torch.randn(5, 7))  # could be trained, but is in no param group
+        self.shared.weight = self.down[0].get_parameter("weight")
+        self.left_out = nn.Parameter(torch.randn(5, 7))  # requires gradients, but is in no param group
         self.register_buffer("scales", torch.randn(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,10 +127,11 @@ def restore_adapted(path: str, stage: int) -> dict[str, Any]:
 
 def look(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
     left_out = engine.module.left_out
-    left_out.requires_grad_(False)  # for `logical`, which expects a master of what could be trained
-    found = {"logical": logical(engine, ADAM), "weights": weights(engine), "groups": settings(engine)["groups"]}
+    # `logical` expects a master for each parameter that requires gradients, and this one has none.
+    left_out.requires_grad_(False)
+    values = {"logical": logical(engine, ADAM), "weights": weights(engine), "groups": settings(engine)["groups"]}
     left_out.requires_grad_(True)
-    return found
+    return values
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.matrix)])
@@ -141,7 +146,7 @@ def look(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_model_of_which_little_is_trained(
+def test_a_model_with_few_trained_parameters(
     cluster: Cluster, tmp_path: Path, there: int, here: int, ranks: int
 ) -> None:
     path = str(tmp_path / "c")
@@ -152,8 +157,8 @@ def test_a_model_of_which_little_is_trained(
     }
     assert checkpoint.aliases == {"shared.weight": "down.0.weight"}
     assert {"param/left_out", "param/base.0.weight", "buffer/scales"} <= set(checkpoint)
-    for one, other in zip(saved, cluster.run(restore_adapted, ranks, path, here), strict=False):
-        assert_same(one["logical"], other["logical"])
-        assert_same(one["weights"], other["weights"])
-        assert one["groups"] == other["groups"]
-        assert one["next"] == other["next"]
+    for written, restored in zip(saved, cluster.run(restore_adapted, ranks, path, here), strict=False):
+        assert_same(written["logical"], restored["logical"])
+        assert_same(written["weights"], restored["weights"])
+        assert written["groups"] == restored["groups"]
+        assert written["next"] == restored["next"]

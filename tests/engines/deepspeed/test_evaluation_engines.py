@@ -1,4 +1,5 @@
-"""Engines without an optimizer, which evaluate: their weights and buffers are a state like any other."""
+"""Engines without an optimizer, which only evaluate. Their weights and buffers are saved and restored like other
+states."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ import torch
 
 import zckpt
 from tests.support.models import make_engine, train
-from tests.support.runs import assert_same, held, logical, weights
+from tests.support.runs import assert_same, logical, tensors_of, weights
 from zckpt.engines import adapt
+from zckpt.format.names import Tier
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.cluster import Cluster
 
-ODD = {"model": "odd", "groups": True}
+ODD: dict[str, Any] = {"model": "odd", "groups": True}
 EVALUATING: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},
     "0-fp32": {"stage": 0, "dtype": "fp32"},
@@ -28,7 +30,7 @@ EVALUATING: dict[str, dict[str, Any]] = {
 
 
 def evaluate(engine: Any) -> torch.Tensor:
-    """What the model says to the same input on every rank; afterwards, its buffers have changed."""
+    """Returns the output of the model for an input that is the same on every rank. This changes the model's buffers."""
     x = torch.linspace(-1, 1, 4 * 63).view(4, 63).to(next(engine.module.parameters()).dtype)
     engine.eval()
     with torch.no_grad():
@@ -40,12 +42,12 @@ def train_and_evaluate(path: str, stage: int) -> dict[str, Any]:
     train(engine, 2)
     zckpt.write(engine, path, parts=["master", "exp_avg", "exp_avg_sq", "param", "buffer"])
     zckpt.write(engine, f"{path}-weights", parts=["param", "buffer"])
-    found = {"weights": weights(engine), "masters": logical(engine, ())}
-    return {**found, "output": evaluate(engine)}
+    values = {"weights": weights(engine), "masters": logical(engine, ())}
+    return {**values, "output": evaluate(engine)}
 
 
 def restore_and_evaluate(path: str, setups: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    evaluated: dict[str, Any] = {}
     for name, setup in setups.items():
         for source in ("", "-weights"):
             engine = make_engine(**ODD, **setup, optimizer="none", seed=1)
@@ -54,11 +56,11 @@ def restore_and_evaluate(path: str, setups: dict[str, dict[str, Any]]) -> dict[s
             assert engine.global_steps == 2
             restored = weights(engine)
             zckpt.write(engine, f"{path}-{name}{source}")
-            found[name + source] = {"weights": restored, "output": evaluate(engine)}
-            other = make_engine(**ODD, **setup, optimizer="none", seed=2)
-            zckpt.restore(other, f"{path}-{name}{source}")
-            assert_same(weights(other), restored)
-    return found
+            evaluated[name + source] = {"weights": restored, "output": evaluate(engine)}
+            second = make_engine(**ODD, **setup, optimizer="none", seed=2)
+            zckpt.restore(second, f"{path}-{name}{source}")
+            assert_same(weights(second), restored)
+    return evaluated
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.matrix)])
@@ -68,8 +70,8 @@ def test_trained_weights_are_evaluated_without_an_optimizer(
     path = str(tmp_path / "run" / "global_step2")
     trained = cluster.run(train_and_evaluate, 3 - ranks, path, stage)[0]
     masters = {key.partition("/")[2]: master for key, master in trained["masters"].items()}
-    for found in cluster.run(restore_and_evaluate, ranks, path, EVALUATING):
-        for name, evaluated in found.items():
+    for rank in cluster.run(restore_and_evaluate, ranks, path, EVALUATING):
+        for name, evaluated in rank.items():
             dtype = torch.float32 if "fp32" in name else torch.bfloat16
             exact = {} if name.endswith("-weights") else masters
             expected = {key: exact.get(key, weight) for key, weight in trained["weights"].items()}
@@ -92,16 +94,16 @@ def take_from_evaluation(path: str, stages: list[int]) -> None:
     for stage in stages:
         engine = make_engine(stage, **ODD)
         train(engine, 1)
-        before = held(engine)
+        before = tensors_of(engine)
         with pytest.raises(zckpt.MismatchError, match="optimizer: none in the checkpoint") as refused:
             zckpt.restore(engine, path)
         assert 'parts=["param", "buffer"] restores the weights alone' in str(refused.value)
-        assert_same(held(engine), before)
+        assert_same(tensors_of(engine), before)
         zckpt.restore(engine, path, parts=["param", "buffer"])
         assert_same(weights(engine), expected)
         assert engine.global_steps == 1
-        after = held(engine)
-        for (key, start, stop), value in after.items():  # one rank holds everything whole
+        after = tensors_of(engine)
+        for (key, start, stop), value in after.items():  # With one rank, each piece is a whole tensor.
             part, _, name = key.partition("/")
             if part == "master":
                 assert torch.equal(value, after[f"param/{name}", start, stop].float())
@@ -122,7 +124,7 @@ def unknown_state(path: str) -> None:
         zckpt.restore(make_engine(0, "bf16", "wide", optimizer="none"), path)
 
 
-def test_what_does_not_fit_is_refused_as_ever(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(unknown_state, 1, str(tmp_path / "c"))
 
 
@@ -131,7 +133,7 @@ def move_weights(path: str, swap: str) -> None:
     trained = make_engine(2, model="wide")
     zckpt.write(trained, path)
     engine = make_engine(3, model="wide", optimizer="none", swap=swap, offload_param=disk, seed=1)
-    assert "nvme" in {fragment.tier for fragment in adapt(engine).inventory(None).fragments}
+    assert Tier.NVME in {fragment.tier for fragment in adapt(engine).inventory(None).fragments}
     zckpt.restore(engine, path)
     assert_same(weights(engine), weights(trained))
     zckpt.write(engine, f"{path}-again")

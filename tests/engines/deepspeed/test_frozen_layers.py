@@ -1,4 +1,4 @@
-"""What was trained when it was saved and is frozen now, and the reverse, as fine-tuning does."""
+"""Parameters that were trained at the save and are frozen at the restore, or the reverse, as in fine-tuning."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ CASES = [
 
 
 def make(setup: dict[str, Any], swap: str, frozen: bool, seed: int = 0) -> deepspeed.DeepSpeedEngine:
-    """gpt2 loses its first parameters, Wide its last layer."""
+    """Makes an engine. If ``frozen`` is set, the first parameters of gpt2 or the last layer of Wide are frozen."""
     if setup["model"] == "gpt2":
         return make_engine(**{**setup, "frozen": frozen}, swap=swap, seed=seed)
     return make_engine(**{**setup, "model": "wide" if frozen else "thawed"}, swap=swap, seed=seed)
 
 
 def look(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
-    """What the engine holds, as DeepSpeed tells, and what it is set to. A moment may be absent."""
+    """Returns the whole states, the weights and the settings of the engine, without zckpt. Moments that DeepSpeed has
+    not made yet are absent."""
     states: dict[str, torch.Tensor] = {}
     optimizer = inner(engine)
     if engine.zero_optimization_stage() == 0:
@@ -93,9 +94,9 @@ def write(path: str, setup: dict[str, Any], swap: str, frozen: bool) -> dict[str
     engine = make(setup, swap, frozen)
     train(engine, BEFORE)
     zckpt.write(engine, path)
-    held = look(engine)
+    values = look(engine)
     assert zckpt.validate(path).ok
-    return {**held, "loss": train(engine, 1, BEFORE)}
+    return {**values, "loss": train(engine, 1, BEFORE)}
 
 
 def restore(path: str, setup: dict[str, Any], swap: str, frozen: bool, trained: int) -> dict[str, Any]:
@@ -112,18 +113,19 @@ def restore(path: str, setup: dict[str, Any], swap: str, frozen: bool, trained: 
         assert_same(before["states"], after["states"])
         assert_same(before["weights"], after["weights"])
     zckpt.restore(engine, path, strict=False)
-    found = look(engine)
+    restored = look(engine)
     zckpt.write(engine, f"{path}-again")
-    return {**found, "refused": refused, "loss": train(engine, 2, BEFORE)}
+    return {**restored, "refused": refused, "loss": train(engine, 2, BEFORE)}
 
 
 def assert_converted(
     there: list[dict[str, Any]], here: list[dict[str, Any]], thawed: bool, trained: int, alone: bool = False
 ) -> None:
-    """``alone``: some of what is thawed shares no step count."""
-    for saved, found in zip(there, here, strict=False):
-        assert_same(saved["weights"], found["weights"])
-        states = found["states"]
+    """Compares the saved engines with the restored ones. ``alone`` says that some of the thawed parameters share their
+    step count with no other parameter."""
+    for saved, restored in zip(there, here, strict=False):
+        assert_same(saved["weights"], restored["weights"])
+        states = restored["states"]
         assert {key for key in states if key.startswith("master/")} != {
             key for key in saved["states"] if key.startswith("master/")
         }
@@ -141,12 +143,12 @@ def assert_converted(
         assert bool(gone) != thawed
         if not alone:
             assert len(states) == 3 * sum(key.startswith("master/") for key in states)
-        assert found["settings"]["groups"] == saved["settings"]["groups"]
+        assert restored["settings"]["groups"] == saved["settings"]["groups"]
         for name in ("global_steps", "skipped_steps", "scheduler", "lr"):
-            assert found["settings"][name] == saved["settings"][name]
-        assert found["steps"] == {max(saved["steps"])} | ({0} if alone and trained and thawed else set())
-        assert found["loss"][0] == pytest.approx(saved["loss"][0], abs=0)
-        assert all(map(torch.isfinite, torch.tensor(found["loss"])))
+            assert restored["settings"][name] == saved["settings"][name]
+        assert restored["steps"] == {max(saved["steps"])} | ({0} if alone and trained and thawed else set())
+        assert restored["loss"][0] == pytest.approx(saved["loss"][0], abs=0)
+        assert all(map(torch.isfinite, torch.tensor(restored["loss"])))
 
 
 @pytest.mark.parametrize("thawed", [False, True], ids=["frozen", "thawed"])

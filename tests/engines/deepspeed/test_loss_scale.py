@@ -1,4 +1,4 @@
-"""The loss scale of fp16 where another of DeepSpeed's wrappers keeps it than when it was written."""
+"""The loss scale of fp16, restored by another of DeepSpeed's optimizer wrappers than the one that saved it."""
 
 from __future__ import annotations
 
@@ -21,34 +21,43 @@ OPTIMIZERS = {0: "adamw", "0 by parameter": "torch_adamw", 2: "adamw", 3: "adamw
 
 
 def make(stage: Any, fp16: dict[str, Any], seed: int = 0) -> Any:
-    own = 0 if stage == "0 by parameter" else stage
-    return make_engine(own, "fp16", optimizer=OPTIMIZERS[stage], config={"fp16": fp16}, seed=seed)
+    zero_stage = 0 if stage == "0 by parameter" else stage
+    return make_engine(zero_stage, "fp16", optimizer=OPTIMIZERS[stage], config={"fp16": fp16}, seed=seed)
 
 
 def scale(engine: Any) -> dict[str, Any]:
     config = getattr(engine.optimizer, "loss_scale_config", None)
-    found = vars(config or engine.optimizer.loss_scaler)
-    common = {name: found.get(name) for name in NAMES}
-    return {**common, "least": found.get("min_loss_scale", found.get("min_scale"))}
+    fields = vars(config or engine.optimizer.loss_scaler)
+    common = {name: fields.get(name) for name in NAMES}
+    return {**common, "least": fields.get("min_loss_scale", fields.get("min_scale"))}
+
+
+def scales(engine: Any) -> list[dict[str, Any]]:
+    """Returns the state of the loss scale now, and after each of three further steps."""
+    states = [scale(engine)]
+    for step in range(3):
+        train(engine, 1, 3 + step)
+        states.append(scale(engine))
+    return states
 
 
 def write(path: str, stage: Any) -> list[dict[str, Any]]:
-    """The scale at the checkpoint, which is two steps before the next increase, and after each of three more steps."""
+    """Writes a checkpoint two steps before the loss scale is next increased. Returns what ``scales`` returns."""
     engine = make(stage, {**DYNAMIC, "min_loss_scale": 4})
     train(engine, 3)
     assert not engine.skipped_steps
     zckpt.write(engine, path)
-    return [scale(engine), *(train(engine, 1, 3 + step) and scale(engine) for step in range(3))]
+    return scales(engine)
 
 
 def restore(path: str, stage: Any, fp16: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
     engine = make(stage, fp16, seed=1)
     train(engine, 1)
     if stage in (2, 3):
-        engine.optimizer.loss_scaler.cur_hysteresis = 1  # as after an overflow
+        engine.optimizer.loss_scaler.cur_hysteresis = 1  # an overflow leaves this value
     zckpt.restore(engine, path, state=["counters", "scaler"], parts=["master"])
     hysteresis = getattr(getattr(engine.optimizer, "loss_scaler", None), "cur_hysteresis", None)
-    return [scale(engine), *(train(engine, 1, 3 + step) and scale(engine) for step in range(3))], hysteresis
+    return scales(engine), hysteresis
 
 
 @pytest.mark.parametrize(
@@ -70,8 +79,8 @@ def test_a_dynamic_scale_goes_on_elsewhere(cluster: Cluster, tmp_path: Path, sta
 
 
 def test_a_static_scale_stays(cluster: Cluster, tmp_path: Path) -> None:
-    """As the configuration has it, where the checkpoint has a dynamic one."""
+    """A static scale of the configuration is kept, although the checkpoint has a dynamic one."""
     path = str(tmp_path / "ckpt")
     cluster.run(write, 1, path, 0)
     ((restored, _),) = cluster.run(restore, 1, path, 2, STATIC)
-    assert {one["cur_scale"] for one in restored} == {128}
+    assert {state["cur_scale"] for state in restored} == {128}

@@ -1,4 +1,4 @@
-"""What the state of an optimizer costs grows with the number of parameters, and no faster."""
+"""The cost of the state of an optimizer grows in proportion to the number of parameters, and no faster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from zckpt.engines.deepspeed.stage0 import Unwrapped
 
 
 class Name(str):
-    """A parameter's name that counts how often names are looked up and compared, and numbers too."""
+    """The name of a parameter. ``used`` counts how often names are hashed and compared, and how often numbers are
+    compared."""
 
     used = 0
     __slots__ = ()
@@ -28,7 +29,7 @@ class Name(str):
 
 
 class Number(float):
-    """Counts its comparisons in the same way."""
+    """A number whose comparisons ``Name.used`` counts."""
 
     def __hash__(self) -> int:
         return super().__hash__()
@@ -39,30 +40,33 @@ class Number(float):
 
 
 class FusedAdam(torch.optim.SGD):
-    """Has the name of the optimizer that counts the steps of a param group in the state of one tensor alone."""
+    """An optimizer with the name of one that keeps the step count of a whole param group in the state of one tensor."""
 
 
 class PerParameter(torch.optim.SGD):
-    """Keeps another number for every parameter."""
+    """An optimizer that keeps a different number for each parameter."""
 
 
 def uses(kind: type[torch.optim.SGD], count: int, *, known: bool) -> int:
-    """Operations on names and numbers: writing and restoring the tree of an optimizer over ``count`` parameters.
-    Without ``known``, they were called otherwise when they were written."""
+    """Returns how many operations on names and numbers it takes to write and restore the tree of an optimizer over
+    ``count`` parameters. If ``known`` is not set, the parameters had other names when they were written."""
 
     def live(prefix: str) -> tuple[Any, Unwrapped]:
-        parameters = {Name(f"{prefix}{n}"): torch.nn.Parameter(torch.zeros(1)) for n in range(count)}
+        parameters: dict[str, torch.nn.Parameter] = {
+            Name(f"{prefix}{n}"): torch.nn.Parameter(torch.zeros(1)) for n in range(count)
+        }
         made = kind(list(parameters.values()), lr=0.1)
         for n, parameter in enumerate(parameters.values()):
             last = {"step": 3} if n == count - 1 else {}
-            own = last if kind is FusedAdam else {"scale": Number(n)}
-            made.state[parameter] = {"exp_avg": torch.zeros(1), **own}
+            values = last if kind is FusedAdam else {"scale": Number(n)}
+            made.state[parameter] = {"exp_avg": torch.zeros(1), **values}
         return made, Unwrapped(made, parameters, RankGroup(None, 0, (0,)))
 
     Name.used = 0
     made, wrapper = live("p")
     tree = optimizer.capture(made, wrapper.flats)
-    for key in ("param_groups", "states"):  # as they are once they have been read
+    # A tree that was read has new strings, and not the objects that were written.
+    for key in ("param_groups", "states"):
         for entry in tree[key]:
             entry["params"] = [Name(str(name)) for name in entry["params"]]
     other, wrapper = live("p" if known else "q")

@@ -1,4 +1,4 @@
-"""What the adapter says of an engine's memory: nothing that the engine holds is forgotten."""
+"""An adapter lists all memory of its engine. These tests look for storages that are missing in this list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from tests.support.models import batch, make_engine, train
 from tests.support.offload import CPU, NVME, PARAM_DISK, PIPELINED, WIDE
 from zckpt.engines import adapt
-from zckpt.state.inventory import GRADIENT, FileSpan
+from zckpt.state.inventory import GRADIENT, FileRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from tests.support.cluster import Cluster
 
 NOTICED_BYTES = 2048
-"""Smaller storages, such as those of losses, norms and counters, are not looked for."""
-SMALL_BUCKETS = {"reduce_bucket_size": 20000}
+"""The size of the smallest storage that is looked for. Smaller storages belong to losses, norms and counters."""
+SMALL_BUCKETS: dict[str, Any] = {"reduce_bucket_size": 20000}
 FP32_GRADIENTS = {"config": {"data_types": {"grad_accum_dtype": "fp32"}}}
 CASES: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},
@@ -49,15 +49,15 @@ EVERY_TIME = {"1-bf16-optimizer", "2-cpu", "3", "3-nvme+disk"}
 
 
 def storages() -> dict[int, tuple[int, Any]]:
-    """Bytes and a tensor of each storage of the process, by its address."""
+    """Returns the size in bytes and one tensor of each storage in this process, by the address of the storage."""
     gc.collect()
-    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
-    dense = [one for one in tensors if not one.is_meta and one.layout == torch.strided]
-    return {one.untyped_storage().data_ptr(): (one.untyped_storage().nbytes(), one) for one in dense}
+    tensors = [tensor for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
+    dense = [tensor for tensor in tensors if not tensor.is_meta and tensor.layout == torch.strided]
+    return {tensor.untyped_storage().data_ptr(): (tensor.untyped_storage().nbytes(), tensor) for tensor in dense}
 
 
 def swap_buffers(engine: DeepSpeedEngine) -> Iterator[torch.Tensor]:
-    """The memory through which DeepSpeed swaps whatever it needs next."""
+    """Yields the buffers through which DeepSpeed swaps states and parameters."""
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     if swapper is not None:
         yield from swapper.swap_buffer_manager.all_buffers
@@ -72,20 +72,21 @@ def look_for_forgotten_memory(setup: dict[str, Any], swap: str, moves: tuple[dic
 
     def look(when: str) -> None:
         memory = list(adapt(engine).memory())
-        known = {one.data.untyped_storage().data_ptr() for one in memory if isinstance(one.data, torch.Tensor)}
-        known |= {one.untyped_storage().data_ptr() for one in swap_buffers(engine)}
+        known = {entry.data.untyped_storage().data_ptr() for entry in memory if isinstance(entry.data, torch.Tensor)}
+        known |= {buffer.untyped_storage().data_ptr() for buffer in swap_buffers(engine)}
         forgotten: list[str] = []
-        for _ in range(50):  # A collective that is done keeps its buffers for a moment.
+        give_up = time.monotonic() + 60
+        while True:  # A finished collective keeps its buffers for a moment longer.
             forgotten = [
                 f"{nbytes} bytes: {tensor.dtype} {list(tensor.shape)}"
                 for place, (nbytes, tensor) in storages().items()
                 if place not in before and place not in known and nbytes >= NOTICED_BYTES
             ]
-            if not forgotten:
+            if not forgotten or time.monotonic() > give_up:
                 break
             time.sleep(0.1)
         assert not forgotten, f"{when}: {forgotten}"
-        files = {one.data.path for one in memory if isinstance(one.data, FileSpan) and one.part != GRADIENT}
+        files = {entry.data.path for entry in memory if isinstance(entry.data, FileRange) and entry.part != GRADIENT}
         assert all(Path(path).stat().st_size for path in files)
         assert bool(files) == ("nvme" in str(setup))
 
@@ -106,6 +107,6 @@ def look_for_forgotten_memory(setup: dict[str, Any], swap: str, moves: tuple[dic
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in EVERY_TIME else pytest.mark.matrix) for c in CASES])
 def test_no_storage_is_forgotten(cluster: Cluster, tmp_path: Path, case: str) -> None:
-    # DeepSpeed 0.19.8 moves no states of stage 3 where a parameter is frozen: it fails.
+    # DeepSpeed 0.19.8 itself fails to move states at stage 3 if a parameter is frozen.
     moves = ({"pin_memory": False}, {"pin_memory": True}) if case in ("1", "2", "3-moved") else ()
     cluster.run(look_for_forgotten_memory, 2, CASES[case], str(tmp_path), moves)

@@ -1,6 +1,7 @@
 """ZeRO-3 with optimizer and parameters offloaded, in fp16, and with states moved away by offload_states().
 
-What an engine holds is asked of DeepSpeed's public functions and of its swap files, not of zckpt's adapter.
+These tests read the state of an engine with DeepSpeed's public functions and from its swap files, and not with zckpt's
+adapter.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from tests.support.offload import (
     restore_and_go_on,
     write_and_go_on,
 )
-from tests.support.runs import ADAM, assert_at_rest, fingerprint, told
+from tests.support.runs import ADAM, assert_at_rest, fingerprint, fingerprints_of
 from tests.support.states import same_all, write_state
+from zckpt.format.names import Tier
 from zckpt.plan import catalog
-from zckpt.state.inventory import FileSpan, Fragment
+from zckpt.state.inventory import FileRange, Fragment
 from zckpt.testing.fragments import write_fragments
 
 if TYPE_CHECKING:
@@ -49,21 +51,21 @@ def restore_and_look(path: str, setup: dict[str, Any], swap: str, trained: int) 
     train(engine, trained, 100)
     zckpt.restore(engine, path)
     assert_at_rest(engine)
-    found = told(engine)
+    fingerprints = fingerprints_of(engine)
     train(engine, 1)
-    return found
+    return fingerprints
 
 
 def tiers(checkpoint: zckpt.Checkpoint) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {part: set() for part in checkpoint.parts}
+    tiers_of_part: dict[str, set[str]] = {part: set() for part in checkpoint.parts}
     for info in checkpoint.values():
-        found[info.part].update(piece.tier for piece in info.pieces)
-    return found
+        tiers_of_part[info.part].update(piece.tier for piece in info.pieces)
+    return tiers_of_part
 
 
 @pytest.mark.parametrize("case", marked(CASES))
 def test_a_restored_run_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, case: str) -> None:
-    """In a fresh engine and in one that has trained."""
+    """Restores into a fresh engine and into one that has trained."""
     steps, setup = CASES[case]
     path = str(tmp_path / "checkpoint")
     through = cluster.run(write_and_go_on, 2, path, setup, str(tmp_path / "swap"), steps)
@@ -75,7 +77,7 @@ def test_a_restored_run_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, ca
     for name in (path, f"{path}-all"):
         report = zckpt.validate(name)
         assert report.ok, str(report)
-    # Each tensor loaded from the checkpoint is what DeepSpeed said it was.
+    # Each tensor in the checkpoint is equal to the one that DeepSpeed's functions have returned.
     loaded = zckpt.open(f"{path}-all").load()
     truth = through[0]["before"][0]
     assert {key: fingerprint(t) for key, t in loaded.items() if t.numel() and "buffer" not in key} == {
@@ -91,7 +93,7 @@ def test_swap_files_go_to_their_own_files_without_padding(cluster: Cluster, tmp_
     checkpoint = zckpt.open(path)
     where = tiers(checkpoint)
     assert where == {part: {"nvme", "host"} for part in ("master", *ADAM, "param")}
-    # The bytes of the first weight's masters, looked for in the raw swap files of an engine that trains no further.
+    # A second engine trains one step and stops. Its raw swap files contain the master and the moment of a weight.
     cluster.run(train_and_leave, 2, setup, str(tmp_path / "again"), 1)
     for rank in range(2):
         files = sorted((tmp_path / "again" / "zero_stage_3" / "optimizer" / f"rank{rank}").glob("*.swp"))
@@ -99,7 +101,7 @@ def test_swap_files_go_to_their_own_files_without_padding(cluster: Cluster, tmp_
         for (key, start, stop), piece in pieces.items():
             names = [f for f in files if "gradient" not in f.name and f.name.startswith("exp_avg-") == ("avg" in key)]
             raw = [np.fromfile(file, dtype="<f4")[: stop - start] for file in names]
-            assert any(np.array_equal(one, piece.numpy()) for one in raw), key
+            assert any(np.array_equal(content, piece.numpy()) for content in raw), key
 
 
 def train_and_leave(setup: dict[str, Any], swap: str, steps: int) -> None:
@@ -125,8 +127,8 @@ def test_any_mode_restores_into_any_other_at_any_world_size(
     path = str(tmp_path / "checkpoint")
     through = cluster.run(write_and_go_on, 2, path, {**WIDE, **MODES[saved]}, str(tmp_path / "swap"), 2)
     setup = {**WIDE, **MODES[wanted], "sub_group_size": 10**9}
-    for found in cluster.run(restore_and_look, size, path, setup, str(tmp_path / "other"), size % 2):
-        assert found == through[0]["before"][0]
+    for restored in cluster.run(restore_and_look, size, path, setup, str(tmp_path / "other"), size % 2):
+        assert restored == through[0]["before"][0]
 
 
 FUSED = {"adamw": {}, "groups": ODD | {"model": "mlp"}, "gpt2": {"model": "gpt2", "groups": True}}
@@ -166,7 +168,7 @@ def restore_damaged_then_whole(damaged: str, whole: str, setup: dict[str, Any], 
         error = type(caught).__name__
     assert_at_rest(engine)
     zckpt.restore(engine, whole)
-    return error, told(engine)
+    return error, fingerprints_of(engine)
 
 
 @pytest.mark.nvme
@@ -188,13 +190,13 @@ def test_a_failed_restore_reaches_all_and_leaks_no_buffers(
     (victim,) = (tmp_path / "checkpoint-all").glob("data-*/rank-00001/swap.exp_avg_sq.safetensors")
     raw = bytearray(victim.read_bytes())
     raw[len(raw) // 2] ^= 1
-    victim.unlink()  # other checkpoints may share its bytes
+    victim.unlink()  # Another checkpoint may share this file, so it is not changed in place.
     victim.write_bytes(raw)
     outcome = cluster.run(
         restore_damaged_then_whole, 2, f"{path}-all", str(path), setup, str(tmp_path / "other"), trained
     )
     assert [error for error, _ in outcome] == ["RankError", "DigestError"]
-    assert all(found == through[0]["before"][0] for _, found in outcome)
+    assert all(restored == through[0]["before"][0] for _, restored in outcome)
 
 
 def write_without_a_swap_file(path: str, setup: dict[str, Any], swap: str) -> str:
@@ -216,8 +218,8 @@ def test_a_swap_file_that_is_gone_fails_the_write_on_every_rank(cluster: Cluster
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_lies_in_files_is_written_like_what_lies_in_memory(tmp_path: Path, seed: int) -> None:
-    shapes = {"small": (3, 5), "one": (1,), "large": (3001, 1009)}  # more than one write of 8 MiB
+def test_states_in_files_are_written_like_states_in_memory(tmp_path: Path, seed: int) -> None:
+    shapes = {"small": (3, 5), "one": (1,), "large": (3001, 1009)}  # "large" needs more than one write of 8 MiB
     (tmp_path / "swap").mkdir()
     paths = {name: tmp_path / name for name in ("memory", "files")}
     plain = write_state(paths["memory"], 2, shapes, layout="random", seed=seed)
@@ -230,21 +232,21 @@ def test_what_lies_in_files_is_written_like_what_lies_in_memory(tmp_path: Path, 
 
 def test_a_swap_file_that_is_too_short_is_named(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(bytes(10))
-    span = FileSpan(str(tmp_path / "short"), 4, 8)
+    file_range = FileRange(str(tmp_path / "short"), 4, 8)
     with pytest.raises(zckpt.StorageError, match="ends too early") as caught:
-        write_fragment(tmp_path / "checkpoint", Fragment("master", "w", (2,), "F32", 0, 2, "nvme", data=span))
+        write_fragment(tmp_path / "checkpoint", Fragment("master", "w", (2,), "F32", 0, 2, Tier.NVME, data=file_range))
     assert (caught.value.file, caught.value.start, caught.value.stop) == (str(tmp_path / "short"), 10, 12)
 
 
 def write_fragment(path: Path, fragment: Fragment) -> None:
-    write_fragments(str(path), [[fragment]], catalog.About(0, 1 << 20, {}, b"\xc0", {}))
+    write_fragments(str(path), [[fragment]], catalog.SaveMetadata(0, 1 << 20, {}, b"\xc0", {}))
 
 
 def derive_from_weights(path: str, setup: dict[str, Any], swap: str) -> dict[str, str]:
     engine = make_engine(**setup, swap=swap, seed=1)
     zckpt.restore(engine, path, parts=["param"])
     assert_at_rest(engine)
-    return told(engine)
+    return fingerprints_of(engine)
 
 
 @pytest.mark.parametrize("mode", ["none", "cpu", "nvme"])
@@ -257,8 +259,10 @@ def test_masters_are_derived_from_weights_where_there_are_no_others(
     frozen = ("param/frozen.weight", "param/frozen.bias")
     expected = {key: fingerprint(value) for key, value in weights.items()}
     expected |= {f"master/{k[6:]}": fingerprint(v.float()) for k, v in weights.items() if k not in frozen}
-    for found in cluster.run(derive_from_weights, 2, f"{path}-all", {**WIDE, **MODES[mode]}, str(tmp_path / "other")):
-        assert found == expected
+    for restored in cluster.run(
+        derive_from_weights, 2, f"{path}-all", {**WIDE, **MODES[mode]}, str(tmp_path / "other")
+    ):
+        assert restored == expected
 
 
 def write_after_backward(setup: dict[str, Any], swap: str, path: str) -> None:
@@ -272,12 +276,12 @@ def write_after_backward(setup: dict[str, Any], swap: str, path: str) -> None:
     zckpt.write(engine, f"{path}-dropped", pending_gradients="drop")
     assert same_all(zckpt.open(f"{path}-dropped").load(), zckpt.open(path).load())
     engine.step()
-    expected = told(engine)
+    expected = fingerprints_of(engine)
     engine.backward(engine(-x))
     zckpt.restore(engine, f"{path}-dropped")
     engine.backward(engine(x))
     engine.step()
-    assert told(engine) == expected
+    assert fingerprints_of(engine) == expected
 
 
 @pytest.mark.nvme
@@ -285,7 +289,7 @@ def write_after_backward(setup: dict[str, Any], swap: str, path: str) -> None:
 def test_gradients_that_no_step_has_used_are_refused(
     cluster: Cluster, tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
-    """Or dropped: those that are written, and those that the engine has that is restored into."""
+    """A write refuses unused gradients, or drops them if it is told to. A restore drops those that the engine has."""
     setup = {**WIDE, "offload_optimizer": optimizer}
     cluster.run(write_after_backward, 2, setup, str(tmp_path / "swap"), str(tmp_path / "c"))
 

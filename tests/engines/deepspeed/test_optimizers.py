@@ -1,6 +1,6 @@
-"""Every optimizer that DeepSpeed runs on the CPU: a restored run goes on as if it had never stopped, whatever it keeps.
+"""For every optimizer that DeepSpeed runs on the CPU, a restored run goes on as if it had never stopped.
 
-AdamW, DeepSpeed's own and torch's, and SGD without offload are in test_stages.py and test_offload.py.
+test_stages.py and test_offload.py have DeepSpeed's and torch's AdamW, and SGD without offload.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zckpt
 from tests.support.models import make_engine, train
 from tests.support.runs import AFTER, assert_at_rest, assert_same, everything, inner, plain
 from zckpt.engines.deepspeed import cpu_adam
-from zckpt.engines.deepspeed.flats import Flat
+from zckpt.engines.deepspeed.flats import FlatBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,7 +39,8 @@ MODES: dict[str, dict[str, Any]] = {
 MUON: dict[str, Any] = {"optimizer": "muon", "reduce_scatter": False}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{name: {"optimizer": name} for name in ("lion", "adagrad", "sgd", "factored")},
-    # Without padding: it takes the norm of a whole flat, and at stage 3 DeepSpeed never initialises what is padding.
+    # The flat buffers of "mlp" have no padding. Adafactor takes the norm of a whole flat buffer, and DeepSpeed never
+    # initializes the padding at stage 3.
     "adafactor": {"optimizer": "adafactor", "model": "mlp"},
     "muon": MUON,
 }
@@ -49,29 +50,29 @@ IN_MEMORY = {"save_muon_momentum_buffer_in_memory": True}
 
 def runs_in_deepspeed(optimizer: str, mode: str, groups: bool) -> bool:
     offloaded = "offload_optimizer" in MODES[mode]
-    if optimizer == "lion" and not offloaded:  # there it is in CUDA
+    if optimizer == "lion" and not offloaded:  # without offload, DeepSpeed has Lion only for CUDA
         return False
-    if mode == "3-nvme" and not groups:  # DeepSpeed itself goes wrong, as tests/support/offload.py says
+    if mode == "3-nvme" and not groups:  # DeepSpeed itself is wrong; see tests/support/offload.py
         return False
-    if mode == "3-nvme" and optimizer == "adafactor":  # without padding, there is nothing large enough for NVMe
+    if mode == "3-nvme" and optimizer == "adafactor":  # without padding, no tensor is large enough for NVMe
         return False
-    # From stage 1 on, DeepSpeed makes torch's Adagrad anew, with one param group, and fails where there were two.
+    # From stage 1 on, DeepSpeed replaces torch's Adagrad by a new one with one param group. It fails if there were two.
     return not (optimizer == "adagrad" and groups and mode in ("1", "2", "3"))
 
 
 def combinations() -> dict[str, dict[str, Any]]:
-    found = {}
+    setups = {}
     for optimizer, mode, dtype in itertools.product(OPTIMIZERS, MODES, ("bf16", "fp32", "fp16")):
         for groups in (False, True):
             if runs_in_deepspeed(optimizer, mode, groups):
                 name = "-".join((optimizer, mode, dtype)) + ("-groups" if groups else "")
-                found[name] = {**MODES[mode], **OPTIMIZERS[optimizer], "dtype": dtype, "groups": groups}
-    return found
+                setups[name] = {**MODES[mode], **OPTIMIZERS[optimizer], "dtype": dtype, "groups": groups}
+    return setups
 
 
 CASES: dict[str, dict[str, Any]] = {
     **combinations(),
-    # 13 steps: from there to the next, the running products of Muon's Adam differ from powers in the last bit.
+    # At the step after step 13, the running products in Muon's Adam differ from the powers in the last bit.
     "muon-0-13": {**MODES["0"], **MUON, "steps": 13},
     "muon-1-13": {**MODES["1"], **MUON, "steps": 13},
     "muon-3-cpu-13": {**MODES["3-cpu"], **MUON, "steps": 13},
@@ -98,7 +99,8 @@ def marked(cases: Iterable[str]) -> list[Any]:
 
 
 def go(path: str, setup: dict[str, Any], swap: str, trained: int | None = None, steps: int = 3) -> dict[str, Any]:
-    """Trains and writes or, with ``trained``, restores into an engine that has trained as much; then trains on."""
+    """Trains and writes or, with ``trained``, restores into an engine that has trained so many steps. Then trains
+    on."""
     engine = make_engine(**setup, swap=swap, seed=int(trained is not None))
     if trained is None:
         train(engine, steps)
@@ -141,7 +143,8 @@ def restore_and_write(path: str, again: str, setup: dict[str, Any], trained: int
 
 
 def optimizer_states(checkpoint: zckpt.Checkpoint) -> dict[str, Any]:
-    """What is kept by parameter. FusedAdam counts the steps of a group in one state alone where it can."""
+    """Returns the values that the tree of the optimizer has for each parameter, by name. FusedAdam keeps the step count
+    of a param group in one state only, if it can."""
     tree = checkpoint.state["engine"]["optimizer"]
     return {name: entry["values"] for entry in tree["states"] for name in entry["params"]}
 
@@ -172,26 +175,27 @@ def test_other_stages_and_world_sizes_restore_the_same_state(cluster: Cluster, t
     cluster.run(write_trained, written, path, {**MODES[there], **shape})
     for trained in (0, 2):
         cluster.run(restore_and_write, restored, path, f"{again}{trained}", {**MODES[here], **shape}, trained)
-        one, other = zckpt.open(path), zckpt.open(f"{again}{trained}")
-        assert_same(one.load(), other.load())
-        for name, values in optimizer_states(one).items():
+        before, after = zckpt.open(path), zckpt.open(f"{again}{trained}")
+        assert_same(before.load(), after.load())
+        for name, values in optimizer_states(before).items():
             if here != "0" and there != "0":
-                assert plain(list(values.items())) == plain(list(optimizer_states(other)[name].items()))
+                assert plain(list(values.items())) == plain(list(optimizer_states(after)[name].items()))
 
 
 @pytest.mark.parametrize("mode", ["1", "2", "1-cpu"])
 def test_muon_s_momentum_is_written_under_its_own_name(cluster: Cluster, tmp_path: Path, mode: str) -> None:
-    """As another stage, of which DeepSpeed's own functions tell the state, has it after the same training."""
+    """The momentum is the same as at stage 3 after the same training. DeepSpeed's own functions return it at stage
+    3."""
     shape = {**MUON, "dtype": "fp32", "model": "gpt2"}
     cluster.run(write_trained, 2, str(tmp_path / "3"), {**MODES["3"], **shape}, 1)
     cluster.run(write_trained, 2, str(tmp_path / "other"), {**MODES[mode], **shape}, 1)
-    one, other = (zckpt.open(tmp_path / name).load("momentum_buffer/*") for name in ("3", "other"))
-    assert one.keys() == other.keys() != set()
-    for key, tensor in one.items():
-        torch.testing.assert_close(other[key], tensor, rtol=1e-3, atol=1e-7)
+    stage_3, other_stage = (zckpt.open(tmp_path / name).load("momentum_buffer/*") for name in ("3", "other"))
+    assert stage_3.keys() == other_stage.keys() != set()
+    for key, tensor in stage_3.items():
+        torch.testing.assert_close(other_stage[key], tensor, rtol=1e-3, atol=1e-7)
 
 
-def refuse_other_geometry(path: str, setup: dict[str, Any], trained: int) -> list[str]:
+def refuse_another_partitioning(path: str, setup: dict[str, Any], trained: int) -> list[str]:
     engine = make_engine(**setup, seed=1)
     train(engine, trained, 100)
     before = everything(engine)
@@ -215,12 +219,14 @@ EVERY_COMMIT |= {"2-to-3", "0-to-1"}
 
 
 @pytest.mark.parametrize("case", marked(BOUND_ELSEWHERE))
-def test_state_that_fits_one_geometry_alone_is_refused_in_another(cluster: Cluster, tmp_path: Path, case: str) -> None:
+def test_state_that_fits_only_one_partitioning_is_refused_in_another(
+    cluster: Cluster, tmp_path: Path, case: str
+) -> None:
     there, written, here, restored, changed = BOUND_ELSEWHERE[case]
     shape = {"model": "mlp", "dtype": "fp32", "optimizer": "factored"}
     cluster.run(write_trained, written, str(tmp_path), {**MODES[there], **shape})
     setup = {**MODES[here], **shape, **changed}
-    first, *others = cluster.run(refuse_other_geometry, restored, str(tmp_path), setup, len(case) % 2)
+    first, *others = cluster.run(refuse_another_partitioning, restored, str(tmp_path), setup, len(case) % 2)
     assert "columns, rows, sizes of Factored cannot be cut anew" in first[1]
     assert 'parts=["master"] restores the weights alone' in first[-1]
     assert all("rank 0 lists all that differs" in message[0] for message in others)
@@ -233,7 +239,7 @@ def restore_elsewhere_and_go_on(path: str, setup: dict[str, Any], seed: int) -> 
 
 
 @pytest.mark.parametrize(("there", "here", "ranks"), [("0", "0", 3), ("1", "2", 2)])
-def test_state_of_the_same_geometry_is_restored_elsewhere(
+def test_state_is_restored_where_the_partitioning_is_the_same(
     cluster: Cluster, tmp_path: Path, there: str, here: str, ranks: int
 ) -> None:
     shape = {"model": "mlp", "dtype": "fp32", "optimizer": "factored", "groups": True}
@@ -283,9 +289,9 @@ def test_scalars_that_differ_from_rank_to_rank_are_refused(cluster: Cluster, tmp
 @pytest.mark.sim
 @pytest.mark.parametrize(("device", "called"), [("cpu", True), ("sim", False)])
 def test_only_flats_in_host_memory_have_hidden_state(device: str, called: bool) -> None:
-    """FusedAdam is another kernel on a device, and fails when it is given tensors in host memory."""
+    """On a device, FusedAdam is another kernel, which fails if it is given tensors in host memory."""
     calls = []
     fused: Any = type("FusedAdam", (), {"__module__": "deepspeed.ops.adam.fused_adam", "adam_w_mode": 1, "state": {}})()
     fused.multi_tensor_adam = lambda *arguments: calls.append(arguments)
-    cpu_adam.replay(fused, [Flat(0, (), torch.zeros(3, device=device))], betas_vary=True)
+    cpu_adam.replay(fused, [FlatBuffer(0, (), torch.zeros(3, device=device))], betas_vary=True)
     assert bool(calls) == called

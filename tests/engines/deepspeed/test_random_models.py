@@ -1,5 +1,6 @@
-"""Random models, param groups and topologies against a simple model of what a checkpoint is: whole tensors and settings
-by parameter name, as DeepSpeed's public functions tell them.
+"""Random models, param groups and topologies, compared with a simple model of a checkpoint.
+
+The simple model consists of whole tensors and settings by parameter name, as DeepSpeed's public functions return them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.support.models import OPTIMIZERS
-from tests.support.runs import assert_same, held, link_all, whole
+from tests.support.runs import assert_same, link_all, tensors_of, whole
 from tests.support.runs import settings as engine_settings
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ GROUP_SETTINGS = (
 
 @dataclass(frozen=True)
 class Model:
-    """What checkpoint and engine must agree on."""
+    """The properties in which a checkpoint and the engine that restores it must agree."""
 
     shapes: tuple[tuple[int, ...], ...]
     frozen: tuple[bool, ...]
@@ -45,11 +46,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Run:
-    """What they need not: how an engine spreads the model over its ranks, and into param groups."""
+    """How an engine distributes a model over its ranks and param groups. A checkpoint may be restored by a different
+    Run."""
 
     world_size: int
     groups: tuple[tuple[int, ...], ...]
-    """The trained parameters of each group."""
+    """The trained parameters of each param group, as indices into ``Model.shapes``."""
     group_settings: tuple[int, ...]
     zero: dict[str, Any]
     config: dict[str, Any]
@@ -63,12 +65,12 @@ class Squares(torch.nn.Module):
         super().__init__()
         self.used, self.unused = torch.nn.ParameterDict(), torch.nn.ParameterDict()
         for index, (shape, frozen) in enumerate(zip(model.shapes, model.frozen, strict=True)):
-            # ZeRO-3 cannot fetch parameters without elements for a forward.
+            # ZeRO-3 cannot fetch parameters without elements for a forward pass.
             place = self.unused if 0 in shape or frozen else self.used
             place[f"{index}"] = torch.nn.Parameter(torch.randn(shape), requires_grad=not frozen)
 
     def forward(self) -> torch.Tensor:
-        # The same on every rank, so that no sum depends on the order of the ranks.
+        # The loss is the same on every rank, so that no sum depends on the order of the ranks.
         return torch.stack([parameter.float().square().mean() for parameter in self.used.values()]).sum()
 
 
@@ -100,15 +102,15 @@ def train(engine: deepspeed.DeepSpeedEngine, steps: int) -> None:
 def look(engine: deepspeed.DeepSpeedEngine, model: Model) -> dict[str, Any]:
     if engine.zero_optimization_stage() in (1, 2):
         link_all(engine)
-    found = whole(engine, PARTS[model.optimizer])
-    return {key: found[key] for key in ("logical", "weights", "parameters", "step")}
+    values = whole(engine, PARTS[model.optimizer])
+    return {key: values[key] for key in ("logical", "weights", "parameters", "step")}
 
 
 def write(path: str, model: Model, run: Run) -> dict[str, Any]:
     engine = make(model, run, 0)
     train(engine, BEFORE)
     zckpt.write(engine, path)
-    if run.zero.get("round_robin_gradients"):  # of which DeepSpeed's functions tell wrong values
+    if run.zero.get("round_robin_gradients"):  # DeepSpeed's functions return wrong values of such a run.
         engine = make(model, Run(**{**vars(run), "zero": {**run.zero, "round_robin_gradients": False}}), 0)
         train(engine, BEFORE)
     truth = look(engine, model)
@@ -117,26 +119,26 @@ def write(path: str, model: Model, run: Run) -> dict[str, Any]:
 
 
 def restore(path: str, model: Model, run: Run, trained: int) -> dict[str, Any] | str:
-    """What the engine then holds, or why it was refused."""
+    """Returns what the engine holds after the restore, or the text of the error if the restore was refused."""
     engine = make(model, run, 1)
     train(engine, trained)
-    before = held(engine), engine_settings(engine)
+    before = tensors_of(engine), engine_settings(engine)
     try:
         zckpt.restore(engine, path)
     except zckpt.MismatchError as error:
-        assert_same(before[0], held(engine))
+        assert_same(before[0], tensors_of(engine))
         assert before[1] == engine_settings(engine)
         return str(error)
-    found = look(engine, model)
+    values = look(engine, model)
     train(engine, 1)
-    return {**found, "next": look(engine, model)["weights"]}
+    return {**values, "next": look(engine, model)["weights"]}
 
 
 @st.composite
 def examples(draw: st.DrawFn) -> tuple[Model, Run, Run, int]:
     sizes = st.integers(0, 9) | st.sampled_from([1, 1, 31, 64])
     shapes = draw(st.lists(st.lists(sizes, min_size=1, max_size=3).map(tuple), min_size=1, max_size=8))
-    shapes = [*shapes, draw(st.sampled_from([(1,), (5,), (7, 3)]))]  # the last one is trained
+    shapes = [*shapes, draw(st.sampled_from([(1,), (5,), (7, 3)]))]  # the last parameter is trained
     frozen = [*draw(st.lists(st.booleans(), min_size=len(shapes) - 1, max_size=len(shapes) - 1)), False]
     optimizer = draw(st.sampled_from(["adamw", "adamw", "torch_adamw", "sgd"]))
     model = Model(tuple(shapes), tuple(frozen), draw(st.sampled_from(["bf16", "fp32"])), optimizer)
@@ -163,7 +165,7 @@ def runs(draw: st.DrawFn, model: Model, most_ranks: int, round_robin: bool = Tru
     trained = [index for index, frozen in enumerate(model.frozen) if not frozen]
     trained = draw(st.permutations(trained))
     full = [index for index in trained if 0 not in model.shapes[index]]
-    # Each group gets one parameter that has elements; the others go anywhere.
+    # Each group gets one parameter that has elements. The other parameters are distributed at random.
     count = draw(st.integers(1, min(3, len(full))))
     groups = [[index] for index in full[:count]]
     for index in trained:
@@ -174,19 +176,20 @@ def runs(draw: st.DrawFn, model: Model, most_ranks: int, round_robin: bool = Tru
     return Run(ranks, tuple(map(tuple, groups)), tuple(choices), zero, config)
 
 
-def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float = 0.0) -> None:
-    assert one.keys() == other.keys()
-    for key, tensor in one.items():
+def assert_close(actual: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float = 0.0) -> None:
+    assert actual.keys() == other.keys()
+    for key, tensor in actual.items():
         precision = 2**-7 if tensor.dtype == torch.bfloat16 else 1e-5
         largest = float(tensor.abs().max()) if tensor.numel() else 0.0
         torch.testing.assert_close(tensor, other[key], rtol=precision, atol=atol + 1e-6 * largest)
 
 
 def check(cluster: Cluster, model: Model, written: Run, restored: Run, trained: int) -> None:
-    # Truth is then another engine's, and the last bit of a C++ Adam depends on where in a flat an element lies.
+    # With round robin, another engine gives the expected values. The last bit of a C++ Adam depends on the position of
+    # an element in its flat buffer.
     same = assert_close if written.zero.get("round_robin_gradients") else assert_same
-    # ZeRO leaves parameters without elements out of its groups, and other wrappers do not: whether their settings count
-    # depends on who has written and who restores.
+    # ZeRO leaves parameters without elements out of its groups, and other wrappers do not. So the two wrappers decide
+    # whether the settings of these parameters matter.
     full = [[index for index in group if 0 not in model.shapes[index]] for group in restored.groups]
     fits, fits_with_empty = (
         all(len({written.settings_of(index) for index in group}) <= 1 for group in groups)
@@ -194,7 +197,7 @@ def check(cluster: Cluster, model: Model, written: Run, restored: Run, trained: 
     )
     with tempfile.TemporaryDirectory(prefix="zckpt-random-") as path:
         truth = cluster.run(write, written.world_size, f"{path}/c", model, written)[0]
-        found = cluster.run(restore, restored.world_size, f"{path}/c", model, restored, trained)
+        ranks = cluster.run(restore, restored.world_size, f"{path}/c", model, restored, trained)
         checkpoint = zckpt.open(f"{path}/c")
         masterless = {
             f"param/{name}": weight
@@ -202,7 +205,7 @@ def check(cluster: Cluster, model: Model, written: Run, restored: Run, trained: 
             if f"master/{name}" not in truth["logical"]
         }
         same(checkpoint.load(), {**truth["logical"], **masterless})
-    for rank in found:
+    for rank in ranks:
         if not fits or (not fits_with_empty and isinstance(rank, str)):
             assert "one param group here, several with other" in rank
             continue
@@ -211,13 +214,13 @@ def check(cluster: Cluster, model: Model, written: Run, restored: Run, trained: 
         same(truth["weights"], rank["weights"])
         assert truth["parameters"] == rank["parameters"]
         assert truth["step"] == rank["step"]
-        # The last bit of a 16-bit gradient depends on how the ranks share its sum; where there is next to none, Adam
-        # makes some hundredths of a step of it. A moment or a step that is lost makes a whole one.
+        # The last bit of a 16-bit gradient depends on how the ranks add it up. Where a gradient is almost 0, Adam makes
+        # some hundredths of a step of this bit. A lost moment or a lost step count would make a whole step.
         rounding = 2e-4 if model.dtype == "bf16" and model.optimizer != "sgd" else 0.0
         assert_close(truth["next"], rank["next"], rounding)
 
 
-# To shrink what fails would take minutes, and these models are small.
+# There is no phase that shrinks a failing example, because it would take minutes and these models are small.
 OPTIONS: dict[str, Any] = {"phases": [Phase.explicit, Phase.generate], "suppress_health_check": list(HealthCheck)}
 FEW = settings(max_examples=8, derandomize=True, **OPTIONS)
 MANY = settings(max_examples=100, **OPTIONS)

@@ -1,4 +1,5 @@
-"""ZeRO stages 0, 1 and 2: a restored run goes on as if it had never stopped, and every stage reads every other's."""
+"""At ZeRO stages 0, 1 and 2, a restored run goes on as if it had never stopped. Each stage restores the checkpoints of
+all other stages."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from tests.support.runs import (
     BEFORE,
     assert_goes_on_alike,
     assert_same,
-    held,
     link_all,
     logical,
     raw,
     restore_and_go_on,
     restore_whole,
+    tensors_of,
     write_and_go_on,
     write_whole,
 )
@@ -81,7 +82,8 @@ EVERY_COMMIT = {
 
 
 def cases(every: list[tuple[Any, ...]], on_every_commit: Collection[tuple[Any, ...]]) -> list[Any]:
-    """Each case in a fresh engine and in one that has trained; on every commit one of the two, in turns."""
+    """Returns each case twice: with a fresh engine, and with one that has trained. Of a case in ``on_every_commit``,
+    one of the two runs on every commit, in turns."""
     turns = itertools.cycle((0, 2))
     params = []
     for case in every:
@@ -157,7 +159,7 @@ def test_other_stages_and_world_sizes_restore_the_same_state(
         assert before[0]["parameters"] == rank["parameters"]
         assert before[0]["step"] == rank["step"]
         expected = before[0]["about"]
-        if written != restored:  # a step is then another number of samples
+        if written != restored:  # With another world size, a step has another number of samples.
             expected = {**expected, "global_samples": rank["about"]["global_samples"]}
         assert expected == rank["about"]
         assert torch.isfinite(torch.tensor(rank["loss"]))
@@ -166,8 +168,8 @@ def test_other_stages_and_world_sizes_restore_the_same_state(
 
 
 def reordered_and_not(path: str) -> None:
-    """The one trusted source on round_robin_gradients, of which DeepSpeed's own functions read the wrong elements: the
-    same training without it."""
+    """Compares a run with round_robin_gradients with the same run without it. No other source can be trusted, because
+    DeepSpeed's own functions read the wrong elements of such a run."""
     shape: dict[str, Any] = {"stage": 2, "model": "gpt2", "groups": True}
     reordered, plain = make_engine(**shape, round_robin_gradients=True), make_engine(**shape)
     train(reordered, BEFORE)
@@ -216,16 +218,16 @@ def drop_gradients(directory: str, setups: list[dict[str, Any]]) -> None:
 
 
 def drop_the_gradient_of_an_idle_layer(path: str) -> None:
-    """ZeRO-3 goes on to use the last gradient of a layer that is not in use any more."""
+    """Checks that a restore drops the last gradient of a layer that is no longer used. ZeRO-3 would go on to use it."""
     engine = make_engine(stage=3)
     train(engine, 1)
     zckpt.write(engine, path)
-    before = held(engine)
+    before = tensors_of(engine)
     train(engine, 1)
     zckpt.restore(engine, path)
     engine.module.layers[2].forward = lambda x: x
     train(engine, 1)
-    for place, now in held(engine).items():
+    for place, now in tensors_of(engine).items():
         if place[0] == "exp_avg/layers.2.weight":
             torch.testing.assert_close(now, 0.9 * before[place])
 
@@ -233,8 +235,8 @@ def drop_the_gradient_of_an_idle_layer(path: str) -> None:
 def drop_gradients_of(engine: Any, path: str) -> None:
     train(engine, 2)
     zckpt.write(engine, path)
-    before, losses, one_step = held(engine), train(engine, 2, 2), held(engine)
-    losses, two_steps = losses + train(engine, 2, 4), held(engine)
+    before, losses, one_step = tensors_of(engine), train(engine, 2, 2), tensors_of(engine)
+    losses, two_steps = losses + train(engine, 2, 4), tensors_of(engine)
     for pending in ("inside a step", "before a step"):
         zckpt.restore(engine, path)
         train(engine, 1, 2)
@@ -243,29 +245,29 @@ def drop_gradients_of(engine: Any, path: str) -> None:
         with pytest.raises(zckpt.UnsupportedError, match="gradients that no optimizer step has used yet"):
             zckpt.write(engine, f"{path} {pending}")
         zckpt.write(engine, f"{path} {pending}", pending_gradients="drop")
-        assert_same(held(engine), before)
+        assert_same(tensors_of(engine), before)
         if pending == "before a step":
             engine.step()
         else:
             train(engine, 1, 3)
-        assert_same(held(engine), one_step)
+        assert_same(tensors_of(engine), one_step)
         train(engine, 1, 100)
         zckpt.restore(engine, f"{path} {pending}")
         assert engine.micro_steps == 2
-        assert_same(held(engine), before)
+        assert_same(tensors_of(engine), before)
         assert train(engine, 4, 2) == losses
-        assert_same(held(engine), two_steps)
+        assert_same(tensors_of(engine), two_steps)
         train(engine, 1, 100)
 
 
 def test_gradients_that_no_step_has_used_are_dropped_if_told_so(cluster: Cluster, tmp_path: Path) -> None:
-    """The engine that is written keeps them; the one that is restored into, whatever it has accumulated, has none."""
+    """A write leaves the gradients in the engine. A restore drops all that the engine has accumulated."""
     modes = [MODES[mode] for mode in ("0", "0-fp32", "1", "1-bf16-optimizer", "1-cpu", "2", "2-cpu")]
     cluster.run(drop_gradients, 2, str(tmp_path), [*modes, {"stage": 3}, {"stage": 3, **CPU}])
 
 
 def gather_shares(room: int) -> None:
-    """In buffers smaller than a tensor, than an element, than everything together."""
+    """Gathers shares in a buffer of ``room`` bytes: too few for an element, too few for a tensor, or enough for all."""
     replicas.GATHER_BYTES = room
     group = rank_group_of(None)
     sizes = [(), (1,), (5, 7), (2,), (0, 3), (64,), (3, 3)]
@@ -287,7 +289,7 @@ def test_shares_make_every_replica_whole(cluster: Cluster, ranks: int, room: int
 
 
 def move_and_go_on(path: str, setup: dict[str, Any], trained: int | None) -> dict[str, Any]:
-    """As write_and_go_on and, with ``trained``, restore_and_go_on, while the states are moved away."""
+    """Does what write_and_go_on does or, with ``trained``, restore_and_go_on, while the states are moved away."""
     engine = make_engine(**setup, seed=int(trained is not None))
     train(engine, BEFORE if trained is None else trained, 0 if trained is None else 100)
     engine.offload_states(pin_memory=False)
@@ -308,8 +310,8 @@ def test_states_that_were_moved_away_stay_there(cluster: Cluster, tmp_path: Path
     path = str(tmp_path / "global_step3")
     through = cluster.run(move_and_go_on, 2, path, setup, None)
     resumed = cluster.run(move_and_go_on, 2, path, setup, trained)
-    for one, other in zip(through, resumed, strict=True):
+    for written, restored in zip(through, resumed, strict=True):
         for when in ("before", "after"):
-            leftover = [key for key in (*one[when], *other[when]) if str(key[0]).endswith("_offload_buffer")]
-            assert_same(*({k: v for k, v in run[when].items() if k not in leftover} for run in (one, other)))
-        assert one["losses"] == other["losses"]
+            leftover = [key for key in (*written[when], *restored[when]) if str(key[0]).endswith("_offload_buffer")]
+            assert_same(*({k: v for k, v in run[when].items() if k not in leftover} for run in (written, restored)))
+        assert written["losses"] == restored["losses"]

@@ -1,4 +1,4 @@
-"""What zckpt could not save and restore whole is refused by its name, before a byte is written."""
+"""An engine that zckpt could not save and restore completely is refused before a write. The error names the mode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ COMPRESSION = {"weight_quantization": DISABLED, "row_pruning": ENABLED, "layer_r
 
 
 def write_with_what_older_versions_have(path: str) -> None:
-    """DeepSpeed 0.19 has none of it any more, so the engine gets what 0.16 to 0.18 keep it in."""
+    """Checks modes that only DeepSpeed 0.16 to 0.18 have. The engine gets the attributes in which they keep these
+    modes."""
     engine = make_engine(2)
     mpu = SimpleNamespace(get_pipeline_model_parallel_world_size=lambda: 2)
     for owner, name, value, message in (
@@ -43,7 +44,7 @@ def write_with_what_older_versions_have(path: str) -> None:
         zckpt.write(engine, path)
 
 
-def test_what_older_versions_keep_and_nobody_saves(cluster: Cluster, tmp_path: Path) -> None:
+def test_modes_of_older_versions_are_refused(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(write_with_what_older_versions_have, 1, str(tmp_path / "c"))
 
 
@@ -54,8 +55,9 @@ def write_with_sequences_cut(path: str) -> None:
         zckpt.write(engine, path)
 
 
-def test_ranks_that_share_sequences_but_not_the_state(cluster: Cluster, tmp_path: Path) -> None:
-    """Each would take itself for the whole engine, and all of them would write the same checkpoint."""
+def test_sequence_parallelism_is_refused_if_ranks_do_not_share_the_state(cluster: Cluster, tmp_path: Path) -> None:
+    """If this mode were allowed, each rank would take itself for the whole engine, and all would write the same
+    checkpoint."""
     cluster.run(write_with_sequences_cut, 2, str(tmp_path / "c"))
 
 

@@ -1,5 +1,7 @@
-"""What DeepSpeed's own checkpoints lose, refuse or crash on, one test each: here it is restored bit for bit, or it is
-an error on every rank. bench/coverage.py runs the same against DeepSpeed itself.
+"""Cases in which DeepSpeed's own checkpoints lose state, are refused or lead to a crash.
+
+Here the state is restored bit for bit, or every rank raises an error. bench/coverage.py runs the same cases with
+DeepSpeed's own checkpoints. These tests have the cases:
 
     change of topology or configuration
         another world size, another stage                test_stages: test_other_stages_and_world_sizes_...
@@ -50,12 +52,12 @@ from tests.support.runs import (
     BEFORE,
     assert_same,
     fingerprint,
-    held,
+    fingerprints_of,
     inner,
     logical,
     restore_whole,
     settings,
-    told,
+    tensors_of,
     weights,
     write_whole,
 )
@@ -89,9 +91,9 @@ def load_weights(path: str, setup: dict[str, Any]) -> dict[str, Any]:
 def test_weights_alone(cluster: Cluster, tmp_path: Path, stage: int, ranks: int) -> None:
     setup = {"stage": stage, "model": "gpt2"}
     saved = cluster.run(write_all, 2, str(tmp_path), setup)
-    for one, other in zip(saved, cluster.run(load_weights, ranks, str(tmp_path), setup), strict=False):
-        assert_same(one["weights"], other["weights"])
-        assert one["next"] == other["next"]
+    for written, restored in zip(saved, cluster.run(load_weights, ranks, str(tmp_path), setup), strict=False):
+        assert_same(written["weights"], restored["weights"])
+        assert written["next"] == restored["next"]
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -104,43 +106,47 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_another_layout(cluster: Cluster, tmp_path: Path, case: str) -> None:
-    """Parameters, masters, moments, step and each parameter's settings, whole and by name."""
+    """Compares the parameters, masters, moments, step and settings, as whole tensors and by name."""
     there, here = LAYOUTS[case]
     shape = {"model": "gpt2", "groups": True, "scheduler": True}
     path = str(tmp_path / "global_step3")
     saved = cluster.run(write_whole, 2, path, {**shape, **there}, ADAM)
     restore = restore_and_load if here.get("round_robin_gradients") else restore_whole
-    for one, other in zip(saved, cluster.run(restore, 2, path, {**shape, **here}, ADAM), strict=True):
+    for written, restored in zip(saved, cluster.run(restore, 2, path, {**shape, **here}, ADAM), strict=True):
         for kind in ("logical", "weights"):
-            assert_same(one[kind], other[kind])
+            assert_same(written[kind], restored[kind])
         if restore is restore_whole:
-            assert one["parameters"] == other["parameters"]
-            assert one["step"] == other["step"]
-            assert one["about"] == {**other["about"], "lr": other["about"]["lr"][: len(one["about"]["lr"])]}
+            assert written["parameters"] == restored["parameters"]
+            assert written["step"] == restored["step"]
+            assert written["about"] == {
+                **restored["about"],
+                "lr": restored["about"]["lr"][: len(written["about"]["lr"])],
+            }
 
 
 def restore_and_load(path: str, setup: dict[str, Any], moments: tuple[str, ...]) -> dict[str, Any]:
-    """DeepSpeed's functions read the wrong elements of a reordered group; so the engine is written again, and read."""
+    """Restores, writes the engine again, and loads its state from that checkpoint. DeepSpeed's functions cannot return
+    it, because they read the wrong elements of a reordered group."""
     engine = make_engine(**setup, seed=1)
     zckpt.restore(engine, path)
-    found = weights(engine)
+    restored = weights(engine)
     zckpt.write(engine, f"{path}-again")
     loaded = zckpt.open(f"{path}-again").load([f"{part}/*" for part in ("master", *moments)])
     train(engine, 1, BEFORE)
-    # What training makes of masters that belong to other parameters shows in the weights at once.
-    moved = {name: (weight.float() - found[name].float()).abs().max() for name, weight in weights(engine).items()}
+    # If a parameter had the master of another one, the first step would change its weight by much more.
+    moved = {name: (weight.float() - restored[name].float()).abs().max() for name, weight in weights(engine).items()}
     assert max(moved.values()) < 0.05
-    return {"logical": loaded, "weights": found}
+    return {"logical": loaded, "weights": restored}
 
 
 def one_group_of_two(path: str) -> None:
     engine, other = make_engine(groups=True), make_engine(seed=1)
     train(engine, 1)
     zckpt.write(engine, path)
-    before = held(other)
+    before = tensors_of(other)
     with pytest.raises(zckpt.MismatchError, match="one param group here, several with other lr, weight_decay when sav"):
         zckpt.restore(other, path)
-    assert_same(before, held(other))
+    assert_same(before, tensors_of(other))
     zckpt.restore(other, path, parts=["master"])
     assert_same(weights(engine), weights(other))
 
@@ -177,12 +183,12 @@ def look(engine: Any) -> dict[str, Any]:
 def test_what_a_conversion_would_drop(cluster: Cluster, tmp_path: Path, there: int, here: int, ranks: int) -> None:
     path, shape = str(tmp_path / "c"), {"model": "odd", "groups": True}
     saved = cluster.run(write_odd, 2, path, {**shape, "stage": there})[0]
-    for found in cluster.run(restore_odd, ranks, path, {**shape, "stage": here}):
-        assert_same(saved["weights"], found["weights"])
-        assert_same(saved["masters"], found["masters"])
+    for restored in cluster.run(restore_odd, ranks, path, {**shape, "stage": here}):
+        assert_same(saved["weights"], restored["weights"])
+        assert_same(saved["masters"], restored["masters"])
         assert saved["weights"]["batches"] == BEFORE
-        assert [group["weight_decay"] for group in found["groups"]] == [0.1, 0.0]
-        assert found["groups"] == saved["groups"]
+        assert [group["weight_decay"] for group in restored["groups"]] == [0.1, 0.0]
+        assert restored["groups"] == saved["groups"]
 
 
 # NVMe offload
@@ -192,13 +198,13 @@ def write_small(path: str, setup: dict[str, Any], swap: str) -> dict[str, Any]:
     engine = make_engine(**setup, swap=swap)
     train(engine, BEFORE)
     zckpt.write(engine, path)
-    return {"held": told(engine), "lr": engine.get_lr(), "next": train(engine, 2, BEFORE)}
+    return {"held": fingerprints_of(engine), "lr": engine.get_lr(), "next": train(engine, 2, BEFORE)}
 
 
 def restore_small(path: str, setup: dict[str, Any], swap: str) -> dict[str, Any]:
     engine = make_engine(**setup, swap=swap, seed=1)
     zckpt.restore(engine, path)
-    return {"held": told(engine), "lr": engine.get_lr(), "next": train(engine, 2, BEFORE)}
+    return {"held": fingerprints_of(engine), "lr": engine.get_lr(), "next": train(engine, 2, BEFORE)}
 
 
 @pytest.mark.nvme
@@ -218,7 +224,7 @@ def save_twice(directory: str, swap: str) -> dict[str, Any]:
     for steps in (1, 1):
         train(engine, steps)
         engine.save_checkpoint(directory, tag="best")
-    return told(engine)
+    return fingerprints_of(engine)
 
 
 @pytest.mark.nvme
@@ -283,24 +289,24 @@ def write_wide(path: str, swap: str) -> None:
 
 
 def restore_each(paths: list[str], whole: str, swap: str) -> dict[str, Any]:
-    """Restores one after the other into one engine; the errors, whether each left the engine as it was, and that the
-    whole one can be restored after all of them."""
+    """Restores each of ``paths`` into one engine, and at last the undamaged checkpoint ``whole``. Returns the type and
+    the text of each error, and whether it left the engine unchanged."""
     engine = make_engine(**WIDE, swap=swap, seed=1)
     engine.module.register_buffer("mean", torch.randn(1025))
     train(engine, 1, 100)
-    found: dict[str, Any] = {}
-    before = told(engine)
+    outcomes: dict[str, Any] = {}
+    before = fingerprints_of(engine)
     for path in paths:
         try:
             zckpt.restore(engine, path, rng=True)
-            found[path] = ("", "", True)
+            outcomes[path] = ("", "", True)
         except zckpt.ZckptError as error:
-            after = told(engine)
-            found[path] = (type(error).__name__, str(error), after == before)
+            after = fingerprints_of(engine)
+            outcomes[path] = (type(error).__name__, str(error), after == before)
             before = after
     zckpt.restore(engine, whole, rng=True)
     train(engine, 1, 2)
-    return found
+    return outcomes
 
 
 @pytest.mark.nvme
@@ -318,7 +324,8 @@ def test_damage_is_an_error_on_every_rank(cluster: Cluster, tmp_path: Path) -> N
         assert all(error for error, _, _ in outcomes), name
         assert any(error not in ("", "RankError") for error, _, _ in outcomes), name
         for _, message, untouched in outcomes:
-            # In part only by what shows where it is read; then one rank's message says so, and every rank has it.
+            # Only damage that is found while tensors are read may leave an engine restored in part. Then the message of
+            # a rank says so.
             assert untouched or "restored in part" in outcomes[0][1] + outcomes[1][1], (name, message)
         if not name.startswith("flip"):
             assert all(untouched for _, _, untouched in outcomes) or name.startswith("swapped"), name
@@ -343,7 +350,7 @@ def restore_bombs(paths: list[str]) -> list[str]:
 
 
 def test_nothing_is_executed(cluster: Cluster, tmp_path: Path) -> None:
-    """Whichever file holds a pickle: no one unpickles it."""
+    """Each file of a checkpoint in turn is replaced by a pickle. No restore unpickles it."""
     whole, marker = tmp_path / "whole", tmp_path / "executed"
     cluster.run(write_odd, 2, str(whole), {})
     files = [file.relative_to(whole) for file in whole.rglob("*") if file.is_file()]
@@ -358,12 +365,14 @@ def test_nothing_is_executed(cluster: Cluster, tmp_path: Path) -> None:
     for errors in cluster.run(restore_bombs, 2, paths):
         assert len(errors) == len(files)
     assert not marker.exists()
-    with pytest.raises(FileExistsError):  # it would have worked
-        marker.mkdir() or pickle.loads(bomb)
+    marker.mkdir()
+    with pytest.raises(FileExistsError):  # unpickling it would have had an effect
+        pickle.loads(bomb)
 
 
 def write_and_die(directory: str, tag: str, victim: int, call: str, number: int) -> None:
-    """One rank kills itself at its ``number``-th call of ``call``, half of it done."""
+    """Writes while the rank ``victim`` kills itself in call ``number`` of ``os.<call>``, counted from 0. If this call
+    is a ``pwritev``, half of its first buffer is written before."""
     engine = make_engine()
     train(engine, 4)
     original, calls = getattr(os, call), iter(range(100))
@@ -422,7 +431,8 @@ def test_a_killed_write_harms_no_older_checkpoint(
     assert zckpt.open(run).step == BEFORE
     assert same_all(zckpt.open(run).load(), before)
     if tag == "new":
-        with pytest.raises(zckpt.CheckpointNotFoundError):  # removed by a rank 0 that has lived on, or unfinished
+        # A rank 0 that has survived has removed the directory. Otherwise the write is unfinished.
+        with pytest.raises(zckpt.CheckpointNotFoundError):
             zckpt.open(run / "new")
     cluster.run(restore_and_write_on, 2, str(run), tag)
     assert zckpt.open(run).step == BEFORE + 1
@@ -430,7 +440,7 @@ def test_a_killed_write_harms_no_older_checkpoint(
 
 
 def restore_and_write_on(directory: str, tag: str) -> None:
-    """What the killed write left is in nobody's way."""
+    """Restores, and writes to the path of the killed write. Its remains must not prevent this."""
     engine = make_engine(seed=1)
     zckpt.restore(engine, directory)
     train(engine, 1, BEFORE)
@@ -453,7 +463,7 @@ def measure(path: str, stage: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=matrix), pytest.param(0, marks=matrix)])
 def test_memory(cluster: Cluster, tmp_path: Path, stage: int) -> None:
-    """Neither way does a rank hold its state twice."""
+    """Neither a write nor a restore holds the state of a rank a second time."""
     for written, restored, total in cluster.run(measure, 2, str(tmp_path / "c"), stage):
         assert total == 384 * 2**20
         assert written < 64 * 2**20

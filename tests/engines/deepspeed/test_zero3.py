@@ -1,4 +1,4 @@
-"""Real ZeRO-3 engines: what is written is what they held, and a restored run goes on as if it had never stopped."""
+"""A checkpoint has what the ZeRO-3 engines held, and a restored run goes on as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Run:
     setup: dict[str, Any]
     path: Path
     through: list[Any]
-    """What each rank had at the write, and afterwards."""
+    """What each rank had when it wrote the checkpoint, and after it had trained on."""
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -45,8 +45,9 @@ def run(request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pyte
 
 
 def gathered_after(path: str) -> list[dict[str, bool]]:
-    """Which parameters are gathered at first, after DeepSpeed's own save, after zckpt's, and after its restore."""
-    found = []
+    """Returns which parameters are gathered after each of these actions: none, DeepSpeed's own save, zckpt's two ways
+    to write, and a restore."""
+    gathered = []
     for action in (
         lambda engine: None,
         lambda engine: engine.save_checkpoint(f"{path}-stock"),
@@ -57,12 +58,12 @@ def gathered_after(path: str) -> list[dict[str, bool]]:
         engine = make_engine()
         with torch.no_grad():
             engine.eval()
-            engine(torch.ones(4, 64, dtype=torch.bfloat16))  # leaves some of the others gathered
+            engine(torch.ones(4, 64, dtype=torch.bfloat16))  # leaves some other parameters gathered
         engine.optimizer.persistent_parameters[0].partition(engine.optimizer.persistent_parameters)
         action(engine)
-        found.append({name: p.ds_status.name == "AVAILABLE" for name, p in engine.module.named_parameters()})
+        gathered.append({name: p.ds_status.name == "AVAILABLE" for name, p in engine.module.named_parameters()})
         train(engine, 1)
-    return found
+    return gathered
 
 
 def test_parameters_are_gathered_as_by_deepspeed_s_own_save(cluster: Cluster, tmp_path: Path) -> None:

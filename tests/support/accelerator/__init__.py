@@ -1,11 +1,12 @@
 """A simulated accelerator: a backend of torch with two devices, "sim:0" and "sim:1", that finds races and misuse.
 
-Its memory lies in pages that the host may not touch. What is queued on a stream runs only when somebody waits for it,
-as late as it can be. What is fresh, and what is still under way to the host, holds noise. So each copy that is not
-waited for, each buffer that is used again too early, and each access from the host makes a test fail, in every run.
+Its memory is in pages that the host may not touch. An operation that is queued on a stream runs as late as possible,
+namely when a thread waits for it. Fresh memory, and memory of the host that a copy has not reached yet, hold noise.
+Therefore a test fails in every run if it does not wait for a copy, uses a buffer again too early, or accesses memory of
+a device from the host.
 
-There is one such backend to a process, and torch then takes it for the machine's accelerator. So a test that is marked
-``sim`` runs in a process of its own.
+A process can have only one such backend, and torch takes it for the machine's accelerator. Therefore a test that is
+marked ``sim`` runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ DEVICE_TYPE = "sim"
 
 
 class Operation(NamedTuple):
-    """What was queued on a stream: a copy, or another operator of torch by its name.
+    """An operation that was queued on a stream: a copy, or another operator of torch by its name.
 
-    ``queued`` and ``ran`` are ticks of the logical clock, ``ran`` is 0 as long as the operation is under way.
-    ``waited``: the host waited for it on the spot. ``thread``: the native id of the thread that queued it.
+    ``queued`` and ``ran`` are ticks of the logical clock. ``ran`` is 0 as long as the operation is under way.
+    ``waited`` is true if the host waited for the operation on the spot. ``thread`` is the native id of the thread that
+    queued the operation.
     """
 
     name: str
@@ -45,8 +47,10 @@ class Operation(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A thread of the host waited for a "stream" or an "event", or a "device" (whose ``stream`` is -1), or for an
-    operation on the spot, by its name.
+    """A wait of a thread of the host.
+
+    ``what`` is "stream", "event", "device" (``stream`` is -1 then), or the name of an operation that the thread waited
+    for on the spot.
     """
 
     what: str
@@ -58,7 +62,7 @@ class Wait(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What a test has put into the order of events."""
+    """A mark that a test has put into the order of events."""
 
     text: str
     tick: int
@@ -67,14 +71,16 @@ class Mark(NamedTuple):
 
 @lru_cache(maxsize=1)
 def load() -> str:
-    """Makes the devices known to torch, in this process. Returns their type, "sim"."""
+    """Makes the devices known to torch in this process, and returns their type, "sim"."""
     _sim()
     return DEVICE_TYPE
 
 
 def compiled() -> Path:
-    """Returns the path of the compiled module, and compiles it first if needed. A separate process compiles, because
-    torch's build function also loads the module, which would give this process the devices.
+    """Returns the path of the compiled module, and compiles it first if needed.
+
+    A separate process compiles, because torch's build function also loads the module, which would give this process the
+    devices.
     """
     if not build.built().exists():
         subprocess.run([sys.executable, build.__file__], check=True)
@@ -82,7 +88,7 @@ def compiled() -> Path:
 
 
 def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls ``function`` with the devices loaded: what ``cluster.run`` is given, to have them in its ranks."""
+    """Loads the devices and calls ``function``. ``cluster.run`` is given this function to have devices in its ranks."""
     load()
     return function(*args, **kwargs)
 
@@ -103,7 +109,7 @@ def _sim() -> Any:
 
 
 def _device_module(sim: Any) -> ModuleType:
-    """What torch, and who is generic, looks for in ``torch.sim``."""
+    """Returns the module ``torch.sim``, with the functions that torch and code for any device look for in it."""
     import torch
 
     generators = [torch.Generator() for _ in range(sim.DEVICES)]
@@ -133,32 +139,33 @@ def _device_module(sim: Any) -> ModuleType:
 
 
 def mark(text: str) -> int:
-    """Puts a mark into the order of events; returns its tick."""
+    """Puts a mark into the order of events and returns its tick."""
     tick: int = _sim().mark(text)
     return tick
 
 
 def operations() -> list[Operation]:
-    """In the order in which they were queued."""
+    """Returns all operations, in the order in which they were queued."""
     return [Operation(*row) for row in _sim().operations()]
 
 
 def copies() -> list[Operation]:
-    """Those named "host to device", "device to host", "device to device"."""
-    return [one for one in operations() if " to " in one.name]
+    """Returns the operations that are named "host to device", "device to host" or "device to device"."""
+    return [operation for operation in operations() if " to " in operation.name]
 
 
 def waits() -> list[Wait]:
-    """In the order in which they ended."""
+    """Returns all waits, in the order in which they ended."""
     return [Wait(*row) for row in _sim().waits()]
 
 
 def marks() -> list[Mark]:
+    """Returns all marks."""
     return [Mark(*row) for row in _sim().marks()]
 
 
 def _in_flight_bytes_max() -> int:
-    """The most bytes of copies between host and devices that were under way at the same time."""
+    """Returns the most bytes of copies between host and devices that were under way at the same time."""
     changes = []
     for copy in copies():
         if copy.name != "device to device":
@@ -171,9 +178,12 @@ def _in_flight_bytes_max() -> int:
 
 
 def counters() -> dict[str, Any]:
-    """Bytes of memory: ``_bytes`` is what is allocated now, ``_bytes_max`` the most at any time since the start or the
-    last ``reset``, ``_bytes_taken`` what was allocated in that time. Pinned memory is counted with what torch keeps for
-    later; device memory is a list, by device. ``in_flight`` is said of copies between host and devices.
+    """Returns the counts of bytes of memory since the start or the last ``reset``, by name.
+
+    A name that ends in ``_bytes`` is that of the bytes that are allocated now, ``_bytes_max`` that of the most bytes at
+    any time, and ``_bytes_taken`` that of all bytes that were allocated in that time. Pinned memory includes the memory
+    that torch keeps for later. The count of device memory is a list with an element for each device. ``in_flight``
+    counts the bytes of copies between host and devices.
     """
     sim = _sim()
     pinned = sim.pinned_bytes()
@@ -186,5 +196,5 @@ def counters() -> dict[str, Any]:
 
 
 def reset() -> None:
-    """Clears the log and the byte counts; the clock goes on."""
+    """Clears the log and the byte counts. The clock goes on."""
     _sim().reset()

@@ -1,4 +1,4 @@
-"""The C++ part of the simulated accelerator. As a script, compiles it, so that no test has to wait for a compiler."""
+"""Compiles the C++ part of the simulated accelerator. As a script, it does so before a test would have to wait."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MODULE = "zckpt_sim"
 
 
 def built() -> Path:
-    """Where the compiled module lies, or will lie: at a place of its own for each content of the sources, and for each
-    version of Python and torch.
+    """Returns the path of the compiled module. It differs with the content of the sources and the versions of Python
+    and torch.
     """
     from torch import __version__ as torch_version
 
@@ -26,7 +26,7 @@ def built() -> Path:
 
 
 def build() -> None:
-    """Compiles the module, unless that has been done. Takes a minute."""
+    """Compiles the module, unless that has been done. It takes a minute."""
     import fcntl
 
     module = built()
@@ -35,11 +35,11 @@ def build() -> None:
         fcntl.flock(building, fcntl.LOCK_EX)
         if module.exists():
             return
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # so that ninja is found
         from torch.utils import cpp_extension
 
         partial = module.parent.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed build has left
+        shutil.rmtree(partial, ignore_errors=True)  # a killed build may have left it
         partial.mkdir()
         cpp_extension.load(
             MODULE,

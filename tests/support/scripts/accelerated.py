@@ -22,7 +22,7 @@ torch.manual_seed(0 if what == "save" else 1)
 model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = accelerator.prepare(model, optimizer)
-rank = torch.distributed.get_rank()  # on the CPU, Accelerate takes each rank for the first
+rank = torch.distributed.get_rank()  # not Accelerate's rank, because on the CPU it takes each rank for the first
 
 
 def train(first: int, last: int) -> list[float]:

@@ -1,5 +1,8 @@
-"""Trains until a signal ends it. The argument is a directory: for the checkpoint, for ``pid-<rank>`` once steps are
-taken, and for ``status-<rank>`` with the status and the step at the end."""
+"""Trains until a signal ends it: preempted.py WORKERS DIRECTORY.
+
+WORKERS is the number of worker processes of the data loader. DIRECTORY gets the checkpoint, ``pid-<rank>`` once steps
+are taken, and ``status-<rank>`` with the exit status and the step at the end.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,23 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import deepspeed
+import torch
 
 import zckpt
 from tests.support.models import make_engine, train
 
-run = Path(sys.argv[1])
+workers, run = int(sys.argv[1]), Path(sys.argv[2])
 rank = int(os.environ["RANK"])
 deepspeed.init_distributed("gloo")
 engine = make_engine(stage=3)
 zckpt.on_preemption(engine, run / "checkpoints" / "last")
+samples: Any = range(3000)
+loader = torch.utils.data.DataLoader(samples, num_workers=workers)
 try:
-    for number in range(3000):
+    for number, _ in enumerate(loader):
         train(engine, 1, number)
         if number == 1:
             (run / f"pid-{rank}.new").write_text(str(os.getpid()))

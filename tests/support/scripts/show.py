@@ -1,4 +1,4 @@
-"""What a script finds when it is started, as JSON: show.py ... FILE"""
+"""Writes its module name, its arguments and its first import path to a file, as JSON: show.py ... FILE"""
 
 import json
 import sys
@@ -12,7 +12,7 @@ if "--engine" in sys.argv:
     make_engine()
     best = Path(f"{sys.argv[-1]}.run/best")
     best.mkdir(parents=True)
-    (best / "mp_rank_00_model_states.pt").touch()  # as of a checkpoint of DeepSpeed's
+    (best / "mp_rank_00_model_states.pt").touch()  # so that it looks like a checkpoint of DeepSpeed
     engine.save_checkpoint(best.parent, "best")
 if "--raise" in sys.argv:
     raise ValueError("the script's own")

@@ -1,7 +1,8 @@
 """A Hugging Face Trainer whose data loader keeps its position: stateful_trainer.py DIRECTORY LOADER DIES_AT.
 
-LOADER: "own", a data loader that deals the samples out to the ranks, or "accelerate", Trainer's. DIES_AT: rank 1 kills
-itself before this step. Each rank appends to DIRECTORY-<rank>.log: step, loss, numbers of the samples.
+LOADER is "own" for a data loader that distributes the samples to the ranks itself, or "accelerate" for that of Trainer.
+Rank 1 kills itself before step DIES_AT. Each rank appends the step, the loss and the numbers of the samples of each
+step to DIRECTORY-<rank>.log.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import zckpt
 
 directory, kind, dies_at = sys.argv[1:]
 rank = int(os.environ["RANK"])
-log = open(f"{directory}-{rank}.log", "a")  # noqa: SIM115  until the process ends
+log = open(f"{directory}-{rank}.log", "a")  # noqa: SIM115  it is open until the process ends
 
 
 class Recording(Trainer):
     def get_train_dataloader(self) -> Any:
         if kind == "accelerate":
             return super().get_train_dataloader()
-        sampler = DistributedSampler(self.train_dataset)  # type: ignore[arg-type]
+        sampler: DistributedSampler[Any] = DistributedSampler(self.train_dataset)  # type: ignore[arg-type]
         return StatefulDataLoader(
             self.train_dataset, batch_size=4, sampler=sampler, collate_fn=self.data_collator, num_workers=1
         )
@@ -66,8 +67,8 @@ torch.manual_seed(0)
 tokens = torch.randint(104, (104, 8))
 tokens[:, 0] = torch.arange(104)
 dataset = [{"input_ids": t, "labels": t} for t in tokens]
-sizes = {"vocab_size": 104, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
-dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
+sizes: dict[str, Any] = {"vocab_size": 104, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
+dropout: dict[str, Any] = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
 trainer = Recording(GPT2LMHeadModel(GPT2Config(**sizes, **dropout)), arguments, train_dataset=dataset)
 trainer.accelerator.dataloader_config.use_stateful_dataloader = True
 trainer.add_callback(KeepPosition())

@@ -31,10 +31,10 @@ arguments = TrainingArguments(
         "zero_allow_untested_optimizer": True,
     },
 )
-torch.manual_seed(len(resume_from))  # a resumed run starts from other weights
-sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+torch.manual_seed(len(resume_from))  # so that a resumed run starts from other weights
 dataset = [{"input_ids": t, "labels": t} for t in tokens]
-trainer = Trainer(GPT2LMHeadModel(GPT2Config(**sizes)), arguments, train_dataset=dataset)
+config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=dataset)
 trainer.train(resume_from_checkpoint=resume_from[0] if resume_from else None)
 if trainer.is_world_process_zero():
     history = trainer.state.log_history[: int(steps)]

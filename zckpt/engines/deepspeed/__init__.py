@@ -1,1 +1,2 @@
-"""DeepSpeed engines. Nothing here imports DeepSpeed: what is needed hangs on the engine."""
+"""The adapter for DeepSpeed engines. No module here imports DeepSpeed, because everything that is needed can be reached
+from the engine."""

@@ -1,4 +1,5 @@
-"""A DeepSpeed engine as ``EngineAdapter``: what does not depend on the ZeRO stage. Each stage has a file of its own."""
+"""The ``EngineAdapter`` of DeepSpeed engines: everything that does not depend on the ZeRO stage. Other files have what
+is specific to each stage."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ from zckpt.engines.deepspeed.zero12 import uses_muon
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persistent_buffers, unwrapped
 from zckpt.errors import UnsupportedError
+from zckpt.format.names import Tier
 from zckpt.state.inventory import (
     BUFFER,
     GRADIENT,
     MASTER,
     PARAM,
     RESERVED_PARTS,
-    FileSpan,
+    FileRange,
     Fragment,
     Holding,
     Inventory,
@@ -45,11 +47,11 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedAdapter:
-    """One DeepSpeed engine on one rank; ``EngineAdapter`` says what each method is for.
+    """Reads and restores one DeepSpeed engine on one rank. ``EngineAdapter`` documents its methods.
 
-    Make a new one for each write or restore: it remembers where the engine keeps things. ``refuse_unsupported`` comes
-    first; what the other methods do with an engine that it refuses is undefined. What the contract does not name is for
-    ``DeepSpeedRestoring``.
+    Make a new adapter for each write or restore, because it remembers where the engine keeps its tensors. Call
+    ``refuse_unsupported`` first: for an engine that it refuses, the behaviour of the other methods is undefined. The
+    public members that ``EngineAdapter`` does not have are for ``DeepSpeedRestoring``.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -91,19 +93,20 @@ class DeepSpeedAdapter:
         return frozenset({torch.device(self.engine.device), *devices_of(tensors)})
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
-        found = refuse.unsupported(self.engine)
-        if found:
+        reasons = refuse.unsupported(self.engine)
+        if reasons:
             raise UnsupportedError(
-                f"zckpt does not support this DeepSpeed engine: {'; '.join(found)}", hint=refuse.SUPPORTED
+                f"zckpt does not support this DeepSpeed engine: {'; '.join(reasons)}", hint=refuse.SUPPORTED
             )
-        # Where the optimizer's state holds some of them already, they cannot be dropped.
+        # If backward passes change the optimizer's state too, it already contains these gradients, and dropping them
+        # would not undo this.
         droppable = self._kind.changes_only_in_step(self.engine.optimizer)
         if drop_gradients and droppable:
             return
         for gradients in refuse.pending_gradients(self.engine):
             hint = "do this at a gradient accumulation boundary, right after the engine.step() that ends it"
-            instead = ', or pass pending_gradients="drop" to write without these gradients' if droppable else ""
-            raise UnsupportedError(f"the engine holds {gradients}", hint=hint + instead)
+            alternative = ', or pass pending_gradients="drop" to write without these gradients' if droppable else ""
+            raise UnsupportedError(f"the engine holds {gradients}", hint=hint + alternative)
 
     def refuse_lazy(self) -> None:
         if not self._kind.changes_only_in_step(self.engine.optimizer):
@@ -140,14 +143,14 @@ class DeepSpeedAdapter:
             yield from holdings(BUFFER, name, buffer)
 
     def state(self) -> dict[str, Any]:
-        untrained: dict[str, Any] = {
+        trees: dict[str, Any] = {
             "counters": {name: int(getattr(self.engine, name)) for name in COUNTERS},
             "deepspeed": setup_of(self.engine, self._parameters[0], self._groups()).tree(),
         }
         if not self.trains:
-            return untrained
+            return trees
         scheduler = self.engine.lr_scheduler
-        return untrained | {
+        return trees | {
             "optimizer": optimizer.capture(self.zero.optimizer, self.zero.flats),
             "scaler": scaler.capture(self.engine.optimizer),
             "scheduler": None
@@ -178,19 +181,19 @@ class DeepSpeedAdapter:
         yield Use(engine, "_zero3_consolidated_16bit_state_dict", weights, "module_state_dict")
         yield Use(engine.module, "__call__", weights, "a call of the module")
         yield Use(engine.module, "state_dict", weights)
-        # Muon takes its momentum into the gradients while they are reduced.
+        # Muon combines its momentum with the gradients while they are reduced.
         moment = {"momentum_buffer"} if self.trains and uses_muon(self.zero.optimizer) else set()
-        for method in ("backward", "_backward_prologue"):  # DeepSpeed calls the latter for a backward() of the loss
+        for method in ("backward", "_backward_prologue"):  # DeepSpeed calls the second for loss.backward()
             if hasattr(engine, method):
                 yield Use(engine, method, {PARAM, GRADIENT} | moment, "backward")
         yield Use(engine, "zero_grad", {GRADIENT})
         for method in ("step", "offload_states", "reload_states"):
             yield Use(engine, method)
         for method in ("save_checkpoint", "load_checkpoint"):
-            if not isinstance(vars(engine).get(method), partial):  # those of an attached engine are zckpt's own
+            if not isinstance(vars(engine).get(method), partial):  # zckpt.attach replaces both with zckpt's own
                 yield Use(engine, method)
         if self.trains:
-            for owner in {id(one): one for one in (engine.optimizer, self.zero.optimizer)}.values():
+            for owner in {id(owner): owner for owner in (engine.optimizer, self.zero.optimizer)}.values():
                 yield Use(owner, "step")
 
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
@@ -204,12 +207,13 @@ class DeepSpeedAdapter:
             names = stored.get(part, {})
             for flat in self.zero.flats:
                 live = moments(flat, self._state_of(flat.master)).get(part)
-                # All of the flat or nothing: if one parameter has a moment, the others' must not be left at zero.
+                # If one parameter of the flat buffer has this moment, all of them must be filled: a moment that the
+                # checkpoint lacks must be reported, and not stay at zero.
                 if live is not None or not names.keys().isdisjoint(flat.names):
                     dtype = next(names[name] for name in flat.names if name in names) if live is None else live.dtype
                     fragments += flat.expected(part, dtype)
-        others = chain(self.param_fragments(self.masterless, empty=True), self.buffer_fragments(empty=True))
-        fragments += (replace(fragment, data=None) for fragment in others)
+        weights, buffers = self.param_fragments(self.masterless, empty=True), self.buffer_fragments(empty=True)
+        fragments += (replace(fragment, data=None) for fragment in chain(weights, buffers))
         return tuple(fragments)
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
@@ -234,15 +238,17 @@ class DeepSpeedAdapter:
 
     @cached_property
     def zero(self) -> Wrapper:
+        """The object that reads and restores the state in DeepSpeed's wrapper of the optimizer."""
         return self._kind(self.engine.optimizer, self._parameters[0], self._group)
 
     def _groups(self) -> list[list[str]] | None:
-        """Returns the ``groups`` of ``Setup``."""
+        """Returns the value of ``Setup.groups``: the names of the parameters of each param group, or None unless the
+        optimizer works on the model's own parameters."""
         if self._kind is not Unwrapped:
             return None
         names = {id(parameter): name for name, parameter in self._parameters[0].items()}
-        groups = ([id(p) for p in group["params"]] for group in self.engine.optimizer.param_groups)
-        return [[names[number] for number in group if number in names] for group in groups]
+        groups = ([id(parameter) for parameter in group["params"]] for group in self.engine.optimizer.param_groups)
+        return [[names[parameter_id] for parameter_id in group if parameter_id in names] for group in groups]
 
     @cached_property
     def _group(self) -> RankGroup:
@@ -250,50 +256,70 @@ class DeepSpeedAdapter:
 
     @cached_property
     def _parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
+        """The parameters of the module by their first names, and for each other name of a tied parameter its first
+        name."""
         return named_parameters(self.module)
 
     @cached_property
     def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """The persistent buffers of the module by their first names, and for each other name of a tied buffer its first
+        name."""
         return persistent_buffers(self.module)
 
     @cached_property
     def masterless(self) -> dict[str, None]:
-        """Names of the parameters that no optimizer has: frozen, left out of it, or without elements."""
+        """The names of the parameters that the optimizer does not update. They are frozen, were not given to it, or
+        have no elements."""
         optimized = {name for flat in self.zero.flats for name in flat.names}
         return {name: None for name in self._parameters[0] if name not in optimized}
 
     @cached_property
     def _in_memory_order(self) -> tuple[str, ...]:
+        """The names of all parameters, in the order in which their weights lie in memory."""
         return (*(name for flat in self.zero.flats for name in flat.names), *self.masterless)
 
     @property
     def live_moments(self) -> tuple[str, ...]:
+        """The names of the moments that exist in memory or in swap files now."""
         parts = (moments(flat, self._state_of(flat.master)) for flat in self.zero.flats)
         return tuple(dict.fromkeys(part for flat_parts in parts for part in flat_parts))
 
     def _state_of(self, master: torch.Tensor) -> dict[str, Any]:
+        """Returns what the optimizer keeps for a flat buffer. ``master``: the master weights of that flat buffer."""
         state: dict[str, Any] = self.zero.optimizer.state.get(master, {})
         return state
 
     def _flat_fragments(self, part: str) -> Iterator[Fragment]:
+        """Yields the fragments that this rank writes of the master weights or of one moment."""
         for flat in self.zero.flats:
             data = flat.master if part == MASTER else moments(flat, self._state_of(flat.master)).get(part)
             if data is not None:
                 yield from flat.fragments(part, data.dtype, flat.files.get(part, data), self.zero.tier(part))
 
     def param_fragments(self, names: Iterable[str], *, empty: bool = False) -> Iterator[Fragment]:
-        """``empty``: also yields fragments of no elements, for the parameters that other ranks write."""
+        """Yields a fragment for this rank's share of each weight, in the dtype that the model computes with. ``empty``:
+        also yields a fragment without elements for each parameter of which other ranks write all elements."""
         rank = self._group.rank
         for name in names:
-            slot, data = self.zero.weight(name)
-            # A tensor without elements is nobody's; rank 0 speaks for it.
-            if slot.start < slot.stop or empty or (rank == 0 and 0 in slot.shape):
+            parameter_range, data = self.zero.weight(name)
+            # No rank has a share of a tensor without elements, so rank 0 writes it.
+            if parameter_range.start < parameter_range.stop or empty or (rank == 0 and 0 in parameter_range.shape):
                 dtype = dtype_name(self._parameters[0][name].dtype, f"{PARAM}/{name}")
-                tier = "nvme" if isinstance(data, FileSpan) else self.zero.tier(PARAM)
-                yield Fragment(PARAM, name, slot.shape, dtype, slot.start, slot.stop, tier, data=data)
+                tier = Tier.NVME if isinstance(data, FileRange) else self.zero.tier(PARAM)
+                yield Fragment(
+                    PARAM,
+                    name,
+                    parameter_range.shape,
+                    dtype,
+                    parameter_range.start,
+                    parameter_range.stop,
+                    tier,
+                    data=data,
+                )
 
     def buffer_fragments(self, *, empty: bool = False) -> Iterator[Fragment]:
-        """``empty`` as in ``param_fragments``. The ``data`` of a buffer that does not lie in order is a copy."""
+        """Yields a fragment for each persistent buffer. ``empty``: as in ``param_fragments``. If the elements of a
+        buffer are not contiguous in memory, the ``data`` of its fragment is a copy."""
         rank = self._group.rank
         for name, buffer in self.buffers[0].items():
             data = buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1)

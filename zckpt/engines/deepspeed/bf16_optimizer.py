@@ -1,6 +1,8 @@
-"""ZeRO stage 1 in bf16 with fp32 gradients: every private attribute of ``BF16_Optimizer`` that is read or written.
+"""ZeRO stage 1 in bf16 with gradients in fp32, for which DeepSpeed uses its ``BF16_Optimizer``.
 
-Its layout is that of ``DeepSpeedZeroOptimizer`` under other names, but never reordered or padded inside.
+Its layout is that of ``DeepSpeedZeroOptimizer``, but it never reorders the parameters and never puts padding between
+them. This file uses those private attributes that have other names than in ``DeepSpeedZeroOptimizer``; zero12.py uses
+all others.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Bf16Optimizer(Zero12):
-    """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
+    """Reads and restores DeepSpeed's ``BF16_Optimizer``. ``wrapper.Wrapper`` documents the members."""
 
     MEMORY: ClassVar = {GRADIENT: ("fp32_groups_gradients_flat",)}
 

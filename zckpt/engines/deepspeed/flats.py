@@ -1,9 +1,11 @@
-"""Flat partitions: the 1-D buffers in which every ZeRO stage keeps master weights and optimizer states.
+"""Flat buffers: the tensors in which every ZeRO stage keeps master weights and optimizer states.
 
-A flat belongs to one param group. Its parameters' partitions lie in it one after another, padding between or behind
-them. What the optimizer keeps for it is told apart by shape. A tensor of the flat's own shape is a *moment*: it lies
-exactly alike, and can be cut anew for any other layout. Of the rest, single numbers mean the same for every flat; other
-tensors and collections are *bound* to this one and mean nothing for one that is cut otherwise.
+A flat buffer belongs to one param group. Mostly it is 1-D, and holds the partitions of parameters one after another,
+with padding between or after them. What the optimizer keeps for a flat buffer is divided by shape. A tensor with the
+shape of the flat buffer is a *moment*: its elements have the same places as those of the master weights, so it can be
+cut anew for any other layout. Of all other values, single numbers have the same meaning for every flat buffer. Other
+tensors and collections are *bound* to one flat buffer, and have no meaning for a flat buffer that is cut in another
+way.
 """
 
 from __future__ import annotations
@@ -17,199 +19,232 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines.tensors import dtype_name
-from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileSpan, Fragment
+from zckpt.format.names import Tier
+from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileRange, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Elements ``[start, stop)`` of one parameter, kept from element ``offset`` of a flat on. May be empty."""
+class ParameterRange:
+    """Elements ``[start, stop)`` of one parameter, which a flat buffer holds. The range may be empty."""
 
     name: str
+    """The name of the parameter."""
     shape: tuple[int, ...]
+    """The shape of the whole parameter."""
     start: int
+    """The first element of the range, counted from 0 in row-major order in the whole parameter."""
     stop: int
+    """The element of the parameter after the last one of the range."""
     offset: int
+    """The element of the flat buffer at which the range begins."""
 
 
-def cut_together(named: Iterable[tuple[str, Sequence[int], int]], rank: int, length: int) -> tuple[Slot, ...]:
-    """Returns what rank ``rank`` holds of parameters that lie one behind the other in a buffer. Each rank has
-    ``length`` elements of the buffer. ``named``: for each parameter its name, its shape, and the element of the buffer
-    at which it begins."""
-    begin, end, slots = rank * length, (rank + 1) * length, []
+def cut_together(named: Iterable[tuple[str, Sequence[int], int]], rank: int, length: int) -> tuple[ParameterRange, ...]:
+    """Returns the ranges that ``rank`` holds of parameters which lie one after another in a buffer that is cut into
+    partitions of ``length`` elements, one for each rank. ``named``: for each parameter its name, its shape, and the
+    element of the buffer at which it begins."""
+    begin, end, ranges = rank * length, (rank + 1) * length, []
     for name, shape, offset in named:
         numel = math.prod(shape)
-        # Of a parameter that lies wholly in other partitions, this is an empty span at one end or the other.
+        # If other partitions hold the whole parameter, this is an empty range at its beginning or at its end.
         start = min(max(begin - offset, 0), numel)
         stop = max(min(end - offset, numel), start)
-        slots.append(Slot(name, tuple(shape), start, stop, offset + start - begin if start < stop else 0))
-    return tuple(slots)
+        ranges.append(ParameterRange(name, tuple(shape), start, stop, offset + start - begin if start < stop else 0))
+    return tuple(ranges)
 
 
-def cut_alone(name: str, shape: Sequence[int], rank: int, ranks: int, offset: int = 0) -> Slot:
-    """Returns what rank ``rank`` holds of a parameter that is cut on its own into ``ranks`` partitions of equal length,
-    the last of which are padded. ``offset``: the element of the rank's flat at which its partition begins."""
+def cut_alone(name: str, shape: Sequence[int], rank: int, ranks: int, offset: int = 0) -> ParameterRange:
+    """Returns the range that ``rank`` holds of a parameter that is cut on its own into ``ranks`` partitions of equal
+    length, the last of which may be padded. ``offset``: the element of the rank's flat buffer at which its partition
+    begins."""
     numel, length = math.prod(shape), partition_numel(shape, ranks)
     start = min(rank * length, numel)
-    return Slot(name, tuple(shape), start, min(start + length, numel), offset)
+    return ParameterRange(name, tuple(shape), start, min(start + length, numel), offset)
 
 
 def partition_numel(shape: Sequence[int], ranks: int) -> int:
-    """The elements of each partition of a parameter that is cut on its own, padding included."""
+    """Returns the number of elements in each partition of a parameter that is cut on its own, including the padding."""
     return -(-math.prod(shape) // ranks)
 
 
-def cut_each(named: Iterable[tuple[str, Sequence[int]]], rank: int, ranks: int) -> tuple[Slot, ...]:
-    """What rank ``rank`` holds of parameters that are each cut on their own: its partitions lie one behind the other.
-    ``named``: their names and shapes."""
-    slots, offset = [], 0
+def cut_each(named: Iterable[tuple[str, Sequence[int]]], rank: int, ranks: int) -> tuple[ParameterRange, ...]:
+    """Returns the ranges that ``rank`` holds of parameters that are each cut on their own into ``ranks`` partitions.
+    The partitions of the rank lie one after another in its flat buffer. ``named``: the name and the shape of each
+    parameter."""
+    ranges, offset = [], 0
     for name, shape in named:
-        slots.append(cut_alone(name, shape, rank, ranks, offset))
+        ranges.append(cut_alone(name, shape, rank, ranks, offset))
         offset += partition_numel(shape, ranks)
-    return tuple(slots)
+    return tuple(ranges)
 
 
 def consecutive(shapes: Iterable[Sequence[int]]) -> list[int]:
-    """Where tensors of these shapes begin when they lie one behind the other."""
+    """Returns the element at which each of these tensors begins if they lie one after another without padding."""
     return list(accumulate(map(math.prod, shapes), initial=0))[:-1]
 
 
-def momentum_of_muon(slots: Iterable[Slot]) -> dict[str, tuple[Slot, ...]]:
-    """``Flat.wider`` of a flat that Muon updates: its momentum has the whole of each parameter of which the flat holds
-    any elements, one behind the other."""
-    held = [slot for slot in slots if slot.start < slot.stop]
-    offsets = consecutive(slot.shape for slot in held)
-    whole = [replace(s, start=0, stop=math.prod(s.shape), offset=at) for s, at in zip(held, offsets, strict=True)]
+def momentum_of_muon(ranges: Iterable[ParameterRange]) -> dict[str, tuple[ParameterRange, ...]]:
+    """Returns the value of ``FlatBuffer.wider`` for a flat buffer that Muon updates. Muon's momentum holds the whole of
+    each parameter of which the flat buffer has any elements, one parameter after another."""
+    held = [parameter_range for parameter_range in ranges if parameter_range.start < parameter_range.stop]
+    offsets = consecutive(parameter_range.shape for parameter_range in held)
+    whole = [
+        replace(parameter_range, start=0, stop=math.prod(parameter_range.shape), offset=offset)
+        for parameter_range, offset in zip(held, offsets, strict=True)
+    ]
     return {"momentum_buffer": tuple(whole)} if whole else {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flat:
-    """One flat of this rank: fp32 ``master``, the key of the optimizer's state. 1-D, or one whole parameter."""
+class FlatBuffer:
+    """One flat buffer of this rank. It is 1-D, or it is one whole parameter in the parameter's own shape."""
 
     group: int
-    """Index of the optimizer's param group."""
-    slots: tuple[Slot, ...]
-    """All parameters of the flat in memory order, also those of which this rank holds nothing."""
+    """The index of the optimizer's param group to which the flat buffer belongs."""
+    ranges: tuple[ParameterRange, ...]
+    """The ranges of all parameters of the flat buffer, in memory order. A parameter of which this rank holds no
+    elements has an empty range."""
     master: torch.Tensor
-    files: Mapping[str, FileSpan] = field(default_factory=dict)
-    """Where master and moments are, by part, while they lie in swap files; their tensors have no elements then."""
+    """The master weights. The optimizer's state has this tensor as its key. It has no elements while the values are in
+    a swap file."""
+    files: Mapping[str, FileRange] = field(default_factory=dict)
+    """For each part of the flat buffer that is in a swap file now, the range of that file. While it is there, the
+    tensor of the part has no elements."""
     whole: bool = False
-    """The one parameter that it holds is whole, in its own shape and the same on every rank."""
-    wider: Mapping[str, tuple[Slot, ...]] = field(default_factory=dict)
-    """Moments that are 1-D and hold more than the flat, by part: where the parameters lie in each."""
+    """Whether the flat buffer holds exactly one parameter, whole, in its own shape and equal on every rank."""
+    wider: Mapping[str, tuple[ParameterRange, ...]] = field(default_factory=dict)
+    """For each moment that is 1-D and holds more elements than the flat buffer: the ranges of the parameters in that
+    moment."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(slot.name for slot in self.slots)
+        """The names of all parameters of the flat buffer, in memory order."""
+        return tuple(parameter_range.name for parameter_range in self.ranges)
 
     @property
     def numel(self) -> int:
+        """The number of elements, including the padding."""
         file = self.files.get(MASTER)
         return self.master.numel() if file is None else file.nbytes // self.master.dtype.itemsize
 
     def moment_shape(self, part: str) -> tuple[int, ...]:
-        """The shape of a moment in memory."""
+        """Returns the shape that a moment has in memory."""
         if part in self.wider:
-            return (sum(slot.stop - slot.start for slot in self.wider[part]),)
+            return (sum(parameter_range.stop - parameter_range.start for parameter_range in self.wider[part]),)
         return (self.numel,) if self.files else tuple(self.master.shape)
 
     def fragments(
-        self, part: str, dtype: torch.dtype, data: torch.Tensor | FileSpan | None = None, tier: str = "device"
+        self, part: str, dtype: torch.dtype, data: torch.Tensor | FileRange | None = None, tier: Tier = Tier.DEVICE
     ) -> Iterator[Fragment]:
-        """What this rank writes of ``part``, in memory order; ``data`` is the master or a moment."""
-        slots = self.slots
+        """Yields the fragments that this rank writes of ``part``, in memory order. ``data``: the master weights or the
+        moment, in a tensor or in a swap file. ``dtype``: the dtype of its elements."""
+        ranges = self.ranges
         if part in self.wider:
-            starts = {slot.name: slot.offset for slot in self.wider[part]}
-            slots = tuple(replace(s, offset=starts[s.name] + s.start) for s in slots if s.start < s.stop)
-        return _fragments(slots, part, dtype, data, tier)
+            starts = {parameter_range.name: parameter_range.offset for parameter_range in self.wider[part]}
+            ranges = tuple(
+                replace(parameter_range, offset=starts[parameter_range.name] + parameter_range.start)
+                for parameter_range in ranges
+                if parameter_range.start < parameter_range.stop
+            )
+        return _fragments(ranges, part, dtype, data, tier)
 
     def wanted(self, part: str, dtype: torch.dtype, data: torch.Tensor | None = None) -> Iterator[Fragment]:
-        """What this rank reads of ``part``: all that its memory holds, though other ranks may write some of it."""
-        return _fragments(self.wider.get(part, self.slots), part, dtype, data, "device")
+        """Yields the fragments that this rank reads of ``part``. These are all elements that its memory holds, even if
+        other ranks write some of them."""
+        return _fragments(self.wider.get(part, self.ranges), part, dtype, data, Tier.DEVICE)
 
     def expected(self, part: str, dtype: torch.dtype) -> Iterator[Fragment]:
-        """The same fragments without data, in the same order on every rank. For a parameter of which this rank reads
-        nothing, a fragment of no elements."""
-        read = {slot.name: slot for slot in self.wider.get(part, self.slots)}
-        for own in self.slots:
-            slot = read.get(own.name, replace(own, stop=own.start))
-            name = dtype_name(dtype, f"{part}/{slot.name}")
-            yield Fragment(part, slot.name, slot.shape, name, slot.start, slot.stop)
+        """Yields the same fragments as ``wanted``, without data, in an order that is the same on every rank. A
+        parameter of which this rank reads no elements has a fragment without elements."""
+        read = {parameter_range.name: parameter_range for parameter_range in self.wider.get(part, self.ranges)}
+        for written in self.ranges:
+            parameter_range = read.get(written.name, replace(written, stop=written.start))
+            name, shape = parameter_range.name, parameter_range.shape
+            stored_dtype = dtype_name(dtype, f"{part}/{name}")
+            yield Fragment(part, name, shape, stored_dtype, parameter_range.start, parameter_range.stop)
 
 
 def _fragments(
-    slots: Iterable[Slot], part: str, dtype: torch.dtype, data: torch.Tensor | FileSpan | None, tier: str
+    ranges: Iterable[ParameterRange], part: str, dtype: torch.dtype, data: torch.Tensor | FileRange | None, tier: Tier
 ) -> Iterator[Fragment]:
-    tier = "nvme" if isinstance(data, FileSpan) else tier
-    for slot in slots:
-        if slot.start < slot.stop:
-            view = None if data is None else part_of(data, slot.offset, slot.stop - slot.start, dtype)
-            name = dtype_name(dtype, f"{part}/{slot.name}")
-            yield Fragment(part, slot.name, slot.shape, name, slot.start, slot.stop, tier, data=view)
+    tier = Tier.NVME if isinstance(data, FileRange) else tier
+    for parameter_range in ranges:
+        start, stop = parameter_range.start, parameter_range.stop
+        if start < stop:
+            view = None if data is None else elements_of(data, parameter_range.offset, stop - start, dtype)
+            name, shape = parameter_range.name, parameter_range.shape
+            stored_dtype = dtype_name(dtype, f"{part}/{name}")
+            yield Fragment(part, name, shape, stored_dtype, start, stop, tier, data=view)
 
 
-def part_of(data: torch.Tensor | FileSpan, start: int, count: int, dtype: torch.dtype) -> torch.Tensor | FileSpan:
-    """``count`` elements of ``data`` in row-major order from ``start`` on, 1-D; shares its memory or file."""
-    if isinstance(data, FileSpan):
+def elements_of(data: torch.Tensor | FileRange, start: int, count: int, dtype: torch.dtype) -> torch.Tensor | FileRange:
+    """Returns ``count`` elements of ``data`` from element ``start`` on, in row-major order. A tensor is returned as a
+    1-D view that shares its memory, and the range of a file as a smaller range."""
+    if isinstance(data, FileRange):
         return data.narrow(start * dtype.itemsize, count * dtype.itemsize)
     return data.detach().view(-1).narrow(0, start, count)
 
 
 def foreign(parameters: Mapping[str, Any], optimized: Iterable[Any]) -> Iterator[str]:
-    """What to say where the optimizer has parameters that are not among the module's, which have no name."""
+    """Yields a phrase for an error if the optimizer has parameters that are not the module's, because these have no
+    name. ``parameters``: the parameters of the module by name. ``optimized``: those of the optimizer."""
     known = {id(parameter) for parameter in parameters.values()}
     if any(id(parameter) not in known for parameter in optimized):
         yield "an optimizer with parameters that are not the module's"
 
 
-def moments(flat: Flat, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The moments in a flat's optimizer state, by torch name."""
+def moments(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the moments in the optimizer's state of a flat buffer, by the names that torch gives them."""
     return {key: value for key, value in state.items() if _is_moment(flat, key, value)}
 
 
-def numbers(flat: Flat, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What means the same for any flat, such as ``step``."""
-    return {key: value for key, value in _rest(flat, state) if not is_collective(value)}
+def numbers(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values in the optimizer's state of a flat buffer that have the same meaning for any flat buffer, such
+    as ``step``."""
+    return {key: value for key, value in _state_without_moments(flat, state) if not is_bound(value)}
 
 
-def bound(flat: Flat, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What means nothing but for a flat of the same ``geometry``."""
-    return {key: value for key, value in _rest(flat, state) if is_collective(value)}
+def bound(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values in the optimizer's state of a flat buffer that have a meaning only for a flat buffer with the
+    same ``geometry``."""
+    return {key: value for key, value in _state_without_moments(flat, state) if is_bound(value)}
 
 
-def geometry(flat: Flat) -> dict[str, Any]:
-    """All that the optimizer's view of a flat depends on, as a plain tree."""
-    slots = [[slot.name, list(slot.shape), slot.start, slot.stop, slot.offset] for slot in flat.slots]
-    return {"numel": flat.numel, "slots": slots}
+def geometry(flat: FlatBuffer) -> dict[str, Any]:
+    """Returns, as a plain tree, everything that describes how a flat buffer is cut from the parameters."""
+    ranges = [[r.name, list(r.shape), r.start, r.stop, r.offset] for r in flat.ranges]
+    return {"numel": flat.numel, "slots": ranges}
 
 
-def _rest(flat: Flat, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _state_without_moments(flat: FlatBuffer, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the entries of the optimizer's state that are not moments."""
     for key, value in state.items():
         if not _is_moment(flat, key, value) and not _is_leftover(key):
             yield key, value
 
 
-def is_collective(value: Any) -> bool:
-    """Whether ``value``, if it is no moment, is bound to its flat."""
+def is_bound(value: Any) -> bool:
+    """Returns whether a value of the optimizer's state that is not a moment is bound to its flat buffer."""
     if isinstance(value, torch.Tensor):
         return value.numel() > 1
     return isinstance(value, Collection) and not isinstance(value, (str, bytes))
 
 
-def _is_moment(flat: Flat, key: str, value: Any) -> bool:
-    # torch keeps `step` as a tensor of shape (), which is also that of a parameter with no dimensions.
+def _is_moment(flat: FlatBuffer, key: str, value: Any) -> bool:
+    # torch keeps `step` as a tensor of shape (), which is also the shape of a parameter without dimensions.
     if not isinstance(value, torch.Tensor) or key == "step" or key in RESERVED_PARTS or _is_leftover(key):
         return False
     if flat.files and value.shape == flat.master.shape:
-        return True  # in a file as well
+        return True  # Both are in swap files now, so both tensors have no elements.
     return tuple(value.shape) == flat.moment_shape(key)
 
 
 _LEFTOVER = "_offload_buffer"
-"""DeepSpeed's offload_states() leaves its staging buffers in the optimizer state for good, with this after the key."""
+"""DeepSpeed's offload_states() adds its staging buffers to the optimizer's state and never removes them. It names each
+one by the key of the tensor that it stages, followed by this suffix."""
 
 
 def _is_leftover(key: str) -> bool:
@@ -217,5 +252,5 @@ def _is_leftover(key: str) -> bool:
 
 
 def part_of_state(key: str) -> str:
-    """The part to which a key of the optimizer's state belongs, of a moment or not."""
+    """Returns the part to which an entry of the optimizer's state belongs, whether it is a moment or not."""
     return key.removesuffix(_LEFTOVER)

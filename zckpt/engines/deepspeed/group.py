@@ -1,4 +1,5 @@
-"""The ranks over which one engine is spread: most often all ranks of the job, but a job may train several models."""
+"""The ranks over which one engine is spread. Mostly these are all ranks of the job, but a job may train several
+models."""
 
 from __future__ import annotations
 
@@ -10,35 +11,38 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankGroup:
-    """An engine's ranks, numbered from 0 on in the order of ``ranks``; the adapter knows a rank by that number."""
+    """The ranks of one engine. They are numbered from 0 in the order of ``ranks``, and the adapter uses these
+    numbers."""
 
     handle: dist.ProcessGroup | None
-    """The process group for collectives; None stands for all ranks of the job."""
+    """The process group for collectives. None stands for all ranks of the job."""
     rank: int
-    """This rank's number within the group."""
+    """The number of this rank within the group."""
     ranks: tuple[int, ...]
     """The numbers that the group's ranks have in the whole job."""
 
     @property
     def size(self) -> int:
+        """The number of ranks in the group."""
         return len(self.ranks)
 
 
 def rank_group_of(engine: Any) -> RankGroup:
-    """The ranks of a DeepSpeed engine."""
+    """Returns the ranks of a DeepSpeed engine."""
     handle = process_group(engine)
     return RankGroup(handle, dist.get_rank(handle), ranks_of(handle))
 
 
 def ranks_of(handle: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """The numbers that the ranks of a process group have in the whole job."""
+    """Returns the numbers that the ranks of a process group have in the whole job. None stands for all ranks of the
+    job."""
     return tuple(range(dist.get_world_size()) if handle is None else dist.get_process_group_ranks(handle))
 
 
 def process_group(engine: Any) -> dist.ProcessGroup | None:
-    """The process group over which ZeRO partitions the engine's state; None if it holds all ranks of the job.
+    """Returns the process group over which ZeRO partitions the engine's state, or None if it has all ranks of the job.
 
-    Never raises: without process groups, the answer is None.
+    This never raises an error. If process groups have not been set up, it returns None.
     """
     group = getattr(engine, "seq_data_parallel_group", None)
     if not (dist.is_initialized() and isinstance(group, dist.ProcessGroup)):

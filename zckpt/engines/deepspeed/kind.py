@@ -1,4 +1,5 @@
-"""What the kinds of wrapper have in common; it is all that most of them need where there is no optimizer."""
+"""The base class of the classes that read and restore DeepSpeed's optimizer wrappers, one for each kind of wrapper. It
+has what all of them share, which is also most of what an engine without an optimizer needs."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.engines.deepspeed.flats import Flat
+    from zckpt.engines.deepspeed.flats import FlatBuffer
     from zckpt.engines.deepspeed.group import RankGroup
 
 
 class Kind:
-    """``wrapper.Wrapper`` says what each member is for."""
+    """What the classes for all kinds of wrapper share. ``wrapper.Wrapper`` documents the members."""
 
-    flats: tuple[Flat, ...] = ()
+    flats: tuple[FlatBuffer, ...] = ()
     MEMORY: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """The wrapper's attributes with tensors, or collections of them, by part. Those whose storages the masters, their
-    state and the parameters have too are left out. Not every version of DeepSpeed has each attribute."""
+    """For each part, the names of those attributes of the wrapper that are tensors or collections of tensors.
+    Attributes whose storages also belong to master weights, to their optimizer state or to parameters are left out.
+    Some versions of DeepSpeed do not have all of these attributes."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         self._wrapper = wrapper
@@ -67,17 +69,21 @@ class Kind:
     def after_write(self) -> None:
         pass
 
-    def flat_in_memory(self, flat: Flat) -> AbstractContextManager[Flat]:
+    def after_masters(self) -> None:
+        pass
+
+    def flat_in_memory(self, flat: FlatBuffer) -> AbstractContextManager[FlatBuffer]:
         return nullcontext(flat)
 
     @property
     def _offloaded_states(self) -> frozenset[Any]:
-        """What offload_states() has moved, as members of DeepSpeed's OffloadStateTypeEnum."""
+        """The states that DeepSpeed's offload_states() has moved to host memory, as members of its
+        ``OffloadStateTypeEnum``."""
         return frozenset(getattr(self._wrapper, "offloaded_states", ()))
 
     def _zero_master_gradients(self) -> None:
-        """Zeroes the gradients of the masters. With an offloaded optimizer, they are the buffer for those of the next
-        step."""
+        """Sets the gradients of the master weights to zero. If the optimizer is offloaded, DeepSpeed uses these tensors
+        as buffers for the gradients of the next step, so they must keep existing."""
         for flat in self.flats:
             if flat.master.grad is not None:
                 flat.master.grad.zero_()

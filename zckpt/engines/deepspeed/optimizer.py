@@ -1,19 +1,21 @@
-"""What an optimizer keeps besides weights and moments, as a plain tree keyed by parameter names, and back.
+"""Turns what an optimizer keeps, apart from weights and moments, into a plain tree keyed by parameter names, and back.
 
     {"class": "FusedAdam",
      "param_groups": [{"params": ["a.weight", ...], "lr": 0.001, "betas": (0.9, 0.999), ...}, ...],
      "states": [{"params": ["a.weight", ...], "moments": ["exp_avg", "exp_avg_sq"], "values": {"step": 5}}, ...]}
 
-The order of the groups is the optimizer's. ``states`` has one entry for all parameters whose values are equal; a
-parameter without any state is in none of them. Names make the tree independent of world size, sub-groups and stage. The
-class is None where the tree was made from files that do not say which class it was; every optimizer then fits.
+The groups are in the order of the optimizer. ``states`` has one entry for all parameters that have equal values. A
+parameter without any state is in no entry. Because the tree uses names, it does not depend on the world size, the
+sub-groups or the stage. The class is None if the tree was made from files that do not name the optimizer's class. Such
+a tree fits every optimizer.
 
-What is bound to a flat (flats.py) cannot be. If the flat is a whole parameter, equal on every rank, it stands among the
-``values`` of that parameter. All else is in the tree of its rank, and ``"bound": ["factors"]`` in an entry names it:
+Values that are bound to a flat buffer (see flats.py) cannot be shared between parameters. If the flat buffer is one
+whole parameter that is equal on every rank, they are among the ``values`` of that parameter. Otherwise they are in the
+tree of their rank, and ``"bound": ["factors"]`` in the entry of ``states`` names them:
 
     [{"params": ["a.weight", ...], "geometry": {...}, "values": {"factors": <tensor>}}, ...]
 
-Muon leaves some parameters to another optimizer inside it: ``"inner_class": "FusedAdam"`` is that one's class.
+Muon leaves some parameters to another optimizer inside it, whose class is in ``"inner_class": "FusedAdam"``.
 """
 
 from __future__ import annotations
@@ -24,102 +26,111 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from zckpt.engines.deepspeed.flats import Flat, bound, geometry, is_collective, moments, numbers
+from zckpt.engines.deepspeed.flats import FlatBuffer, bound, geometry, is_bound, moments, numbers
 from zckpt.errors import FormatError, first_few
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
 INTERCHANGEABLE = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
-"""Classes with the same state: DeepSpeed picks between them by where the optimizer is offloaded to."""
+"""The classes of optimizers that have the same state. DeepSpeed chooses between them by the device to which the
+optimizer is offloaded."""
 
 COUNTING_TOGETHER = frozenset({"FusedAdam"})
-"""Classes that count the steps of all tensors of a param group in the state of one of them alone: the last in use."""
+"""The classes of optimizers that count the steps of all tensors of a param group in one state only: that of the last
+tensor that was updated."""
 
 
 def inner(optimizer: Any) -> Any:
-    """The optimizer to which Muon leaves what is no matrix; None in any other."""
+    """Returns the optimizer to which Muon leaves the parameters that are not matrices. Returns None for any other
+    optimizer."""
     return getattr(optimizer, "aux_optimizer", None)
 
 
 def counts_together(optimizer: Any, group: int) -> bool:
-    """Whether one state alone has the ``step`` of several. The ZeRO stages leave one tensor at a time in a group."""
+    """Returns whether one state has the ``step`` for several tensors of a param group. This is so only at stage 0,
+    because the other ZeRO stages let a group have only one tensor at a time."""
     kind = type(inner(optimizer) or optimizer).__name__
     return kind in COUNTING_TOGETHER and len(optimizer.param_groups[group]["params"]) > 1
 
 
-def capture(optimizer: Any, flats: Sequence[Flat]) -> dict[str, Any]:
-    """The tree of a live optimizer."""
+def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
+    """Returns the tree of a live optimizer."""
     groups: list[dict[str, Any]] = [
         {"params": [], **{key: value for key, value in group.items() if key != "params"}}
         for group in optimizer.param_groups
     ]
     states: list[dict[str, Any]] = []
-    alike: dict[str, list[dict[str, Any]]] = {}
-    """The states among ``states`` in which any number of parameters may be; equal states have the same key."""
+    shared_entries: dict[str, list[dict[str, Any]]] = {}
+    """Those entries of ``states`` that several parameters may share. Equal entries have the same key here."""
     for flat in flats:
         groups[flat.group]["params"].extend(flat.names)
         state = optimizer.state.get(flat.master, {})
         if not state:
             continue
-        own: dict[str, Any] = {"moments": sorted(moments(flat, state)), "values": numbers(flat, state)}
-        tied = bound(flat, state)
-        if tied and flat.whole:
-            own["values"] |= tied
-            states.append({"params": list(flat.names), **own})  # This one equals no other flat's.
+        summary: dict[str, Any] = {"moments": sorted(moments(flat, state)), "values": numbers(flat, state)}
+        bound_values = bound(flat, state)
+        if bound_values and flat.whole:
+            summary["values"] |= bound_values
+            states.append({"params": list(flat.names), **summary})  # No other flat buffer has an equal state.
             continue
-        if tied:
-            own["bound"] = sorted(map(str, tied))
-        candidates = alike.setdefault(_key(own), [])
-        entry = next((entry for entry in candidates if _same_state(entry, own)), None)
+        if bound_values:
+            summary["bound"] = sorted(map(str, bound_values))
+        candidates = shared_entries.setdefault(_key(summary), [])
+        entry = next((entry for entry in candidates if _same_state(entry, summary)), None)
         if entry is None:
-            entry = {"params": [], **own}
+            entry = {"params": [], **summary}
             states.append(entry)
             candidates.append(entry)
         entry["params"].extend(flat.names)
-    aux = {} if inner(optimizer) is None else {"inner_class": type(inner(optimizer)).__name__}
-    return {"class": type(optimizer).__name__, **aux, "param_groups": groups, "states": states}
+    inner_entry = {} if inner(optimizer) is None else {"inner_class": type(inner(optimizer)).__name__}
+    return {"class": type(optimizer).__name__, **inner_entry, "param_groups": groups, "states": states}
 
 
-def capture_bound(optimizer: Any, flats: Sequence[Flat]) -> list[dict[str, Any]]:
-    """What is bound to the flats of this rank, for the tree of this rank."""
-    found = []
+def capture_bound(optimizer: Any, flats: Sequence[FlatBuffer]) -> list[dict[str, Any]]:
+    """Returns the values that are bound to the flat buffers of this rank, for the tree of this rank."""
+    entries = []
     for flat in flats:
-        tied = bound(flat, optimizer.state.get(flat.master, {}))
-        if tied and not flat.whole:
-            found.append({"params": list(flat.names), "geometry": geometry(flat), "values": tied})
-    return found
+        bound_values = bound(flat, optimizer.state.get(flat.master, {}))
+        if bound_values and not flat.whole:
+            entries.append({"params": list(flat.names), "geometry": geometry(flat), "values": bound_values})
+    return entries
 
 
 class State(NamedTuple):
-    """What was saved for all parameters of a flat."""
+    """What was saved for all parameters of one flat buffer."""
 
     values: Mapping[str, Any]
+    """The values that were saved beside the moments, such as ``step``, by the optimizer's keys."""
     moments: Sequence[str]
+    """The names of the moments that were saved."""
 
 
 NOTHING = State({}, ())
+"""The state of a flat buffer for which nothing was saved."""
 
 
 class Together(NamedTuple):
-    """What was saved for parameters whose steps are counted together."""
+    """What was saved for parameters whose steps are counted together in the live optimizer."""
 
     alike: bool
-    """Whether they, and no others, were counted together then."""
+    """Whether exactly these parameters were counted together when they were saved."""
     entries: Sequence[Mapping[str, Any]]
-    """What was saved for any of them."""
+    """The entries of ``states`` that were saved for any of these parameters."""
 
 
 class Saved:
-    """A tree read back, looked up by parameter name. Raises FormatError where it is not such a tree.
+    """A tree that was read back, in which state is looked up by parameter name. Raises FormatError for a tree that
+    ``capture`` could not have made.
 
-    ``bound``: what ``capture_bound`` made on this very rank; None if there is no such rank. ``kept``: parameters whose
-    weights are not restored. What was saved for them is left aside, as if the checkpoint did not know them.
+    ``bound``: what ``capture_bound`` returned on this same rank, or None if there was no such rank. ``kept``: the
+    parameters whose weights are not restored. What was saved for them is ignored, as if the checkpoint did not have
+    them.
     """
 
     def __init__(self, tree: Any, bound: Any = None, kept: Collection[str] = ()) -> None:
-        unknown = isinstance(tree, Mapping) and tree.get("class", "") is None
-        self.optimizer_class = None if unknown else _member(tree, "class", str, "optimizer")
+        has_no_class = isinstance(tree, Mapping) and tree.get("class", "") is None
+        self.optimizer_class = None if has_no_class else _member(tree, "class", str, "optimizer")
         self.inner_class = _member(tree, "inner_class", str, "optimizer") if "inner_class" in tree else None
         self.groups = _members(tree, "param_groups")
         self._group_of = {name: group for group in self.groups for name in group["params"]}
@@ -137,8 +148,8 @@ class Saved:
             self._counted = {name: state for group in self.groups for name, state in self._counted_in(group)}
         self._kept = frozenset(kept)
         self._group_of, self._state_of, self._counted = (
-            {name: found for name, found in all_of.items() if name not in self._kept}
-            for all_of in (self._group_of, self._state_of, self._counted)
+            {name: entry for name, entry in by_name.items() if name not in self._kept}
+            for by_name in (self._group_of, self._state_of, self._counted)
         )
         self._bound = {}
         for entry in [] if bound is None else _members({"bound": bound}, "bound"):
@@ -147,49 +158,53 @@ class Saved:
 
     @staticmethod
     def has_bound(tree: Any) -> bool:
-        """Whether a part of ``tree`` is in the trees of the ranks."""
+        """Returns whether some of the state that ``tree`` describes is in the trees of the ranks."""
         return any(
             isinstance(entry, Mapping) and "bound" in entry for entry in _member(tree, "states", list, "optimizer")
         )
 
     def keeps(self, names: Iterable[str]) -> bool:
-        """Whether all of these parameters keep their weights, and so their optimizer state with its step."""
+        """Returns whether all of these parameters keep their weights, and with them their optimizer state and its
+        step."""
         return self._kept.issuperset(names)
 
     def has_state(self, name: str) -> bool:
+        """Returns whether the optimizer had any state for the parameter when it was saved."""
         return name in self._state_of
 
     def settings(self, names: Sequence[str], unknown: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-        """The settings that all of ``names`` had when they were saved, and what stands against it. Those that are kept
-        or in ``unknown`` need not have had any: they take the others'.
-        """
+        """Returns the settings that all of ``names`` had in their param groups when they were saved, and the reasons
+        why they cannot be restored. Parameters that are kept, and those in ``unknown``, need not have had settings.
+        They get the settings of the others."""
         optional = self._kept.union(unknown)
         groupless = [name for name in names if name not in self._group_of and name not in optional]
         if groupless:
             return {}, [f"{first_few(groupless, 1)}: in no param group of the checkpoint"]
         groups = _distinct(self._group_of.get(name) for name in names)
-        merged = [{key: value for key, value in group.items() if key != "params"} for group in groups if group]
-        if not merged:
+        saved = [{key: value for key, value in group.items() if key != "params"} for group in groups if group]
+        if not saved:
             return {}, []
-        keys = {key for settings in merged for key in settings}
-        differing = sorted(key for key in keys if any(not _equal(m.get(key), merged[0].get(key)) for m in merged))
+        first = saved[0]
+        keys = {key for settings in saved for key in settings}
+        differing = sorted(key for key in keys if any(not _equal(other.get(key), first.get(key)) for other in saved))
         if differing:
             return {}, [
                 f"{first_few(names, 1)}: one param group here, several with other {', '.join(differing)} when saved"
             ]
-        return merged[0], []
+        return first, []
 
     def together(self, names: Sequence[str]) -> Together:
-        """What was saved for parameters whose steps are counted together now, and whether they were counted together
-        when they were saved."""
-        there = self._group_of.get(names[0])
-        return Together(there is not None and there["params"] == names, self._entries(names, self._counted))
+        """Returns what was saved for parameters whose steps are counted together now, and whether their steps were
+        counted together when they were saved."""
+        group = self._group_of.get(names[0])
+        return Together(group is not None and group["params"] == names, self._entries(names, self._counted))
 
-    def state(self, flat: Flat, together: Together | None) -> tuple[State, list[str]]:
-        """What was saved for a flat, and what stands against it.
+    def state(self, flat: FlatBuffer, together: Together | None) -> tuple[State, list[str]]:
+        """Returns what was saved for a flat buffer, and the reasons why it cannot be restored.
 
-        ``together``: of all parameters that are counted together with the flat's; None if it counts alone. Parameters
-        that had no state when they were saved take the others' scalars.
+        ``together``: what was saved for all parameters whose steps are counted together with those of the flat buffer,
+        or None if its steps are counted alone. Parameters that had no state when they were saved get the scalars of the
+        others.
         """
         if together is not None and flat.names[0] not in self._group_of:
             entries = together.entries
@@ -198,24 +213,26 @@ class Saved:
             entries = self._entries(flat.names, self._state_of if alike else self._counted)
         if not entries:
             return NOTHING, []
-        own = self._bound.get(flat.names, {})
+        bound_entry = self._bound.get(flat.names, {})
         for entry in entries:
-            apart = entry.get("bound", ())
-            tied = sorted({*apart, *(str(key) for key, value in entry["values"].items() if is_collective(value))})
-            if tied and (own.get("geometry") != geometry(flat) if apart else not flat.whole):
-                return NOTHING, [_misfit(tied, flat, self.optimizer_class or "the optimizer")]
+            bound_keys = entry.get("bound", ())
+            keys = sorted({*bound_keys, *(str(key) for key, value in entry["values"].items() if is_bound(value))})
+            if keys and (bound_entry.get("geometry") != geometry(flat) if bound_keys else not flat.whole):
+                return NOTHING, [_misfit(keys, flat, self.optimizer_class or "the optimizer")]
         first, *others = entries
         if not all(_same_state(entry, first) for entry in others):
-            against = f"{first_few(flat.names, 1)}: one sub-group here, but other optimizer scalars for each when saved"
-            return NOTHING, [against]
-        return State({**first["values"], **own.get("values", {})}, first["moments"]), []
+            problem = f"{first_few(flat.names, 1)}: one sub-group here, but other optimizer scalars for each when saved"
+            return NOTHING, [problem]
+        return State({**first["values"], **bound_entry.get("values", {})}, first["moments"]), []
 
     @staticmethod
     def _entries(names: Iterable[str], state_of: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Returns the distinct entries that these parameters have in ``state_of``."""
         return [entry for entry in _distinct(state_of.get(name) for name in names) if entry]
 
     def _counted_in(self, group: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """What each parameter of a group would have if every state had the ``step`` that was counted in one."""
+        """Yields for each parameter of a group that has a state the entry that it would have if every state had the
+        ``step`` that only one state of the group has counted."""
         entries = {name: self._state_of[name] for name in group["params"] if name in self._state_of}
         steps = [entry["values"]["step"] for entry in entries.values() if type(entry["values"].get("step")) is int]
         counted = {"step": max(steps)} if steps else {}
@@ -226,40 +243,44 @@ class Saved:
 def problems(
     saved: Saved,
     optimizer: Any,
-    flats: Sequence[Flat],
+    flats: Sequence[FlatBuffer],
     restored: Collection[str],
     unknown: Collection[str],
 ) -> list[str]:
-    """What keeps ``saved`` from being restored, given the keys of the tensors that will be, and the parameters that
-    need not be in it. Changes nothing."""
-    found = []
-    aux = None if inner(optimizer) is None else type(inner(optimizer)).__name__
-    for there, here in ((saved.optimizer_class, type(optimizer).__name__), (saved.inner_class, aux)):
-        if there != here and not {there, here} <= INTERCHANGEABLE and saved.optimizer_class is not None:
-            found.append(f"optimizer: {there} in the checkpoint, {here} in the engine")
+    """Returns the reasons why ``saved`` cannot be restored. ``restored``: the keys of the tensors that will be
+    restored. ``unknown``: the parameters that ``saved`` need not have. Changes nothing."""
+    reasons = []
+    inner_class = None if inner(optimizer) is None else type(inner(optimizer)).__name__
+    classes = ((saved.optimizer_class, type(optimizer).__name__), (saved.inner_class, inner_class))
+    for saved_class, live_class in classes:
+        fits = saved_class == live_class or {saved_class, live_class} <= INTERCHANGEABLE
+        if not fits and saved.optimizer_class is not None:
+            reasons.append(f"optimizer: {saved_class} in the checkpoint, {live_class} in the engine")
     names = _by_group(flats)
     for index in range(len(optimizer.param_groups)):
-        found += _settings(saved, index, names, unknown)[1]
-    for flat, state, against in _states(saved, optimizer, flats):
+        reasons += _settings(saved, index, names, unknown)[1]
+    for flat, state, reasons_of_state in _states(saved, optimizer, flats):
         if state is None:
             continue
-        found += against
-        stale = bound(flat, optimizer.state.get(flat.master, {})).keys() - state.values.keys()
-        if stale and not against:
-            found.append(f"missing: optimizer state {', '.join(sorted(map(str, stale)))} of {first_few(flat.names, 1)}")
+        reasons += reasons_of_state
+        not_saved = bound(flat, optimizer.state.get(flat.master, {})).keys() - state.values.keys()
+        if not_saved and not reasons_of_state:
+            keys = ", ".join(sorted(map(str, not_saved)))
+            reasons.append(f"missing: optimizer state {keys} of {first_few(flat.names, 1)}")
         absent = [
-            f"{part}/{slot.name}"
+            f"{part}/{parameter_range.name}"
             for part in state.moments
-            for slot in flat.slots
-            if f"{part}/{slot.name}" not in restored and saved.has_state(slot.name)
+            for parameter_range in flat.ranges
+            if f"{part}/{parameter_range.name}" not in restored and saved.has_state(parameter_range.name)
         ]
         if absent:
-            found.append(f"{first_few(absent, 1)}: not restored, though the optimizer's scalars would be")
-    return found
+            reasons.append(f"{first_few(absent, 1)}: not restored, though the optimizer's scalars would be")
+    return reasons
 
 
-def restore(saved: Saved, optimizer: Any, flats: Sequence[Flat], unknown: Collection[str]) -> None:
-    """Sets the param groups and the scalars of every flat; call it only where ``problems`` found none."""
+def restore(saved: Saved, optimizer: Any, flats: Sequence[FlatBuffer], unknown: Collection[str]) -> None:
+    """Sets the param groups, and the scalars of every flat buffer. Call this only if ``problems`` returned no
+    reasons."""
     names = _by_group(flats)
     for index, group in enumerate(optimizer.param_groups):
         for key, value in _settings(saved, index, names, unknown)[0].items():
@@ -269,22 +290,23 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[Flat], unknown: Collec
             continue
         if not saved_state.values and not saved_state.moments:
             live = optimizer.state.get(flat.master, {})
-            if "step" in live:  # that of other moments, which are gone
+            if "step" in live:  # It belongs to moments that the engine had before, and that are gone now.
                 live["step"] = 0 * live["step"]
             continue
         state, group = optimizer.state[flat.master], optimizer.param_groups[flat.group]
         for key, value in saved_state.values.items():
-            # As torch's own load_state_dict: `step` stays on the host unless the kernel reads it on the device.
+            # As in torch.optim.Optimizer.load_state_dict, `step` stays in host memory unless the kernel reads it on the
+            # device.
             on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
             device = torch.device("cpu") if on_host else flat.master.device
             state[key] = _placed(value, state.get(key), device)
         for part in saved_state.moments:
-            if part not in state:  # nothing to be restored: the flat is all padding, or its parameters are unknown
+            if part not in state:  # The flat buffer is only padding, or the checkpoint does not have its parameters.
                 state[part] = torch.zeros_like(flat.master, requires_grad=False)
 
 
-def _by_group(flats: Sequence[Flat]) -> dict[int, list[str]]:
-    """Maps the index of each param group to the names of its parameters."""
+def _by_group(flats: Sequence[FlatBuffer]) -> dict[int, list[str]]:
+    """Returns the names of the parameters of each param group, by the index of the group."""
     names: dict[int, list[str]] = {}
     for flat in flats:
         names.setdefault(flat.group, []).extend(flat.names)
@@ -294,16 +316,19 @@ def _by_group(flats: Sequence[Flat]) -> dict[int, list[str]]:
 def _settings(
     saved: Saved, index: int, names: Mapping[int, Sequence[str]], unknown: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
+    """Returns what ``Saved.settings`` returns for the live param group ``index``."""
     if index in names:
         return saved.settings(names[index], unknown)
-    # All frozen: nothing to go by but its place.
+    # All parameters of the group are frozen, so it is known only by its index.
     group = saved.groups[index] if index < len(saved.groups) else {"params": ["?"]}
     return ({} if group["params"] else {key: value for key, value in group.items() if key != "params"}), []
 
 
-def _states(saved: Saved, optimizer: Any, flats: Sequence[Flat]) -> Iterator[tuple[Flat, State | None, list[str]]]:
-    """What was saved for each flat, and what stands against it; None for one that keeps its own state: none of the
-    parameters that share its step is restored."""
+def _states(
+    saved: Saved, optimizer: Any, flats: Sequence[FlatBuffer]
+) -> Iterator[tuple[FlatBuffer, State | None, list[str]]]:
+    """Yields each flat buffer with what was saved for it, and the reasons why that cannot be restored. The state is
+    None for a flat buffer that keeps its own state, because none of the parameters that share its step is restored."""
     groups = _by_group(flats)
     together = {group: saved.together(names) for group, names in groups.items() if counts_together(optimizer, group)}
     for flat in flats:
@@ -313,7 +338,7 @@ def _states(saved: Saved, optimizer: Any, flats: Sequence[Flat]) -> Iterator[tup
             yield flat, *saved.state(flat, together.get(flat.group))
 
 
-def _misfit(keys: Sequence[str], flat: Flat, optimizer_class: str) -> str:
+def _misfit(keys: Sequence[str], flat: FlatBuffer, optimizer_class: str) -> str:
     return (
         f"{first_few(flat.names, 1)}: {', '.join(keys)} of {optimizer_class} cannot be cut anew, it fits only the "
         "elements that it was made for: restore with the writer's stage, number of ranks and param groups, or the "
@@ -322,7 +347,8 @@ def _misfit(keys: Sequence[str], flat: Flat, optimizer_class: str) -> str:
 
 
 def _placed(value: Any, present: Any, device: torch.device) -> Any:
-    """A copy of ``value`` with its tensors on ``device``; in the memory of ``present`` if it is alike.
+    """Returns a copy of ``value`` whose tensors are on ``device``. If ``present`` is a tensor of the same shape and
+    dtype, its memory is used for the copy.
 
     A function stands for a tensor or an array that has not been read yet.
     """
@@ -335,14 +361,15 @@ def _placed(value: Any, present: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_placed(item, None, device) for item in value)
     if isinstance(value, dict):
-        placed = copy(value)  # of the same class
+        placed = copy(value)  # The copy has the same class, such as OrderedDict.
         placed.update({key: _placed(item, None, device) for key, item in value.items()})
         return placed
     return value
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Equal in type and value, all the way down; NaN equals itself."""
+    """Returns whether two values, and all values inside of them, have the same types and are equal. NaN counts as equal
+    to itself."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -360,6 +387,7 @@ def _same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def _key(state: Mapping[str, Any]) -> str:
+    """Returns a text that is the same for equal states, so that a state need not be compared with all others."""
     values = {str(key): v.tolist() if isinstance(v, torch.Tensor) else v for key, v in state["values"].items()}
     return repr((state["moments"], state.get("bound"), sorted(values.items())))
 

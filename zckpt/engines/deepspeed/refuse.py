@@ -1,4 +1,5 @@
-"""What a DeepSpeed engine can hold or do that zckpt cannot save and restore whole, by DeepSpeed's own names."""
+"""Finds what a DeepSpeed engine holds or does that zckpt cannot save and restore completely. The texts use DeepSpeed's
+own names for it."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ SUPPORTED = (
 
 
 def unsupported(engine: Any) -> list[str]:
-    """All of it, most telling first; empty for an engine that can be read and restored. Changes nothing."""
-    found = [*_kind(engine), *_precision(engine), *_offload(engine), *_parallelism(engine), *_features(engine)]
+    """Returns all reasons why the engine is not supported, the most important ones first. The list is empty for an
+    engine that zckpt can save and restore. Changes nothing."""
+    reasons = [*_kind(engine), *_precision(engine), *_offload(engine), *_parallelism(engine), *_features(engine)]
     kind = kind_of(engine)
-    if found or kind is None:  # The insides of a wrapper of another kind are not known.
-        return found
+    if reasons or kind is None:  # It is not known where another kind of wrapper keeps its parameters.
+        return reasons
     return [*_parameters(engine), *_scheduler(engine)]
 
 
@@ -81,7 +83,8 @@ def _parallelism(engine: Any) -> Iterator[str]:
         yield f"zero_optimization.mics_shard_size = {zero.mics_shard_size}"
     if _setting(engine, "autotp_size", 1) > 1:
         yield f"tensor_parallel.autotp_size = {engine.autotp_size()}"
-    elif engine.mp_world_size > 1 and not _is_a(engine, "PipelineEngine"):  # whose stages count as model parallel too
+    # The mp_world_size of a PipelineEngine counts its pipeline stages too, and _kind refuses that engine anyway.
+    elif engine.mp_world_size > 1 and not _is_a(engine, "PipelineEngine"):
         yield f"tensor parallelism (mpu, {engine.mp_world_size} ranks)"
     for method in ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"):
         stages = getattr(engine.mpu, method, lambda: 1)()
@@ -126,12 +129,12 @@ def _parameters(engine: Any) -> Iterator[str]:
 
 
 def pending_gradients(engine: Any) -> Iterator[str]:
-    """Yields a line if an engine of a supported kind holds gradients that wait for an optimizer step: a checkpoint
-    cannot hold them."""
+    """Yields a phrase if the engine holds gradients that wait for an optimizer step. A checkpoint cannot hold them. For
+    an engine whose kind is not supported, only DeepSpeed's own count of micro steps is used."""
     kind = kind_of(engine)
     pending = kind is not None and kind.has_gradients(engine.optimizer)
     steps, accumulation = engine.micro_steps, engine.gradient_accumulation_steps()
-    # With a boundary set by hand, or by the caller of step(), micro_steps says nothing.
+    # If the caller sets the gradient accumulation boundary, micro_steps does not tell how many gradients are waiting.
     counted = engine._is_gradient_accumulation_boundary is None and _setting(engine, "managed_gradient_accumulation", 1)
     if pending or (counted and steps % accumulation):
         counts = f"micro_steps = {steps}, gradient_accumulation_steps = {accumulation}"
@@ -145,10 +148,10 @@ def _scheduler(engine: Any) -> Iterator[str]:
 
 
 def _setting(engine: Any, method: str, default: Any = None) -> Any:
-    # Not every DeepSpeed version has every setting.
+    # Some versions of DeepSpeed do not have all of these settings.
     return getattr(engine, method)() if hasattr(type(engine), method) else default
 
 
 def _is_a(thing: Any, name: str) -> bool:
-    # By name, so that no part of DeepSpeed is imported that the engine does not use.
-    return any(k.__name__ == name and k.__module__.startswith("deepspeed.") for k in type(thing).__mro__)
+    # Classes are compared by name, so that no module of DeepSpeed is imported that the engine does not use.
+    return any(base.__name__ == name and base.__module__.startswith("deepspeed.") for base in type(thing).__mro__)

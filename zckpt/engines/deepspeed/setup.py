@@ -1,5 +1,5 @@
-"""The settings of an engine that DeepSpeed's own files depend on, as a plain tree. No restore reads this tree: it is
-for ``zckpt.convert``, which makes such files from a checkpoint, and a checkpoint from such files. An example:
+"""The settings of an engine on which DeepSpeed's own files depend, as a plain tree. No restore reads this tree. It is
+for ``zckpt.convert``, which makes DeepSpeed's files from a checkpoint, and a checkpoint from such files. An example:
 
     {"stage": 3, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16", "gradient_clipping": 1.0,
      "sub_group_size": 1000000000, "round_robin_gradients": False, "parameter_alignment": False, "cpu_offload": False,
@@ -20,34 +20,36 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""torch's names of the dtypes of DeepSpeed's configuration."""
+"""For each name of a dtype in DeepSpeed's configuration, torch's name of this dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings. DeepSpeed's documentation of its configuration says what each of them means."""
+    """The settings of an engine. DeepSpeed's documentation of its configuration describes each of them."""
 
     stage: int
     """The ZeRO stage, from 0 to 3."""
     dtype: str
-    """Torch's name of the dtype that the model computes in, such as ``"bfloat16"``."""
+    """Torch's name of the dtype that the model computes with, such as ``"bfloat16"``."""
     grad_accum_dtype: str
-    """Torch's name of the dtype that gradients are accumulated in."""
+    """Torch's name of the dtype in which gradients are accumulated."""
     gradient_clipping: float = 0.0
-    """The norm that gradients are clipped to; 0 means that they are not clipped."""
+    """The norm to which gradients are clipped. 0 means that they are not clipped."""
     sub_group_size: int = 1_000_000_000
-    """The number of elements in a sub-group of stage 3."""
+    """The setting ``sub_group_size`` of stage 3. A sub-group is full once a rank has this number of elements of it, or
+    more."""
     round_robin_gradients: bool = False
-    """Whether stages 1 and 2 reorder the parameters of each group, so that they go to the ranks in turn."""
+    """Whether stages 1 and 2 reorder the parameters of each group, so that they are given to the ranks in turn."""
     parameter_alignment: bool = False
     """Whether stages 1 and 2 put padding between parameters, so that each of them begins at an aligned offset."""
     cpu_offload: bool = False
     """Whether the optimizer is offloaded to host memory."""
     other_dtypes: Mapping[str, str] = field(default_factory=dict)
-    """For the name of each parameter that has another dtype than the model, torch's name of this dtype."""
+    """The dtypes of those parameters whose dtype is not that of the model: torch's name of the dtype, by the name of
+    the parameter."""
     groups: list[list[str]] | None = None
-    """The names of all parameters of each param group, frozen ones too. It is None unless the optimizer has frozen
-    parameters in its groups, which it has at stage 0 without master weights."""
+    """The names of all parameters of each param group, including frozen ones. It is None unless the optimizer may have
+    frozen parameters in its groups. That is possible only at stage 0 without separate master weights."""
 
     @property
     def bf16_optimizer(self) -> bool:
@@ -58,8 +60,8 @@ class Setup:
 
     @property
     def reorders(self) -> bool:
-        """Whether the parameters of a group are kept in another order than that in which the optimizer got them. The
-        optimizer's tree in a checkpoint has them in the order in which they are kept."""
+        """Whether DeepSpeed keeps the parameters of a group in another order than that in which the optimizer was given
+        them. The optimizer's tree in a checkpoint has them in the order in which DeepSpeed keeps them."""
         return self.stage in (1, 2) and self.round_robin_gradients and not self.bf16_optimizer
 
     @property
@@ -73,26 +75,26 @@ class Setup:
 
     @classmethod
     def of(cls, tree: object) -> Setup:
-        """Returns the settings from such a tree. Entries that a newer version of zckpt has added are ignored. Raises
-        FormatError for anything that is no such tree."""
-        known = {one.name for one in fields(cls)}
+        """Returns the settings that ``tree`` returned. Entries that a newer version of zckpt has added are ignored.
+        Raises FormatError for anything that is not such a tree."""
+        field_names = {setting.name for setting in fields(cls)}
         try:
-            setup = cls(**{key: value for key, value in tree.items() if key in known})  # type: ignore[attr-defined]
-            whole = (setup.stage, setup.sub_group_size)
+            setup = cls(**{key: value for key, value in tree.items() if key in field_names})  # type: ignore[attr-defined]
+            numbers = (setup.stage, setup.sub_group_size)
             dtypes = (setup.dtype, setup.grad_accum_dtype, *setup.other_dtypes.values())
             groups = setup.groups or []
         except (AttributeError, TypeError) as error:
             raise FormatError(f"state: deepspeed is not the settings of an engine: {error}") from error
-        sound = all(type(number) is int and number >= 0 for number in whole) and setup.stage <= 3
-        sound = sound and {setup.dtype, setup.grad_accum_dtype} <= set(DTYPES.values())
-        named = all(isinstance(name, str) for name in (*dtypes, *(name for group in groups for name in group)))
-        if not sound or not named or not isinstance(setup.gradient_clipping, (int, float)):
+        valid = all(type(number) is int and number >= 0 for number in numbers) and setup.stage <= 3
+        valid = valid and {setup.dtype, setup.grad_accum_dtype} <= set(DTYPES.values())
+        all_text = all(isinstance(name, str) for name in (*dtypes, *(name for group in groups for name in group)))
+        if not valid or not all_text or not isinstance(setup.gradient_clipping, (int, float)):
             raise FormatError("state: deepspeed is not the settings of an engine")
         return setup
 
 
 def setup_of(engine: Any, parameters: Mapping[str, torch.nn.Parameter], groups: list[list[str]] | None) -> Setup:
-    """Returns the settings of a live engine. ``groups``: those of ``Setup``."""
+    """Returns the settings of a live engine. ``groups``: the value of ``Setup.groups``."""
     zero = engine._config.zero_config
     dtype, grad_accum_dtype = engine.get_data_types()
     return Setup(
@@ -102,7 +104,7 @@ def setup_of(engine: Any, parameters: Mapping[str, torch.nn.Parameter], groups: 
         gradient_clipping=float(engine.gradient_clipping()),
         sub_group_size=int(zero.sub_group_size),
         round_robin_gradients=bool(zero.round_robin_gradients),
-        parameter_alignment=bool(getattr(zero, "parameter_alignment", False)),  # since DeepSpeed 0.19
+        parameter_alignment=bool(getattr(zero, "parameter_alignment", False)),  # DeepSpeed has it since 0.19.
         cpu_offload=bool(engine.zero_cpu_offload()),
         other_dtypes={name: torch_name(p.dtype) for name, p in parameters.items() if p.dtype != dtype},
         groups=groups,

@@ -1,8 +1,9 @@
-"""ZeRO stage 0, where every rank holds everything: with a wrapper that keeps master weights, and without any.
+"""ZeRO stage 0, in which every rank holds everything, either with a wrapper that keeps master weights or without one.
 
-``FP16_Optimizer`` (also in bf16) keeps the masters of a param group in one flat, ``FP16_UnfusedOptimizer`` one master
-for each parameter. In fp32 the parameters are the masters, and the engine's optimizer is the user's own. No other
-private attribute of theirs is read or written.
+``FP16_Optimizer``, which is also used in bf16, keeps the master weights of a param group in one flat buffer.
+``FP16_UnfusedOptimizer`` keeps one master weight for each parameter. In fp32 the parameters themselves are the master
+weights, and there is no wrapper around the optimizer. This file has all code that uses private attributes of these two
+wrappers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.deepspeed import replicas
-from zckpt.engines.deepspeed.flats import Flat, Slot, foreign, moments
+from zckpt.engines.deepspeed.flats import FlatBuffer, ParameterRange, foreign, moments
 from zckpt.engines.tensors import is_zero
 
 if TYPE_CHECKING:
@@ -21,15 +22,18 @@ if TYPE_CHECKING:
     from zckpt.engines.deepspeed.group import RankGroup
 
 
-class Held(NamedTuple):
-    """A param group's parameters, one behind the other, and the ``master`` that holds them so."""
+class ParamGroup(NamedTuple):
+    """Parameters of one param group, and the master weights in which they lie one after another."""
 
     group: int
+    """The index of the param group."""
     parameters: Sequence[Any]
+    """The parameters, in the order in which they lie in the master weights."""
     master: torch.Tensor
+    """The master weights of all these parameters."""
 
     def whole(self, data: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Each parameter and all that ``data``, the master or a moment, holds of it, a view."""
+        """Yields each parameter, and a view of its elements in ``data``, which is the master weights or a moment."""
         offset = 0
         for parameter in self.parameters:
             yield parameter, data.detach().view(-1).narrow(0, offset, parameter.numel()).view(parameter.shape)
@@ -37,30 +41,41 @@ class Held(NamedTuple):
 
 
 class Unwrapped(replicas.Replicated):
-    """No wrapper: an optimizer over the model's own parameters, in fp32. ``wrapper.Wrapper`` documents the members."""
+    """Reads and restores an optimizer in fp32 that updates the model's own parameters, and around which DeepSpeed has
+    put no wrapper. ``wrapper.Wrapper`` documents the members."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         super().__init__(wrapper, parameters, group)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._all_held = tuple(self._held(wrapper))
+        self._groups = tuple(self._param_groups(wrapper))
         self.flats = tuple(
-            Flat(held.group, tuple(self._slots(held)), held.master, whole=len(held.parameters) == 1)
-            for held in self._all_held
+            FlatBuffer(
+                param_group.group,
+                tuple(self._ranges(param_group)),
+                param_group.master,
+                whole=len(param_group.parameters) == 1,
+            )
+            for param_group in self._groups
         )
 
     @classmethod
     def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
-        held = list(cls._held(wrapper))
+        param_groups = list(cls._param_groups(wrapper))
         yield from replicas.unsupported(parameters)
-        yield from foreign(parameters, (p for one in held for p in one.parameters))
-        # torch's Adagrad, made before there were masters, has a state for each parameter too, which nobody reads.
-        known = {id(tensor) for one in held for tensor in (one.master, *one.parameters)}
+        yield from foreign(
+            parameters, (parameter for param_group in param_groups for parameter in param_group.parameters)
+        )
+        # torch's Adagrad makes a state for each parameter when it is created. Those that were made before the wrapper
+        # replaced the parameters by master weights are still there, but nobody reads them.
+        known = {id(tensor) for param_group in param_groups for tensor in (param_group.master, *param_group.parameters)}
         if any(state and id(key) not in known for key, state in cls._inner(wrapper).state.items()):
             yield "optimizer state of a parameter that has no elements or is in no param group"
 
     @classmethod
     def has_gradients(cls, wrapper: Any) -> bool:
-        gradients = [parameter.grad for held in cls._held(wrapper) for parameter in held.parameters]
+        gradients = [
+            parameter.grad for param_group in cls._param_groups(wrapper) for parameter in param_group.parameters
+        ]
         return any(gradient is not None and not is_zero(gradient) for gradient in gradients)
 
     @property
@@ -68,44 +83,48 @@ class Unwrapped(replicas.Replicated):
         return self._inner(self._wrapper)
 
     def after_fill(self, weights: Collection[str]) -> None:
-        # What was not restored is equal on every rank already.
+        # Weights that were not restored are already equal on every rank.
         self._gather = replicas.gathering([*self._weights(weights), *self._replicas()], self._group)
 
     def after_restore(self) -> None:
         self._gather()
-        for held in self._all_held:
-            for parameter, master in held.whole(held.master):
+        for param_group in self._groups:
+            for parameter, master in param_group.whole(param_group.master):
                 parameter.detach().copy_(master)
                 parameter.grad = None
 
     def _replicas(self) -> Iterator[torch.Tensor]:
-        for held, flat in zip(self._all_held, self.flats, strict=True):
+        """Yields views of the master weight and of each moment of each parameter, in the same order on every rank."""
+        for param_group, flat in zip(self._groups, self.flats, strict=True):
             state = moments(flat, self.optimizer.state.get(flat.master, {}))
-            for data in (held.master, *(state[key] for key in sorted(state))):
-                for _, whole in held.whole(data):
-                    yield whole
+            for data in (param_group.master, *(state[key] for key in sorted(state))):
+                for _, view in param_group.whole(data):
+                    yield view
 
-    def _slots(self, held: Held) -> Iterator[Slot]:
+    def _ranges(self, param_group: ParamGroup) -> Iterator[ParameterRange]:
+        """Yields this rank's share of each parameter."""
         offset = 0
-        for parameter in held.parameters:
+        for parameter in param_group.parameters:
             start, stop = replicas.share(parameter.numel(), self._group)
-            yield Slot(self._names[id(parameter)], tuple(parameter.shape), start, stop, offset + start)
+            yield ParameterRange(self._names[id(parameter)], tuple(parameter.shape), start, stop, offset + start)
             offset += parameter.numel()
 
     @staticmethod
     def _inner(wrapper: Any) -> Any:
+        """Returns the optimizer that has the state."""
         return wrapper
 
     @classmethod
-    def _held(cls, wrapper: Any) -> Iterator[Held]:
+    def _param_groups(cls, wrapper: Any) -> Iterator[ParamGroup]:
+        """Yields the parameters that the optimizer updates. Each flat buffer has one entry."""
         for index, group in enumerate(wrapper.param_groups):
             for parameter in group["params"]:
                 if parameter.numel() and (parameter.requires_grad or wrapper.state.get(parameter)):
-                    yield Held(index, [parameter], parameter)
+                    yield ParamGroup(index, [parameter], parameter)
 
 
 class PerParameter(Unwrapped):
-    """``FP16_UnfusedOptimizer``: a master of its own for each parameter."""
+    """Reads and restores ``FP16_UnfusedOptimizer``, which has one master weight for each parameter."""
 
     def after_fill(self, weights: Collection[str]) -> None:
         super().after_fill(weights)
@@ -116,17 +135,18 @@ class PerParameter(Unwrapped):
         return wrapper.optimizer
 
     @classmethod
-    def _held(cls, wrapper: Any) -> Iterator[Held]:
+    def _param_groups(cls, wrapper: Any) -> Iterator[ParamGroup]:
         for index, (parameters, masters) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)):
             for parameter, master in zip(parameters, masters, strict=True):
-                yield Held(index, [parameter], master)
+                yield ParamGroup(index, [parameter], master)
 
 
 class Flattened(PerParameter):
-    """``FP16_Optimizer``: one master for all parameters of a param group."""
+    """Reads and restores ``FP16_Optimizer``, which has one tensor with the master weights of all parameters of a param
+    group."""
 
     @classmethod
-    def _held(cls, wrapper: Any) -> Iterator[Held]:
+    def _param_groups(cls, wrapper: Any) -> Iterator[ParamGroup]:
         for index, (parameters, master) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True)):
             if parameters:
-                yield Held(index, parameters, master)
+                yield ParamGroup(index, parameters, master)

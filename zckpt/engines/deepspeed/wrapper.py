@@ -1,4 +1,5 @@
-"""What DeepSpeed wraps around the optimizer, and the one interface through which the adapter sees each kind of it."""
+"""The wrappers that DeepSpeed puts around the optimizer, and the interface through which the adapter uses all kinds of
+them."""
 
 from __future__ import annotations
 
@@ -16,86 +17,93 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from zckpt.engines.deepspeed.flats import Flat, Slot
+    from zckpt.engines.deepspeed.flats import FlatBuffer, ParameterRange
     from zckpt.engines.deepspeed.group import RankGroup
-    from zckpt.state.inventory import FileSpan, Holding
+    from zckpt.format.names import Tier
+    from zckpt.state.inventory import FileRange, Holding
 
 
 class Wrapper(Protocol):
-    """Where one kind of wrapper keeps the state. What it does with an engine for which ``unsupported`` finds something
-    is undefined.
+    """Reads and restores one kind of DeepSpeed's wrappers. If ``unsupported`` yields a reason for an engine, the
+    behaviour of all other methods is undefined for it.
 
-    What every rank holds whole (replicas) is dealt out: each rank writes and restores its share alone, and
-    ``after_restore`` makes every replica whole from all ranks' shares.
+    If every rank holds the whole of a tensor (a replica), each rank writes and restores only its share of the elements,
+    and ``after_restore`` makes every replica complete from the shares of all ranks.
 
-    A restore calls ``before_restore``, ``flat_in_memory`` and ``weight_in_memory``, ``after_fill``, then, once that has
-    returned on every rank, ``after_restore``.
+    A restore calls ``before_restore``, ``after_masters``, ``flat_in_memory`` and ``weight_in_memory``, and
+    ``after_fill``. Once these have returned on every rank, it calls ``after_restore``.
     """
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
-        """``parameters`` are the module's by name; ``group`` has the engine's ranks."""
+        """Changes nothing. ``wrapper``: DeepSpeed's object. ``parameters``: those of the module, by name. ``group``:
+        the ranks of the engine."""
 
     @staticmethod
     def unsupported(wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
-        """The reasons why the layout of the parameters is not supported, by name. Changes nothing."""
+        """Yields the reasons why this layout of the parameters is not supported, with names of parameters. Changes
+        nothing."""
 
     @staticmethod
     def has_gradients(wrapper: Any) -> bool:
-        """Whether there are gradients that no optimizer step has used yet."""
+        """Returns whether there are gradients that no optimizer step has used yet."""
 
     @staticmethod
     def changes_only_in_step(wrapper: Any) -> bool:
-        """Whether backward passes leave masters and moments alone."""
+        """Returns whether master weights and moments change only in a step of the optimizer, and not in backward
+        passes."""
 
     @property
-    def flats(self) -> tuple[Flat, ...]:
-        """All flats, in the same order on every rank."""
+    def flats(self) -> tuple[FlatBuffer, ...]:
+        """All flat buffers of this rank, in the same order on every rank."""
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer inside the wrapper; its state is keyed by the flats' masters. None if there is none: there are
-        no flats then."""
+        """The optimizer inside the wrapper, whose state has the master weights of the flat buffers as its keys. It is
+        None if the engine has no optimizer. Then there are no flat buffers either."""
 
-    def tier(self, part: str) -> str:
-        """Where ``part`` lives, if not in files."""
+    def tier(self, part: str) -> Tier:
+        """Returns the tier on which the tensors of ``part`` are, except for those in swap files."""
 
-    def weight(self, name: str) -> tuple[Slot, torch.Tensor | FileSpan]:
-        """What this rank speaks for of a parameter in its compute dtype: where it belongs, and the 1-D elements, which
-        share the parameter's memory, or its file.
-        """
+    def weight(self, name: str) -> tuple[ParameterRange, torch.Tensor | FileRange]:
+        """Returns this rank's share of a parameter, in the dtype that the model computes with: the range of the
+        elements, and the elements themselves. They are 1-D and share the memory of the parameter, or they are a range
+        of its swap file."""
 
     def memory(self) -> Iterator[Holding]:
-        """As ``EngineAdapter.memory``, without the module's buffers."""
+        """Returns what ``EngineAdapter.memory`` returns, but without the buffers of the module."""
 
     def settle(self) -> None:
-        """Has all that is under way to or from files done."""
+        """Waits until everything that is being read from files or written to files has been read or written."""
 
     def after_write(self) -> None:
         """Leaves exactly those weights gathered that DeepSpeed's own save leaves gathered. Collective."""
 
     def before_restore(self) -> None:
-        """Brings back what offload_states() has moved, and gives up what would go stale. Not collective."""
+        """Brings back what offload_states() has moved, and gives up copies that the restore would make outdated. Not
+        collective."""
 
-    def flat_in_memory(self, flat: Flat) -> AbstractContextManager[Flat]:
-        """Brings a flat that lies in files into memory, to be filled. At the end, what hangs on it is derived and
-        it is written back, unless an error has ended it.
-        """
+    def after_masters(self) -> None:
+        """Derives everything that depends only on those master weights of this rank that are in memory, and drops
+        gradients. It is called in a thread of its own once these master weights are filled, while moments are being
+        filled. Not collective."""
+
+    def flat_in_memory(self, flat: FlatBuffer) -> AbstractContextManager[FlatBuffer]:
+        """Returns a context in which a flat buffer that is in swap files is brought into memory, where the caller fills
+        it. At the end, everything that depends on it is derived, and it is written back. If the context ends by an
+        error, it is not written back."""
 
     def weight_in_memory(self, name: str) -> AbstractContextManager[torch.Tensor]:
-        """Memory for this rank's part of a weight that lies in a file, to be filled; written back at the end, unless an
-        error has ended it.
-        """
+        """Returns a context whose value is memory for this rank's part of a weight that is in a swap file. The caller
+        fills the memory. At the end it is written to the file, unless the context ends by an error."""
 
     def after_fill(self, weights: Collection[str]) -> None:
-        """Derives what hangs on this rank's masters and moments, drops gradients, and takes the memory that
-        ``after_restore`` needs. ``weights``, equal on every rank: the parameters without a master whose weight was
-        restored. Not collective.
-        """
+        """Derives everything else that depends on this rank's master weights and moments, and allocates the memory that
+        ``after_restore`` needs. ``weights``: the names of those parameters without master weights that were restored.
+        They are the same on every rank. Not collective."""
 
     def after_restore(self) -> None:
-        """Derives what hangs on other ranks' masters, moments and weights. Collective; nothing in it can fail on one
-        rank alone before the last exchange.
-        """
+        """Derives everything that depends on the master weights, moments and weights of other ranks. Collective. Before
+        the last exchange between the ranks, nothing in it can fail on one rank alone."""
 
 
 KINDS: dict[str, type[Wrapper]] = {
@@ -106,14 +114,16 @@ KINDS: dict[str, type[Wrapper]] = {
     "FP16_Optimizer": Flattened,
     "FP16_UnfusedOptimizer": PerParameter,
 }
+"""The class that reads and restores each kind of wrapper, by the name of DeepSpeed's class."""
 
 
 def kind_of(engine: Any) -> type[Wrapper] | None:
-    """The kind of the engine's wrapper; None for one that is not known."""
+    """Returns the class that reads and restores the engine's wrapper, or None for a wrapper that zckpt does not
+    know."""
     kind = type(engine.optimizer)
     if engine.optimizer is None or type(getattr(engine.optimizer, "optimizer", None)).__name__ == "DummyOptim":
         return replicas.Replicated
-    # By the exact class: whoever derives from one of these keeps state elsewhere too.
+    # The class must be exactly one of these, because a class that derives from it may keep state elsewhere too.
     if kind.__module__.startswith("deepspeed.runtime.") and kind.__name__ in KINDS:
         return KINDS[kind.__name__]
     if engine.zero_optimization_stage() == 0 and isinstance(engine.optimizer, torch.optim.Optimizer):

@@ -1,11 +1,12 @@
-"""ZeRO stages 1 and 2: every private attribute of ``DeepSpeedZeroOptimizer`` that is read or written.
+"""ZeRO stages 1 and 2. This file has all code that uses private attributes of DeepSpeed's ``DeepSpeedZeroOptimizer``.
 
-The parameters of a param group lie one behind the other in one buffer, which is cut into as many equal partitions as
-there are ranks, wherever that cuts a parameter. A rank keeps master weights and moments of its partition as one flat;
-the weights in the compute dtype are whole on every rank, as are parameters that are not trained.
+The parameters of a param group lie one after another in one buffer. It is cut into as many equal partitions as there
+are ranks, and a cut may go through a parameter. A rank keeps the master weights and moments of its partition as one
+flat buffer. Every rank has all weights in the dtype that the model computes with, and all parameters that are not
+trained.
 
-``_hp_mapping`` and what DeepSpeed derives from it are wrong where round_robin_gradients reorders the parameters, so
-they are set anew after a restore, but never read.
+If ``round_robin_gradients`` reorders the parameters, ``_hp_mapping`` and what DeepSpeed derives from it are wrong. They
+are made anew after a restore, but are never read here.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from zckpt.engines.deepspeed import replicas
-from zckpt.engines.deepspeed.flats import Flat, consecutive, cut_together, foreign, momentum_of_muon
+from zckpt.engines.deepspeed.flats import FlatBuffer, consecutive, cut_together, foreign, momentum_of_muon
 from zckpt.engines.deepspeed.group import ranks_of
 from zckpt.engines.tensors import holdings
+from zckpt.format.names import Tier
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM
 
 if TYPE_CHECKING:
@@ -28,18 +30,23 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """One param group: its parameters in the order of the buffer, where they begin in it, and this rank's partition."""
+    """One param group."""
 
     parameters: Sequence[Any]
+    """The parameters, in the order in which they lie in the buffer of the group."""
     shapes: Sequence[torch.Size]
+    """The shape of each of these parameters."""
     offsets: Sequence[int]
+    """The element of the buffer at which each of these parameters begins."""
     master: torch.Tensor
+    """The master weights of this rank's partition."""
     muon: Sequence[Any] = ()
-    """Parameters of which Muon's momentum is kept here whole, one behind the other: all that begin or go on here."""
+    """The parameters whose momentum the optimizer Muon keeps on this rank, each of them whole and one after another.
+    These are all parameters of which this rank's partition has any elements."""
 
 
 class Zero12(replicas.Replicated):
-    """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
+    """Reads and restores DeepSpeed's ``DeepSpeedZeroOptimizer``. ``wrapper.Wrapper`` documents the members."""
 
     MEMORY: ClassVar = {
         MASTER: ("hp_params_pin_buffers",),
@@ -47,7 +54,7 @@ class Zero12(replicas.Replicated):
         GRADIENT: (
             "averaged_gradients",
             "all_grad_tensors",
-            "ipg_buffer",  # before DeepSpeed had ipg_buckets
+            "ipg_buffer",  # only in versions of DeepSpeed without ipg_buckets
             "accumulated_grads_in_cpu",
             "temp_grad_buffer_for_cpu_offload",
             "temp_grad_buffer_for_gpu_offload",
@@ -59,7 +66,9 @@ class Zero12(replicas.Replicated):
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         super().__init__(wrapper, parameters, group)
         self._moved: frozenset[Any] = frozenset()
+        """The states that were offloaded before the restore, and are offloaded again after it."""
         self._pinned = False
+        """Whether these states were in pinned memory."""
         self.flats = self._flats()
 
     @classmethod
@@ -70,16 +79,16 @@ class Zero12(replicas.Replicated):
                 yield f"a partition group other than the engine's ranks in order: ranks {list(ranks)}"
                 return
         yield from replicas.unsupported(parameters)
-        yield from foreign(parameters, (p for group in cls._groups(wrapper) for p in group.parameters))
+        yield from foreign(parameters, (parameter for group in cls._groups(wrapper) for parameter in group.parameters))
 
     @staticmethod
     def changes_only_in_step(wrapper: Any) -> bool:
-        # Before DeepSpeed 0.19, Muon's momentum moves on while a backward pass fills the partition.
+        # Before DeepSpeed 0.19, Muon changes its momentum outside of a step, while a backward pass fills the gradients.
         return hasattr(wrapper, "_commit_muon_momentum") or not uses_muon(wrapper.optimizer)
 
     @classmethod
     def has_gradients(cls, wrapper: Any) -> bool:
-        # The number of the micro step is put back to -1 by every step, and only counts what is not in one yet.
+        # Every step sets micro_step_id back to -1, so it counts only the backward passes since the last step.
         pending = any(gradients is not None for gradients in wrapper.averaged_gradients.values())
         return pending or int(wrapper.micro_step_id) >= 0
 
@@ -87,18 +96,19 @@ class Zero12(replicas.Replicated):
     def optimizer(self) -> Any:
         return self._wrapper.optimizer
 
-    def tier(self, part: str) -> str:
+    def tier(self, part: str) -> Tier:
         moved = {state.name for state in self._offloaded_states}
         if part == PARAM:
-            return "host" if "lp_params" in moved else "device"
+            return Tier.HOST if "lp_params" in moved else Tier.DEVICE
         on_host = getattr(self._wrapper, "cpu_offload", False)
-        return "host" if on_host or ("hp_params" if part == MASTER else "optim_states") in moved else "device"
+        return Tier.HOST if on_host or ("hp_params" if part == MASTER else "optim_states") in moved else Tier.DEVICE
 
     def memory(self) -> Iterator[Holding]:
         yield from super().memory()
         for bucket in getattr(self._wrapper, "ipg_buckets", {}).values():
             yield from holdings(GRADIENT, "ipg_buckets", bucket.grads)
-            # Empty, as between two backward passes: each gradient is still the parameter's, or has been reduced.
+            # Between two backward passes the bucket is empty, because each gradient is still in its parameter or has
+            # been reduced. Then nobody needs the values in the buffer.
             yield from holdings(GRADIENT, "ipg_buckets", bucket.buffer, workspace=not bucket.elements)
 
     def before_restore(self) -> None:
@@ -107,15 +117,17 @@ class Zero12(replicas.Replicated):
             self._pinned = hasattr(wrapper, "hp_params_pin_buffers") or hasattr(wrapper, "lp_params_pin_buffers")
             wrapper.reload_states()
 
+    def after_masters(self) -> None:
+        self._drop_gradients()
+        self._wrapper.overflow = False
+
     def after_fill(self, weights: Collection[str]) -> None:
         wrapper = self._wrapper
         super().after_fill(weights)
         wrapper._link_all_hp_params()
         wrapper._hp_optimizer_states_linked = False
         if all(self.optimizer.state.get(flat.master) for flat in self.flats):
-            wrapper._lazy_init_hp_params_optimizer_state()  # without moments yet, the first step does it
-        self._drop_gradients()
-        wrapper.overflow = False
+            wrapper._lazy_init_hp_params_optimizer_state()  # If there are no moments yet, the first step does this.
 
     def after_restore(self) -> None:
         wrapper = self._wrapper
@@ -128,38 +140,38 @@ class Zero12(replicas.Replicated):
         wrapper = self._wrapper
         wrapper.zero_grad()
         wrapper.micro_step_id = -1
-        wrapper.averaged_gradients.clear()  # in place: the parameters' _hp_mapping holds it too
-        getattr(wrapper, "all_grad_tensors", {}).clear()  # since DeepSpeed 0.17
+        wrapper.averaged_gradients.clear()  # The dict must stay, because the parameters' _hp_mapping refers to it.
+        getattr(wrapper, "all_grad_tensors", {}).clear()  # This attribute exists since DeepSpeed 0.17.
         wrapper._offload_accumulated_param_ids = set()
         self._zero_master_gradients()
 
-    def _flats(self) -> tuple[Flat, ...]:
+    def _flats(self) -> tuple[FlatBuffer, ...]:
         rank = self._group.rank
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         flats = []
         for index, group in enumerate(self._groups(self._wrapper)):
-            called = [names[id(parameter)] for parameter in group.parameters]
-            placed = zip(called, group.shapes, group.offsets, strict=True)
-            slots = cut_together(placed, rank, group.master.numel())
-            by_name = {slot.name: slot for slot in slots}
+            parameter_names = [names[id(parameter)] for parameter in group.parameters]
+            named = zip(parameter_names, group.shapes, group.offsets, strict=True)
+            ranges = cut_together(named, rank, group.master.numel())
+            by_name = {parameter_range.name: parameter_range for parameter_range in ranges}
             momentum = (by_name[names[id(parameter)]] for parameter in group.muon)
-            flats.append(Flat(index, slots, group.master, wider=momentum_of_muon(momentum)))
+            flats.append(FlatBuffer(index, ranges, group.master, wider=momentum_of_muon(momentum)))
         return tuple(flats)
 
     @classmethod
     def _groups(cls, wrapper: Any) -> Iterator[Group]:
         for index, master in enumerate(wrapper.single_partition_of_fp32_groups):
             parameters = wrapper.round_robin_bit16_groups[index]
-            # The parameters themselves are empty while their storage is offloaded.
+            # The shapes are not taken from the parameters, which have no elements while their storage is offloaded.
             shapes = [meta.shape for meta in wrapper.round_robin_bit16_meta[index]]
             if hasattr(wrapper, "round_robin_bit16_offsets"):
                 offsets = wrapper.round_robin_bit16_offsets[index]
-            else:  # before DeepSpeed knew of padding between parameters
+            else:  # Older versions of DeepSpeed put no padding between parameters.
                 offsets = consecutive(shapes)
             by_muon = wrapper.optimizer.param_groups[index].get("use_muon") and not wrapper.cpu_offload
             yield Group(parameters, shapes, offsets, master, wrapper.params_in_partition[index] if by_muon else ())
 
 
 def uses_muon(optimizer: Any) -> bool:
-    """Whether Muon moves any of the optimizer's param groups."""
+    """Returns whether Muon updates any of the optimizer's param groups."""
     return any(group.get("use_muon") for group in optimizer.param_groups)

@@ -1,9 +1,10 @@
-"""ZeRO stage 3: every private attribute of ``DeepSpeedZeroOptimizer_Stage3`` that is read or written, and of
-``DeepSpeedZeRoOffload``, which takes its place where there is no optimizer; and nothing else.
+"""ZeRO stage 3. This file and nvme.py have all code that uses private attributes of DeepSpeed's
+``DeepSpeedZeroOptimizer_Stage3``, and of ``DeepSpeedZeRoOffload``, which an engine without an optimizer has instead.
 
-P = ranks, N = elements of a parameter. Each parameter is cut on its own into P partitions of ceil(N / P) elements; what
-lies behind N in the last ones is padding, never initialised. Master weights and moments of a *sub-group* of parameters
-are one flat; the weights in the compute dtype are ``ds_tensor`` of each parameter. Both may lie in files (nvme.py).
+In the following, P is the number of ranks and N the number of elements of a parameter. Each parameter is cut on its own
+into P partitions of ceil(N / P) elements. Beyond element N, the last partitions have padding, which is never
+initialised. The master weights and moments of a *sub-group* of parameters are one flat buffer. The weights in the dtype
+that the model computes with are the ``ds_tensor`` of each parameter. Both may be in swap files (see nvme.py).
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zckpt.engines.deepspeed.flats import Flat, Slot, cut_alone, cut_each, foreign, part_of
+from zckpt.engines.deepspeed.flats import FlatBuffer, ParameterRange, cut_alone, cut_each, elements_of, foreign
 from zckpt.engines.deepspeed.group import ranks_of
 from zckpt.engines.deepspeed.kind import Kind
 from zckpt.engines.deepspeed.nvme import OptimizerFiles, ParameterFiles
 from zckpt.engines.deepspeed.zero12 import uses_muon
 from zckpt.engines.tensors import holdings
-from zckpt.state.inventory import GRADIENT, MASTER, PARAM, FileSpan, Holding
+from zckpt.format.names import Tier
+from zckpt.state.inventory import GRADIENT, MASTER, PARAM, FileRange, Holding
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class Partitioned(Kind):
-    """Weights alone, without an optimizer; ``wrapper.Wrapper`` says what each member is for."""
+    """Reads and restores DeepSpeed's ``DeepSpeedZeRoOffload``, which partitions weights and has no optimizer.
+    ``wrapper.Wrapper`` documents the members."""
 
     @classmethod
     def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
@@ -47,16 +50,16 @@ class Partitioned(Kind):
                 yield f"a partition group other than the engine's ranks in order: {name} lies on ranks {list(ranks)}"
                 return
 
-    def tier(self, part: str) -> str:
-        return "device" if self._wrapper.offload_device is None else "host"
+    def tier(self, part: str) -> Tier:
+        return Tier.DEVICE if self._wrapper.offload_device is None else Tier.HOST
 
-    def weight(self, name: str) -> tuple[Slot, torch.Tensor | FileSpan]:
+    def weight(self, name: str) -> tuple[ParameterRange, torch.Tensor | FileRange]:
         parameter = self._parameters[name]
-        slot = self._slot(name)
-        data: torch.Tensor | FileSpan | None = ParameterFiles.of(parameter)
+        parameter_range = self._parameter_range(name)
+        data: torch.Tensor | FileRange | None = ParameterFiles.of(parameter)
         if data is None:
             data = self._in_memory(name)
-        return slot, part_of(data, 0, slot.stop - slot.start, parameter.dtype)
+        return parameter_range, elements_of(data, 0, parameter_range.stop - parameter_range.start, parameter.dtype)
 
     def memory(self) -> Iterator[Holding]:
         yield from super().memory()
@@ -72,33 +75,34 @@ class Partitioned(Kind):
             ParameterFiles.settle(parameter)
 
     def before_restore(self) -> None:
-        # Gives up every gathered parameter, so that only partitions hold weights.
+        # After this, no parameter is gathered any more, so only the partitions hold weights.
         self._wrapper.empty_partition_cache()
         self.settle()
 
     @contextmanager
     def weight_in_memory(self, name: str) -> Iterator[torch.Tensor]:
-        slot = self._slot(name)
+        parameter_range = self._parameter_range(name)
         with ParameterFiles.rewrite(self._parameters[name]) as data:
-            yield data.narrow(0, 0, slot.stop - slot.start)
+            yield data.narrow(0, 0, parameter_range.stop - parameter_range.start)
 
     def after_fill(self, weights: Collection[str]) -> None:
         pass
 
     def after_restore(self) -> None:
-        pass  # the next forward pass gathers what was restored
+        pass  # The next forward pass gathers what was restored.
 
     def _in_memory(self, name: str) -> torch.Tensor:
-        """This rank's partition of a weight that lies in no file, padding and all."""
+        """Returns this rank's partition of a weight that is not in a swap file, with its padding."""
         partition: torch.Tensor = self._parameters[name].ds_tensor
         return partition.detach()
 
-    def _slot(self, name: str) -> Slot:
+    def _parameter_range(self, name: str) -> ParameterRange:
+        """Returns the range of the parameter's elements that this rank's partition holds."""
         return cut_alone(name, self._parameters[name].ds_shape, self._group.rank, self._group.size)
 
 
 class Zero3(Partitioned):
-    """The wrapper around the optimizer; ``wrapper.Wrapper`` says what each member is for."""
+    """Reads and restores DeepSpeed's ``DeepSpeedZeroOptimizer_Stage3``. ``wrapper.Wrapper`` documents the members."""
 
     MEMORY: ClassVar = {
         MASTER: ("hp_params_pin_buffers",),
@@ -108,7 +112,7 @@ class Zero3(Partitioned):
             "averaged_gradients",
             "grad_partitions_flat_buffer",
             "lp_grad_partitions_flat_pin_buffers",
-            "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer",  # before DeepSpeed had ipg_buckets
+            "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer",  # only in versions without ipg_buckets
             "_muon_allgather_buffers",
         ),
     }
@@ -117,6 +121,7 @@ class Zero3(Partitioned):
         super().__init__(wrapper, parameters, group)
         self._files = OptimizerFiles(wrapper)
         self._moved: frozenset[Any] = frozenset()
+        """The states that were offloaded before the restore, and are offloaded again after it."""
         self.flats = self._flats()
 
     @classmethod
@@ -127,29 +132,31 @@ class Zero3(Partitioned):
     @classmethod
     def has_gradients(cls, wrapper: Any) -> bool:
         pending = any(gradients is not None for gradients in wrapper.averaged_gradients.values())
-        # If the optimizer is offloaded, gradients lie elsewhere; these two tell that a backward pass has run.
+        # If the optimizer is offloaded, the gradients are elsewhere. Then the last two conditions tell whether a
+        # backward pass has run since the last step.
         return pending or wrapper.micro_step_id > 0 or getattr(wrapper, "_epilogue_ran_this_backward", False)
 
     @staticmethod
     def changes_only_in_step(wrapper: Any) -> bool:
-        # Before DeepSpeed 0.19, Muon's momentum moves on while a backward pass reduces the gradients.
+        # Before DeepSpeed 0.19, Muon changes its momentum outside of a step, while a backward pass reduces gradients.
         return hasattr(wrapper, "_apply_muon_to_accumulated_grads") or not uses_muon(wrapper.optimizer)
 
     @property
     def optimizer(self) -> Any:
         return self._wrapper.optimizer
 
-    def tier(self, part: str) -> str:
+    def tier(self, part: str) -> Tier:
         wrapper, moved = self._wrapper, {state.name for state in self._offloaded_states}
         if part == PARAM:
-            return "host" if wrapper.offload_param or "lp_params" in moved else "device"
+            return Tier.HOST if wrapper.offload_param or "lp_params" in moved else Tier.DEVICE
         state = "hp_params" if part == MASTER else "optim_states"
-        return "host" if wrapper.offload_optimizer or state in moved else "device"
+        return Tier.HOST if wrapper.offload_optimizer or state in moved else Tier.DEVICE
 
     def memory(self) -> Iterator[Holding]:
         yield from super().memory()
         for bucket in getattr(self._wrapper, "ipg_buckets", {}).values():
-            # Empty, as between two backward passes: each gradient has been reduced into its partition.
+            # Between two backward passes the bucket is empty, because each gradient has been reduced into its
+            # partition. Then nobody needs the values in the buffer.
             yield from holdings(GRADIENT, "ipg_buckets", bucket.buffer, workspace=not bucket.elements)
         for flat in self.flats:
             yield from self._files.gradients(self._numbers[flat])
@@ -159,9 +166,9 @@ class Zero3(Partitioned):
         super().settle()
 
     def after_write(self) -> None:
-        if not self._weights_moved:  # If they were moved, there is nothing to gather them from.
+        if not self._weights_moved:  # Weights that offload_states() has moved cannot be gathered.
             self._wrapper.checkpoint_event_prologue()
-            self._wrapper.checkpoint_event_epilogue()  # gathers the persistent parameters
+            self._wrapper.checkpoint_event_epilogue()  # This gathers the persistent parameters.
 
     def before_restore(self) -> None:
         self._moved = self._offloaded_states
@@ -170,50 +177,51 @@ class Zero3(Partitioned):
         super().before_restore()
 
     @contextmanager
-    def flat_in_memory(self, flat: Flat) -> Iterator[Flat]:
+    def flat_in_memory(self, flat: FlatBuffer) -> Iterator[FlatBuffer]:
         with self._files.in_memory(self._numbers[flat]):
             yield replace(flat, files={})
             self._derive_weights(flat)
 
-    def after_fill(self, weights: Collection[str]) -> None:
-        wrapper = self._wrapper
+    def after_masters(self) -> None:
         for flat in self.flats:
             if not flat.files:
                 self._derive_weights(flat)
         self._drop_gradients()
-        wrapper.overflow = False
+        self._wrapper.overflow = False
 
     def after_restore(self) -> None:
         wrapper = self._wrapper
-        wrapper.checkpoint_event_epilogue()  # gathers the persistent parameters anew
+        wrapper.checkpoint_event_epilogue()  # This gathers the persistent parameters again.
         if self._moved:
             pinned = hasattr(wrapper, "hp_params_pin_buffers") or hasattr(wrapper, "lp_param_contiguous_pin_buffer")
             wrapper.offload_states(include=self._moved, pin_memory=pinned)
 
     def _drop_gradients(self) -> None:
         wrapper = self._wrapper
-        wrapper.zero_grad()  # also puts micro_step_id back to 0
+        wrapper.zero_grad()  # This also sets micro_step_id back to 0.
         wrapper.averaged_gradients = {}
         wrapper._offload_boundary_param_ids = set()
-        # A step also uses the gradients of parameters that no backward has reached: they lie here still.
+        # A step uses the gradients in this buffer even for parameters that no backward pass has reached.
         wrapper.grad_partitions_flat_buffer.zero_()
         self._zero_master_gradients()
 
     @property
     def _weights_moved(self) -> bool:
+        """Whether offload_states() has moved the weights to host memory."""
         return any(state.name == "lp_params" for state in self._offloaded_states)
 
     @cached_property
-    def _numbers(self) -> dict[Flat, int]:
-        """The number of the sub-group that each flat is."""
+    def _numbers(self) -> dict[FlatBuffer, int]:
+        """The number of the sub-group of each flat buffer."""
         return {flat: number for number, flat in enumerate(self.flats)}
 
-    def _derive_weights(self, flat: Flat) -> None:
+    def _derive_weights(self, flat: FlatBuffer) -> None:
+        """Computes the weights in the dtype of the model from the master weights of a flat buffer."""
         self._wrapper._reassign_or_swap_out_partitioned_parameters(self._numbers[flat])
 
     def _in_memory(self, name: str) -> torch.Tensor:
-        # While offload_states() has the weights, ``ds_tensor`` of an optimized parameter belongs to another one
-        # wherever the optimizer's order is not the module's.
+        # While the weights are offloaded, the ``ds_tensor`` of a trained parameter may have the values of another one:
+        # DeepSpeedZeroOptimizer_Stage3.offload_states assigns them in the order of the module, not of the optimizer.
         if not self._weights_moved or name not in self._offsets:
             return super()._in_memory(name)
         buffer: torch.Tensor = self._wrapper.lp_param_buffer
@@ -221,17 +229,17 @@ class Zero3(Partitioned):
 
     @cached_property
     def _offsets(self) -> dict[str, int]:
-        """Where the partition of each optimized parameter begins in the buffer of all weights."""
-        names = [slot.name for flat in self.flats for slot in flat.slots]
+        """The element at which the partition of each trained parameter begins in the buffer of all weights."""
+        names = [parameter_range.name for flat in self.flats for parameter_range in flat.ranges]
         lengths = (self._parameters[name].partition_numel() for name in names)
         return dict(zip(names, accumulate(lengths, initial=0), strict=False))
 
-    def _flats(self) -> tuple[Flat, ...]:
+    def _flats(self) -> tuple[FlatBuffer, ...]:
         wrapper = self._wrapper
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         flats = []
         for index, master in enumerate(wrapper.fp32_partitioned_groups_flat):
             shapes = ((names[id(parameter)], parameter.ds_shape) for parameter in wrapper.fp16_groups[index])
-            slots = cut_each(shapes, self._group.rank, self._group.size)
-            flats.append(Flat(wrapper.sub_group_to_group_id[index], slots, master, self._files.of(index)))
+            ranges = cut_each(shapes, self._group.rank, self._group.size)
+            flats.append(FlatBuffer(wrapper.sub_group_to_group_id[index], ranges, master, self._files.of(index)))
         return tuple(flats)

@@ -34,7 +34,6 @@ function number(value) {
   return plain ? String(Number(value.toPrecision(4))) : value.toExponential(2);
 }
 
-
 async function unpacked(id) {
   const packed = atob(byId(`packed-${id}`).textContent);
   const bytes = new Uint8Array(packed.length);
@@ -275,7 +274,7 @@ function details(tensor, id) {
     const chart = element("div", { class: "chart lower", role: "img", "aria-label": "Histogram of the values. The table below shows the same.", id: `${id}-chart` });
     const table = element("table");
     fill(table, ["values", "elements"], all.map((one) => [one.text, count(one.count)]));
-    made.append(element("div", {}, chart, element("p", {}, "Elements by magnitude: each bar is of numbers up to twice as large as those of the bar next to it."), element("details", {}, element("summary", {}, "As a table"), element("div", { class: "scroll low", tabindex: "0", role: "region", "aria-label": "Histogram" }, table))));
+    made.append(element("div", {}, chart, element("p", {}, "Each bar counts the elements between a power of two and the next one. Those below zero are on the left."), element("details", {}, element("summary", {}, "As a table"), element("div", { class: "scroll low", tabindex: "0", role: "region", "aria-label": "Histogram" }, table))));
     made.draw = () => {
       const labelled = Math.max(1, Math.ceil(all.length / 10));
       const ticks = all.map((one, i) => i).filter((i) => i % labelled === 0);
@@ -295,7 +294,15 @@ function showTensors(rows, withValues, DataTable) {
     type: "num",
     data: (tensor, type) => (type === "display" ? escaped(show(read(tensor))) : read(tensor) ?? -Infinity),
   });
-  const text = (title, read, className = "") => ({ title, className, type: "string", data: (tensor, type) => (type === "display" ? `<code>${escaped(read(tensor)).replace(/[./_]/g, "$&<wbr>")}</code>` : read(tensor)) });
+  const text = (title, read, className = "") => ({
+    title,
+    className,
+    type: "string",
+    data(tensor, type) {
+      if (type === "display") return `<code>${escaped(read(tensor)).replace(/[./_]/g, "$&<wbr>")}</code>`;
+      return type === "filter" ? escaped(read(tensor)) : read(tensor); // What it searches, DataTables takes for markup.
+    },
+  });
   const statistic = (title, name, show, wide) => numeric(title, (tensor) => tensor[name], (value) => (value === undefined ? "" : show ? show(value) : number(value)), wide);
   const hasUpdates = tensors.some((tensor) => tensor.update);
   const columns = [

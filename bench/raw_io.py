@@ -1,0 +1,128 @@
+"""Raw direct I/O, which is the limit for zckpt and its peers, and the memory that it needs."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+RAW_THREADS, RAW_BATCH_BYTES = 4, 8 << 20
+
+
+def fresh_memory(nbytes: int) -> np.ndarray:
+    """Returns ``nbytes`` bytes that begin with a page and have not been touched.
+
+    They are allocated by numpy, whose memory is in huge pages if the kernel has them. Without huge pages direct I/O is
+    half as fast.
+    """
+    memory = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
+    first = -memory.ctypes.data % mmap.PAGESIZE
+    return memory[first : first + nbytes]
+
+
+def aligned_memory(nbytes: int) -> np.ndarray:
+    """Returns ``nbytes`` bytes that begin with a page and have all been touched."""
+    array = fresh_memory(nbytes)
+    array.fill(1)
+    return array
+
+
+def whole_pages(tensors: Iterable[torch.Tensor]) -> list[np.ndarray]:
+    """Returns the memory of each tensor, without the parts of pages at both ends.
+
+    A disk that is attached to a virtual machine may be twice as fast with one range of memory as with another.
+    Therefore raw I/O uses the memory of the contestant that it is compared with.
+    """
+    memories = [tensor.detach().view(-1).view(torch.uint8).numpy() for tensor in tensors]
+    from_a_page = [memory[-memory.ctypes.data % mmap.PAGESIZE :] for memory in memories]
+    return [memory[: len(memory) // mmap.PAGESIZE * mmap.PAGESIZE] for memory in from_a_page]
+
+
+class Raw:
+    """Positional direct I/O from and to memory that begins with a page, in several threads. It is the limit."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(RAW_THREADS)
+        self.buffers = aligned_memory(RAW_THREADS * RAW_BATCH_BYTES)
+        """Memory that is filled with random bytes."""
+        self.buffers[:] = np.frombuffer(os.urandom(len(self.buffers)), np.uint8)
+
+    def again(self, nbytes: int) -> list[np.ndarray]:
+        """Returns views of ``buffers`` that have ``nbytes`` together, rounded up to whole pages, and may overlap."""
+        return _batches(self.buffers, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+    def write(self, path: Path, memories: Sequence[np.ndarray], *, durable: bool = True) -> None:
+        """Writes the bytes of ``memories``, which are whole pages each, to a new file.
+
+        If ``durable`` is true, the file and its name are durable when the call returns.
+        """
+        views = [view for memory in memories for view in _batches(memory, len(memory))]
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+        os.posix_fallocate(fd, 0, sum(map(len, views)))  # a file that grows is written by one thread at a time
+        self._each(os.pwritev, fd, views)
+        if durable:
+            os.fsync(fd)
+            directory = os.open(path.parent, os.O_RDONLY)
+            os.fsync(directory)
+            os.close(directory)
+        os.close(fd)
+
+    def read(self, path: Path, memory: np.ndarray | None = None) -> np.ndarray:
+        """Reads all whole pages of a file into ``memory``, or into fresh memory, and returns that memory.
+
+        If ``memory`` is smaller than the file, it is overwritten again and again.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        nbytes = os.fstat(fd).st_size // mmap.PAGESIZE * mmap.PAGESIZE
+        memory = fresh_memory(nbytes) if memory is None else memory
+        self._each(os.preadv, fd, _batches(memory, nbytes))
+        os.close(fd)
+        return memory
+
+    def read_into(self, path: Path, memories: Sequence[np.ndarray]) -> None:
+        """Reads the beginning of a file into ``memories``, which are whole pages each."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        self._each(os.preadv, fd, [view for memory in memories for view in _batches(memory, len(memory))])
+        os.close(fd)
+
+    def _each(
+        self, action: Callable[[int, Sequence[np.ndarray], int], int], fd: int, views: Sequence[np.ndarray]
+    ) -> None:
+        """Reads or writes ``views``, which follow each other in the file."""
+        offsets = itertools.accumulate(map(len, views), initial=0)
+        # All threads share the iterator: a thread that is free takes the next view.
+        places = iter(list(zip(offsets, views, strict=False)))
+
+        def work(_: int) -> None:
+            for offset, view in places:
+                if action(fd, [view], offset) != len(view):
+                    raise OSError("the disk took or gave less than it was asked to")
+
+        list(self._pool.map(work, range(RAW_THREADS)))
+
+
+def _batches(memory: np.ndarray, nbytes: int) -> list[np.ndarray]:
+    """Returns views of ``memory`` that have ``nbytes`` together. They overlap if ``memory`` has fewer bytes."""
+    starts = ((offset, offset % len(memory)) for offset in range(0, nbytes, RAW_BATCH_BYTES))
+    return [memory[first : first + min(RAW_BATCH_BYTES, nbytes - offset)] for offset, first in starts]
+
+
+def keep_freed_memory() -> None:
+    """Makes malloc keep freed memory, so that the large tensors of every contestant get memory that was touched before.
+
+    Fresh memory costs more time than reading a file.
+    """
+    libc = ctypes.CDLL(None)
+    trim_threshold, mmap_max, arena_max = -1, -4, -8  # malloc.h
+    for parameter, value in ((trim_threshold, -1), (mmap_max, 0), (arena_max, 1)):
+        libc.mallopt(parameter, value)

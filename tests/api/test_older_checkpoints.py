@@ -1,0 +1,105 @@
+"""Accelerate and Lightning remove an older checkpoint only after a newer one is committed. This also holds for saves in
+the background."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.lightning import let_lightning_use_cpus
+from tests.support.slow_writes import slow
+
+if TYPE_CHECKING:
+    from tests.support.cluster import Cluster
+
+CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+removed: list[bool] = []
+"""Has a value for each folder that this rank has removed: whether another checkpoint was committed at that time."""
+
+
+def watched(remove: Any, above: Path) -> Any:
+    """Returns a function that does what ``remove`` does, and records in ``removed`` each folder that it removes
+    directly in ``above``."""
+
+    def call(path: Any, *args: Any, **options: Any) -> None:
+        folder = Path(path)
+        if folder.parent == above:
+            removed.append(any(folder not in manifest.parents for manifest in above.rglob("manifest.msgpack")))
+        remove(path, *args, **options)
+
+    return call
+
+
+def save_by_accelerate(directory: str) -> list[bool]:
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration
+
+    zckpt.attach_all(background=True)
+    project = ProjectConfiguration(directory, total_limit=2, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG), project_config=project)
+    model = torch.nn.Linear(32, 32)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    above = Path(directory, "checkpoints")
+    above.mkdir(parents=True)
+    with slow(0.1), mock.patch("accelerate.accelerator.shutil.rmtree", watched(shutil.rmtree, above)):
+        for _ in range(4):
+            accelerator.backward(model(torch.ones(4, 32)).square().mean())
+            optimizer.step()
+            accelerator.save_state()
+        zckpt.wait()
+    return removed
+
+
+def save_by_lightning(directory: str) -> list[bool]:
+    let_lightning_use_cpus()
+    from lightning.pytorch import LightningModule, Trainer, strategies
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(32, 32)
+
+        def train_dataloader(self) -> Any:
+            samples: Any = torch.ones(64, 32)
+            return torch.utils.data.DataLoader(samples, batch_size=4)
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    zckpt.attach_all(background=True)
+    saves = ModelCheckpoint(directory, "{step:06}", every_n_train_steps=2, save_top_k=1, save_on_train_epoch_end=False)
+    trainer = Trainer(
+        strategy=strategies.DeepSpeedStrategy(config=CONFIG), devices=2, max_steps=6, callbacks=[saves], logger=False
+    )
+    files = trainer.strategy.checkpoint_io
+    with slow(0.1), mock.patch.object(files, "remove_checkpoint", watched(files.remove_checkpoint, Path(directory))):
+        trainer.fit(Module())
+        zckpt.wait()
+    return removed
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    # Only one rank with Accelerate: without a GPU, each rank believes that it is the first, and removes folders
+    ("save", "ranks", "stay"),
+    [(save_by_accelerate, 1, 2), (save_by_lightning, 2, 1)],
+)
+def test_an_older_checkpoint_is_removed_after_a_newer_one_is_committed(
+    cluster: Cluster, tmp_path: Path, save: Any, ranks: int, stay: int
+) -> None:
+    pytest.importorskip("lightning" if save is save_by_lightning else "accelerate")
+    first, *others = cluster.run(save, ranks, str(tmp_path / "run"), init=False)
+    assert (first, others) == ([True, True], [[]] * (ranks - 1))
+    left = [manifest.parent for manifest in (tmp_path / "run").rglob("manifest.msgpack")]
+    assert len(left) == stay
+    assert all(zckpt.validate(checkpoint).ok for checkpoint in left)

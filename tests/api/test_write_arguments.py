@@ -1,0 +1,250 @@
+"""A write refuses values, names and arguments that a checkpoint cannot hold before a byte is written. It also refuses a
+place where the checkpoint would hide others."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from datetime import UTC, date, datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import zckpt
+from tests.support.plain_engine import Engine, everything
+from tests.support.states import fragment
+from zckpt.api.write import write_engine
+from zckpt.errors import CheckpointExistsError, FormatError, StateError
+from zckpt.storage.lock import WriteLock
+from zckpt.writing.options import WriteOptions
+
+pytestmark = pytest.mark.usefixtures("engines_are_adapters")
+
+
+# What a write contains
+
+
+@pytest.mark.parametrize(("part", "name", "rule"), [("../up", "w", "N003"), ("master", "w@0:2", "N002")])
+def test_a_name_that_the_format_cannot_hold_stops_the_write(tmp_path: Path, part: str, name: str, rule: str) -> None:
+    engine = Engine()
+    odd = fragment(part, name, engine.weight, 0, len(engine.weight))
+    with (
+        mock.patch.object(engine, "fragments", return_value=[odd]),
+        mock.patch.object(WriteLock, "acquire", side_effect=AssertionError("a byte was written")),
+        pytest.raises(FormatError) as caught,
+    ):
+        zckpt.write(engine, tmp_path / "run" / "c")
+    assert caught.value.rule == rule
+    assert everything(tmp_path) == {}
+
+
+def test_tensors_with_missing_elements_are_not_written(tmp_path: Path) -> None:
+    engine = Engine()
+    half = fragment("master", "w", engine.weight, 0, 7)
+    with (
+        mock.patch.object(engine, "fragments", return_value=[half]),
+        mock.patch.object(WriteLock, "acquire", side_effect=AssertionError("a byte was written")),
+        pytest.raises(FormatError) as caught,
+    ):
+        zckpt.write(engine, tmp_path / "c")
+    assert caught.value.rule == "I005"
+    assert everything(tmp_path) == {}
+
+
+def test_tensors_without_values_are_refused_by_name(tmp_path: Path) -> None:
+    nothing = torch.empty(3, device="meta")
+    for attribute, value, where in (
+        ("weight", nothing, "master/w"),
+        ("state", lambda: {"optimizer": {"d": nothing}}, "optimizer.d"),
+        ("rank_state", lambda: {"seen": nothing}, r"rank_state\[0\].seen"),
+    ):
+        engine = Engine()
+        setattr(engine, attribute, value)
+        with pytest.raises(StateError, match=f"{where} is on the device meta"):
+            zckpt.write(engine, tmp_path / "c")
+        assert everything(tmp_path) == {}
+
+
+NESTED = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("client_state", "where"),
+    [
+        ({"sampler": [{"fn": len}]}, "client_state.sampler[0].fn"),
+        ({"seen": {print}}, "client_state.seen[0]: builtin_function_or_method"),
+        ({"root": 1j}, "client_state.root: complex"),
+        ({"number": np.longdouble(1)}, "client_state.number: longdouble"),
+        ({"sparse": torch.eye(2).to_sparse()}, "client_state.sparse is a tensor of layout torch.sparse_coo"),
+        ({"nested": NESTED}, "client_state.nested is a tensor of layout nested"),
+        ({"words": [torch.zeros(1), "a", object()]}, "client_state.words[2]: object"),
+        ({True: 1}, "client_state has the key True"),
+        ({"mask": np.ma.masked_array([1.0, 2.0], [False, True])}, "client_state.mask: MaskedArray"),
+        ({"long": np.zeros(2, np.longdouble)}, "client_state.long: ndarray"),
+        ({"meta": torch.empty(2, device="meta")}, "client_state.meta is on the device meta"),
+    ],
+)
+def test_client_state_that_cannot_be_kept_stops_the_write(
+    tmp_path: Path, client_state: dict[Any, Any], where: str
+) -> None:
+    with pytest.raises(StateError) as caught:
+        zckpt.write(Engine(), tmp_path / "run" / "c", client_state=client_state)
+    assert str(caught.value).startswith(where)
+    assert everything(tmp_path) == {}
+
+
+PLAIN: dict[str, tuple[Any, Any]] = {
+    "numpy": ([np.float32(0.1), np.int64(-3), np.bool_(True), np.str_("a")], [float(np.float32(0.1)), -3, True, "a"]),
+    "size": (torch.Size([2, 3]), (2, 3)),
+    "path": (PurePosixPath("/data/x"), "/data/x"),
+    "time": (datetime(2026, 1, 2, 3, tzinfo=UTC), "2026-01-02T03:00:00+00:00"),
+    "date": (date(2026, 1, 2), "2026-01-02"),
+    "set": ({"b", "a"}, ["a", "b"]),
+    "frozen": (frozenset({2, (1,)}), [2, (1,)]),
+    "default": (defaultdict(list, {"k": [np.int8(1)]}), {"k": [1]}),
+}  # fmt: skip
+
+
+def test_client_state_is_converted_to_plain_values(tmp_path: Path) -> None:
+    zckpt.write(Engine(), tmp_path / "c", client_state={key: given for key, (given, _) in PLAIN.items()})
+    actual = zckpt.open(tmp_path).state["client_state"]
+    for key, (_, kept) in PLAIN.items():
+        assert (actual[key], type(actual[key])) == (kept, type(kept)), key
+    engine = Engine()
+    with mock.patch.object(engine, "state", {"seen": {1}}.copy), pytest.raises(zckpt.StateError, match="seen: set"):
+        zckpt.write(engine, tmp_path / "d")  # values of an engine must come back unchanged
+
+
+def test_an_unknown_part_to_leave_out_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no part moments; it has master, exp_avg"):
+        zckpt.write(Engine(), tmp_path / "c", exclude=["moments"])
+    with pytest.raises(ValueError, match="'refuse' or 'drop'"):
+        zckpt.write(Engine(), tmp_path / "c", pending_gradients="keep")  # type: ignore[call-overload]
+    assert everything(tmp_path) == {}
+    zckpt.write(Engine(), tmp_path / "c", exclude=["exp_avg"])
+    assert zckpt.open(tmp_path).parts == ("master",)
+
+
+def test_one_part_may_be_given_as_a_string(tmp_path: Path) -> None:
+    zckpt.write(Engine(), tmp_path / "c", exclude="exp_avg")
+    assert zckpt.open(tmp_path / "c").parts == ("master",)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (TypeError, "client_state must be a dict.*got list", {"client_state": [1]}),
+        (ValueError, "pass background=True", {"snapshot": "lazy"}),
+        (ValueError, "pass background=True", {"snapshot_bytes": 1 << 20}),
+        (ValueError, "snapshot_bytes must be a number of bytes", {"snapshot_bytes": "1GB", "background": True}),
+        (ValueError, "snapshot_bytes must be a number of bytes", {"snapshot_bytes": -1, "background": True}),
+        (TypeError, "budget must be a zckpt.Budget", {"budget": 5}),
+        (ValueError, "the engine has no part m; it has master", {"exclude": "m"}),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    tmp_path: Path, error: type[Exception], message: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=message):
+        zckpt.write(Engine(), tmp_path / "c", **options)
+    assert everything(tmp_path) == {}
+
+
+# Where a write puts the checkpoint
+
+
+TAGS = ["../x", "", ".", "/abs/x", "a\nb", "n" * 300, "\udcff", "latest", "latest/x"]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_tag_that_latest_cannot_name_is_refused(tmp_path: Path, tag: str) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ValueError, match=r"(?s)the file `latest`.*save_latest=False, writes it without") as caught:
+        write_engine(Engine(), os.path.join(run, tag), WriteOptions(run=run))
+    assert type(caught.value) is ValueError, "and not that the checkpoint is damaged"
+    assert everything(tmp_path) == {}
+    if tag == "a\nb":
+        write_engine(Engine(), os.path.join(run, tag), WriteOptions(run=run, latest=False))
+
+
+def test_a_directory_named_latest_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(
+        CheckpointExistsError, match=f"directory is in the place of the file `latest`.*{tmp_path}/latest"
+    ):
+        zckpt.write(Engine(), tmp_path / "c")
+    assert everything(tmp_path) == {"latest": None}
+    (tmp_path / "latest").rmdir()
+    (tmp_path / "latest").symlink_to("c")  # some people make such a link, which can be replaced
+    zckpt.write(Engine(), tmp_path / "c")
+    assert (tmp_path / "latest").read_text() == "c\n"
+
+
+@pytest.mark.parametrize("latest", [True, False])
+@pytest.mark.parametrize("name", ["c", "epoch0/c", "checkpoint-5/c"])
+def test_no_checkpoint_hides_others(tmp_path: Path, name: str, latest: bool) -> None:
+    """If a directory has a manifest, opening the directory opens that checkpoint, whatever the ``latest`` beside it
+    names."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    write_engine(Engine(step=1), run / name, WriteOptions(run=run, latest=latest))
+    before = everything(tmp_path)
+    hidden = "the file `latest`" if latest else name
+    if latest or name != "epoch0/c":  # without `latest`, nobody would find epoch0/c from there
+        for overwrite in (False, True):
+            with pytest.raises(
+                CheckpointExistsError, match=f"directory of a run, with {hidden}:.*\n.*run/global_step<N>"
+            ):
+                zckpt.write(Engine(step=2), run, overwrite=overwrite, latest=latest)
+    assert everything(tmp_path) == before
+
+    other.mkdir()
+    (other / "notes").mkdir()
+    (other / "config.json").write_text("{}")
+    zckpt.write(Engine(step=3), other, latest=latest)
+    zckpt.write(Engine(step=4), other, latest=latest, overwrite=True)
+    before = everything(tmp_path)
+    with pytest.raises(
+        CheckpointExistsError, match=f"{other} is a checkpoint, which would hide.*\n.*{other}/global_step<N>"
+    ):
+        write_engine(Engine(step=5), other / name, WriteOptions(run=other, latest=latest))
+    assert everything(tmp_path) == before
+    assert zckpt.open(other).step == 4
+
+
+def test_a_checkpoint_far_above_that_would_hide_the_new_one_is_found(tmp_path: Path) -> None:
+    zckpt.write(Engine(step=3), tmp_path / "c", latest=False)
+    before = everything(tmp_path)
+    with pytest.raises(CheckpointExistsError, match=f"{tmp_path / 'c'} is a checkpoint, which would hide"):
+        zckpt.write(Engine(step=4), tmp_path / "c" / "run" / "step4")
+    assert everything(tmp_path) == before
+
+
+def test_an_empty_path_is_not_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the path is empty; the current directory is"):
+        zckpt.write(Engine(), "")
+    assert everything(tmp_path) == {}
+
+
+def test_latest_is_left_alone_if_asked(tmp_path: Path) -> None:
+    zckpt.write(Engine(step=1), tmp_path / "first")
+    zckpt.write(Engine(step=2), tmp_path / "second", latest=False)
+    assert zckpt.open(tmp_path).step == 1
+
+
+def test_without_a_path_the_step_names_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert zckpt.write(Engine(step=7)) == str(tmp_path / "checkpoints" / "global_step7")
+    assert zckpt.open("checkpoints").step == 7
+
+
+def test_latest_may_be_in_a_directory_above(tmp_path: Path) -> None:
+    write_engine(Engine(), tmp_path / "epoch0" / "step1", WriteOptions(run=tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["epoch0", "latest"]
+    assert (tmp_path / "latest").read_text() == "epoch0/step1\n"
+    with pytest.raises(ValueError, match="latest"):
+        write_engine(Engine(), tmp_path / "other" / "c", WriteOptions(run=tmp_path / "run"))

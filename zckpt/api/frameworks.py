@@ -1,0 +1,341 @@
+"""Adapts Trainer, Accelerate and Lightning to checkpoints of zckpt: from which checkpoints they resume, and when they
+remove older ones."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zckpt.api import background
+from zckpt.engines import group_of
+from zckpt.engines.hooks import workers_ignore
+from zckpt.errors import warn
+from zckpt.listing.trainer import (
+    RESUMABLE,
+    SCHEDULER,
+    TRAINER_STATE,
+    Kind,
+    is_zckpts,
+    kind_of,
+    last_checkpoint,
+    newest_to_resume,
+    rng_file,
+    superseded,
+)
+from zckpt.ranks.collectives import Ranks
+from zckpt.ranks.last_step import LastStep
+from zckpt.storage.files import sync_file
+from zckpt.storage.schemes import open_store
+from zckpt.writing.saves import saves_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+_MARK = "_zckpt_replaces"
+_LAST_STEP = "_zckpt_last_step"
+"""The attribute of Trainer's callback for signals that holds the ``LastStep``, by which the ranks agree on a step."""
+_WORKERS_DIE = "_zckpt_workers_die"
+"""The attribute of Trainer's callback for signals that holds the function which undoes ``workers_ignore``."""
+_SENTINEL = "checkpoint-is-incomplete.txt"
+_postponed: list[Callable[[], None]] | None = None
+"""The removals of older checkpoints that Trainer has asked for while it saves a checkpoint. They wait until all ranks
+have written everything. None if Trainer is not saving."""
+
+
+def replace_functions() -> None:
+    """Makes Trainer resume only from complete checkpoints, and makes Trainer, Accelerate and Lightning remove an older
+    checkpoint only when a newer one is complete. Imports none of them: the functions of a module that is not imported
+    yet are replaced when it is imported."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    for name in _REPLACEMENTS:
+        if name in sys.modules:
+            _replace_in(sys.modules[name])
+
+
+class _Finder:
+    """An import hook that finds the modules of ``_REPLACEMENTS`` as Python does, and replaces their functions once they
+    are imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name in _REPLACEMENTS else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _replace_in(module)
+
+            setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
+        return spec
+
+
+def _replace_in(module: ModuleType) -> None:
+    where, replacements = _REPLACEMENTS[module.__name__]
+    owner = getattr(module, where, None) if where else module
+    missing = [name for name in replacements if not hasattr(owner, name)]
+    if missing:
+        package = module.__name__.partition(".")[0]
+        version = getattr(sys.modules.get(package), "__version__", "of an unknown version")
+        warn(
+            f"zckpt does not know {package} {version}: "
+            f"{module.__name__} has no {' and no '.join(missing)}. Resume from a checkpoint that you have found to be "
+            "whole, and remove no older one while a write in the background is under way"
+        )
+    for name, replacement in replacements.items():
+        original = getattr(owner, name, None)
+        if original is None or hasattr(original, _MARK):
+            continue
+        wrapper = _wrapped(original, replacement)
+        setattr(owner, name, wrapper)
+        for other in list(sys.modules.values()):  # Other modules may have imported the function by its name.
+            if getattr(other, "__dict__", {}).get(name) is original:
+                setattr(other, name, wrapper)
+
+
+def _wrapped(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    setattr(call, _MARK, True)
+    return call
+
+
+# These replace functions of transformers.trainer_utils. Rank 0 may call each of them alone, so they must not wait for
+# other ranks.
+
+
+def _get_last_checkpoint(original: Callable[..., str | None], folder: str) -> str | None:
+    background.settle()
+    return None if original(folder) is None else last_checkpoint(folder)
+
+
+def _rotate_checkpoints(
+    original: Callable[..., None],
+    output_dir: str,
+    save_total_limit: int | None = None,
+    best_model_checkpoint: str | None = None,
+    use_mtime: bool = False,
+    checkpoint_prefix: str = "checkpoint",
+) -> None:
+    arguments = (output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix)
+    if save_total_limit is None or save_total_limit <= 0:
+        return
+    from transformers.trainer_utils import sort_checkpoints
+
+    # The folders are listed now, because the next checkpoint may have begun when they are removed.
+    folders: list[str] = sort_checkpoints(output_dir, checkpoint_prefix, use_mtime)
+    if not any(map(is_zckpts, folders)):
+        original(*arguments)
+        return
+    best = None if best_model_checkpoint is None else str(Path(best_model_checkpoint))  # in the notation of ``folders``
+    rotate = functools.partial(_remove_superseded, folders, save_total_limit, best)
+    if _postponed is None:
+        _remove_once_committed(rotate)
+    else:
+        _postponed.append(rotate)
+
+
+def _remove_superseded(folders: Sequence[str], limit: int, best: str | None) -> None:
+    for folder in superseded([folder for folder in folders if os.path.isdir(folder)], limit, best):
+        if os.path.islink(folder):  # The target of a symbolic link may belong to somebody else.
+            os.unlink(folder)
+            continue
+        # A killed removal leaves a folder without this file, which counts as incomplete.
+        Path(folder, TRAINER_STATE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
+def _remove_once_committed(remove: Callable[[], None]) -> None:
+    """Calls ``remove`` on this rank once the checkpoint that is being written is committed."""
+
+    def attempt() -> None:
+        try:
+            remove()
+        except Exception as error:  # The save itself has succeeded, so this must not raise.
+            warn(f"older checkpoints could not be removed: {error}")
+
+    background.after_commit(attempt)
+
+
+def _sort_checkpoints(
+    original: Callable[..., list[str]],
+    output_dir: str,
+    checkpoint_prefix: str = "checkpoint",
+    use_mtime: bool = False,
+    best_model_checkpoint: str | None = None,
+) -> list[str]:
+    """Returns what Trainer's function returns, with one exception. At the end of the training, with
+    ``save_total_limit=1``, Trainer removes all of these checkpoints but the best one. If training cannot resume from
+    the best one, the newest checkpoint from which it can resume is left out here, so that Trainer keeps it."""
+    if best_model_checkpoint is not None:
+        background.settle()
+    folders = original(output_dir, checkpoint_prefix, use_mtime, best_model_checkpoint)
+    if best_model_checkpoint is None or kind_of(best_model_checkpoint) in RESUMABLE:
+        return folders
+    return [folder for folder in folders if folder != newest_to_resume(folders)]
+
+
+# These replace methods of Trainer and of its callback for signals. All ranks call each of them.
+
+
+def _save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any, **others: Any) -> None:
+    global _postponed  # noqa: PLW0603  Trainer cannot pass an argument through to ``_rotate_checkpoints``
+    saves = saves_of(trainer.model_wrapped)
+    if saves is None:
+        original(trainer, model, trial, **others)
+        return
+    if trainer.control.should_training_stop:  # This is the last checkpoint of the training.
+        saves.have_next_full()
+    removals: list[Callable[[], None]] = []
+    _postponed = removals
+    try:
+        original(trainer, model, trial, **others)
+    finally:
+        _postponed = None
+    folder = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
+    ranks = Ranks(group_of(trainer.model_wrapped), call="Trainer")
+    files = [rng_file(trainer.args.process_index, trainer.args.world_size)]
+    files += [SCHEDULER, TRAINER_STATE] if trainer.args.should_save else []
+
+    def sync() -> None:
+        written = [path for path in (os.path.join(folder, name) for name in files) if os.path.exists(path)]
+        for path in written:
+            sync_file(path)
+        if written:  # With save_only_model, this rank may get here before another rank has made the folder.
+            open_store(folder).sync_names("")
+        # Trainer's callback for signals would remove this file on all ranks at once, which can fail on some of them.
+        if trainer.args.should_save:
+            Path(folder, _SENTINEL).unlink(missing_ok=True)
+
+    ranks.together(sync, "save Trainer's own files")
+    for rotate in removals:
+        _remove_once_committed(rotate)
+
+
+def _load_best_model(original: Callable[..., None], trainer: Any) -> None:
+    """Loads the best checkpoint. If it has no optimizer state, loads only its weights."""
+    engine, best = trainer.model_wrapped, trainer.state.best_model_checkpoint
+    if saves_of(engine) is None:
+        original(trainer)
+        return
+    background.wait()
+    ranks = Ranks(group_of(engine), call="Trainer")
+    load = engine.load_checkpoint
+    if ranks.first(lambda: kind_of(best) is Kind.WEIGHTS, "look at the best checkpoint"):
+        engine.load_checkpoint = lambda *args, **options: load(*args, **{**options, "load_module_only": True})
+    try:
+        original(trainer)
+    finally:
+        engine.load_checkpoint = load
+
+
+# These replace methods of JITCheckpointCallback, with which Trainer saves after SIGTERM. In transformers, each rank
+# saves when it has received the signal itself, even if DeepSpeed has ended a step that Trainer has not counted yet. The
+# functions below make all ranks save at the end of the same step.
+
+
+def _set_trainer(original: Callable[..., None], callback: Any, trainer: Any) -> None:
+    original(callback, trainer)
+    if callback.jit_manager is not None:
+        setattr(callback, _WORKERS_DIE, workers_ignore([signal.SIGTERM]))
+
+
+def _begin_step(original: Callable[..., None], callback: Any, *args: Any, **options: Any) -> None:
+    if not _takes_signals(callback):
+        original(callback, *args, **options)
+    elif not hasattr(callback, _LAST_STEP):
+        ranks = Ranks(group_of(callback.trainer.model_wrapped), call="Trainer")
+        setattr(callback, _LAST_STEP, LastStep(ranks))
+
+
+def _end_step(original: Callable[..., None], callback: Any, *args: Any, **options: Any) -> None:
+    if _takes_signals(callback):
+        last_step: LastStep = getattr(callback, _LAST_STEP)
+        if callback.jit_manager.is_checkpoint_requested:
+            last_step.ask(signal.SIGTERM)
+        callback.jit_manager.is_checkpoint_requested = last_step.ended()
+    original(callback, *args, **options)
+
+
+def _not_now(original: Callable[..., None], callback: Any, *args: Any, **options: Any) -> None:
+    """Does nothing, because only ``_end_step`` saves after a signal."""
+    if not _takes_signals(callback):
+        original(callback, *args, **options)
+
+
+def _end_training(original: Callable[..., None], callback: Any, *args: Any, **options: Any) -> None:
+    if hasattr(callback, _LAST_STEP):
+        getattr(callback, _LAST_STEP).close()
+        delattr(callback, _LAST_STEP)
+    if hasattr(callback, _WORKERS_DIE):
+        getattr(callback, _WORKERS_DIE)()
+        delattr(callback, _WORKERS_DIE)
+    original(callback, *args, **options)
+
+
+def _takes_signals(callback: Any) -> bool:
+    """Returns whether the callback saves after signals, and the engine is attached to zckpt."""
+    return callback.jit_manager is not None and saves_of(callback.trainer.model_wrapped) is not None
+
+
+# These replace methods of other frameworks.
+
+
+def _save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **options: Any) -> Any:
+    """Waits for the write in the background before Accelerate saves. Accelerate removes older checkpoints on all ranks
+    before it saves, and the newest of the others must be complete by then."""
+    background.wait()
+    return original(accelerator, *args, **options)
+
+
+def _remove_checkpoint(original: Callable[..., None], strategy: Any, filepath: Any) -> None:
+    """Postpones the removal until the write in the background is committed. Lightning removes older checkpoints after
+    it has saved a new one."""
+    if saves_of(getattr(strategy, "model", None)) is None:
+        original(strategy, filepath)
+    else:
+        _remove_once_committed(functools.partial(original, strategy, filepath))
+
+
+_REPLACEMENTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
+    "transformers.trainer_utils": (
+        "",
+        {
+            "get_last_checkpoint": _get_last_checkpoint,
+            "rotate_checkpoints": _rotate_checkpoints,
+            "sort_checkpoints": _sort_checkpoints,
+        },
+    ),
+    "transformers.trainer": (
+        "Trainer",
+        {"_save_checkpoint": _save_checkpoint, "_load_best_model": _load_best_model},
+    ),
+    "transformers.trainer_jit_checkpoint": (
+        "JITCheckpointCallback",
+        {
+            "set_trainer": _set_trainer,
+            "on_step_begin": _begin_step,
+            "on_pre_optimizer_step": _not_now,
+            "on_step_end": _end_step,
+            "on_epoch_end": _not_now,
+            "on_train_end": _end_training,
+        },
+    ),
+    "accelerate.accelerator": ("Accelerator", {"save_state": _save_state}),
+    **{
+        f"{package}.strategies.strategy": ("Strategy", {"remove_checkpoint": _remove_checkpoint})
+        for package in ("lightning.pytorch", "pytorch_lightning")
+    },
+}
+"""Maps the name of a module to the name of a class in it, or "" for functions of the module itself, and to the
+replacements by the names of the functions. A replacement gets the original function as its first argument."""
