@@ -218,7 +218,7 @@ def cancelled_while_the_ranks_agree(run: str) -> bool:
         while not preemption._last_step._counting.locked():  # until the thread of this rank waits for an answer
             time.sleep(0.01)
     preemption.cancel()
-    return preemption._last_step._worker.wait(60)
+    return preemption._last_step._watcher._worker.wait(60)
 
 
 def test_cancel_ends_the_thread(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
-"""``beside`` runs a thread beside a context, and waits for the end of the thread."""
+"""``beside`` runs a thread beside a context, and waits for its end. The end of the process waits for ``Watcher``."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
 
+from tests.support.cluster import ROOT
 from zckpt.system.threads import beside
 
 
@@ -50,3 +53,60 @@ def test_an_error_of_the_context_comes_first_and_waits_for_the_thread() -> None:
     with pytest.raises(ValueError, match="of the context"):
         fail()
     assert ended == [True]
+
+
+WATCHER_AT_EXIT = """
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from threading import Event
+
+from torch.distributed import HashStore
+
+from zckpt.system.threads import Watcher
+
+store, inside = HashStore(), Event()
+
+
+def watch():
+    inside.set()
+    with suppress(RuntimeError):
+        store.wait(["a key that nobody sets"], timedelta(seconds=2))
+
+
+class SlowToDelete:
+    def __del__(self):
+        time.sleep(4)
+
+
+sys.modules["slow"] = SlowToDelete()  # so that the interpreter takes longer to end than the watcher
+Watcher(watch, "watcher").start()
+inside.wait()
+"""
+
+
+@pytest.mark.linux
+def test_the_end_of_the_process_waits_for_a_watcher_inside_compiled_code() -> None:
+    ended = subprocess.run([sys.executable, "-c", WATCHER_AT_EXIT], cwd=ROOT, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+WATCHER_IN_PARENT = """
+import os
+from threading import Event
+
+from zckpt.system import threads
+
+threads.EXIT_SECONDS = 3600
+watcher = threads.Watcher(lambda: watcher.closed.wait(), "watcher")
+watcher.start()
+child = os.fork()
+if child:
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.linux
+def test_a_child_process_does_not_wait_for_the_watchers_of_its_parent() -> None:
+    subprocess.run([sys.executable, "-c", WATCHER_IN_PARENT], cwd=ROOT, check=True, timeout=600)

@@ -7,7 +7,6 @@ rank 0. So at least one rank sees which rank takes no more steps, and tells the 
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import sys
@@ -18,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError, first_few
-from zckpt.system.threads import Worker
+from zckpt.system.threads import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -183,10 +182,8 @@ class Lives:
         with _using_the_store():
             self._show()
             self._await_all()
-        self._closed = threading.Event()
-        self._worker = Worker(self._exchange, "zckpt-life", daemon=True)
-        self._worker.start()
-        atexit.register(self.close)
+        self._watcher = Watcher(self._exchange, "zckpt-life")
+        self._watcher.start()
 
     def _await_all(self) -> None:
         try:
@@ -229,7 +226,7 @@ class Lives:
         """Writes and reads the entries until the object is closed. It runs in a thread of its own, because all other
         threads may be busy or hang."""
         try:
-            while not self._closed.wait(self.period):
+            while not self._watcher.closed.wait(self.period):
                 self._beats += 1
                 with self._lock:
                     was_here, self._here = self._here, self._doing is not None
@@ -245,11 +242,8 @@ class Lives:
             return  # The store and the process that holds it are gone. The watched ranks count as silent from now on.
 
     def close(self) -> None:
-        """Ends the thread. It has to be called when the group is given up, and before the interpreter ends, because
-        that would abort a thread that is using the store."""
-        atexit.unregister(self.close)
-        self._closed.set()
-        self._worker.wait(self.period)  # but no longer, because the thread may be stuck in the store
+        """Ends the thread. It has to be called when the group is given up."""
+        self._watcher.close(self.period)
 
     def _show(self) -> None:
         self._store.set(self._keys[self._rank], f"{int(self._here)} {self._beats} {_steps}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import secrets
 import threading
 import time
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from zckpt.errors import RankError
-from zckpt.system.threads import Worker
+from zckpt.system.threads import Watcher
 
 if TYPE_CHECKING:
     from zckpt.ranks.collectives import Ranks
@@ -47,9 +46,8 @@ class LastStep:
         self._last: int | None = None
         self._counting = threading.Lock()
         """Held while steps may not be counted."""
-        self._closed = threading.Event()
         name = ranks.first(lambda: secrets.token_hex(8), "begin")
-        self._worker = Worker(self._watch, "zckpt-last-step", daemon=True)
+        self._watcher = Watcher(self._watch, "zckpt-last-step")
         try:
             if self._size > 1:
                 ranks.together(lambda: self._begin(name), "begin")
@@ -62,8 +60,7 @@ class LastStep:
         # While a thread waits on a store, no other thread can use it.
         own_store = store.clone() if hasattr(store, "clone") else store
         self._store = dist.distributed_c10d.PrefixStore(f"zckpt/{name}/last_step", own_store)
-        self._worker.start()
-        atexit.register(self.close)
+        self._watcher.start()
 
     def ask(self, reason: int) -> None:
         """Asks for the end of the job, once. It only sets an attribute, so a handler of signals may call it at any
@@ -89,14 +86,12 @@ class LastStep:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._closed.set()
         if self._size > 1:
-            atexit.unregister(self.close)
-            self._worker.wait(PERIOD_SECONDS * 4)  # but no longer, because the thread may be stuck in the store
+            self._watcher.close(PERIOD_SECONDS * 4)
 
     def _watch(self) -> None:
         try:
-            while not self._closed.wait(PERIOD_SECONDS):
+            while not self._watcher.closed.wait(PERIOD_SECONDS):
                 if self.reason is not None:
                     self._store.compare_set("reason", "", str(self.reason))  # the number of the rank that asked first
                 if self._store.check(["reason"]):
@@ -117,7 +112,7 @@ class LastStep:
                 self._decide(max(int(self._store.get(key)) for key in keys) + 1)
             elif time.monotonic() > deadline:
                 self._decide(_NEVER)
-            elif self._closed.wait(PERIOD_SECONDS / 10):  # the training is over, so nobody asks any more
+            elif self._watcher.closed.wait(PERIOD_SECONDS / 10):  # the training is over, so nobody asks any more
                 return _NEVER
         return int(self._store.get("decision"))
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+EXIT_SECONDS = 60
+"""The end of the process waits this many seconds for the watchers that are still running."""
+
+_watchers: set[Watcher] = set()
+"""The watchers that may still be running."""
 
 
 class Worker:
@@ -56,6 +65,46 @@ class Worker:
                 del self._function  # so that nothing that it refers to outlives the wait for its end
                 self.ended = True
                 self._running.release()
+
+
+class Watcher:
+    """Calls ``function`` once, in a thread that keeps no process alive. The function returns soon after ``closed`` is
+    set. It may use a store of torch.distributed.
+
+    If the interpreter ended while a thread is inside such a store, that thread would abort the process: Python before
+    3.14 ends the thread once it comes back, in the middle of C++ code that may not be left so. Therefore the end of the
+    process waits for the function.
+    """
+
+    def __init__(self, function: Callable[[], None], name: str) -> None:
+        self.closed = threading.Event()
+        self._worker = Worker(function, name, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread. Raises RuntimeError if the system cannot start another thread."""
+        self._worker.start()
+        _watchers.add(self)
+
+    def close(self, timeout: float) -> None:
+        """Sets ``closed``, and waits for the end of the function, but no longer than ``timeout`` seconds, because it
+        may be stuck in the store."""
+        self.closed.set()
+        if self in _watchers and self._worker.wait(timeout):
+            _watchers.remove(self)
+
+
+@atexit.register
+def _close_watchers() -> None:
+    running = [*_watchers]
+    for watcher in running:
+        watcher.closed.set()
+    deadline = time.monotonic() + EXIT_SECONDS
+    for watcher in running:
+        watcher.close(deadline - time.monotonic())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_watchers.clear)  # their threads do not exist in the child
 
 
 def stop(workers: Iterable[Worker]) -> None:
