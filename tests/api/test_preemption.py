@@ -20,13 +20,15 @@ import torch.distributed as dist
 
 import zckpt
 from tests.support.cluster import held_port
+from tests.support.crashes import pids_of_ranks
 from tests.support.launches import SCRIPTS
 from tests.support.models import make_engine, train
+from tests.support.patience import wait_until
 from tests.support.slow_writes import slow
 from zckpt.ranks import last_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from multiprocessing.synchronize import Event
 
     from tests.support.cluster import Cluster
@@ -148,8 +150,7 @@ def restore_after_the_signal(run: str) -> tuple[int, int]:
     fresh = make_engine(stage=1, config={"gradient_accumulation_steps": 3})
     preemption = zckpt.on_preemption(fresh, os.path.join(run, "last"), exit=False)
     send()
-    while preemption._last_step._last is None:  # Meanwhile the ranks agree on the next step.
-        time.sleep(0.01)
+    wait_until(lambda: preemption._last_step._last is not None)  # Meanwhile the ranks agree on the next step.
     zckpt.restore(fresh, first)
     for number in range(30):
         train(fresh, 1, number)
@@ -215,8 +216,7 @@ def cancelled_while_the_ranks_agree(run: str) -> bool:
     preemption = zckpt.on_preemption(engine, os.path.join(run, "last"))
     if dist.get_rank() == 0:
         send()
-        while not preemption._last_step._counting.locked():  # until the thread of this rank waits for an answer
-            time.sleep(0.01)
+        wait_until(preemption._last_step._counting.locked)  # until the thread of this rank waits for an answer
     preemption.cancel()
     return preemption._last_step._watcher._worker.wait(60)
 
@@ -235,8 +235,7 @@ def left_alone(run: str) -> str:
     Rank 0 ends rank 1, which would wait for it in the next step.
     """
     last_step.AGREE_SECONDS = 2
-    pids = [0] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
+    pids = pids_of_ranks()
     engine = make_engine(stage=1)
     preemption = zckpt.on_preemption(engine, os.path.join(run, "last"))
     train(engine, 1)
@@ -245,8 +244,7 @@ def left_alone(run: str) -> str:
     dist.barrier()
     if dist.get_rank() == 0:
         send()
-        while preemption._last_step._last is None:
-            time.sleep(0.01)
+        wait_until(lambda: preemption._last_step._last is not None)
     try:
         train(engine, 20, 1)
     except zckpt.RankError as error:
@@ -280,13 +278,6 @@ def started(launcher: str, port: int, workers: int, run: Path) -> subprocess.Pop
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def statuses(run: Path) -> Iterator[str]:
     for rank in range(2):
         yield (run / f"status-{rank}").read_text()
@@ -306,7 +297,7 @@ def test_under_a_launcher(tmp_path: Path, launcher: str, to: str) -> None:
     with held_port() as port:
         process = started(launcher, port, 1, tmp_path)
         try:
-            wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
+            wait_until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
             ranks = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
             workers = [pid for rank in ranks for pid in children(rank)] if "workers" in to else []
             for pid in (*workers, process.pid if to == "launcher" else ranks[1]):

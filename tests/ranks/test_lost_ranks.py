@@ -18,7 +18,7 @@ import torch
 
 import zckpt
 from tests.support import faults
-from tests.support.crashes import Half
+from tests.support.crashes import Half, pids_of_ranks
 from tests.support.faults import Fault, faulty
 from tests.support.interrupts import threads_left
 from tests.support.models import make_engine, train
@@ -40,7 +40,7 @@ def act_once(directory: str, who: int, how: str) -> tuple[str, int | None]:
     Returns "done" and None, or the message and the rank of the RankError that this rank sees.
     """
     give_up_after(300 if how == "die" else 4)
-    pids = gathered_pids()
+    pids = pids_of_ranks()
 
     def step() -> str:
         if os.environ["RANK"] != str(who):
@@ -58,13 +58,6 @@ def act_once(directory: str, who: int, how: str) -> tuple[str, int | None]:
         return str(error), error.rank
     finally:
         kill_after_all_others(directory, who, pids)
-
-
-def gathered_pids() -> list[int]:
-    """Returns the process ids of all ranks."""
-    pids = [0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(pids, os.getpid())
-    return pids
 
 
 def kill_after_all_others(directory: str, who: int, pids: list[int]) -> None:
@@ -225,7 +218,7 @@ def test_a_rank_that_never_makes_the_call_is_named_by_every_other_rank(cluster: 
 def stop_while_connecting(directory: str) -> tuple[str, int | None]:
     """Stops rank 1 after it has made the call and before it has connected. Returns what another rank sees of that."""
     give_up_after(4)
-    pids = gathered_pids()
+    pids = pids_of_ranks()
     if os.environ["RANK"] == "1":
         torch.distributed.ProcessGroupGloo = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[misc, assignment]
     try:

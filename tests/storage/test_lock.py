@@ -17,6 +17,7 @@ import pytest
 
 import zckpt
 from tests.support.forks import in_processes, stopped_at
+from tests.support.patience import wait_until
 from tests.support.slow_writes import slow_write, value
 from tests.support.states import write_through
 from zckpt.errors import CheckpointExistsError, LockedError, MissingFileError, StorageError
@@ -62,8 +63,7 @@ def race(path: Path, number: int) -> bool:
     except LockedError:
         has_lock = False
     (tried / str(number)).touch()
-    while len(os.listdir(tried)) < MANY:
-        time.sleep(0.01)
+    wait_until(lambda: len(os.listdir(tried)) == MANY)
     with suppress(LockedError):
         lock.confirm()
         return has_lock  # the process ends without giving the lock back
@@ -94,13 +94,6 @@ def leave(path: Path, age_seconds: float, **holder: Any) -> None:
     lock = path / "write.lock"
     lock.write_text(json.dumps({"host": "other", "machine": "another", "pid": 1, "started": 1, **holder}))
     os.utime(lock, (time.time() - age_seconds,) * 2)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
 
 
 def test_on_another_machine_the_heartbeat_decides(tmp_path: Path) -> None:

@@ -28,6 +28,13 @@ OLD, NEW, NEXT = 5, 6, 7
 BOTH = 2
 
 
+def pids_of_ranks() -> list[int]:
+    """Returns the process ids of all ranks. Every rank calls this."""
+    pids = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(pids, os.getpid())
+    return pids
+
+
 class Half(Engine):
     """An engine that holds one of two ranks' share of the state at a step."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 OURS = str(Path(zckpt.__file__).parent)
 
-changed: dict[FunctionType, CodeType] = {}
-"""The functions that have other code at the moment, with their own code."""
+original_codes: dict[FunctionType, CodeType] = {}
+"""The own code of each function whose code has been replaced."""
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def failing_once(code: CodeType) -> Iterator[None]:
     The function gets other code. A trace function could raise the error too, but Python 3.11 may crash if one raises.
     """
     for function in functions_by_code()[code]:
-        changed[function] = function.__code__
+        original_codes[function] = function.__code__
         function.__code__ = with_failure(function.__code__, code)
     try:
         yield
@@ -66,10 +66,10 @@ def functions_by_code() -> dict[CodeType, list[FunctionType]]:
 
 
 def restore() -> None:
-    with suppress(KeyError):  # two threads may call the function, and therefore this one, at the same time
-        while changed:
-            function, code = changed.popitem()
-            function.__code__ = code
+    """Gives all functions their own code back. Several threads may call this at the same time."""
+    for function, code in [*original_codes.items()]:
+        function.__code__ = code
+        original_codes.pop(function, None)
 
 
 def fail(*_: object, **__: object) -> None:

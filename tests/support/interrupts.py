@@ -9,15 +9,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from tests.support.patience import WAIT_SECONDS, wait_until
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import FrameType
 
-WAIT_SECONDS = 60
-
-signal.signal(
-    signal.SIGUSR2, lambda *_: None
-)  # for `interrupt_in`; only the main thread may do this, so it is done here
+# `interrupt_in` sends this signal. Only the main thread may set a handler, so it is set here.
+signal.signal(signal.SIGUSR2, lambda *_: None)
 
 
 def interrupt_in(*functions: Any) -> None:
@@ -35,7 +33,7 @@ def interrupt_in(*functions: Any) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
         return all(frame is not other for other in _frames_of_main())
 
-    _wait_until(has_left)
+    wait_until(has_left)
 
 
 def wait_until_main_is_in(*functions: Any) -> FrameType:
@@ -49,7 +47,7 @@ def wait_until_main_is_in(*functions: Any) -> FrameType:
         found[:] = [frame for frame in _frames_of_main() if frame.f_code in codes]
         return {frame.f_code for frame in found} == codes
 
-    _wait_until(is_in)
+    wait_until(is_in)
     return found[0]
 
 
@@ -64,13 +62,6 @@ def threads_left(seconds: float = WAIT_SECONDS) -> list[str]:
         if not names or time.monotonic() > deadline:
             return names
         time.sleep(0.01)
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the main thread is elsewhere"
-        time.sleep(0.001)
 
 
 def _frames_of_main() -> list[FrameType]:
