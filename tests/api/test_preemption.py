@@ -23,8 +23,8 @@ from tests.support.cluster import held_port
 from tests.support.crashes import pids_of_ranks
 from tests.support.launches import SCRIPTS
 from tests.support.models import make_engine, train
-from tests.support.patience import wait_until
 from tests.support.slow_writes import slow
+from tests.support.waiting import wait_until
 from zckpt.ranks import last_step
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ import pytest
 
 import zckpt
 from tests.support.forks import in_processes, stopped_at
-from tests.support.patience import wait_until
 from tests.support.slow_writes import slow_write, value
 from tests.support.states import write_through
+from tests.support.waiting import wait_until
 from zckpt.errors import CheckpointExistsError, LockedError, MissingFileError, StorageError
 from zckpt.storage import lock as lock_module
 from zckpt.storage.local_store import LocalStore

@@ -1,27 +1,12 @@
-"""Sets how long tests wait for a condition, and ranks for each other."""
+"""Sets how long ranks wait for each other."""
 
 from __future__ import annotations
 
 import os
-import time
-from typing import TYPE_CHECKING
 
 import torch
 
 from zckpt.ranks import heartbeat as life
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-WAIT_SECONDS = 300
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Waits until ``condition`` returns true. Fails after ``WAIT_SECONDS``."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"{condition} has not returned true for {WAIT_SECONDS} s"
-        time.sleep(0.002)
 
 
 def give_up_after(seconds: int) -> None:

@@ -109,4 +109,4 @@ if child:
 
 @pytest.mark.linux
 def test_a_child_process_does_not_wait_for_the_watchers_of_its_parent() -> None:
-    subprocess.run([sys.executable, "-c", WATCHER_IN_PARENT], cwd=ROOT, check=True, timeout=600)
+    subprocess.run([sys.executable, "-c", WATCHER_IN_PARENT], cwd=ROOT, check=True, timeout=120)

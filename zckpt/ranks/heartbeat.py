@@ -242,7 +242,8 @@ class Lives:
             return  # The store and the process that holds it are gone. The watched ranks count as silent from now on.
 
     def close(self) -> None:
-        """Ends the thread. It has to be called when the group is given up."""
+        """Ends the thread, and waits for its end, but no longer than a period. It has to be called when the group is
+        given up."""
         self._watcher.close(self.period)
 
     def _show(self) -> None:

@@ -85,9 +85,8 @@ class LastStep:
         return last is not None and self._steps >= last
 
     def close(self) -> None:
-        """Ends the thread."""
-        if self._size > 1:
-            self._watcher.close(PERIOD_SECONDS * 4)
+        """Ends the thread, and waits for its end, but no longer than four periods."""
+        self._watcher.close(PERIOD_SECONDS * 4)
 
     def _watch(self) -> None:
         try:

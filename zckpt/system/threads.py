@@ -1,4 +1,4 @@
-"""Threads whose end is waited for even if the wait is interrupted."""
+"""Threads whose end is waited for: even if the wait is interrupted, or before the process ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-EXIT_SECONDS = 60
-"""The end of the process waits this many seconds for the watchers that are still running."""
+EXIT_SECONDS = 10
+"""The end of the process waits at most this many seconds for all watchers together."""
 
 _watchers: set[Watcher] = set()
-"""The watchers that may still be running."""
+"""The watchers that were started and are not known to have ended."""
 
 
 class Worker:
@@ -68,12 +68,11 @@ class Worker:
 
 
 class Watcher:
-    """Calls ``function`` once, in a thread that keeps no process alive. The function returns soon after ``closed`` is
-    set. It may use a store of torch.distributed.
+    """Calls ``function`` once, in a thread that keeps no process alive. The function has to return soon after
+    ``closed`` is set. It may use a store of torch.distributed.
 
-    If the interpreter ended while a thread is inside such a store, that thread would abort the process: Python before
-    3.14 ends the thread once it comes back, in the middle of C++ code that may not be left so. Therefore the end of the
-    process waits for the function.
+    Python before 3.14 ends a thread that returns from compiled code while the interpreter ends. If that code is C++, as
+    in such a store, this aborts the process. So the end of the process waits for the function.
     """
 
     def __init__(self, function: Callable[[], None], name: str) -> None:
@@ -82,15 +81,19 @@ class Watcher:
 
     def start(self) -> None:
         """Starts the thread. Raises RuntimeError if the system cannot start another thread."""
-        self._worker.start()
-        _watchers.add(self)
+        _watchers.add(self)  # before an interrupt can come that leaves the thread running
+        try:
+            self._worker.start()
+        except RuntimeError:
+            _watchers.discard(self)
+            raise
 
     def close(self, timeout: float) -> None:
-        """Sets ``closed``, and waits for the end of the function, but no longer than ``timeout`` seconds, because it
-        may be stuck in the store."""
+        """Sets ``closed``, and waits for the end of the function, but no longer than ``timeout`` seconds, because the
+        function may be stuck in the store."""
         self.closed.set()
         if self in _watchers and self._worker.wait(timeout):
-            _watchers.remove(self)
+            _watchers.discard(self)
 
 
 @atexit.register
