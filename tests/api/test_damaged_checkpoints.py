@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import zckpt
-from tests.support.states import Written, edit, fragment, same_all, write_state
+from tests.support.apart import edit_field
+from tests.support.states import Written, fragment, same_all, write_state
 from zckpt.cli import main
 from zckpt.errors import (
     CheckpointNotFoundError,
@@ -85,7 +86,7 @@ class Place:
     def edit_manifest(self, path: str, change: Any) -> None:
         _, version, _, packed = msgpack.unpackb(self.manifest.read_bytes())
         body = msgpack.unpackb(packed)
-        edit(body, path, change)
+        edit_field(body, path, change)
         packed = msgpack.packb(body)
         self.manifest.write_bytes(msgpack.packb(["zckpt", version, digest(packed), packed]))
 

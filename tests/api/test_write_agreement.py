@@ -49,7 +49,8 @@ NOT_STEPS = {"write", "write_engine", "group_of", "_adapter_of", "__init__", "_f
 
 
 class Whole(Half):
-    """An engine that also has a buffer, equal on all ranks, and state that the optimizer keeps once."""
+    """An engine that also has a buffer, which is equal on all ranks, and state of the optimizer that belongs to no
+    parameter."""
 
     def inventory(self, parts: object) -> Inventory:
         buffer = fragment("buffer", "b", torch.ones(3), 0, 3, copy=int(os.environ["RANK"]))

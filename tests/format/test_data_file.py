@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.support.states import edit, is_tensor_name
+from tests.support.apart import edit_field
+from tests.support.states import is_tensor_name
 from zckpt.errors import FormatError, SizeError
 from zckpt.format import data_file as data_file_format
 from zckpt.format.data_file import DataFileId, Entry, decode_header, encode_header, regions
@@ -191,7 +192,7 @@ def test_a_broken_entry_is_refused(rule: str, path: str, change: object) -> None
     broken = tree()
     name, _, field = path.partition(".")
     if not field:
-        edit(broken, name, change)
+        edit_field(broken, name, change)
     elif change is None:
         del broken[name][field]
     else:

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zckpt
+from tests.support.apart import edit_field
 from tests.support.independent_reader import Reader
-from tests.support.states import edit, write_state
+from tests.support.states import write_state
 from zckpt.format.digest import digest
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
@@ -182,7 +183,7 @@ def edit_body(field: str, change: Any) -> Callable[[Path], None]:
     def pack(manifest: bytes) -> bytes:
         magic, version, _, packed = msgpack.unpackb(manifest)
         body = msgpack.unpackb(packed)
-        edit(body, field, change)
+        edit_field(body, field, change)
         packed = msgpack.packb(body)
         return msgpack.packb([magic, version, digest(packed), packed])
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
-from tests.support.states import edit, is_tensor_name, write_state
+from tests.support.apart import edit_field
+from tests.support.states import is_tensor_name, write_state
 from zckpt.errors import DigestError, FeatureError, FormatError, SizeError, VersionError
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
@@ -236,7 +237,7 @@ BIG = (1 << 62) - 1
 )
 def test_a_broken_field_is_refused(raw: bytes, rule: str, path: str, change: object) -> None:
     body = body_of(raw)
-    edit(body, path, change)
+    edit_field(body, path, change)
     assert rule_of(envelope(body)) == rule
 
 

@@ -26,6 +26,20 @@ PREFIXES = ("", "host.", "swap.")
 SEALS = frozenset({"bytes", "index", "blocks", "table", "body"})
 
 
+def edit_field(value: Any, path: str, change: Any) -> None:
+    """Sets the entry at ``path``, such as ``parts.0.names``, of nested maps and lists.
+
+    A ``change`` that is a function gets the old entry and returns the new one. None removes the entry.
+    """
+    *way, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+    for step in way:
+        value = value[step]
+    if change is None:
+        del value[last]
+    else:
+        value[last] = change(value[last]) if callable(change) else change
+
+
 def digest(data: bytes) -> bytes:
     return xxhash.xxh3_128_digest(data)
 

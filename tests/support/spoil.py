@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from tests.support.apart import Apart, columns, digest, envelope, write
+from tests.support.apart import Apart, columns, digest, edit_field, envelope, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,21 +42,13 @@ class Case:
 
 
 def body(*way: Any, loads: bool = False, large: bool = False) -> Case:
-    """Sets a field of the manifest's body. The last of ``way`` is its value, and the others are the way to the field.
-
-    A value that is a function gets the old value and returns the new one. None removes the field.
-    """
-    *to_the_field, last, value = way
+    """Edits a field of the manifest's body. The last of ``way`` is the ``change`` of ``edit_field``, and the others are
+    the way to the field."""
+    *to_the_field, change = way
 
     def spoil(apart: Apart) -> None:
-        apart.seal -= {"bytes"} | ({"index"} if to_the_field[:1] == ["chunks"] or last == "index_bytes" else set())
-        holder = apart.body
-        for key in to_the_field:
-            holder = holder[key]
-        if value is None:
-            del holder[last]
-        else:
-            holder[last] = value(holder[last]) if callable(value) else value
+        apart.seal -= {"bytes"} | ({"index"} if to_the_field[0] in ("chunks", "index_bytes") else set())
+        edit_field(apart.body, ".".join(map(str, to_the_field)), change)
 
     return Case(spoil, loads=loads, large=large)
 

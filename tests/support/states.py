@@ -155,17 +155,6 @@ def same_all(tensors: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.T
     return tensors.keys() == expected.keys() and all(same(tensors[key], expected[key]) for key in expected)
 
 
-def edit(value: Any, path: str, change: Any) -> None:
-    """Sets the entry at ``path``, such as ``parts.0.names``, of nested maps and lists. None removes the entry."""
-    *way, last = [int(step) if step.isdigit() else step for step in path.split(".")]
-    for step in way:
-        value = value[step]
-    if change is None:
-        del value[last]
-    else:
-        value[last] = change(value[last]) if callable(change) else change
-
-
 def is_tensor_name(name: str) -> bool:
     """Returns whether the format allows this name of a tensor."""
     try:

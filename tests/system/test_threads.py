@@ -94,11 +94,10 @@ def test_the_end_of_the_process_waits_for_a_watcher_inside_compiled_code() -> No
 
 WATCHER_IN_PARENT = """
 import os
-from threading import Event
 
 from zckpt.system import threads
 
-threads.EXIT_SECONDS = 3600
+threads.EXIT_SECONDS = 300
 watcher = threads.Watcher(lambda: watcher.closed.wait(), "watcher")
 watcher.start()
 child = os.fork()

@@ -305,7 +305,7 @@ class _Reader:
 
     @cached_property
     def _first_buffers(self) -> dict[str, bytes]:
-        """The digest of each buffer on rank 0, by name."""
+        """The digests of rank 0's buffers, by the names of the buffers."""
         return {name: _digest(buffer.contiguous()) for name, buffer in self._buffers(self._model).items()}
 
     @cached_property

@@ -106,8 +106,8 @@ def _piece(entry: Entry) -> tuple[str, int, int]:
 
 
 def _copies(files: Sequence[FoundFile]) -> _Copies:
-    """Returns the copy that each piece belongs to, which the headers do not tell. If a tensor has several copies, each
-    copy was written by one rank alone, and the copies are numbered in the order of these ranks."""
+    """Returns the number of the copy that each piece belongs to. The headers do not have this number. If a tensor has
+    several copies, each copy was written by one rank alone, and the copies are numbered in the order of these ranks."""
     pieces: dict[tuple[str, str], list[tuple[int, int, int, int]]] = {}
     sizes: dict[tuple[str, str], int] = {}
     for file in files:

@@ -22,8 +22,8 @@ class Saves:
         self._number = None
 
     def begin(self, path: str, step: int) -> int:
-        """Returns the number of the save that begins. If it fails, so that ``end`` is not called, the next save is
-        full."""
+        """Returns the number of the save that begins. If this save fails, ``end`` is not called, and then the next save
+        is a full one."""
         number, self._number = self._number, None
         if number is None or (path, step) == self._last:  # with ZeRO-3, Trainer saves each checkpoint twice
             return number or 0
