@@ -66,14 +66,15 @@ PIPELINE = box(
     "run_writes, Pipeline, Budget",
     "transfer/write.py, transfer/pipeline.py, transfer/budget.py",
     """
-    4 threads, a few buffers; queues: waiting, filling, full""",
+    4 threads write, 1 computes digests; a few buffers
+    queues: waiting, filling, full, digested""",
 )
 RUN_READS = box(
     "queue",
-    "run_reads, Budget",
-    "transfer/read.py, transfer/budget.py",
+    "run_reads, Pipeline, Budget",
+    "transfer/read.py, transfer/pipeline.py, transfer/budget.py",
     """
-    4 threads, each of which takes one ReadOp after another""",
+    4 threads read, 1 compares digests; a few buffers""",
 )
 TAKE = [
     box("copy", "_take", "transfer/write.py", """
@@ -89,7 +90,7 @@ TAKE = [
         Host memory that is aligned to pages, and pinned for
         copies from a device. The bytes have the same
         position within a page as in the file."""),
-    box("digest", "_put", "transfer/write.py", """
+    box("digest", "_record_digests", "transfer/write.py", """
         Computes xxh3-128 of each block for the rank's table.
         Shared pages are read into the buffer for this:
         PageSharing.read_back, by direct I/O, no copy."""),

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = 64 * KIB
 ONE_THREAD = zckpt.Budget(2 * MIB, 1)
-"""A budget with one thread, whose buffers have 15 blocks."""
+"""A budget with one thread."""
+BLOCKS_MAX = 15
+"""How many blocks a buffer of this budget holds."""
 LARGE = {"a": (700_001,), "b": (3, 5), "c": (1100, 1000)}
 LARGE_KEYS = ["master/a", "master/c"]
 SMALL = {f"layer.{number}": (number % 7 + 1, 50) for number in range(400)}

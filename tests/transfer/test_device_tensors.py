@@ -424,12 +424,11 @@ def test_a_buffer_is_used_again_only_when_it_has_been_written(kind: str, tmp_pat
     """The write of the first full buffer takes longer than the writes of many later ones."""
     put, full, others = io_write._put, itertools.count(), threading.Semaphore(0)
 
-    def put_late(*arguments: Any) -> None:
-        job = arguments[2]
+    def put_late(job: Any, stage: Any) -> None:
         if job.op.nbytes == MIB and next(full) == 0:
             for _ in range(12):
                 others.acquire()
-        put(*arguments)
+        put(job, stage)
         others.release()
 
     engine = ReferenceEngine(SHAPES, device=kind)

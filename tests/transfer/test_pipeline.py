@@ -1,42 +1,196 @@
-"""The pipeline between memory and files: if one of its threads fails, the threads that wait for it end."""
+"""The pipeline between memory and files: the order of its steps, and how it ends if a step fails."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from contextlib import suppress
+from typing import TYPE_CHECKING
 
+import pytest
+
+from tests.support.waiting import wait_until
+from zckpt import Budget, ZckptError
+from zckpt.system.threads import Worker
 from zckpt.transfer.pipeline import Pipeline
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.transfer.staging import StagingBuffer, host_pool
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 MIB = 1 << 20
+STEPS = ("take", "digest", "put")
 
 
-def test_a_thread_of_a_pipeline_that_fails_ends_those_that_wait_for_it() -> None:
-    taking, waiting = threading.Event(), threading.Event()
+def not_straight(item: int) -> bool:
+    return False
+
+
+class Steps:
+    """Records each step. ``before`` is called first, with the step and its item."""
+
+    def __init__(self, before: Callable[[str, int], None] = lambda step, item: None) -> None:
+        self.done: list[tuple[str, int]] = []
+        self.before = before
+
+    def step(self, step: str, item: int) -> None:
+        self.before(step, item)
+        self.done.append((step, item))
+
+    def take(self, item: int, stage: StagingBuffer) -> int:
+        self.step("take", item)
+        stage.bytes[:8] = item
+        return item
+
+    def digest(self, item: int, stage: StagingBuffer) -> None:
+        assert (stage.bytes[:8] == item).all()
+        self.step("digest", item)
+
+    def put(self, item: int, stage: StagingBuffer) -> None:
+        assert (stage.bytes[:8] == item).all()
+        self.step("put", item)
+
+    def run(self, items: int, threads: int, buffers: int) -> Snapshot:
+        pool, snapshot = host_pool(MIB), Snapshot()
+        pipeline = Pipeline(
+            range(items), self.take, self.digest, self.put, not_straight, pool, buffers, snapshot, items
+        )
+        pipeline.run(Budget(threads=threads))
+        return snapshot
+
+
+@pytest.mark.parametrize(("threads", "buffers"), [(1, 1), (1, 3), (4, 4), (4, 8), (3, 2)])
+def test_each_item_goes_through_all_steps_in_order(threads: int, buffers: int) -> None:
+    steps = Steps()
+    snapshot = steps.run(50, threads, buffers)
+    assert snapshot.taken.is_set()
+    for item in range(50):
+        assert [step for step, number in steps.done if number == item] == list(STEPS)
+
+
+def test_an_item_for_which_nothing_is_left_to_do_gives_its_buffer_back() -> None:
+    pool, taken = host_pool(MIB), []
+
+    def take(item: int, stage: StagingBuffer) -> None:
+        taken.append(item)
+
+    def fail(item: int, stage: StagingBuffer) -> None:
+        raise AssertionError
+
+    Pipeline(range(20), take, fail, fail, not_straight, pool, 2, Snapshot(), 0).run(Budget(threads=3))
+    assert sorted(taken) == list(range(20))
+
+
+def test_the_next_source_is_read_while_digests_are_computed() -> None:
+    """There is one thread that reads. While it reads a source, the digests of the source before are computed."""
+    digesting = [threading.Event() for _ in range(4)]
+
+    def before(step: str, item: int) -> None:
+        if step == "digest":
+            digesting[item].set()
+        elif step == "take" and item > 0:
+            assert digesting[item - 1].wait(60)
+
+    Steps(before).run(4, 1, 2)
+
+
+def test_a_thread_that_has_nothing_else_to_do_computes_digests_too() -> None:
+    """The first digest is finished only when another thread computes the second one."""
+    second = threading.Event()
+
+    def before(step: str, item: int) -> None:
+        if step == "digest" and item == 1:
+            second.set()
+        elif step == "digest":
+            assert second.wait(60)
+
+    Steps(before).run(2, 1, 2)
+
+
+@pytest.mark.parametrize("failing", STEPS)
+@pytest.mark.parametrize("item", [0, 7, 19])
+def test_an_error_in_a_step_ends_all_threads(failing: str, item: int) -> None:
+    def before(step: str, number: int) -> None:
+        if (step, number) == (failing, item):
+            raise ValueError(f"{failing} of {item}")
+
+    steps = Steps(before)
+    with pytest.raises(ValueError, match=f"{failing} of {item}"):
+        steps.run(20, 3, 4)
+    assert (failing, item) not in steps.done
+
+
+def test_no_step_begins_once_the_snapshot_is_given_up() -> None:
+    snapshot, pool = Snapshot(), host_pool(MIB)
+    steps = Steps(lambda step, item: snapshot.give_up("enough"))
+    with pytest.raises(ZckptError, match="given up: enough"):
+        Pipeline(range(9), steps.take, steps.digest, steps.put, not_straight, pool, 4, snapshot, 9).run(
+            Budget(threads=1)
+        )
+    assert steps.done == [("take", 0)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("number", range(4))
+def test_all_threads_end_if_the_start_of_one_fails(
+    number: int, when: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are three threads that read, and one for digests. The first source is read when the start has failed, so
+    the threads that have been started wait for each other."""
+    starts, start, failed = itertools.count(), Worker.start, threading.Event()
+
+    def fail_once(worker: Worker) -> None:
+        fails = next(starts) == number
+        if when == "after" or not fails:
+            start(worker)
+        if fails:
+            failed.set()
+            raise error
+
+    def before(step: str, item: int) -> None:
+        assert failed.wait(60)
+
+    monkeypatch.setattr(Worker, "start", fail_once)
+    with pytest.raises(type(error)):
+        Steps(before).run(9, 3, 4)
+
+
+def test_threads_that_wait_for_a_step_end_if_another_one_fails() -> None:
+    """One thread reads a source, and fails once both other threads wait for it."""
+    waiting = set()
 
     class Condition(threading.Condition):
         def wait(self, timeout: float | None = None) -> bool:
-            waiting.set()
+            waiting.add(threading.current_thread())
             return super().wait(timeout)
 
     def take(item: int, stage: StagingBuffer) -> int:
-        taking.set()
-        assert waiting.wait(60)
-        raise ValueError
-
-    def work() -> None:
-        with suppress(ValueError):
-            pipeline.work()
+        wait_until(lambda: len(waiting) == 2)
+        raise ValueError("take")
 
     pool = host_pool(MIB)
-    pipeline = Pipeline([0], take, lambda item, stage: None, pool, 1, Snapshot(), 1)
+    pipeline = Pipeline([0, 1], take, Steps().digest, Steps().put, not_straight, pool, 1, Snapshot(), 2)
     pipeline._changed = Condition()
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
-    with pool.work():
-        threads[0].start()
-        assert taking.wait(60)
-        threads[1].start()
-        for thread in threads:
-            thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    with pytest.raises(ValueError, match="take"):
+        pipeline.run(Budget(threads=2))
+
+
+@pytest.mark.parametrize("straight", [True, False])
+def test_two_straight_items_count_as_one_buffer(straight: bool) -> None:
+    """Two threads read. The second item is taken while the first one holds the only buffer if both are straight."""
+    taken = [threading.Event(), threading.Event()]
+    both: list[bool] = []
+
+    def take(item: int, stage: StagingBuffer) -> int:
+        taken[item].set()
+        return item
+
+    def digest(item: int, stage: StagingBuffer) -> None:
+        if item == 0:
+            both.append(taken[1].wait(60 if straight else 0.2))
+
+    pool = host_pool(MIB)
+    pipeline = Pipeline([0, 1], take, digest, lambda item, stage: None, lambda item: straight, pool, 1, Snapshot(), 0)
+    pipeline.run(Budget(threads=2))
+    assert both == [straight]

@@ -105,8 +105,8 @@ def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: 
     parts = {data_file.id.part for data_file in data_files}
     plan = plan_writes(data_files, batch_bytes=staging.batch_bytes, block_bytes=BLOCK_BYTES, straight=parts)
     store = ScratchStore(directory)
-    buffers = staging.buffers or budget.threads
     try:
+        buffers = staging.buffers_within(budget)
         table = run_writes(store, plan, budget, staging, buffers, snapshot, lambda nbytes: None)
     except BaseException as error:
         for file in store.files.values():

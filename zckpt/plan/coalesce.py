@@ -93,6 +93,16 @@ class ReadOp:
     inner: Ranges
     edges: Ranges
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether the digests of the segments are compared."""
+        return int(self.segments.block[0]) >= 0
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether direct I/O reads all segments straight into their memory, except for their edges."""
+        return bool(self.segments.straight.all())
+
 
 @dataclass(frozen=True, slots=True)
 class Copies:

@@ -18,6 +18,8 @@ from zckpt.storage.schemes import open_store
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    import torch
+
     from zckpt.engines.contract import EngineAdapter, Restoring
     from zckpt.progress import Progress
     from zckpt.reading.checkpoint import Checkpoint
@@ -87,9 +89,9 @@ def plan_restore(
     """Plans the restore of rank ``rank`` of ``size`` ranks. Reads what the checkpoint says of its tensors, and the
     trees of state. ``registered`` has the names of the objects that are to be restored with the engine. Raises
     ValueError for a part or a tree that does not exist, and the errors of reading."""
-    names = {
-        part: {info.name: info.dtype for info in checkpoint.values() if info.part == part} for part in checkpoint.parts
-    }
+    names: dict[str, dict[str, torch.dtype]] = {part: {} for part in checkpoint.parts}
+    for info in checkpoint.values():
+        names[info.part][info.name] = info.dtype
     trees = request.state
     if trees is None:
         trees = adapter.trees if request.parts is None else ()

@@ -27,8 +27,8 @@ class Budget:
     nbytes: int = NBYTES
     """The largest number of bytes that all staging buffers of a rank take together."""
     threads: int = THREADS
-    """The number of threads. Each of them has one staging buffer, or two if copies to or from a device overlap with
-    reads and writes."""
+    """The number of threads that read and write. Each of them has one staging buffer, or two if copies to or from a
+    device overlap with reads and writes. One more thread computes digests."""
     direct: bool = True
     """Whether to go past the page cache if the file system allows it, so that a write does not fill it and a read
     evicts nothing. Pages that are in the cache already are read from there in any case."""
@@ -53,8 +53,13 @@ class Budget:
         """
         return cls(_number("ZCKPT_BUDGET_BYTES", NBYTES), _number("ZCKPT_THREADS", THREADS), flag("ZCKPT_DIRECT", True))
 
-    def run(self, tasks: Iterable[Callable[[], None]], interrupted: Callable[[], None] = lambda: None) -> None:
-        """Runs tasks on the worker threads, and returns once all of them have ended.
+    def run(
+        self,
+        tasks: Iterable[Callable[[], None]],
+        interrupted: Callable[[], None] = lambda: None,
+        threads: int | None = None,
+    ) -> None:
+        """Runs tasks on worker threads, and returns once all of them have ended.
 
         Args:
             tasks: functions without arguments. Each worker that is free takes the next one. Only one worker at a time
@@ -62,6 +67,7 @@ class Budget:
             interrupted: called if this thread is interrupted while it waits for the tasks, for instance by Ctrl-C. It
                 should make long tasks end soon. Further interrupts do not shorten the wait, because the caller closes
                 the files that the tasks use.
+            threads: the number of worker threads. None means that of the budget.
 
         Raises:
             Exception: what a task has raised. If several tasks have failed, the error of the first of them in
@@ -86,7 +92,9 @@ class Budget:
 
         # A ThreadPoolExecutor would not do: it takes no more tasks once the interpreter exits, but a background write
         # goes on then.
-        count = min(self.threads, len(tasks)) if isinstance(tasks, Sized) else self.threads
+        count = threads or self.threads
+        if isinstance(tasks, Sized):
+            count = min(count, len(tasks))
         workers = [Worker(work, f"zckpt-{i}") for i in range(count)]
         try:
             try:

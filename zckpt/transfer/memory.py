@@ -102,7 +102,8 @@ class Targets:
         self.device = np.array([-1 if target.is_cpu else numbers[target.device] for target in targets], np.int64)
         """The position of each target's device in ``devices``, or -1 for host memory."""
         self.inference = any(target.is_inference() for target in targets)
-        """Whether some targets were made in ``torch.inference_mode()``. Only a thread in this mode may change them."""
+        """Whether some targets were made in ``torch.inference_mode()``. Operations of torch may change them only in a
+        thread in this mode."""
 
     def device_memory(self, target: int, start: int, nbytes: int) -> torch.Tensor | None:
         """Returns ``nbytes`` bytes of device memory from byte ``start`` of the target on, as a 1-D uint8 tensor.

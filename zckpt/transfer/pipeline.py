@@ -1,9 +1,10 @@
-"""Two steps over many items, with a bounded number of buffers between them."""
+"""The steps of reads and writes: many items go through them, with a bounded number of buffers in between."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from zckpt.ranks.heartbeat import sign_of_life
@@ -11,6 +12,7 @@ from zckpt.ranks.heartbeat import sign_of_life
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from zckpt.transfer.budget import Budget
     from zckpt.transfer.snapshot import Snapshot
     from zckpt.transfer.staging import StagingBuffer, StagingPool
 
@@ -18,99 +20,160 @@ Item = TypeVar("Item")
 
 
 class Pipeline(Generic[Item]):
-    """Does two steps for each of many items. ``take`` fills a buffer from an item's source, or queues copies that fill
-    it. ``put`` gets what ``take`` has returned, and empties the buffer. All threads that call ``work`` share the steps.
-    There is at least one item.
+    """Does up to three steps for each of many items. ``take`` fills a buffer from the item's source, or queues copies
+    that fill it. It returns the item for the next step, or None if nothing is left to do for this item. ``digest``
+    works on the bytes in the buffer: it computes or compares their digests, and in a read it also copies the bytes to
+    their targets. ``put`` writes the bytes to a file. In a read it does nothing.
+
+    The threads of the budget read and write. One more thread does only the step ``digest``, so that the other threads
+    can keep the disk busy. They do this step too, but only if there is nothing to read or write.
 
     Sources come first: as long as a buffer is free, the next source is read. The sources of the first ``urgent`` items
     are read before all others. The snapshot is told when all urgent sources have been read, and again when all sources
-    have been read. While all ``buffers`` are in use, no source is read until a buffer has been emptied. While copies to
-    a buffer are under way, full buffers are emptied.
+    have been read. While all ``buffers`` are in use, no source is read until a buffer is free again. While copies to a
+    buffer are under way, the other steps are done for buffers that are full.
+
+    An item is ``straight`` if its bytes do not go through the buffer, except for a few pages at the edges. Two such
+    items count as one buffer, unless the buffers are pinned. So the disk stays busy while digests are computed, and the
+    memory in use does not grow.
     """
 
     def __init__(
         self,
         items: Sequence[Item],
-        take: Callable[[Item, StagingBuffer], Item],
+        take: Callable[[Item, StagingBuffer], Item | None],
+        digest: Callable[[Item, StagingBuffer], None],
         put: Callable[[Item, StagingBuffer], None],
+        straight: Callable[[Item], bool],
         staging: StagingPool,
         buffers: int,
         snapshot: Snapshot,
         urgent: int,
     ) -> None:
-        self._take, self._put = take, put
+        self._take, self._digest, self._put = take, digest, put
         self._staging = staging
         self._snapshot = snapshot
         self._urgent = urgent
         self._waiting = deque(enumerate(items))
+        self._halves = [1 if straight(item) and not staging.pinned else 2 for item in items]
+        """How many half buffers each item counts as."""
         self._filling: deque[tuple[int, Item, StagingBuffer]] = deque()
-        """The buffers with copies under way, each with the number of its item and what ``take`` has returned."""
-        self._full: deque[tuple[Item, StagingBuffer]] = deque()
+        """The buffers with copies under way. Here and below, each has the number of its item, and what ``take`` has
+        returned."""
+        self._full: deque[tuple[int, Item, StagingBuffer]] = deque()
+        self._digested: deque[tuple[int, Item, StagingBuffer]] = deque()
         self._unread = [urgent, len(items) - urgent]
         """How many sources have not been read yet: of the urgent items, and of the others."""
-        self._free = buffers
-        self._failed = False
+        self._unfinished = len(items)
+        """For how many items not all steps are done yet."""
+        self._free_halves = 2 * buffers
+        self._stopped = False
         self._changed = threading.Condition()
 
-    def work(self) -> None:
-        """Does steps until nothing is left to do, or until another thread has failed. Raises what ``take`` and ``put``
-        raise, and ZckptError once the snapshot is given up."""
+    def run(self, budget: Budget) -> None:
+        """Does all steps of all items. Raises what the steps raise, and ZckptError once the snapshot is given up."""
+        items = len(self._waiting)
+        if not items:
+            self._snapshot.end()
+            return
+        threads = min(budget.threads, items)
+        tasks = [partial(self._work, self._next)] * threads + [partial(self._work, self._next_digest)]
+        with self._staging.work(items):
+            budget.run(tasks, self._interrupt, threads=len(tasks))
+
+    def _work(self, next_step: Callable[[], Callable[[], None] | None]) -> None:
+        """Does steps until ``next_step`` returns None. If a step fails, all other threads end too."""
         try:
-            while (step := self._next()) is not None:
+            while (step := next_step()) is not None:
                 self._snapshot.check()
                 step()
                 sign_of_life()
         except BaseException:
-            with self._changed:
-                self._failed = True
-                self._changed.notify_all()
+            self._stop()
             raise
+
+    def _interrupt(self) -> None:
+        self._snapshot.give_up("it was interrupted")
+        self._stop()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
         """Returns the next step, or None if there is none any more. Waits while other threads may still make one
         possible."""
         with self._changed:
-            while not self._failed:
-                if self._waiting and self._free:
-                    self._free -= 1
+            while self._unfinished and not self._stopped:
+                if self._waiting and self._free_halves >= self._halves[self._waiting[0][0]]:
                     number, item = self._waiting.popleft()
-                    return lambda: self._take_item(number, item)
-                if self._filling and (not self._full or self._filling[0][-1].is_done()):
-                    filling = self._filling.popleft()
-                    return lambda: self._finish_item(*filling)
+                    self._free_halves -= self._halves[number]
+                    return partial(self._take_item, number, item)
+                full = self._full or self._digested
+                if self._filling and (not full or self._filling[0][-1].is_done()):
+                    return partial(self._finish_item, *self._filling.popleft())
+                if self._digested:
+                    return partial(self._put_item, *self._digested.popleft())
                 if self._full:
-                    full = self._full.popleft()
-                    return lambda: self._put_item(*full)
-                if not any(self._unread):
-                    return None
+                    return partial(self._digest_item, *self._full.popleft())
+                self._changed.wait()
+        return None
+
+    def _next_digest(self) -> Callable[[], None] | None:
+        """Does what ``_next`` does, but returns only the step ``digest``."""
+        with self._changed:
+            while self._unfinished and not self._stopped:
+                if self._full:
+                    return partial(self._digest_item, *self._full.popleft())
                 self._changed.wait()
         return None
 
     def _take_item(self, number: int, item: Item) -> None:
         stage = self._staging.acquire()
         taken = self._take(item, stage)
-        if stage.is_done():
+        if taken is None:
+            self._read(number)
+            self._release(number, stage)
+        elif stage.is_done():
             self._finish_item(number, taken, stage)
         else:
             with self._changed:
                 self._filling.append((number, taken, stage))
-                self._changed.notify()
+                self._changed.notify_all()
 
-    def _finish_item(self, number: int, taken: Item, stage: StagingBuffer) -> None:
+    def _finish_item(self, number: int, item: Item, stage: StagingBuffer) -> None:
         stage.wait()
         with self._changed:
-            self._full.append((taken, stage))
+            self._full.append((number, item, stage))
+            self._changed.notify_all()
+        self._read(number)
+
+    def _read(self, number: int) -> None:
+        """Notes that the source of an item has been read."""
+        with self._changed:
             self._unread[number >= self._urgent] -= 1
-            copied, last = not self._unread[0], not any(self._unread)
-            self._changed.notify_all() if last else self._changed.notify()
+            copied, taken = not self._unread[0], not any(self._unread)
         if copied:
             self._snapshot.copied.set()
-        if last:
+        if taken:
             self._snapshot.taken.set()
 
-    def _put_item(self, item: Item, stage: StagingBuffer) -> None:
+    def _digest_item(self, number: int, item: Item, stage: StagingBuffer) -> None:
+        self._digest(item, stage)
+        with self._changed:
+            self._digested.append((number, item, stage))
+            self._changed.notify_all()
+
+    def _put_item(self, number: int, item: Item, stage: StagingBuffer) -> None:
         self._put(item, stage)
+        self._release(number, stage)
+
+    def _release(self, number: int, stage: StagingBuffer) -> None:
+        """Gives back the buffer of an item whose steps are all done. Copies from the buffer to a device may still be
+        under way."""
         self._staging.release(stage)
         with self._changed:
-            self._free += 1
-            self._changed.notify()
+            self._free_halves += self._halves[number]
+            self._unfinished -= 1
+            self._changed.notify_all()

@@ -2,15 +2,17 @@
 
 Small reads go through the page cache, and so do reads of bytes that are mostly there already. All other reads use
 direct I/O, which evicts nothing from the page cache. Their bytes go straight into the target if the plan says so, and
-otherwise into aligned staging buffers. Copies to a device are queued once their bytes are in a buffer. While these
-copies run, the next read fills another buffer.
+otherwise into aligned staging buffers. After a direct read, another thread compares the digests, and the thread that
+has read the bytes begins its next read. After a read through the page cache, the same thread compares the digests,
+because the bytes are in its processor's cache. Copies to a device are queued once their bytes are in a buffer. While
+these copies run, the next read fills another buffer.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -22,6 +24,8 @@ from zckpt.plan.coalesce import Places, joined_copies
 from zckpt.storage.buffers import PAGE_BYTES, after
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.host_memory import copy_to, memory
+from zckpt.transfer.pipeline import Pipeline
+from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,59 +68,113 @@ def run_reads(
 
     Raises FormatError (F001 to F003, D003) and StorageError. After an error, the targets have undefined values.
     """
-    for op in ops:
-        targets.host.check(op.segments.target, op.segments.target_offset, op.segments.copy_bytes)
-    synchronize(targets.devices)
-
-    def run(op: ReadOp) -> None:
-        with torch.inference_mode(targets.inference):
-            _run(reader, op, files[op.file], targets, staging, budget.direct)
-        advance(int(op.segments.copy_bytes.sum()))
-
-    with staging.work(len(ops)):
-        budget.run([partial(run, op) for op in ops])
-
-
-def _run(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets, staging: StagingPool, direct: bool) -> None:
-    """Carries out one read: reads, compares digests, and copies or queues copies to the targets."""
-    segments = op.segments
-    base = op.offset - op.offset % PAGE_BYTES  # the byte of the file with which the staging buffer begins
-    starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]
-    first_copy = (np.cumsum(segments.copies) - segments.copies).tolist()
-    blocks = segments.block.tolist()
-    verify = blocks[0] >= 0
-    cached = _goes_through_cache(reader, op.offset, op.nbytes, file, direct)
-
-    def key(number: int) -> str:
-        return targets.keys[int(segments.target[first_copy[number]])]
-
-    def key_at(byte: int) -> str:
-        return key(bisect_right(starts, byte) - 1)
-
-    if not (verify or cached) and _read_to_device(reader, op, file, targets):
+    if not ops:
         return
-    with staging.lend() as stage:
-        places = np.where(cached | segments.straight, segments.address, -1).tolist()
-        views = [
+    segments = [op.segments for op in ops]
+    targets.host.check(
+        np.concatenate([columns.target for columns in segments]),
+        np.concatenate([columns.target_offset for columns in segments]),
+        np.concatenate([columns.copy_bytes for columns in segments]),
+    )
+    synchronize(targets.devices)
+    reads = _Reads(reader, files, targets, budget.direct, advance)
+    buffers = staging.buffers_within(budget)
+    pipeline = Pipeline(
+        ops, reads.take, reads.check, lambda op, stage: None, lambda op: op.is_straight, staging, buffers, Snapshot(), 0
+    )
+    pipeline.run(budget)
+
+
+class _Views:
+    """The memory that the segments of one read go to."""
+
+    def __init__(self, op: ReadOp, stage: StagingBuffer, keys: Sequence[str], cached: bool) -> None:
+        """``keys`` are the keys of all targets. ``cached`` says that the read goes through the store's caches. Then
+        each segment that has an address is read to this address, and not only the straight segments."""
+        segments = self._segments = op.segments
+        self._keys = keys
+        base = op.offset - op.offset % PAGE_BYTES  # the byte of the file with which the staging buffer begins
+        self.starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]
+        """The byte of the file at which each segment begins, and the one at which the last segment ends."""
+        self.addresses = np.where(cached | segments.straight, segments.address, -1).tolist()
+        """The address of the memory of each segment, or -1 if it goes to the staging buffer."""
+        self.memory: list[Bytes | memoryview] = [
             # In the staging buffer, bytes have the same place in a page as in the file.
-            stage.bytes[start - base : stop - base] if place < 0 else memory(place, stop - start)
-            for (start, stop), place in zip(itertools.pairwise(starts), places, strict=True)
+            stage.bytes[start - base : stop - base] if address < 0 else memory(address, stop - start)
+            for (start, stop), address in zip(itertools.pairwise(self.starts), self.addresses, strict=True)
         ]
-        if not cached:
-            _fill(reader, file, op.offset, starts[-1], views, key_at, _read_direct(reader, op, file, stage))
+
+    def portions(self, nbytes: int) -> Iterator[slice]:
+        """Groups consecutive segments into portions of at most ``nbytes`` bytes, or of one segment that is larger.
+        Yields the segments of each portion."""
+        first = 0
+        while first < len(self.memory):
+            last = max(bisect_right(self.starts, self.starts[first] + nbytes) - 1, first + 1)
+            yield slice(first, last)
+            first = last
+
+    def key_at(self, byte: int) -> str:
+        """Returns the key of the tensor that has byte ``byte`` of the file."""
+        segment = bisect_right(self.starts, byte) - 1
+        first_copy = int(self._segments.copies[:segment].sum())
+        return self._keys[int(self._segments.target[first_copy])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """Carries out reads as the steps ``take`` and ``digest`` of a ``Pipeline``."""
+
+    reader: Reader
+    files: Mapping[int, ReadFile]
+    targets: Targets
+    direct: bool
+    advance: Callable[[int], None]
+
+    def take(self, op: ReadOp, stage: StagingBuffer) -> ReadOp | None:
+        """Reads the bytes of ``op``. If the read goes through the store's caches, also does the work of ``check``,
+        while the bytes are in the processor's cache. Returns None if nothing is left to do."""
+        file = self.files[op.file]
+        if _goes_through_cache(self.reader, op.offset, op.nbytes, file, self.direct):
+            self._finish(op, stage, cached=True)
+            return None
+        if not op.is_verified and _read_to_device(self.reader, op, file, self.targets):
+            self.advance(op.nbytes)
+            return None
+        filled = _read_direct(self.reader, op, file, stage)
+        if filled < op.nbytes:
+            views = _Views(op, stage, self.targets.keys, cached=False)
+            _fill(self.reader, file, op.offset, op.offset + op.nbytes, views.memory, views.key_at, filled)
+        return op
+
+    def check(self, op: ReadOp, stage: StagingBuffer) -> None:
+        """Compares the digests of what ``take`` has read. Copies it to targets in host memory, and queues the copies to
+        devices."""
+        self._finish(op, stage, cached=False)
+
+    def _finish(self, op: ReadOp, stage: StagingBuffer, cached: bool) -> None:
+        """Does the work of ``check``. With ``cached``, first reads the bytes, portion by portion."""
+        file, segments, targets = self.files[op.file], op.segments, self.targets
+        views = _Views(op, stage, targets.keys, cached)
+        starts = views.starts
+        first_copy = (np.cumsum(segments.copies) - segments.copies).tolist()
+        blocks, verify = segments.block.tolist(), op.is_verified
         copied_bytes = 0 if cached else int(op.edges.nbytes.sum())
-        for portion in _portions(starts, PORTION_BYTES if verify else op.nbytes):
-            if cached:
-                _fill(reader, file, starts[portion.start], starts[portion.stop], views[portion], key_at)
-            if verify and not _are_sound(file, blocks[portion], views[portion]):
+        with torch.inference_mode(targets.inference):
+            for portion in views.portions(PORTION_BYTES if verify else op.nbytes):
+                in_portion = views.memory[portion]
+                if cached:
+                    _fill(self.reader, file, starts[portion.start], starts[portion.stop], in_portion, views.key_at)
+                if verify and not _are_sound(file, blocks[portion], in_portion):
+                    for view, block, start in zip(in_portion, blocks[portion], starts[portion], strict=True):
+                        check_block(view, block, file, start, views.key_at(start))
                 for number in range(portion.start, portion.stop):
-                    check_block(views[number], blocks[number], file, starts[number], key(number))
-            for number in range(portion.start, portion.stop):
-                if places[number] < 0:
-                    staged = cast("Bytes", views[number])
-                    copied_bytes += _put(segments, first_copy[number], int(segments.copies[number]), staged, targets)
-        reader.count.add(copied_bytes=copied_bytes)
-        _queue(segments, op.offset - base, targets, stage)
+                    if views.addresses[number] < 0:
+                        staged = cast("Bytes", views.memory[number])
+                        copies = int(segments.copies[number])
+                        copied_bytes += _put(segments, first_copy[number], copies, staged, targets)
+            self.reader.count.add(copied_bytes=copied_bytes)
+            _queue(segments, op.offset % PAGE_BYTES, targets, stage)
+        self.advance(int(segments.copy_bytes.sum()))
 
 
 def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets) -> bool:
@@ -143,16 +201,6 @@ def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets
                 return False
             raise _too_short(file, start + nbytes, targets.keys[int(copies.target[number])], start, start + view.nbytes)
     return True
-
-
-def _portions(starts: Sequence[int], nbytes: int) -> Iterator[slice]:
-    """Groups consecutive segments into portions of at most ``nbytes`` bytes, or of one segment that is larger. Yields
-    the segments of each portion. ``starts`` has the first byte of each segment, and the end of the last one."""
-    first = 0
-    while first < len(starts) - 1:
-        last = max(bisect_right(starts, starts[first] + nbytes) - 1, first + 1)
-        yield slice(first, last)
-        first = last
 
 
 def read_op(

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from zckpt.transfer.devices import FromDevice, ToDevice
 
 ARENA_BYTES_PER_THREAD = 16 << 20
-"""The pinned memory for one thread, in bytes. It is enough for two buffers: the thread reads into one while the other
-one, which it has filled before, is copied to a device."""
+"""The pinned memory for one thread, in bytes. It is enough for two buffers: the thread reads into one while the bytes
+in the other one are checked, or copied to a device."""
 
 
 class StagingBuffer:
@@ -104,6 +104,11 @@ class StagingPool:
         self._queues: dict[torch.device, CopyQueue] = {}
         self._users = self._items = 0
         self._changed = threading.Condition()
+
+    def buffers_within(self, budget: Budget, snapshot_bytes: int = 0) -> int:
+        """Returns how many buffers of the pool may be full at the same time. If the pool has no limit, there is one for
+        each thread of the budget, or as many as ``snapshot_bytes`` allows if these are more."""
+        return self.buffers or max(snapshot_bytes // self.nbytes, budget.threads)
 
     @contextmanager
     def work(self, items: int = sys.maxsize) -> Iterator[None]:

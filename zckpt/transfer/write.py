@@ -13,6 +13,7 @@ import itertools
 from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +33,7 @@ from zckpt.transfer.read import fill, read_staged
 from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from zckpt.format.digest import ReadFile
     from zckpt.plan.layout import DataFilePlan, WriteOp, WritePlan
@@ -120,7 +121,7 @@ def run_writes(
     verify = source is not None and source.verify
 
     def put(job: _Job, stage: StagingBuffer) -> None:
-        _put(table, plan.block_bytes, job, stage)
+        _put(job, stage)
         advance(int(job.op.source_bytes[job.op.source >= 0].sum()))
 
     try:
@@ -139,7 +140,10 @@ def run_writes(
             _Job(files[op.file], plan.files[op.file], op, budget.direct, source=source)
             for op in map(plan.ops.__getitem__, numbers)
         ]
-        _run(jobs, _take, put, budget, staging, buffers, snapshot, bisect_left(numbers, plan.urgent))
+        urgent = bisect_left(numbers, plan.urgent)
+        record_digests = partial(_record_digests, table, plan.block_bytes)
+        pipeline = Pipeline(jobs, _take, record_digests, put, _is_straight, staging, buffers, snapshot, urgent)
+        pipeline.run(budget)
         budget.run(file.sync for file in files if file is not None)
     finally:
         for file in files:
@@ -162,7 +166,7 @@ def unchanged_files(
     def compare(job: _Job, stage: StagingBuffer) -> None:
         op = job.op
         if op.file not in changed:
-            digests = b"".join(map(digest, _blocks(_data(job, stage), op, plan.block_bytes)))
+            digests = _digests(job, stage, plan.block_bytes)
             first = (op.block - job.plan.first_block) * DIGEST_BYTES
             if digests != expected[op.file][first : first + len(digests)]:
                 changed.add(op.file)
@@ -174,27 +178,9 @@ def unchanged_files(
         turns += [(i % stride, i // stride, number, op) for i, op in enumerate(ops)]
     turns.sort(key=lambda turn: turn[:3])
     jobs = [_Job(None, plan.files[number], op, budget.direct) for *_, number, op in turns]
-    _run(jobs, take, compare, budget, staging, buffers, Snapshot(), 0)
+    pipeline = Pipeline(jobs, take, compare, lambda job, stage: None, _is_straight, staging, buffers, Snapshot(), 0)
+    pipeline.run(budget)
     return expected.keys() - changed
-
-
-def _run(
-    jobs: Sequence[_Job],
-    take: Callable[[_Job, StagingBuffer], _Job],
-    put: Callable[[_Job, StagingBuffer], None],
-    budget: Budget,
-    staging: StagingPool,
-    buffers: int,
-    snapshot: Snapshot,
-    urgent: int,
-) -> None:
-    """Does ``take`` and then ``put`` for each job, in the threads of the budget."""
-    if not jobs:
-        snapshot.end()
-        return
-    with staging.work(len(jobs)):
-        pipeline = Pipeline(jobs, take, put, staging, buffers, snapshot, urgent)
-        budget.run([pipeline.work] * budget.threads, lambda: snapshot.give_up("it was interrupted"))
 
 
 def _take(job: _Job, stage: StagingBuffer) -> _Job:
@@ -202,7 +188,7 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
     plan says that the bytes are written straight from host memory, they stay there."""
     op, sharing = job.op, None if job.file is None else job.file.sharing
     path, place = op.place or (None, 0)
-    if path == "":  # written straight from host memory
+    if _is_straight(job):
         for fragment in (job.plan.fragments[source] for source in op.source.tolist()):
             assert isinstance(fragment.data, torch.Tensor)
             _check(fragment, fragment.data)
@@ -212,7 +198,7 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
             file = job.source.files[path]
             read_staged(job.source.reader, place, op.nbytes, file, stage, job.direct)
             return job
-        staged: Bytes = stage.bytes[job.starts[0] : job.starts[-1]]
+        staged = _staged(job, stage)
         if sharing is None or not sharing.share(FileRange(path, place, op.nbytes), op.offset):
             read_from(path, place, staged, direct=job.direct)
             return job
@@ -228,27 +214,46 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
     return job
 
 
-def _put(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) -> None:
-    """Writes the bytes of a job that ``_take`` has returned, and puts their digests into ``table``."""
-    op, data = job.op, _data(job, stage)
-    first_byte = op.block * DIGEST_BYTES
-    digests = b"".join(map(digest, _blocks(data, op, block_bytes)))
+def _is_straight(job: _Job) -> bool:
+    """Returns whether the bytes of a job are written straight from host memory."""
+    return job.op.place is not None and job.op.place[0] == ""
+
+
+def _record_digests(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) -> None:
+    """Puts the digests of the bytes of a job that ``_take`` has returned into ``table``. If the file shares its pages,
+    they are read for this."""
+    if job.shared is not None:
+        job.shared.read_back(_staged(job, stage), job.op.offset)
+    first_byte = job.op.block * DIGEST_BYTES
+    digests = _digests(job, stage, block_bytes)
     if job.source is not None and job.source.verify:
         _compare(job, job.source, digests, block_bytes)
     table[first_byte : first_byte + len(digests)] = digests
+
+
+def _put(job: _Job, stage: StagingBuffer) -> None:
+    """Writes the bytes of a job whose digests have been computed."""
+    data = _data(job, stage)
     if job.shared is not None:
-        job.shared.write_edges(data, op.offset)
+        job.shared.write_edges(data, job.op.offset)
     elif job.file is not None:
-        job.file.write(data, op.offset)
+        job.file.write(data, job.op.offset)
 
 
 def _data(job: _Job, stage: StagingBuffer) -> Bytes | memoryview:
-    """Returns the bytes of a job after ``_take``."""
-    op = job.op
-    staged: Bytes = stage.bytes[job.starts[0] : job.starts[-1]]
-    if job.shared is not None:
-        job.shared.read_back(staged, op.offset)
-    return staged if op.place is None or op.place[0] else memory(op.place[1], op.nbytes)
+    """Returns the bytes of a job after ``_take``. If its pages are shared, they must have been read back before."""
+    place = job.op.place
+    return _staged(job, stage) if place is None or place[0] else memory(place[1], job.op.nbytes)
+
+
+def _staged(job: _Job, stage: StagingBuffer) -> Bytes:
+    """Returns the part of a staging buffer that the bytes of a job take."""
+    return stage.bytes[job.starts[0] : job.starts[-1]]
+
+
+def _digests(job: _Job, stage: StagingBuffer, block_bytes: int) -> bytes:
+    """Returns the digests of the bytes that ``_data`` returns, one after the other."""
+    return b"".join(map(digest, _blocks(_data(job, stage), job.op, block_bytes)))
 
 
 def _blocks(data: Bytes | memoryview, op: WriteOp, block_bytes: int) -> list[Bytes | memoryview]:

@@ -170,7 +170,7 @@ class RankWrite:
         synchronize(devices)
         budget, snapshot_bytes = options.budget or Budget.from_environment(), options.snapshot_bytes or 0
         staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
-        buffers = staging.buffers or max(snapshot_bytes // staging.nbytes, budget.threads)
+        buffers = staging.buffers_within(budget, snapshot_bytes)
         lasting = {data_file.id.part for data_file in self.data_files} - ANY_TIME
         plan = plan_writes(
             self.data_files, lasting if options.lazy else (), batch_bytes=staging.batch_bytes, block_bytes=block_bytes,
