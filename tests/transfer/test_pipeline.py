@@ -13,7 +13,7 @@ from zckpt import Budget, ZckptError
 from zckpt.system.threads import Worker
 from zckpt.transfer.pipeline import Pipeline
 from zckpt.transfer.snapshot import Snapshot
-from zckpt.transfer.staging import StagingBuffer, host_pool
+from zckpt.transfer.staging import StagingBuffer, StagingPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,10 +51,9 @@ class Steps:
         self.step("put", item)
 
     def run(self, items: int, threads: int, buffers: int) -> Snapshot:
-        pool, snapshot = host_pool(MIB), Snapshot()
-        pipeline = Pipeline(
-            range(items), self.take, self.digest, self.put, not_straight, pool, buffers, snapshot, items
-        )
+        snapshot = Snapshot()
+        pool = StagingPool(MIB, buffers)
+        pipeline = Pipeline(range(items), self.take, self.digest, self.put, not_straight, pool, snapshot, items)
         pipeline.run(Budget(threads=threads))
         return snapshot
 
@@ -69,7 +68,7 @@ def test_each_item_goes_through_all_steps_in_order(threads: int, buffers: int) -
 
 
 def test_an_item_for_which_nothing_is_left_to_do_gives_its_buffer_back() -> None:
-    pool, taken = host_pool(MIB), []
+    taken = []
 
     def take(item: int, stage: StagingBuffer) -> None:
         taken.append(item)
@@ -77,12 +76,12 @@ def test_an_item_for_which_nothing_is_left_to_do_gives_its_buffer_back() -> None
     def fail(item: int, stage: StagingBuffer) -> None:
         raise AssertionError
 
-    Pipeline(range(20), take, fail, fail, not_straight, pool, 2, Snapshot(), 0).run(Budget(threads=3))
+    Pipeline(range(20), take, fail, fail, not_straight, StagingPool(MIB, 2), Snapshot(), 0).run(Budget(threads=3))
     assert sorted(taken) == list(range(20))
 
 
 def test_the_next_source_is_read_while_digests_are_computed() -> None:
-    """There is one thread that reads. While it reads a source, the digests of the source before are computed."""
+    """Only one thread reads. While it reads a source, another thread computes the digests of the source before."""
     digesting = [threading.Event() for _ in range(4)]
 
     def before(step: str, item: int) -> None:
@@ -121,12 +120,11 @@ def test_an_error_in_a_step_ends_all_threads(failing: str, item: int) -> None:
 
 
 def test_no_step_begins_once_the_snapshot_is_given_up() -> None:
-    snapshot, pool = Snapshot(), host_pool(MIB)
+    snapshot = Snapshot()
     steps = Steps(lambda step, item: snapshot.give_up("enough"))
+    pipeline = Pipeline(range(9), steps.take, steps.digest, steps.put, not_straight, StagingPool(MIB, 4), snapshot, 9)
     with pytest.raises(ZckptError, match="given up: enough"):
-        Pipeline(range(9), steps.take, steps.digest, steps.put, not_straight, pool, 4, snapshot, 9).run(
-            Budget(threads=1)
-        )
+        pipeline.run(Budget(threads=1))
     assert steps.done == [("take", 0)]
 
 
@@ -157,7 +155,7 @@ def test_all_threads_end_if_the_start_of_one_fails(
 
 
 def test_threads_that_wait_for_a_step_end_if_another_one_fails() -> None:
-    """One thread reads a source, and fails once both other threads wait for it."""
+    """The thread that reads the first source fails once both other threads of the pipeline wait for a step."""
     waiting = set()
 
     class Condition(threading.Condition):
@@ -169,8 +167,8 @@ def test_threads_that_wait_for_a_step_end_if_another_one_fails() -> None:
         wait_until(lambda: len(waiting) == 2)
         raise ValueError("take")
 
-    pool = host_pool(MIB)
-    pipeline = Pipeline([0, 1], take, Steps().digest, Steps().put, not_straight, pool, 1, Snapshot(), 2)
+    pool = StagingPool(MIB, 1)
+    pipeline = Pipeline([0, 1], take, Steps().digest, Steps().put, not_straight, pool, Snapshot(), 2)
     pipeline._changed = Condition()
     with pytest.raises(ValueError, match="take"):
         pipeline.run(Budget(threads=2))
@@ -190,7 +188,7 @@ def test_two_straight_items_count_as_one_buffer(straight: bool) -> None:
         if item == 0:
             both.append(taken[1].wait(60 if straight else 0.2))
 
-    pool = host_pool(MIB)
-    pipeline = Pipeline([0, 1], take, digest, lambda item, stage: None, lambda item: straight, pool, 1, Snapshot(), 0)
+    pool = StagingPool(MIB, 1)
+    pipeline = Pipeline([0, 1], take, digest, lambda item, stage: None, lambda item: straight, pool, Snapshot(), 0)
     pipeline.run(Budget(threads=2))
     assert both == [straight]

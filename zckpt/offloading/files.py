@@ -106,8 +106,7 @@ def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: 
     plan = plan_writes(data_files, batch_bytes=staging.batch_bytes, block_bytes=BLOCK_BYTES, straight=parts)
     store = ScratchStore(directory)
     try:
-        buffers = staging.buffers_within(budget)
-        table = run_writes(store, plan, budget, staging, buffers, snapshot, lambda nbytes: None)
+        table = run_writes(store, plan, budget, staging, snapshot, lambda nbytes: None)
     except BaseException as error:
         for file in store.files.values():
             file.close()  # otherwise, it would stay open as long as somebody keeps the error

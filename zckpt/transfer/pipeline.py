@@ -30,7 +30,7 @@ class Pipeline(Generic[Item]):
 
     Sources come first: as long as a buffer is free, the next source is read. The sources of the first ``urgent`` items
     are read before all others. The snapshot is told when all urgent sources have been read, and again when all sources
-    have been read. While all ``buffers`` are in use, no source is read until a buffer is free again. While copies to a
+    have been read. While all buffers are in use, no source is read until a buffer is free again. While copies to a
     buffer are under way, the other steps are done for buffers that are full.
 
     An item is ``straight`` if its bytes do not go through the buffer, except for a few pages at the edges. Two such
@@ -46,7 +46,6 @@ class Pipeline(Generic[Item]):
         put: Callable[[Item, StagingBuffer], None],
         straight: Callable[[Item], bool],
         staging: StagingPool,
-        buffers: int,
         snapshot: Snapshot,
         urgent: int,
     ) -> None:
@@ -58,24 +57,29 @@ class Pipeline(Generic[Item]):
         self._halves = [1 if straight(item) and not staging.pinned else 2 for item in items]
         """How many half buffers each item counts as."""
         self._filling: deque[tuple[int, Item, StagingBuffer]] = deque()
-        """The buffers with copies under way. Here and below, each has the number of its item, and what ``take`` has
-        returned."""
+        """The items to whose buffers copies are under way. Each entry has the number of the item, the item that
+        ``take`` has returned, and the buffer."""
         self._full: deque[tuple[int, Item, StagingBuffer]] = deque()
+        """The items whose buffers are full, with the same three fields."""
         self._digested: deque[tuple[int, Item, StagingBuffer]] = deque()
+        """The items whose digests are known, with the same three fields."""
         self._unread = [urgent, len(items) - urgent]
         """How many sources have not been read yet: of the urgent items, and of the others."""
         self._unfinished = len(items)
         """For how many items not all steps are done yet."""
-        self._free_halves = 2 * buffers
+        self._free_halves = 0
+        """How many half buffers are not in use."""
         self._stopped = False
         self._changed = threading.Condition()
 
-    def run(self, budget: Budget) -> None:
-        """Does all steps of all items. Raises what the steps raise, and ZckptError once the snapshot is given up."""
+    def run(self, budget: Budget, snapshot_bytes: int = 0) -> None:
+        """Does all steps of all items. The buffers take ``snapshot_bytes`` bytes or those of the budget, whichever is
+        more. Raises what the steps raise, and ZckptError once the snapshot is given up."""
         items = len(self._waiting)
         if not items:
             self._snapshot.end()
             return
+        self._free_halves = 2 * self._staging.buffers_within(budget, snapshot_bytes)
         threads = min(budget.threads, items)
         tasks = [partial(self._work, self._next)] * threads + [partial(self._work, self._next_digest)]
         with self._staging.work(items):
@@ -121,7 +125,8 @@ class Pipeline(Generic[Item]):
         return None
 
     def _next_digest(self) -> Callable[[], None] | None:
-        """Does what ``_next`` does, but returns only the step ``digest``."""
+        """Returns the next step ``digest``, or None if there is none any more. Waits while other threads may still fill
+        a buffer."""
         with self._changed:
             while self._unfinished and not self._stopped:
                 if self._full:
@@ -133,7 +138,7 @@ class Pipeline(Generic[Item]):
         stage = self._staging.acquire()
         taken = self._take(item, stage)
         if taken is None:
-            self._read(number)
+            self._note_read(number)
             self._release(number, stage)
         elif stage.is_done():
             self._finish_item(number, taken, stage)
@@ -147,9 +152,9 @@ class Pipeline(Generic[Item]):
         with self._changed:
             self._full.append((number, item, stage))
             self._changed.notify_all()
-        self._read(number)
+        self._note_read(number)
 
-    def _read(self, number: int) -> None:
+    def _note_read(self, number: int) -> None:
         """Notes that the source of an item has been read."""
         with self._changed:
             self._unread[number >= self._urgent] -= 1

@@ -78,9 +78,8 @@ def run_reads(
     )
     synchronize(targets.devices)
     reads = _Reads(reader, files, targets, budget.direct, advance)
-    buffers = staging.buffers_within(budget)
     pipeline = Pipeline(
-        ops, reads.take, reads.check, lambda op, stage: None, lambda op: op.is_straight, staging, buffers, Snapshot(), 0
+        ops, reads.take, reads.check, lambda op, stage: None, lambda op: op.is_straight, staging, Snapshot(), 0
     )
     pipeline.run(budget)
 
@@ -97,7 +96,7 @@ class _Views:
         self.starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]
         """The byte of the file at which each segment begins, and the one at which the last segment ends."""
         self.addresses = np.where(cached | segments.straight, segments.address, -1).tolist()
-        """The address of the memory of each segment, or -1 if it goes to the staging buffer."""
+        """The address of the memory of each segment, or -1 for a segment that goes to the staging buffer."""
         self.memory: list[Bytes | memoryview] = [
             # In the staging buffer, bytes have the same place in a page as in the file.
             stage.bytes[start - base : stop - base] if address < 0 else memory(address, stop - start)

@@ -99,14 +99,15 @@ def run_writes(
     plan: WritePlan,
     budget: Budget,
     staging: StagingPool,
-    buffers: int,
     snapshot: Snapshot,
     advance: Callable[[int], None],
     source: Source | None = None,
     existing: Mapping[str, bytes] | None = None,
+    snapshot_bytes: int = 0,
 ) -> bytes:
     """Carries out ``plan``: writes its files to ``store``, in directories that exist, and makes their data durable.
-    Each write fits in a buffer of ``staging``, of which up to ``buffers`` are used at the same time.
+    Each write fits in a buffer of ``staging``. The buffers take ``snapshot_bytes`` bytes or those of the budget,
+    whichever is more.
 
     ``snapshot`` is told when the sources of the urgent writes have been read, and again when all sources have been
     read. ``advance`` is called with the number of tensor bytes that have been written. ``source`` is the checkpoint
@@ -142,8 +143,8 @@ def run_writes(
         ]
         urgent = bisect_left(numbers, plan.urgent)
         record_digests = partial(_record_digests, table, plan.block_bytes)
-        pipeline = Pipeline(jobs, _take, record_digests, put, _is_straight, staging, buffers, snapshot, urgent)
-        pipeline.run(budget)
+        pipeline = Pipeline(jobs, _take, record_digests, put, _is_straight, staging, snapshot, urgent)
+        pipeline.run(budget, snapshot_bytes)
         budget.run(file.sync for file in files if file is not None)
     finally:
         for file in files:
@@ -152,9 +153,7 @@ def run_writes(
     return source.table if source is not None else bytes(table)
 
 
-def unchanged_files(
-    plan: WritePlan, expected: Mapping[int, bytes], budget: Budget, staging: StagingPool, buffers: int
-) -> set[int]:
+def unchanged_files(plan: WritePlan, expected: Mapping[int, bytes], budget: Budget, staging: StagingPool) -> set[int]:
     """Returns the numbers of those files of ``plan`` that have the ``expected`` digests. A few reads spread over each
     file come first, and nothing more of a file is read once a digest differs. So a file that has changed costs little
     time."""
@@ -178,7 +177,7 @@ def unchanged_files(
         turns += [(i % stride, i // stride, number, op) for i, op in enumerate(ops)]
     turns.sort(key=lambda turn: turn[:3])
     jobs = [_Job(None, plan.files[number], op, budget.direct) for *_, number, op in turns]
-    pipeline = Pipeline(jobs, take, compare, lambda job, stage: None, _is_straight, staging, buffers, Snapshot(), 0)
+    pipeline = Pipeline(jobs, take, compare, lambda job, stage: None, _is_straight, staging, Snapshot(), 0)
     pipeline.run(budget)
     return expected.keys() - changed
 
@@ -220,8 +219,8 @@ def _is_straight(job: _Job) -> bool:
 
 
 def _record_digests(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) -> None:
-    """Puts the digests of the bytes of a job that ``_take`` has returned into ``table``. If the file shares its pages,
-    they are read for this."""
+    """Computes the digests of the bytes of a job, and puts them into ``table``. Pages that the file shares with another
+    file are read from the disk for this."""
     if job.shared is not None:
         job.shared.read_back(_staged(job, stage), job.op.offset)
     first_byte = job.op.block * DIGEST_BYTES

@@ -170,7 +170,6 @@ class RankWrite:
         synchronize(devices)
         budget, snapshot_bytes = options.budget or Budget.from_environment(), options.snapshot_bytes or 0
         staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
-        buffers = staging.buffers_within(budget, snapshot_bytes)
         lasting = {data_file.id.part for data_file in self.data_files} - ANY_TIME
         plan = plan_writes(
             self.data_files, lasting if options.lazy else (), batch_bytes=staging.batch_bytes, block_bytes=block_bytes,
@@ -181,7 +180,7 @@ class RankWrite:
             logged("wrote", str(store.location), plan.tensor_bytes),
             reported(options.progress, "write", plan.tensor_bytes) as advance,
         ):
-            table = run_writes(store, plan, budget, staging, buffers, snapshot, advance, self.source, shared)
+            table = run_writes(store, plan, budget, staging, snapshot, advance, self.source, shared, snapshot_bytes)
         if self.with_table:
             store.put(names.digests_path(self.save_id, self.rank), table)
         store.sync_names(rank_dir)

@@ -90,7 +90,7 @@ def reused(
     ]
     plan = plan_writes(twins, batch_bytes=staging.batch_bytes, block_bytes=block_bytes, straight=lasting)
     expected = {number: same.digests for number, (_, same) in counterparts.items()}
-    unchanged = unchanged_files(plan, expected, budget, staging, staging.buffers_within(budget))
+    unchanged = unchanged_files(plan, expected, budget, staging)
     planned = tuple(twins[number] if number in unchanged else data_file for number, data_file in enumerate(data_files))
     return planned, {planned[number].id.path: counterparts[number][1] for number in unchanged}
 
