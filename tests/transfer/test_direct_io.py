@@ -9,6 +9,7 @@ import mmap
 import os
 import resource
 import subprocess
+import threading
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ import torch
 import zckpt
 from tests.support.memory import uncache
 from tests.support.states import PARTS, same_all, write_state
+from tests.support.waiting import wait_until
 from zckpt.plan.reshard import ElementRange
 from zckpt.reading.checkpoint import ReadRequest
 from zckpt.storage.buffers import PAGE_BYTES
@@ -258,6 +260,42 @@ def test_what_is_mostly_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     if old_kernel:
         monkeypatch.setattr(linux, "CACHESTAT", 1 << 20)
     check_what_is_mostly_cached(tmp_path)
+
+
+@pytest.mark.parametrize(("processors", "threads", "expected"), [(1, 4, 1), (2, 4, 2), (8, 3, 3)])
+def test_what_is_cached_is_read_first_by_no_more_threads_than_processors(
+    disk: Path, processors: int, threads: int, expected: int
+) -> None:
+    """Every second read of 8 MiB is cached. Each thread that reads from the cache waits until all of them do."""
+    tensors = {"large": torch.arange(24 * MIB, dtype=torch.float32)}
+    write_state(disk / "c", 1, tensors, parts=["master"], block_bytes=MIB)
+    calls: list[tuple[str, threading.Thread]] = []
+    read_into, read_direct = LocalReader.read_into, LocalReader.read_direct
+
+    def is_cached(reader: LocalReader, path: str, offset: int, nbytes: int) -> bool:
+        return nbytes < MIB or offset // (8 * MIB) % 2 == 0
+
+    def from_cache(reader: LocalReader, path: str, views: Any, offset: int) -> int:
+        calls.append(("cache", threading.current_thread()))
+        wait_until(lambda: len({thread for _, thread in calls}) >= expected)
+        return read_into(reader, path, views, offset)
+
+    def from_disk(reader: LocalReader, path: str, views: Any, offset: int) -> int:
+        calls.append(("disk", threading.current_thread()))
+        return read_direct(reader, path, views, offset)
+
+    checkpoint = zckpt.open(disk / "c", budget=zckpt.Budget(threads=threads))
+    with (
+        mock.patch("zckpt.transfer.read.processors", return_value=processors),
+        mock.patch.multiple(LocalReader, is_cached=is_cached, read_into=from_cache, read_direct=from_disk),
+    ):
+        loaded = checkpoint.load()
+    assert same_all(loaded, {"master/large": tensors["large"]})
+    places = [place for place, _ in calls]
+    assert places == sorted(places)
+    assert places.count("cache") > expected
+    assert places.count("disk") > 2
+    assert len({thread for place, thread in calls if place == "cache"}) == expected
 
 
 def test_what_is_mostly_cached_below_an_overlay(overlay: Path) -> None:

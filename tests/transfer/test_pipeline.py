@@ -54,7 +54,8 @@ class Steps:
         snapshot = Snapshot()
         pool = StagingPool(MIB, buffers)
         pipeline = Pipeline(range(items), self.take, self.digest, self.put, not_straight, pool, snapshot, items)
-        pipeline.run(Budget(threads=threads))
+        with pool.work(items):
+            pipeline.run(Budget(threads=threads))
         return snapshot
 
 
@@ -76,7 +77,9 @@ def test_an_item_for_which_nothing_is_left_to_do_gives_its_buffer_back() -> None
     def fail(item: int, stage: StagingBuffer) -> None:
         raise AssertionError
 
-    Pipeline(range(20), take, fail, fail, not_straight, StagingPool(MIB, 2), Snapshot(), 0).run(Budget(threads=3))
+    pool = StagingPool(MIB, 2)
+    with pool.work(20):
+        Pipeline(range(20), take, fail, fail, not_straight, pool, Snapshot(), 0).run(Budget(threads=3))
     assert sorted(taken) == list(range(20))
 
 
@@ -122,8 +125,9 @@ def test_an_error_in_a_step_ends_all_threads(failing: str, item: int) -> None:
 def test_no_step_begins_once_the_snapshot_is_given_up() -> None:
     snapshot = Snapshot()
     steps = Steps(lambda step, item: snapshot.give_up("enough"))
-    pipeline = Pipeline(range(9), steps.take, steps.digest, steps.put, not_straight, StagingPool(MIB, 4), snapshot, 9)
-    with pytest.raises(ZckptError, match="given up: enough"):
+    pool = StagingPool(MIB, 4)
+    pipeline = Pipeline(range(9), steps.take, steps.digest, steps.put, not_straight, pool, snapshot, 9)
+    with pool.work(9), pytest.raises(ZckptError, match="given up: enough"):
         pipeline.run(Budget(threads=1))
     assert steps.done == [("take", 0)]
 
@@ -170,7 +174,7 @@ def test_threads_that_wait_for_a_step_end_if_another_one_fails() -> None:
     pool = StagingPool(MIB, 1)
     pipeline = Pipeline([0, 1], take, Steps().digest, Steps().put, not_straight, pool, Snapshot(), 2)
     pipeline._changed = Condition()
-    with pytest.raises(ValueError, match="take"):
+    with pool.work(2), pytest.raises(ValueError, match="take"):
         pipeline.run(Budget(threads=2))
 
 
@@ -190,5 +194,6 @@ def test_two_straight_items_count_as_one_buffer(straight: bool) -> None:
 
     pool = StagingPool(MIB, 1)
     pipeline = Pipeline([0, 1], take, digest, lambda item, stage: None, lambda item: straight, pool, Snapshot(), 0)
-    pipeline.run(Budget(threads=2))
+    with pool.work(2):
+        pipeline.run(Budget(threads=2))
     assert both == [straight]

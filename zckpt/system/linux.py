@@ -43,16 +43,22 @@ _STATFS_BYTES = 256
 """The size of a buffer for fstatfs(2), which writes fewer bytes."""
 
 
+def processors() -> int:
+    """Returns the number of processors on which this process may run. It does not know a container's quota of processor
+    time."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def cached_bytes(fd: int, offset: int, nbytes: int) -> int:
     """Returns how many of these bytes of a file are in the page cache, rounded up to whole pages. Returns 0 if the
     system does not report it."""
     if libc is None:
         return 0
-    statfs, counts = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))(), (ctypes.c_uint64 * 5)()
-    libc.fstatfs(fd, statfs)
-    # On an overlay, cachestat(2) does not help: the cached pages belong to the file in the layer below, where it does
+    counts = (ctypes.c_uint64 * 5)()
+    succeeded = libc.syscall(CACHESTAT, fd, (ctypes.c_uint64 * 2)(offset, nbytes), counts, 0) == 0
+    # On an overlay, cachestat(2) finds nothing: the cached pages belong to the file in the layer below, where it does
     # not look.
-    if statfs[0] != OVERLAYFS and libc.syscall(CACHESTAT, fd, (ctypes.c_uint64 * 2)(offset, nbytes), counts, 0) == 0:
+    if succeeded and (counts[0] or not _is_on_overlay(fd)):
         return int(counts[0]) * mmap.PAGESIZE
     # This is the way for an overlay, for a Linux before 6.5, and for a file that belongs to another user.
     start = offset - offset % mmap.PAGESIZE
@@ -67,6 +73,11 @@ def cached_bytes(fd: int, offset: int, nbytes: int) -> int:
         address = np.frombuffer(mapped, np.uint8).ctypes.data
         libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_void_p(resident.ctypes.data))
         return int(np.count_nonzero(resident & 1)) * mmap.PAGESIZE
+
+
+def _is_on_overlay(fd: int) -> bool:
+    statfs = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
+    return libc is not None and libc.fstatfs(fd, statfs) == 0 and statfs[0] == OVERLAYFS
 
 
 def direct_alignment(fd: int) -> tuple[int, int]:

@@ -74,7 +74,8 @@ class Pipeline(Generic[Item]):
 
     def run(self, budget: Budget, snapshot_bytes: int = 0) -> None:
         """Does all steps of all items. The buffers take ``snapshot_bytes`` bytes or those of the budget, whichever is
-        more. Raises what the steps raise, and ZckptError once the snapshot is given up."""
+        more. The caller is inside of ``staging.work``, for at least as many items as there are here. Raises what the
+        steps raise, and ZckptError once the snapshot is given up."""
         items = len(self._waiting)
         if not items:
             self._snapshot.end()
@@ -82,8 +83,7 @@ class Pipeline(Generic[Item]):
         self._free_halves = 2 * self._staging.buffers_within(budget, snapshot_bytes)
         threads = min(budget.threads, items)
         tasks = [partial(self._work, self._next)] * threads + [partial(self._work, self._next_digest)]
-        with self._staging.work(items):
-            budget.run(tasks, self._interrupt, threads=len(tasks))
+        budget.run(tasks, self._interrupt, threads=len(tasks))
 
     def _work(self, next_step: Callable[[], Callable[[], None] | None]) -> None:
         """Does steps until ``next_step`` returns None. If a step fails, all other threads end too."""

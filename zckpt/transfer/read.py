@@ -1,11 +1,16 @@
 """Carries out planned reads: parallel positional I/O, with digests checked during the read.
 
-Small reads go through the page cache, and so do reads of bytes that are mostly there already. All other reads use
-direct I/O, which evicts nothing from the page cache. Their bytes go straight into the target if the plan says so, and
-otherwise into aligned staging buffers. After a direct read, another thread compares the digests, and the thread that
-has read the bytes begins its next read. After a read through the page cache, the same thread compares the digests,
-because the bytes are in its processor's cache. Copies to a device are queued once their bytes are in a buffer. While
-these copies run, the next read fills another buffer.
+Bytes that are in the page cache already are read from there, before all others, in no more threads than there are
+processors: more threads do not copy faster, while a disk is faster if more threads wait for it. One thread does all the
+work of such a read. It reads a portion, compares its digests while the bytes are still in the processor's cache, and
+goes on to the next portion. Small reads of other bytes go through the page cache in the same way.
+
+All other reads use direct I/O, which evicts nothing from the page cache. Their bytes go straight into the target if the
+plan says so, and otherwise into aligned staging buffers. The thread that has read the bytes begins its next read, while
+another thread compares the digests.
+
+Copies to a device are queued once their bytes are in a buffer. While these copies run, the next read fills another
+buffer.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -22,6 +28,7 @@ from zckpt.format.digest import DIGEST_BYTES, check_block, digest
 from zckpt.format.rules import broken
 from zckpt.plan.coalesce import Places, joined_copies
 from zckpt.storage.buffers import PAGE_BYTES, after
+from zckpt.system.linux import processors
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.host_memory import copy_to, memory
 from zckpt.transfer.pipeline import Pipeline
@@ -34,16 +41,17 @@ if TYPE_CHECKING:
     from zckpt.format.digest import ReadFile
     from zckpt.plan.coalesce import Ranges, ReadOp, Segments
     from zckpt.storage.buffers import Bytes
-    from zckpt.storage.contract import Reader
+    from zckpt.storage.contract import DirectReads, Reader
     from zckpt.transfer.budget import Budget
     from zckpt.transfer.memory import Targets
     from zckpt.transfer.staging import StagingBuffer, StagingPool
 
 DIRECT_BYTES_MIN = 256 << 10
 """The smallest read that uses direct I/O, in bytes. Smaller reads are faster through the page cache."""
-PORTION_BYTES = 2 << 20
-"""How many bytes are read from the page cache and checked before the next read, so that they are still in the
-processor's cache when they are checked."""
+PORTION_BYTES = 4 << 20
+"""The number of bytes that are checked at a time. A read through the page cache reads this many bytes before it checks
+them. If the number were larger, the bytes would no longer be in the processor's cache when they are checked. If it were
+smaller, Python would take more time for each byte."""
 
 
 def places_of(reader: Reader, targets: Targets, files: Mapping[int, ReadFile]) -> Places:
@@ -78,25 +86,37 @@ def run_reads(
     )
     synchronize(targets.devices)
     reads = _Reads(reader, files, targets, budget.direct, advance)
-    pipeline = Pipeline(
-        ops, reads.take, reads.check, lambda op, stage: None, lambda op: op.is_straight, staging, Snapshot(), 0
-    )
-    pipeline.run(budget)
+    cached: list[ReadOp] = []
+    others: list[ReadOp] = []
+    direct = reader.direct if budget.direct else None
+    for op in ops:
+        is_cached = direct is not None and direct.is_cached(files[op.file].path, op.offset, op.nbytes)
+        (cached if is_cached else others).append(op)
+    with staging.work(len(ops)):
+        tasks = [partial(reads.read_cached, op, staging) for op in cached]
+        budget.run(tasks, threads=min(budget.threads, processors()))
+        pipeline = Pipeline(
+            others, reads.take, reads.check, lambda op, stage: None, lambda op: op.is_straight, staging, Snapshot(), 0
+        )
+        pipeline.run(budget)
 
 
 class _Views:
     """The memory that the segments of one read go to."""
 
-    def __init__(self, op: ReadOp, stage: StagingBuffer, keys: Sequence[str], cached: bool) -> None:
-        """``keys`` are the keys of all targets. ``cached`` says that the read goes through the store's caches. Then
-        each segment that has an address is read to this address, and not only the straight segments."""
+    def __init__(self, op: ReadOp, stage: StagingBuffer, keys: Sequence[str], through_cache: bool) -> None:
+        """``keys`` are the keys of all targets. ``through_cache`` says that the read goes through the store's caches.
+        Then each segment that has an address is read to this address, and not only the straight segments."""
         segments = self._segments = op.segments
         self._keys = keys
         base = op.offset - op.offset % PAGE_BYTES  # the byte of the file with which the staging buffer begins
-        self.starts = [op.offset, *(op.offset + np.cumsum(segments.nbytes)).tolist()]
+        self.starts = list(itertools.accumulate(segments.nbytes.tolist(), initial=op.offset))
         """The byte of the file at which each segment begins, and the one at which the last segment ends."""
-        self.addresses = np.where(cached | segments.straight, segments.address, -1).tolist()
+        straight = segments.address if through_cache else np.where(segments.straight, segments.address, -1)
+        self.addresses = straight.tolist()
         """The address of the memory of each segment, or -1 for a segment that goes to the staging buffer."""
+        self.first_copy = list(itertools.accumulate(segments.copies.tolist(), initial=0))
+        """The number of the first copy of each segment, and that of the copy after the last one."""
         self.memory: list[Bytes | memoryview] = [
             # In the staging buffer, bytes have the same place in a page as in the file.
             stage.bytes[start - base : stop - base] if address < 0 else memory(address, stop - start)
@@ -115,13 +135,13 @@ class _Views:
     def key_at(self, byte: int) -> str:
         """Returns the key of the tensor that has byte ``byte`` of the file."""
         segment = bisect_right(self.starts, byte) - 1
-        first_copy = int(self._segments.copies[:segment].sum())
-        return self._keys[int(self._segments.target[first_copy])]
+        return self._keys[int(self._segments.target[self.first_copy[segment]])]
 
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    """Carries out reads as the steps ``take`` and ``digest`` of a ``Pipeline``."""
+    """Carries out reads: a read from the store's caches as a whole, and all others as the steps ``take`` and ``digest``
+    of a ``Pipeline``."""
 
     reader: Reader
     files: Mapping[int, ReadFile]
@@ -129,51 +149,48 @@ class _Reads:
     direct: bool
     advance: Callable[[int], None]
 
+    def read_cached(self, op: ReadOp, staging: StagingPool) -> None:
+        """Reads the bytes of ``op`` through the store's caches, and does the work of ``check``."""
+        with staging.lend() as stage:
+            self.check(op, stage, through_cache=True)
+
     def take(self, op: ReadOp, stage: StagingBuffer) -> ReadOp | None:
         """Reads the bytes of ``op``. If the read goes through the store's caches, also does the work of ``check``,
         while the bytes are in the processor's cache. Returns None if nothing is left to do."""
         file = self.files[op.file]
-        if _goes_through_cache(self.reader, op.offset, op.nbytes, file, self.direct):
-            self._finish(op, stage, cached=True)
+        if _direct(self.reader, op.nbytes, self.direct) is None:
+            self.check(op, stage, through_cache=True)
             return None
         if not op.is_verified and _read_to_device(self.reader, op, file, self.targets):
             self.advance(op.nbytes)
             return None
         filled = _read_direct(self.reader, op, file, stage)
         if filled < op.nbytes:
-            views = _Views(op, stage, self.targets.keys, cached=False)
+            views = _Views(op, stage, self.targets.keys, through_cache=False)
             _fill(self.reader, file, op.offset, op.offset + op.nbytes, views.memory, views.key_at, filled)
         return op
 
-    def check(self, op: ReadOp, stage: StagingBuffer) -> None:
-        """Compares the digests of what ``take`` has read. Copies it to targets in host memory, and queues the copies to
-        devices."""
-        self._finish(op, stage, cached=False)
-
-    def _finish(self, op: ReadOp, stage: StagingBuffer, cached: bool) -> None:
-        """Does the work of ``check``. With ``cached``, first reads the bytes, portion by portion."""
+    def check(self, op: ReadOp, stage: StagingBuffer, through_cache: bool = False) -> None:
+        """Compares the digests of the bytes of ``op``, and copies the bytes from the staging buffer to their targets in
+        host memory. Queues the copies to devices. With ``through_cache``, first reads the bytes through the store's
+        caches, portion by portion."""
         file, segments, targets = self.files[op.file], op.segments, self.targets
-        views = _Views(op, stage, targets.keys, cached)
-        starts = views.starts
-        first_copy = (np.cumsum(segments.copies) - segments.copies).tolist()
-        blocks, verify = segments.block.tolist(), op.is_verified
-        copied_bytes = 0 if cached else int(op.edges.nbytes.sum())
-        with torch.inference_mode(targets.inference):
-            for portion in views.portions(PORTION_BYTES if verify else op.nbytes):
-                in_portion = views.memory[portion]
-                if cached:
-                    _fill(self.reader, file, starts[portion.start], starts[portion.stop], in_portion, views.key_at)
-                if verify and not _are_sound(file, blocks[portion], in_portion):
-                    for view, block, start in zip(in_portion, blocks[portion], starts[portion], strict=True):
-                        check_block(view, block, file, start, views.key_at(start))
-                for number in range(portion.start, portion.stop):
-                    if views.addresses[number] < 0:
-                        staged = cast("Bytes", views.memory[number])
-                        copies = int(segments.copies[number])
-                        copied_bytes += _put(segments, first_copy[number], copies, staged, targets)
-            self.reader.count.add(copied_bytes=copied_bytes)
-            _queue(segments, op.offset % PAGE_BYTES, targets, stage)
-        self.advance(int(segments.copy_bytes.sum()))
+        views = _Views(op, stage, targets.keys, through_cache)
+        starts, blocks, verify = views.starts, segments.block.tolist(), op.is_verified
+        has_staged = min(views.addresses) < 0
+        copied_bytes = 0 if through_cache else int(op.edges.nbytes.sum())
+        for portion in views.portions(PORTION_BYTES if verify else op.nbytes):
+            in_portion = views.memory[portion]
+            if through_cache:
+                _fill(self.reader, file, starts[portion.start], starts[portion.stop], in_portion, views.key_at)
+            if verify and not _are_sound(file, blocks[portion], in_portion):
+                for view, block, start in zip(in_portion, blocks[portion], starts[portion], strict=True):
+                    check_block(view, block, file, start, views.key_at(start))
+            if has_staged:
+                copied_bytes += _copy_staged(segments, views, portion, targets)
+        self.reader.count.add(copied_bytes=copied_bytes)
+        _queue(segments, op.offset % PAGE_BYTES, targets, stage)
+        self.advance(sum(segments.copy_bytes.tolist()))
 
 
 def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets) -> bool:
@@ -217,21 +234,20 @@ def read_staged(reader: Reader, offset: int, nbytes: int, file: ReadFile, stage:
     first = offset % PAGE_BYTES
     view = stage.bytes[first : first + nbytes]
     filled = 0
-    if reader.direct is not None and not _goes_through_cache(reader, offset, nbytes, file, direct):
+    direct_reads = _direct(reader, nbytes, direct)
+    if direct_reads is not None and not direct_reads.is_cached(file.path, offset, nbytes):
         pages = stage.bytes[: -(-(first + nbytes) // PAGE_BYTES) * PAGE_BYTES]
-        read_bytes = reader.direct.read_direct(file.path, [pages], offset - first)
+        read_bytes = direct_reads.read_direct(file.path, [pages], offset - first)
         filled = min(max(read_bytes - first, 0), nbytes)
     _fill(reader, file, offset, offset + nbytes, [view], lambda byte: None, filled)
     return view
 
 
-def _goes_through_cache(reader: Reader, offset: int, nbytes: int, file: ReadFile, direct: bool) -> bool:
-    """Returns whether a read goes through the store's caches, such as the page cache, and not by direct I/O. It does if
-    ``direct`` forbids direct I/O, if the store or the file system has none, if the read is small, or if most of its
-    bytes are in the cache already."""
-    if not direct or reader.direct is None or nbytes < DIRECT_BYTES_MIN:
-        return True
-    return reader.direct.is_cached(file.path, offset, nbytes)
+def _direct(reader: Reader, nbytes: int, direct: bool) -> DirectReads | None:
+    """Returns what carries out a direct read of ``nbytes`` bytes that are not cached. Returns None if the read goes
+    through the store's caches all the same: because ``direct`` forbids direct I/O, the store has none, or the read is
+    small."""
+    return reader.direct if direct and nbytes >= DIRECT_BYTES_MIN else None
 
 
 def fill(reader: Reader, file: ReadFile, offset: int, room: Bytes) -> None:
@@ -288,15 +304,21 @@ def _too_short(file: ReadFile, nbytes: int, key: str | None, start: int, stop: i
     return broken("F003", message, file=file.path, key=key, start=start, stop=stop)
 
 
-def _put(segments: Segments, first: int, copies: int, staged: Bytes, targets: Targets) -> int:
-    """Copies a segment from a staging buffer to its targets in host memory. Returns the number of bytes copied."""
+def _copy_staged(segments: Segments, views: _Views, portion: slice, targets: Targets) -> int:
+    """Copies the segments of a portion that are in the staging buffer to their targets in host memory. Returns the
+    number of bytes copied."""
     copied_bytes = 0
-    for copy in range(first, first + copies):
-        target, start = int(segments.target[copy]), int(segments.source[copy])
-        if targets.device[target] < 0:
-            data = staged[start : start + int(segments.copy_bytes[copy])]
-            targets.put(target, int(segments.target_offset[copy]), data)
-            copied_bytes += len(data)
+    with torch.inference_mode(targets.inference):
+        for number in range(portion.start, portion.stop):
+            if views.addresses[number] >= 0:
+                continue
+            staged = cast("Bytes", views.memory[number])
+            for copy in range(views.first_copy[number], views.first_copy[number + 1]):
+                target, start = int(segments.target[copy]), int(segments.source[copy])
+                if targets.device[target] < 0:
+                    data = staged[start : start + int(segments.copy_bytes[copy])]
+                    targets.put(target, int(segments.target_offset[copy]), data)
+                    copied_bytes += len(data)
     return copied_bytes
 
 
@@ -307,8 +329,9 @@ def _queue(segments: Segments, first: int, targets: Targets, stage: StagingBuffe
         copies = joined_copies(segments, targets.device == number)
         columns = (copies.target, copies.target_offset, copies.nbytes, first + copies.start)
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        if queued := [targets.to_device(*row) for row in rows]:
-            stage.to_device(device, queued)
+        with torch.inference_mode(targets.inference):
+            if queued := [targets.to_device(*row) for row in rows]:
+                stage.to_device(device, queued)
 
 
 def _are_sound(file: ReadFile, blocks: Sequence[int], views: Sequence[Bytes | memoryview]) -> bool:

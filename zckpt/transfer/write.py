@@ -144,7 +144,8 @@ def run_writes(
         urgent = bisect_left(numbers, plan.urgent)
         record_digests = partial(_record_digests, table, plan.block_bytes)
         pipeline = Pipeline(jobs, _take, record_digests, put, _is_straight, staging, snapshot, urgent)
-        pipeline.run(budget, snapshot_bytes)
+        with staging.work(len(jobs)):
+            pipeline.run(budget, snapshot_bytes)
         budget.run(file.sync for file in files if file is not None)
     finally:
         for file in files:
@@ -178,7 +179,8 @@ def unchanged_files(plan: WritePlan, expected: Mapping[int, bytes], budget: Budg
     turns.sort(key=lambda turn: turn[:3])
     jobs = [_Job(None, plan.files[number], op, budget.direct) for *_, number, op in turns]
     pipeline = Pipeline(jobs, take, compare, lambda job, stage: None, _is_straight, staging, Snapshot(), 0)
-    pipeline.run(budget)
+    with staging.work(len(jobs)):
+        pipeline.run(budget)
     return expected.keys() - changed
 
 
