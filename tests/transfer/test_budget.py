@@ -1,18 +1,23 @@
-"""The budget bounds the buffers, the environment sets its defaults, and pinned memory is cut into buffers without
-waste."""
+"""The budget bounds the buffers, the environment sets its defaults, pinned memory is cut into buffers without waste,
+and an interrupt ends all tasks."""
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
 import zckpt
 from tests.support.states import same_all, write_state
 from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.system.threads import Worker
+from zckpt.transfer.budget import Budget
 from zckpt.transfer.staging import Arena
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 MIB = 1 << 20
@@ -75,3 +80,21 @@ def test_the_environment_turns_digests_off(tmp_path: Path, monkeypatch: pytest.M
     zckpt.open(tmp_path / "c").load()
     with pytest.raises(zckpt.DigestError):
         zckpt.open(tmp_path / "c").load(verify=True)
+
+
+def test_an_interrupt_is_raised_even_if_the_first_task_cannot_be_made() -> None:
+    """The first wait for a thread is interrupted. Only then a thread asks for its first task, and this fails."""
+    interrupted = threading.Event()
+    wait = Worker.wait
+
+    def interrupted_once(worker: Worker, timeout: float | None = None) -> bool:
+        if not interrupted.is_set():
+            raise KeyboardInterrupt
+        return wait(worker, timeout)
+
+    def no_task() -> Callable[[], None]:
+        assert interrupted.wait(60)
+        raise OSError("no task")
+
+    with mock.patch.object(Worker, "wait", interrupted_once), pytest.raises(KeyboardInterrupt):
+        Budget().run((no_task() for _ in range(1)), interrupted.set)
