@@ -44,8 +44,8 @@ _STATFS_BYTES = 256
 
 
 def processors() -> int:
-    """Returns the number of processors on which this process may run. It does not know a container's quota of processor
-    time."""
+    """Returns the number of processors on which this process may run. A container's quota of processor time is not
+    taken into account."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 

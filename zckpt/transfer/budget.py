@@ -88,7 +88,7 @@ class Budget:
                         return
                     task()
                 except BaseException as error:  # raised below
-                    failures.setdefault(number, error)  # an interrupt stays
+                    failures.setdefault(number, error)  # it must not replace an interrupt, whose number is -1
                 sign_of_life()
 
         # A ThreadPoolExecutor would not do: it takes no more tasks once the interpreter exits, but a background write

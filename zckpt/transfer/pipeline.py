@@ -57,8 +57,8 @@ class Pipeline(Generic[Item]):
         self._halves = [1 if straight(item) and not staging.pinned else 2 for item in items]
         """How many half buffers each item counts as."""
         self._filling: deque[tuple[int, Item, StagingBuffer]] = deque()
-        """The items to whose buffers copies are under way. Each entry has the number of the item, the item that
-        ``take`` has returned, and the buffer."""
+        """The items whose buffers are being filled by copies from a device. Each entry has the number of the item, the
+        item that ``take`` has returned, and the buffer."""
         self._full: deque[tuple[int, Item, StagingBuffer]] = deque()
         """The items whose buffers are full, with the same three fields."""
         self._digested: deque[tuple[int, Item, StagingBuffer]] = deque()
@@ -73,9 +73,9 @@ class Pipeline(Generic[Item]):
         self._changed = threading.Condition()
 
     def run(self, budget: Budget, snapshot_bytes: int = 0) -> None:
-        """Does all steps of all items. The buffers take ``snapshot_bytes`` bytes or those of the budget, whichever is
-        more. The caller is inside of ``staging.work``, for at least as many items as there are here. Raises what the
-        steps raise, and ZckptError once the snapshot is given up."""
+        """Does all steps of all items. The buffers take as many bytes as the budget allows, or ``snapshot_bytes`` if
+        this is more. The caller is inside of ``staging.work``, for at least as many items as there are here. Raises
+        what the steps raise, and ZckptError once the snapshot is given up."""
         items = len(self._waiting)
         if not items:
             self._snapshot.end()

@@ -102,7 +102,7 @@ def run_reads(
 
 
 class _Views:
-    """The memory that the segments of one read go to."""
+    """The memory into which the segments of one read are read."""
 
     def __init__(self, op: ReadOp, stage: StagingBuffer, keys: Sequence[str], through_cache: bool) -> None:
         """``keys`` are the keys of all targets. ``through_cache`` says that the read goes through the store's caches.
@@ -150,13 +150,15 @@ class _Reads:
     advance: Callable[[int], None]
 
     def read_cached(self, op: ReadOp, staging: StagingPool) -> None:
-        """Reads the bytes of ``op`` through the store's caches, and does the work of ``check``."""
+        """Reads the bytes of ``op`` through the store's caches, compares their digests, and moves them to their
+        targets."""
         with staging.lend() as stage:
             self.check(op, stage, through_cache=True)
 
     def take(self, op: ReadOp, stage: StagingBuffer) -> ReadOp | None:
-        """Reads the bytes of ``op``. If the read goes through the store's caches, also does the work of ``check``,
-        while the bytes are in the processor's cache. Returns None if nothing is left to do."""
+        """Reads the bytes of ``op``, and returns ``op`` for ``check``. If the read goes through the store's caches,
+        calls ``check`` at once, while the bytes are in the processor's cache, and returns None. Also returns None after
+        a read straight into device memory."""
         file = self.files[op.file]
         if _direct(self.reader, op.nbytes, self.direct) is None:
             self.check(op, stage, through_cache=True)
@@ -244,9 +246,9 @@ def read_staged(reader: Reader, offset: int, nbytes: int, file: ReadFile, stage:
 
 
 def _direct(reader: Reader, nbytes: int, direct: bool) -> DirectReads | None:
-    """Returns what carries out a direct read of ``nbytes`` bytes that are not cached. Returns None if the read goes
-    through the store's caches all the same: because ``direct`` forbids direct I/O, the store has none, or the read is
-    small."""
+    """Returns the object that carries out a direct read of ``nbytes`` bytes that are not cached. Returns None if
+    the read goes through the store's caches all the same: because ``direct`` forbids direct I/O, the store has none, or
+    the read is small."""
     return reader.direct if direct and nbytes >= DIRECT_BYTES_MIN else None
 
 

@@ -106,8 +106,8 @@ def run_writes(
     snapshot_bytes: int = 0,
 ) -> bytes:
     """Carries out ``plan``: writes its files to ``store``, in directories that exist, and makes their data durable.
-    Each write fits in a buffer of ``staging``. The buffers take ``snapshot_bytes`` bytes or those of the budget,
-    whichever is more.
+    Each write fits in a buffer of ``staging``. The buffers take as many bytes as the budget allows, or
+    ``snapshot_bytes`` if this is more.
 
     ``snapshot`` is told when the sources of the urgent writes have been read, and again when all sources have been
     read. ``advance`` is called with the number of tensor bytes that have been written. ``source`` is the checkpoint
@@ -216,7 +216,7 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
 
 
 def _is_straight(job: _Job) -> bool:
-    """Returns whether the bytes of a job are written straight from host memory."""
+    """Returns whether the bytes of a job are written from where they are in host memory, without a staging buffer."""
     return job.op.place is not None and job.op.place[0] == ""
 
 
@@ -233,7 +233,7 @@ def _record_digests(table: bytearray, block_bytes: int, job: _Job, stage: Stagin
 
 
 def _put(job: _Job, stage: StagingBuffer) -> None:
-    """Writes the bytes of a job whose digests have been computed."""
+    """Writes the bytes of a job to its file. Their digests were computed before."""
     data = _data(job, stage)
     if job.shared is not None:
         job.shared.write_edges(data, job.op.offset)
