@@ -83,6 +83,16 @@ def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_b
         assert block == plan.first_block + plan.blocks
 
 
+def test_a_straight_write_may_be_larger_than_a_buffer() -> None:
+    mib = 1 << 20
+    memory = torch.empty(10 * mib)
+    fragments = [Fragment("master", "w", (len(memory),), "F32", 0, len(memory), data=memory)]
+    files = plan_data_files(fragments, SAVE_ID, 0, 1, block_bytes=mib)
+    sizes: dict[str, Any] = {"batch_bytes": 8 * mib, "block_bytes": mib}
+    for straight, largest in (["master"], 16 * mib), ([], 8 * mib):
+        assert max(op.nbytes for op in plan_writes(files, straight=straight, **sizes).ops) == largest
+
+
 def fragments_in_memory(memory: torch.Tensor, choice: random.Random) -> list[Fragment]:
     """Returns fragments of one part, in the order of ``memory``. They are adjacent or have gaps between them, their
     dtypes differ, and some begin at unaligned addresses."""

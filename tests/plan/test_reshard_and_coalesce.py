@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,6 +24,7 @@ from zckpt.plan.coalesce import Places, Ranges, joined_copies, plan_reads
 from zckpt.plan.reshard import ElementRange, PieceRanges, StoredPieces, choose_copies, piece_ranges, slice_ranges
 
 FILES = 3
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,15 @@ def run_straight(
     return filled
 
 
-@given(st.data(), stores(), st.booleans(), st.integers(1, 5), st.integers(1, 40), st.integers(0, 3), st.integers(0, 3))
+@given(
+    st.data(),
+    stores(),
+    st.booleans(),
+    st.integers(1, 5),
+    st.integers(1, 40) | st.integers(1, 400),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
 def test_each_byte_is_put_into_its_place_once(
     data: st.DataObject,
     store: Store,
@@ -260,19 +270,43 @@ def test_each_byte_is_put_into_its_place_once(
         address.append(begin if data.draw(st.integers(0, 4)) else -1)
         end = begin + len(targets[-1])
     places = Places(np.array(address, np.int64), 1 << memory_power, 1 << offset_power)
-    with mock.patch.object(coalesce, "STRAIGHT_BYTES_MIN", straight_bytes_min):
+    page_bytes = max(places.memory_bytes, places.offset_bytes)
+    batch_bytes, bytes_max = batch_blocks * store.block_bytes, data.draw(st.integers(1, 400))
+    sizes: dict[str, Any] = {
+        "STRAIGHT_BYTES_MIN": straight_bytes_min,
+        "STRAIGHT_BYTES_MAX": bytes_max,
+        "PAGE_BYTES": page_bytes,
+    }
+    with mock.patch.multiple(coalesce, **sizes):
         ops = plan_reads(
             found(requests),
             data_starts=store.data_starts,
             block_bytes=store.block_bytes,
             verify=verify,
-            batch_bytes=batch_blocks * store.block_bytes,
+            batch_bytes=batch_bytes,
             places=places,
         )
         filled = run_straight(store, ops, targets, places)
     assert targets == expected
     assert set(filled) == {(target, byte) for target, content in enumerate(expected) for byte in range(len(content))}
     assert set(filled.values()) <= {1}
+    assert all(op.nbytes <= batch_bytes or (op.is_straight and op.nbytes <= bytes_max) for op in ops)
+
+
+@pytest.mark.parametrize(
+    ("address", "sizes"),
+    [
+        (4096 * 5 + 512, [16, 16, 7.5]),
+        (4096 * 5 + 516, [8, 8, 8, 8, 7.5]),  # not aligned as direct I/O needs it
+        (-1, [8, 8, 8, 8, 7.5]),
+    ],
+)
+def test_a_straight_read_may_be_larger_than_a_buffer(address: int, sizes: list[float]) -> None:
+    nbytes = 39 * MIB + MIB // 2
+    stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, 0, nbytes, 0, 0)], [0])
+    wanted, places = found([(stored, [ElementRange(0, nbytes, 0)])]), Places(np.array([address]), 512, 512)
+    ops = plan_reads(wanted, data_starts=[0], block_bytes=MIB, verify=True, batch_bytes=8 * MIB, places=places)
+    assert [op.nbytes / MIB for op in ops] == sizes
 
 
 @pytest.mark.parametrize(

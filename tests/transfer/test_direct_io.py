@@ -123,13 +123,14 @@ def test_direct_io_leaves_the_page_cache_alone(disk: Path) -> None:
     assert any(cached_bytes(file) > edges for file in files)
 
 
+@pytest.mark.parametrize("budget", [zckpt.Budget(), zckpt.Budget(2 * MIB, 1)], ids=["", "smaller buffers"])
 @pytest.mark.parametrize("verify", [True, False])
 def test_large_tensors_are_read_straight_into_their_memory(
-    disk: Path, alignment: tuple[int, int], verify: bool
+    disk: Path, alignment: tuple[int, int], verify: bool, budget: zckpt.Budget
 ) -> None:
     state = write_state(disk / "c", 1, SHAPES, block_bytes=MIB)
     uncache(disk / "c")
-    checkpoint = zckpt.open(disk / "c")
+    checkpoint = zckpt.open(disk / "c", budget=budget)
     assert same_all(checkpoint.load(verify=verify), state.full)
     edges = 2 * max(*alignment, PAGE_BYTES) * checkpoint.io.reads
     assert 0 < checkpoint.io.copied_bytes <= edges < checkpoint.nbytes // 100
@@ -266,14 +267,14 @@ def test_what_is_mostly_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_what_is_cached_is_read_first_by_no_more_threads_than_processors(
     disk: Path, processors: int, threads: int, expected: int
 ) -> None:
-    """Every second read of 8 MiB is cached. Each thread that reads from the cache waits until all of them do."""
+    """Every second read of 16 MiB is cached. Each thread that reads from the cache waits until all of them do."""
     tensors = {"large": torch.arange(24 * MIB, dtype=torch.float32)}
     write_state(disk / "c", 1, tensors, parts=["master"], block_bytes=MIB)
     calls: list[tuple[str, threading.Thread]] = []
     read_into, read_direct = LocalReader.read_into, LocalReader.read_direct
 
     def is_cached(reader: LocalReader, path: str, offset: int, nbytes: int) -> bool:
-        return nbytes < MIB or offset // (8 * MIB) % 2 == 0
+        return nbytes < MIB or offset // (16 * MIB) % 2 == 0
 
     def from_cache(reader: LocalReader, path: str, views: Any, offset: int) -> int:
         calls.append(("cache", threading.current_thread()))

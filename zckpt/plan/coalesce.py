@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from zckpt.format.index import ragged, runs
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES as PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -25,6 +25,10 @@ SEGMENTS_MAX = 511
 STRAIGHT_BYTES_MIN = 256 << 10
 """The fewest adjacent bytes that direct I/O reads straight into their target. Fewer bytes are copied from a buffer in
 about the same time."""
+STRAIGHT_BYTES_MAX = 16 << 20
+"""The most bytes of one read or write that is straight as a whole. Such a read or write may be larger than a staging
+buffer. The larger it is, the less of the processor's time it takes for each byte. But if it were larger than this, some
+threads might end long before others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,7 @@ class Places:
     offset_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(NamedTuple):
     """The segments of a read as int64 columns. A segment is a range of consecutive bytes of one block.
 
     ``nbytes`` is the size of the segment, ``block`` the number of the digest that covers exactly these bytes (-1 if
@@ -66,8 +69,7 @@ class Segments:
     target_offset: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Ranges:
+class Ranges(NamedTuple):
     """Ranges of a file, and the memory that they are read into, as int64 columns: ``nbytes`` bytes from byte ``start``
     of the file on go to ``address``."""
 
@@ -76,8 +78,7 @@ class Ranges:
     address: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOp:
+class ReadOp(NamedTuple):
     """One contiguous read of ``nbytes`` bytes at byte ``offset`` of file number ``file``.
 
     For direct I/O, the straight segments are cut into two kinds of ranges. The ranges ``inner`` are aligned as direct
@@ -147,7 +148,8 @@ def plan_reads(
 
     With ``verify``, each block that has bytes of a range is read whole, and once. Without ``verify``, only the bytes of
     the ranges are read. ``data_starts`` has the first data byte of each file. A read has at most ``batch_bytes`` bytes,
-    which is at least ``block_bytes``. Without ``places``, all bytes that are read go through staging buffers.
+    which is at least ``block_bytes``, or at most ``STRAIGHT_BYTES_MAX`` if all of its segments are straight. Without
+    ``places``, all bytes that are read go through staging buffers.
     """
     first = piece_ranges.start // block_bytes
     # From here on there is a row for each block that a range has bytes of.
@@ -176,34 +178,57 @@ def plan_reads(
         (piece_ranges.target_offset[piece_range] + cut_start - wanted_start)[order],
     )
     file, start_at, stop_at, block = file[begins], start_at[begins], stop_at[begins], block[begins]
-    joins = np.zeros(len(file), bool)  # whether a segment is read together with the one before it
-    joins[1:] = (file[1:] == file[:-1]) & (start_at[1:] == stop_at[:-1])
-    cuts = []  # the first segment of each read
-    for run, run_stop in runs(np.cumsum(~joins)):
-        position = run
-        while position < run_stop:
-            cuts.append(position)
-            fits = int(np.searchsorted(stop_at[position:run_stop], start_at[position] + batch_bytes, side="right"))
-            position += min(fits, SEGMENTS_MAX)
-
     nbytes = stop_at - start_at
     _, copy_bytes, target, target_offset = (column[first_copy] for column in copy_columns)
     if places is None:
         places = Places(np.full(int(target.max(initial=-1)) + 1, -1), 1, 1)
     alone = (copies == 1) & (copy_bytes == nbytes) & (places.address[target] >= 0)
     address = np.where(alone, places.address[target] + target_offset, -1)
+    cuts = _cuts(file, start_at, stop_at, address, batch_bytes, places)
     straight, inner, edges = _straight(cuts, start_at, stop_at, address, places)
-    ops = []
-    for (begin, end), inner_ranges, edge_ranges in zip(pairwise([*cuts, len(file)]), inner, edges, strict=True):
-        of_read = slice(begin, end)
-        copies_of_read = slice(int(first_copy[begin]), int(first_copy[end - 1] + copies[end - 1]))
-        segments = Segments(
-            nbytes[of_read], block[of_read], address[of_read], straight[of_read], copies[of_read],
-            *(column[copies_of_read] for column in copy_columns),
-        )  # fmt: skip
-        offset, stop_byte = int(start_at[begin]), int(stop_at[end - 1])
-        ops.append(ReadOp(int(file[begin]), offset, stop_byte - offset, segments, inner_ranges, edge_ranges))
-    return tuple(ops)
+    bounds = [*cuts, len(file)]
+    first, last = np.array(bounds[:-1], np.int64), np.array(bounds[1:], np.int64) - 1
+    segments = _cut((nbytes, block, address, straight, copies), bounds)
+    segment_copies = _cut(copy_columns, np.append(first_copy, len(order))[bounds].tolist())
+    scalars = (column.tolist() for column in (file[first], start_at[first], stop_at[last] - start_at[first]))
+    return tuple(
+        ReadOp(file_number, offset, read_bytes, Segments(*of_segments, *of_copies), inner_ranges, edge_ranges)
+        for file_number, offset, read_bytes, of_segments, of_copies, inner_ranges, edge_ranges in zip(
+            *scalars, segments, segment_copies, inner, edges, strict=True
+        )
+    )
+
+
+def _cut(columns: Sequence[NDArray[Any]], bounds: Sequence[int]) -> Iterator[tuple[NDArray[Any], ...]]:
+    """Yields, for each two neighbouring ``bounds``, the rows of all ``columns`` from the first bound to the second."""
+    parts = [slice(begin, end) for begin, end in pairwise(bounds)]
+    return zip(*([column[part] for part in parts] for column in columns), strict=True)
+
+
+def _cuts(file: Ints, start: Ints, stop: Ints, address: Ints, batch_bytes: int, places: Places) -> list[int]:
+    """Returns the first segment of each read. The columns have the file of each segment, the bytes of the file at which
+    it begins and ends, and the address of its memory, or -1."""
+    joins = np.zeros(len(file), bool)  # whether a segment is adjacent in the file to the one before it
+    joins[1:] = (file[1:] == file[:-1]) & (start[1:] == stop[:-1])
+    can_be_straight = (address >= 0) & ((address - start) % places.memory_bytes == 0)
+    joins_in_memory = np.zeros(len(file), bool)  # whether it is adjacent in memory too, and both can be straight
+    joins_in_memory[1:] = joins[1:] & can_be_straight[1:] & can_be_straight[:-1] & (np.diff(address - start) == 0)
+    straight_stops = np.append(np.flatnonzero(~joins_in_memory), len(file))  # where a run ends that is so joined
+    # A read of so many bytes of one run is straight, however much of its first and last page is not aligned.
+    straight_bytes = STRAIGHT_BYTES_MIN + 2 * max(PAGE_BYTES, places.memory_bytes, places.offset_bytes)
+    cuts = []
+    for run, run_stop in runs(np.cumsum(~joins)):
+        position = run
+        while position < run_stop:
+            cuts.append(position)
+            fits = stop[position:run_stop].searchsorted(start[position] + batch_bytes, "right")
+            if can_be_straight[position]:
+                straight_stop = straight_stops[straight_stops.searchsorted(position, "right")]
+                straight = stop[position:straight_stop].searchsorted(start[position] + STRAIGHT_BYTES_MAX, "right")
+                if straight and stop[position + straight - 1] - start[position] >= straight_bytes:
+                    fits = max(fits, straight)
+            position += min(int(fits), SEGMENTS_MAX)
+    return cuts
 
 
 def _straight(
@@ -235,9 +260,8 @@ def _straight(
         starts, stops = bounds[:, which_bounds], bounds[:, np.add(which_bounds, 1)]
         run, bound = np.nonzero(starts < stops)
         at, nbytes = starts[run, bound], (stops - starts)[run, bound]
-        columns = (at, nbytes, at + shift[segment[run]])
-        cut = np.searchsorted(segment[run], [*cuts, len(start)]).tolist()
-        return [Ranges(*(column[a:b] for column in columns)) for a, b in pairwise(cut)]
+        bounds_of_reads = np.searchsorted(segment[run], [*cuts, len(start)]).tolist()
+        return [Ranges(*row) for row in _cut((at, nbytes, at + shift[segment[run]]), bounds_of_reads)]
 
     mask = np.repeat(is_straight, np.diff(first, append=len(start)))
     return mask, of_each_read([1]), of_each_read([0, 2])

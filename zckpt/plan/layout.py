@@ -16,6 +16,7 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.index import ragged, runs
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES, DIGEST_TABLE_BYTES_MAX
 from zckpt.format.names import FILLER_PREFIX, Tier, piece_name
+from zckpt.plan.coalesce import STRAIGHT_BYTES_MAX
 from zckpt.state.inventory import ANY_TIME, FileRange, Fragment
 
 if TYPE_CHECKING:
@@ -270,10 +271,11 @@ def plan_writes(
     straight: Collection[str] = (),
 ) -> WritePlan:
     """Cuts the files of one rank into writes of at most ``batch_bytes`` bytes, which is a multiple of ``block_bytes``.
+    Writes that are straight have up to ``STRAIGHT_BYTES_MAX`` bytes.
 
     The parts in ``later`` are written last, because they do not change before all other parts have been read. The parts
-    in ``straight`` do not change before everything is written. So long runs of their bytes are written from host memory
-    itself, without a copy.
+    in ``straight`` do not change before everything is written. So long runs of their bytes are written straight from
+    host memory, without a copy.
     """
     files = tuple(files)
     ops = [op for number, file in enumerate(files) for op in _cut(file, number, batch_bytes, block_bytes, straight)]
@@ -292,6 +294,7 @@ def _cut(
     source, start = regions.source[region], block * block_bytes
     nbytes = np.minimum(regions.nbytes[region] - start, block_bytes)
     file_start = regions.start[region] + start
+    file_stop = file_start + nbytes
     if plan.is_copy:  # all bytes of the file are adjacent in the file that is copied
         run = np.zeros(len(region), np.int64)
     else:
@@ -299,15 +302,13 @@ def _cut(
         run = np.array([long.get(fragment, -1) for fragment in regions.source.tolist()], np.int64)[region]
     for first, run_stop in runs(run):
         while first < run_stop:
-            stop = first + int(
-                np.searchsorted(
-                    file_start[first:run_stop] + nbytes[first:run_stop], file_start[first] + batch_bytes, "right"
-                )
-            )
+            place = plan.fragments[source[first]].place if run[first] >= 0 and not plan.is_copy else None
+            is_straight = place is not None and place[0] == ""
+            limit = file_start[first] + (max(batch_bytes, STRAIGHT_BYTES_MAX) if is_straight else batch_bytes)
+            stop = first + int(np.searchsorted(file_stop[first:run_stop], limit, "right"))
             begins = np.array([begin for begin, _ in runs(source[first:stop])], np.int64)
             sources = source[first:stop][begins], start[first:stop][begins], np.add.reduceat(nbytes[first:stop], begins)
             total = int(nbytes[first:stop].sum())
-            place = plan.fragments[source[first]].place if run[first] >= 0 and not plan.is_copy else None
             if place is not None:
                 place = place[0], place[1] + int(start[first])
             if plan.is_copy:

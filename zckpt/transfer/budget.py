@@ -115,7 +115,7 @@ class Budget:
             failures.clear()
 
     def batch_bytes(self, block_bytes: int) -> int:
-        """Returns how many bytes one read or write moves: 8 MiB if the budget allows it.
+        """Returns how many bytes one read or write moves through a staging buffer: 8 MiB if the budget allows it.
 
         Args:
             block_bytes: the number of bytes of a block of the checkpoint.

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 DIRECT_BYTES_MIN = 256 << 10
 """The smallest read that uses direct I/O, in bytes. Smaller reads are faster through the page cache."""
-PORTION_BYTES = 4 << 20
+PORTION_BYTES = 2 << 20
 """The number of bytes that are checked at a time. A read through the page cache reads this many bytes before it checks
 them. If the number were larger, the bytes would no longer be in the processor's cache when they are checked. If it were
 smaller, Python would take more time for each byte."""
@@ -71,8 +71,9 @@ def run_reads(
     staging: StagingPool,
     advance: Callable[[int], None],
 ) -> None:
-    """Carries out ``ops``, each of which fits in a buffer of ``staging`` with a page to spare at both ends. ``advance``
-    is called with the number of bytes that are on their way to their targets. On return, all bytes are there.
+    """Carries out ``ops``. Each of them fits in a buffer of ``staging`` with a page to spare at both ends, or is
+    straight. ``advance`` is called with the number of bytes that are on their way to their targets. On return, all
+    bytes are there.
 
     Raises FormatError (F001 to F003, D003) and StorageError. After an error, the targets have undefined values.
     """
@@ -86,19 +87,28 @@ def run_reads(
     )
     synchronize(targets.devices)
     reads = _Reads(reader, files, targets, budget.direct, advance)
-    cached: list[ReadOp] = []
     others: list[ReadOp] = []
-    direct = reader.direct if budget.direct else None
-    for op in ops:
-        is_cached = direct is not None and direct.is_cached(files[op.file].path, op.offset, op.nbytes)
-        (cached if is_cached else others).append(op)
     with staging.work(len(ops)):
-        tasks = [partial(reads.read_cached, op, staging) for op in cached]
-        budget.run(tasks, threads=min(budget.threads, processors()))
+        # The thread that looks for bytes in the page cache reads them next, so that the kernel's records of these pages
+        # are in the processor's cache then.
+        budget.run(_cached_reads(reads, ops, staging, others), threads=min(budget.threads, processors()))
         pipeline = Pipeline(
             others, reads.take, reads.check, lambda op, stage: None, lambda op: op.is_straight, staging, Snapshot(), 0
         )
         pipeline.run(budget)
+
+
+def _cached_reads(
+    reads: _Reads, ops: Sequence[ReadOp], staging: StagingPool, others: list[ReadOp]
+) -> Iterator[Callable[[], None]]:
+    """Yields a function for each of ``ops`` whose bytes are in the page cache. The function carries out this read.
+    Appends all other reads to ``others``."""
+    direct = reads.reader.direct if reads.direct else None
+    for op in ops:
+        if direct is not None and direct.is_cached(reads.files[op.file].path, op.offset, op.nbytes):
+            yield partial(reads.read_cached, op, staging)
+        else:
+            others.append(op)
 
 
 class _Views:
@@ -283,17 +293,21 @@ def _read_direct(reader: Reader, op: ReadOp, file: ReadFile, stage: StagingBuffe
     0 if direct I/O is not possible."""
     if reader.direct is None:
         return 0
-    base, stop = op.offset - op.offset % PAGE_BYTES, op.offset + op.nbytes
-    pages = stage.bytes[: -(-stop // PAGE_BYTES) * PAGE_BYTES - base]
+    base, stop = op.offset - op.offset % PAGE_BYTES, -(-(op.offset + op.nbytes) // PAGE_BYTES) * PAGE_BYTES
+    straight, room = op.is_straight, stage.bytes
+    # The bytes in the buffer lie there as in the file. But a straight read may be larger than the buffer: only its
+    # edges are in the buffer, one after the other.
     views: list[Bytes | memoryview] = []
-    covered = 0
+    position, place = base, 0
     for start, nbytes, address in _rows(op.inner):
-        views += [pages[covered : start - base], memory(address, nbytes)]
-        covered = start - base + nbytes
-    views.append(pages[covered:])
+        views += [room[place : place + start - position], memory(address, nbytes)]
+        place += start - position + (0 if straight else nbytes)
+        position = start + nbytes
+    views.append(room[place : place + stop - position])
     read_bytes = reader.direct.read_direct(file.path, [view for view in views if len(view)], base)
     for start, nbytes, address in _rows(op.edges):
-        copy_to(address, pages[start - base : start - base + nbytes])
+        place = start - base - (int(op.inner.nbytes[op.inner.start < start].sum()) if straight else 0)
+        copy_to(address, room[place : place + nbytes])
     return min(max(base + read_bytes - op.offset, 0), op.nbytes)
 
 
