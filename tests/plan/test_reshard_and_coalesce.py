@@ -24,7 +24,7 @@ from zckpt.plan.coalesce import Places, Ranges, joined_copies, plan_reads
 from zckpt.plan.reshard import ElementRange, PieceRanges, StoredPieces, choose_copies, piece_ranges, slice_ranges
 
 FILES = 3
-MIB = 1 << 20
+KIB = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -294,19 +294,21 @@ def test_each_byte_is_put_into_its_place_once(
 
 
 @pytest.mark.parametrize(
-    ("address", "sizes"),
+    ("kib", "batch_kib", "address", "sizes"),
     [
-        (4096 * 5 + 512, [16, 16, 7.5]),
-        (4096 * 5 + 516, [8, 8, 8, 8, 7.5]),  # not aligned as direct I/O needs it
-        (-1, [8, 8, 8, 8, 7.5]),
+        (40 * 1024 - 64, 8192, 4096 * 5 + 512, [16384, 16384, 8128]),
+        (40 * 1024 - 64, 8192, 4096 * 5 + 516, [8192] * 4 + [8128]),  # not aligned as direct I/O needs it
+        (40 * 1024 - 64, 8192, -1, [8192] * 4 + [8128]),
+        (256, 64, 4096 * 5 + 512, [64] * 4),  # too little to be straight
     ],
 )
-def test_a_straight_read_may_be_larger_than_a_buffer(address: int, sizes: list[float]) -> None:
-    nbytes = 39 * MIB + MIB // 2
-    stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, 0, nbytes, 0, 0)], [0])
-    wanted, places = found([(stored, [ElementRange(0, nbytes, 0)])]), Places(np.array([address]), 512, 512)
-    ops = plan_reads(wanted, data_starts=[0], block_bytes=MIB, verify=True, batch_bytes=8 * MIB, places=places)
-    assert [op.nbytes / MIB for op in ops] == sizes
+def test_a_straight_read_may_be_larger_than_a_buffer(kib: int, batch_kib: int, address: int, sizes: list[int]) -> None:
+    stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, 0, kib * KIB, 0, 0)], [0])
+    wanted, places = found([(stored, [ElementRange(0, kib * KIB, 0)])]), Places(np.array([address]), 512, 512)
+    ops = plan_reads(
+        wanted, data_starts=[0], block_bytes=64 * KIB, verify=True, batch_bytes=batch_kib * KIB, places=places
+    )
+    assert [op.nbytes // KIB for op in ops] == sizes
 
 
 @pytest.mark.parametrize(
