@@ -58,8 +58,8 @@ WRITE_PLAN = [
         queued on devices. Then plans the writes of
         this rank, and carries them out."""),
     box("plan", "plan_writes, WritePlan, WriteOp", "plan/layout.py", """
-        Writes of up to 8 MiB, in whole blocks of 1 MiB,
-        and which of them need no staging buffer."""),
+        Writes of up to 8 MiB, or of up to 16 MiB if they
+        need no staging buffer, in whole blocks of 1 MiB."""),
 ]  # fmt: skip
 PIPELINE = box(
     "queue",
@@ -155,9 +155,9 @@ READ_PLAN = [
         Divides the requested ranges by stored pieces:
         ranges of files, and the memory for each."""),
     box("plan", "plan_reads, ReadOp, Segments", "plan/coalesce.py", """
-        Joins neighbouring blocks: reads of up to 8 MiB or
-        511 segments, each byte once, and which of them
-        need no staging buffer."""),
+        Joins neighbouring blocks: reads of up to 511
+        segments and 8 MiB, or 16 MiB if they need no
+        staging buffer. Reads each byte once."""),
 ]  # fmt: skip
 AFTER = [
     box("copy", "Restoring, set_state, finish", "engines/contract.py", """
