@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.support.faults import Fault, faulty
+from tests.support.faults import Fault, faulty, kill
 from tests.support.progress import RecordedProgress
 from tests.support.states import write_state
 from zckpt.cli import main
@@ -226,17 +226,20 @@ def test_progress(tmp_path: Path) -> None:
 # Several ranks
 
 
+READS = ("read_cached", "read_direct")
+
+
 def compare_together(path: str, dies: bool = False) -> tuple[str, int]:
     heartbeat.PERIOD_SECONDS = 0.2
     if dies:
-        fault = Fault(lambda operation, file: os.kill(os.getpid(), signal.SIGKILL), names=("read_into", "read_direct"))
+        fault = Fault(kill, names=READS)
         refused = pytest.raises(zckpt.RankError, match="rank 1")
         with faulty(fault if os.environ["RANK"] == "1" else None), refused as caught:
             zckpt.diff(f"{path}/a", f"{path}/b")
         return "", caught.value.rank or 0
     with faulty() as operations:
         diff = zckpt.diff(f"{path}/a", f"{path}/b", budget=zckpt.Budget(8 << 20, 1))
-    return diff.to_json(), sum(name in ("read_into", "read_direct") for name, _ in operations.done)
+    return diff.to_json(), sum(name in READS for name, _ in operations.done)
 
 
 def test_ranks_share_the_work_and_each_gets_the_result(cluster: Cluster, tmp_path: Path) -> None:

@@ -271,15 +271,15 @@ def test_what_is_cached_is_read_first_by_no_more_threads_than_processors(
     tensors = {"large": torch.arange(24 * MIB, dtype=torch.float32)}
     write_state(disk / "c", 1, tensors, parts=["master"], block_bytes=MIB)
     calls: list[tuple[str, threading.Thread]] = []
-    read_into, read_direct = LocalReader.read_into, LocalReader.read_direct
+    read_cached, read_direct = LocalReader.read_cached, LocalReader.read_direct
 
     def is_cached(reader: LocalReader, path: str, offset: int, nbytes: int) -> bool:
         return nbytes < MIB or offset // (16 * MIB) % 2 == 0
 
-    def from_cache(reader: LocalReader, path: str, views: Any, offset: int) -> int:
+    def from_cache(reader: LocalReader, path: str, portions: Any, offset: int, use: Any) -> int:
         calls.append(("cache", threading.current_thread()))
         wait_until(lambda: len({thread for _, thread in calls}) >= expected)
-        return read_into(reader, path, views, offset)
+        return read_cached(reader, path, portions, offset, use)
 
     def from_disk(reader: LocalReader, path: str, views: Any, offset: int) -> int:
         calls.append(("disk", threading.current_thread()))
@@ -288,13 +288,13 @@ def test_what_is_cached_is_read_first_by_no_more_threads_than_processors(
     checkpoint = zckpt.open(disk / "c", budget=zckpt.Budget(threads=threads))
     with (
         mock.patch("zckpt.transfer.read.processors", return_value=processors),
-        mock.patch.multiple(LocalReader, is_cached=is_cached, read_into=from_cache, read_direct=from_disk),
+        mock.patch.multiple(LocalReader, is_cached=is_cached, read_cached=from_cache, read_direct=from_disk),
     ):
         loaded = checkpoint.load()
     assert same_all(loaded, {"master/large": tensors["large"]})
     places = [place for place, _ in calls]
     assert places == sorted(places)
-    assert places.count("cache") > expected
+    assert places.count("cache") > 2
     assert places.count("disk") > 2
     assert len({thread for place, thread in calls if place == "cache"}) == expected
 

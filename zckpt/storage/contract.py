@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     import torch
 
@@ -49,8 +49,9 @@ class IOCount:
     """Counts what a reader has read from its store, and how many of these bytes were copied in memory."""
 
     reads: int = 0
-    """The number of requests to the store. A ``read_into`` is one request for all its ``views``. If a request returns
-    fewer bytes than it asked for, the request for the rest counts as another one."""
+    """The number of requests to the store. A ``read_into`` is one request for all its ``views``, and a ``read_cached``
+    one for each portion. If a request returns fewer bytes than it asked for, the request for the rest counts as another
+    one."""
     metadata_bytes: int = 0
     """The number of bytes that ``Reader.read`` has returned: bytes of the manifest, the index, digest tables and
     headers."""
@@ -109,12 +110,20 @@ class Reader(Protocol):
 
 
 class DirectReads(Protocol):
-    """Reads tensor data past all caches, or straight into device memory. These methods count their bytes, and raise
-    errors, as those of ``Reader`` do."""
+    """Reads tensor data past all caches, out of the caches portion by portion, or straight into device memory. These
+    methods count their bytes, and raise errors, as those of ``Reader`` do."""
 
     def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
-        """Returns whether more than half of these bytes are in memory already, so that ``read_into`` is the better way
-        to read them. Starts no I/O."""
+        """Returns whether more than half of these bytes are in memory already, so that ``read_cached`` is the better
+        way to read them. Starts no I/O."""
+
+    def read_cached(
+        self, path: str, portions: Sequence[Sequence[Bytes | memoryview]], offset: int, use: Callable[[int], None]
+    ) -> int:
+        """Fills the views of all portions one after the other from byte ``offset`` on, through the caches. Calls
+        ``use`` with the number of each portion that is full, before it reads the next one, because the bytes of a
+        portion are in the processor's own cache only for a short time. Returns the number of bytes read, which is
+        smaller than the length of all portions only if the file ends before. Raises what ``use`` raises."""
 
     def alignment(self, path: str) -> tuple[int, int]:
         """Returns the two alignments, in bytes, that ``read_direct`` needs for this file. Memory addresses have to be

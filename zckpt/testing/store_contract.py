@@ -248,8 +248,20 @@ class StoreContract:
         assert reader.count.reads == before + 1, "one request for all of them"
         assert b"".join(view.tobytes() for view in views) == data[77 : 77 + 5010]
         assert reader.read_into("data/a", [np.zeros(5000, np.uint8)], 99_990) == 10
-        direct_bytes = 0
+        direct_bytes = cached_bytes = 0
         if reader.direct is not None:
+            portions = [[np.zeros(nbytes, np.uint8) for nbytes in lengths] for lengths in ((10, 0, 5), (7,), (99,))]
+            seen: list[bytes] = []
+
+            def use(number: int) -> None:
+                assert number == len(seen)
+                seen.append(b"".join(view.tobytes() for view in portions[number]))
+                assert not any(view.any() for later in portions[number + 1 :] for view in later)
+
+            at = len(data) - 30
+            cached_bytes = reader.direct.read_cached("data/a", portions, at, use)
+            assert (cached_bytes, seen) == (30, [data[at : at + 15], data[at + 15 : at + 22]])
+            assert portions[2][0].tobytes() == data[at + 22 :] + bytes(91)
             memory_bytes, offset_bytes = reader.direct.alignment("data/a")
             start, step = 80_000 // offset_bytes * offset_bytes, max(memory_bytes, offset_bytes)
             room = pages(len(data) + 4 * step)[memory_bytes:]
@@ -258,7 +270,7 @@ class StoreContract:
             assert direct_bytes in (0, len(data) - start)
             assert b"".join(view.tobytes() for view in views)[:direct_bytes] == data[start:][:direct_bytes]
             assert reader.direct.is_cached("data/a", 5, 10) in (False, True)
-        assert (reader.count.metadata_bytes, reader.count.data_bytes) == (1000, 5010 + 10 + direct_bytes)
+        assert (reader.count.metadata_bytes, reader.count.data_bytes) == (1000, 5010 + 10 + cached_bytes + direct_bytes)
         assert reader.count.reads >= 4
         reader.close()
 

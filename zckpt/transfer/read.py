@@ -87,28 +87,19 @@ def run_reads(
     )
     synchronize(targets.devices)
     reads = _Reads(reader, files, targets, budget.direct, advance)
+    direct = reader.direct if budget.direct else None
+    cached: list[ReadOp] = []
     others: list[ReadOp] = []
+    for op in ops:
+        is_cached = direct is not None and direct.is_cached(files[op.file].path, op.offset, op.nbytes)
+        (cached if is_cached else others).append(op)
     with staging.work(len(ops)):
-        # The thread that looks for bytes in the page cache reads them next, so that the kernel's records of these pages
-        # are in the processor's cache then.
-        budget.run(_cached_reads(reads, ops, staging, others), threads=min(budget.threads, processors()))
+        tasks = [partial(reads.read_cached, op, staging) for op in cached]
+        budget.run(tasks, threads=min(budget.threads, processors()))
         pipeline = Pipeline(
             others, reads.take, reads.check, lambda op, stage: None, lambda op: op.is_straight, staging, Snapshot(), 0
         )
         pipeline.run(budget)
-
-
-def _cached_reads(
-    reads: _Reads, ops: Sequence[ReadOp], staging: StagingPool, others: list[ReadOp]
-) -> Iterator[Callable[[], None]]:
-    """Yields a function for each of ``ops`` whose bytes are in the page cache. The function carries out this read.
-    Appends all other reads to ``others``."""
-    direct = reads.reader.direct if reads.direct else None
-    for op in ops:
-        if direct is not None and direct.is_cached(reads.files[op.file].path, op.offset, op.nbytes):
-            yield partial(reads.read_cached, op, staging)
-        else:
-            others.append(op)
 
 
 class _Views:
@@ -125,6 +116,9 @@ class _Views:
         straight = segments.address if through_cache else np.where(segments.straight, segments.address, -1)
         self.addresses = straight.tolist()
         """The address of the memory of each segment, or -1 for a segment that goes to the staging buffer."""
+        self.has_staged = min(self.addresses) < 0
+        self.blocks = segments.block.tolist()
+        """The number of the first digest of each segment, among the digests of the file."""
         self.first_copy = list(itertools.accumulate(segments.copies.tolist(), initial=0))
         """The number of the first copy of each segment, and that of the copy after the last one."""
         self.memory: list[Bytes | memoryview] = [
@@ -184,25 +178,49 @@ class _Reads:
 
     def check(self, op: ReadOp, stage: StagingBuffer, through_cache: bool = False) -> None:
         """Compares the digests of the bytes of ``op``, and copies the bytes from the staging buffer to their targets in
-        host memory. Queues the copies to devices. With ``through_cache``, first reads the bytes through the store's
-        caches, portion by portion."""
-        file, segments, targets = self.files[op.file], op.segments, self.targets
-        views = _Views(op, stage, targets.keys, through_cache)
-        starts, blocks, verify = views.starts, segments.block.tolist(), op.is_verified
-        has_staged = min(views.addresses) < 0
-        copied_bytes = 0 if through_cache else int(op.edges.nbytes.sum())
-        for portion in views.portions(PORTION_BYTES if verify else op.nbytes):
-            in_portion = views.memory[portion]
-            if through_cache:
-                _fill(self.reader, file, starts[portion.start], starts[portion.stop], in_portion, views.key_at)
-            if verify and not _are_sound(file, blocks[portion], in_portion):
-                for view, block, start in zip(in_portion, blocks[portion], starts[portion], strict=True):
-                    check_block(view, block, file, start, views.key_at(start))
-            if has_staged:
-                copied_bytes += _copy_staged(segments, views, portion, targets)
-        self.reader.count.add(copied_bytes=copied_bytes)
-        _queue(segments, op.offset % PAGE_BYTES, targets, stage)
-        self.advance(sum(segments.copy_bytes.tolist()))
+        host memory. Queues the copies to devices. With ``through_cache``, also reads the bytes through the store's
+        caches."""
+        views = _Views(op, stage, self.targets.keys, through_cache)
+        portions = list(views.portions(PORTION_BYTES if op.is_verified else op.nbytes))
+        # A function defined here would keep the buffer alive with the traceback of an error.
+        check = partial(self._check_portion, op, views, portions)
+        if through_cache:
+            _read_through_cache(self.reader, self.files[op.file], views, portions, check)
+        else:
+            self.reader.count.add(copied_bytes=int(op.edges.nbytes.sum()))
+            for number in range(len(portions)):
+                check(number)
+        _queue(op.segments, op.offset % PAGE_BYTES, self.targets, stage)
+        self.advance(sum(op.segments.copy_bytes.tolist()))
+
+    def _check_portion(self, op: ReadOp, views: _Views, portions: Sequence[slice], number: int) -> None:
+        """Compares the digests of a portion, and copies its bytes from the staging buffer to their targets in host
+        memory."""
+        portion = portions[number]
+        blocks, in_portion = views.blocks[portion], views.memory[portion]
+        if op.is_verified and not _are_sound(self.files[op.file], blocks, in_portion):
+            for view, block, start in zip(in_portion, blocks, views.starts[portion], strict=True):
+                check_block(view, block, self.files[op.file], start, views.key_at(start))
+        if views.has_staged:
+            self.reader.count.add(copied_bytes=_copy_staged(op.segments, views, portion, self.targets))
+
+
+def _read_through_cache(
+    reader: Reader, file: ReadFile, views: _Views, portions: Sequence[slice], use: Callable[[int], None]
+) -> None:
+    """Reads the segments of ``portions``, which are all segments of a read, through the store's caches. Calls ``use``
+    with the number of each portion once its bytes are there, which is before the next portion is read if the store can
+    do so."""
+    start, stop = views.starts[0], views.starts[-1]
+    if reader.direct is not None:
+        memories = [views.memory[portion] for portion in portions]
+        position = start + reader.direct.read_cached(file.path, memories, start, use)
+        if position < stop:
+            raise _too_short(file, position, views.key_at(position), start, stop)
+    else:
+        _fill(reader, file, start, stop, views.memory, views.key_at)
+        for number in range(len(portions)):
+            use(number)
 
 
 def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets) -> bool:
