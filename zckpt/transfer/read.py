@@ -117,8 +117,9 @@ class _Views:
         self.addresses = straight.tolist()
         """The address of the memory of each segment, or -1 for a segment that goes to the staging buffer."""
         self.has_staged = min(self.addresses) < 0
+        self.is_verified = op.is_verified
         self.blocks = segments.block.tolist()
-        """The number of the first digest of each segment, among the digests of the file."""
+        """The number of the digest of each segment, among the digests of the file."""
         self.first_copy = list(itertools.accumulate(segments.copies.tolist(), initial=0))
         """The number of the first copy of each segment, and that of the copy after the last one."""
         self.memory: list[Bytes | memoryview] = [
@@ -181,7 +182,7 @@ class _Reads:
         host memory. Queues the copies to devices. With ``through_cache``, also reads the bytes through the store's
         caches."""
         views = _Views(op, stage, self.targets.keys, through_cache)
-        portions = list(views.portions(PORTION_BYTES if op.is_verified else op.nbytes))
+        portions = list(views.portions(PORTION_BYTES if views.is_verified else op.nbytes))
         # A function defined here would keep the buffer alive with the traceback of an error.
         check = partial(self._check_portion, op, views, portions)
         if through_cache:
@@ -198,7 +199,7 @@ class _Reads:
         memory."""
         portion = portions[number]
         blocks, in_portion = views.blocks[portion], views.memory[portion]
-        if op.is_verified and not _are_sound(self.files[op.file], blocks, in_portion):
+        if views.is_verified and not _are_sound(self.files[op.file], blocks, in_portion):
             for view, block, start in zip(in_portion, blocks, views.starts[portion], strict=True):
                 check_block(view, block, self.files[op.file], start, views.key_at(start))
         if views.has_staged:
