@@ -10,10 +10,11 @@ import torch
 
 import zckpt
 from tests.support.memory_store import Disk, File, in_memory
-from tests.support.states import same_all
+from tests.support.states import same_all, write_state
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.testing import ReferenceEngine, StoreContract
+from zckpt.transfer.budget import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -159,3 +160,15 @@ def test_an_unknown_scheme_is_refused_before_anything_is_made(call: str) -> None
     with pytest.raises(zckpt.UnsupportedError, match=r"scheme 's3'.*s3://bucket/run") as caught:
         getattr(zckpt, call)(*arguments)
     assert "memory://" in (caught.value.hint or "")
+
+
+def test_each_read_is_one_request(disk: Disk) -> None:
+    """A request to a store on a network takes long, however few bytes it asks for."""
+    tensor = torch.arange(2 * MIB, dtype=torch.float32)
+    write_state(f"{RUN}/c", 1, {"long": tensor}, parts=["master"], block_bytes=MIB)
+    checkpoint = zckpt.open(f"{RUN}/c")
+    checkpoint.load()  # also reads the index and the digests
+    for verify in (False, True):
+        before = checkpoint.io.reads
+        assert torch.equal(checkpoint.load(verify=verify)["master/long"], tensor)
+        assert checkpoint.io.reads == before + 1

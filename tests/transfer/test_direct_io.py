@@ -312,6 +312,8 @@ def check_what_is_mostly_cached(directory: Path) -> None:
     assert reader.is_cached("file", 0, 4 * MIB)
     with path.open("rb+") as opened:
         os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, MIB, os.POSIX_FADV_DONTNEED)
+        assert reader.is_cached("file", 0, 4 * MIB)
         os.posix_fadvise(opened.fileno(), 0, 3 * MIB, os.POSIX_FADV_DONTNEED)
         assert not reader.is_cached("file", 0, 4 * MIB)
         assert reader.is_cached("file", 3 * MIB - 5, MIB + 5)

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 DIRECT_BYTES_MIN = 256 << 10
 """The smallest read that uses direct I/O, in bytes. Smaller reads are faster through the page cache."""
 PORTION_BYTES = 2 << 20
-"""The number of bytes that are checked at a time. A read through the page cache reads this many bytes before it checks
-them. If the number were larger, the bytes would no longer be in the processor's cache when they are checked. If it were
-smaller, Python would take more time for each byte."""
+"""The number of bytes that are checked at a time, and read at a time if they come from the page cache. If the number
+were larger, the bytes would no longer be in the processor's cache when they are checked. If it were smaller, Python
+would take more time for each byte."""
 
 
 def places_of(reader: Reader, targets: Targets, files: Mapping[int, ReadFile]) -> Places:
