@@ -3,15 +3,19 @@
     python bench/small_tensors.py [--size 3GiB] [--dir DIR] [--runs 5]
 
 Every rank is a process that writes its own pieces, as in training. A further process commits. Loading is done by a
-single process, which reads all 160,000 pieces back into the memory that they were written from.
+single process, which reads all 160,000 pieces back into the memory that they come from.
 """
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
+
+import torch
 
 import zckpt
 from common import (
@@ -34,10 +38,9 @@ from common import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from multiprocessing.pool import Pool
     from pathlib import Path
-
-    import torch
 
 RANKS = 8
 COUNTS = {"20,000 tensors": 20_000, "20 tensors": 20}
@@ -46,10 +49,21 @@ RANKS_OF: dict[str, Ranks] = {}
 """The fragments that each rank holds, by label. It is global so that the forked processes inherit it."""
 
 
-def write(path: Path, label: str, pool: Pool) -> None:
-    write_checkpoint(
-        path, RANKS_OF[label], lambda *place: pool.starmap(write_data_files, [(label, *place, r) for r in range(RANKS)])
-    )
+def take_fragments(rank: int) -> None:
+    """Moves the fragments of a rank to memory of its own process, into one flat buffer, as ZeRO-3 has them. Before the
+    system writes from a page by direct I/O, it would copy the page if the page were shared since the fork."""
+    for ranks in RANKS_OF.values():
+        tensors = [fragment.data for fragment in ranks[rank] if isinstance(fragment.data, torch.Tensor)]
+        parts = torch.cat(tensors).split([tensor.numel() for tensor in tensors])
+        ranks[rank] = [replace(fragment, data=part) for fragment, part in zip(ranks[rank], parts, strict=True)]
+
+
+def write(path: Path, label: str, pools: Sequence[Pool]) -> None:
+    def write_all(*place: str) -> list[tuple[bytes, bytes]]:
+        written = [pool.apply_async(write_data_files, (label, *place, rank)) for rank, pool in enumerate(pools)]
+        return [result.get() for result in written]
+
+    write_checkpoint(path, RANKS_OF[label], write_all)
 
 
 def write_data_files(label: str, path: str, save_id: str, rank: int) -> tuple[bytes, bytes]:
@@ -73,10 +87,12 @@ def main() -> None:
         RANKS_OF.update({label: cut(state, RANKS) for label, state in states.items()})
         gc.collect()
         gc.freeze()
-        with multiprocessing.get_context("fork").Pool(RANKS) as pool:
+        context = multiprocessing.get_context("fork")
+        with ExitStack() as stack:
+            pools = [stack.enter_context(context.Pool(1, take_fragments, (rank,))) for rank in range(RANKS)]
             pids = [process.pid for process in multiprocessing.active_children() if process.pid]
             writes = [
-                Contestant(label, partial(write, path, label, pool), partial(remove, path), pids=pids)
+                Contestant(label, partial(write, path, label, pools), partial(remove, path), pids=pids)
                 for label, path in paths.items()
             ]
             rounds = interleaved(writes, options.runs)
