@@ -115,7 +115,7 @@ class DirectReads(Protocol):
 
     def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
         """Returns whether more than half of these bytes are in memory already, so that ``read_cached`` is the better
-        way to read them. Starts no I/O."""
+        way to read them. May look at samples only. Starts no I/O."""
 
     def read_cached(
         self, path: str, portions: Sequence[Sequence[Bytes | memoryview]], offset: int, use: Callable[[int], None]
