@@ -126,7 +126,7 @@ READ = [
         Not used for bytes that go to a tensor unchanged and
         are in the page cache or aligned for direct I/O: they
         are read into the tensor, and checked there."""),
-    box("copy", "LocalReader, read_cached, read_direct", "storage/local_reader.py", """
+    box("copy", "LocalReader, read_portions, read_direct", "storage/local_reader.py", """
         Less than 256 KiB, or mostly in the page cache: one
         copy from there. Otherwise direct I/O, no copy.
         To a GPU with verify=False and GPUDirect Storage:

@@ -226,7 +226,7 @@ def test_progress(tmp_path: Path) -> None:
 # Several ranks
 
 
-READS = ("read_cached", "read_direct")
+READS = ("read_portions", "read_direct")
 
 
 def compare_together(path: str, dies: bool = False) -> tuple[str, int]:

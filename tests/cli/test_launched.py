@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tests.support.cluster import Cluster
 
-READS = ("read_cached", "read_direct", "read_into")
+READS = ("read_portions", "read_direct", "read_into")
 COMMANDS = {
     "show": (["show", "one", "*/*", "--json"], READS),
     "validate": (["validate", "one", "--json"], READS),

@@ -151,7 +151,7 @@ def test_a_load_refuses_a_file_that_is_removed_or_replaced_before_it_is_opened(
 ) -> None:
     """A file that is open already is read to its end, so the load succeeds."""
     written = write_state(tmp_path / "c", 1)
-    names = ("size", "read", "read_direct", "read_cached")
+    names = ("size", "read", "read_direct", "read_portions")
     for number, file in enumerate(("exp_avg.safetensors", "digests.bin", "index.bin")):
         copy = tmp_path / str(number)
         shutil.copytree(tmp_path / "c", copy)

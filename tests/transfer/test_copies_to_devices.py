@@ -47,10 +47,10 @@ def test_the_next_read_begins_while_a_copy_is_under_way(tmp_path: Path, direct: 
     """Before the host fills a buffer again, it waits once for all copies out of it, and not for each copy."""
     tensors = write(tmp_path / "c", LARGE)
     budget = zckpt.Budget(2 * MIB, 1, direct)
-    reading = {name: (LocalReader, name) for name in ("read_direct", "read_cached")}
+    reading = {name: (LocalReader, name) for name in ("read_direct", "read_portions")}
     with marked(**reading), mock.patch.object(LocalReader, "is_cached", return_value=False):
         loaded = zckpt.open(tmp_path / "c", budget=budget).load(device="sim")
-        reads, copies, waits = [*ticks("read_direct"), *ticks("read_cached")], to_devices(), accelerator.waits()
+        reads, copies, waits = [*ticks("read_direct"), *ticks("read_portions")], to_devices(), accelerator.waits()
     assert same(loaded, tensors)
     assert len(reads) > 5
     assert not any(copy.waited for copy in copies)

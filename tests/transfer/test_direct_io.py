@@ -123,7 +123,7 @@ def test_direct_io_leaves_the_page_cache_alone(disk: Path) -> None:
     assert any(cached_bytes(file) > edges for file in files)
 
 
-@pytest.mark.parametrize("budget", [zckpt.Budget(), zckpt.Budget(2 * MIB, 1)], ids=["", "smaller buffers"])
+@pytest.mark.parametrize("budget", [zckpt.Budget(), zckpt.Budget(2 * MIB, 1)], ids=["default", "smaller buffers"])
 @pytest.mark.parametrize("verify", [True, False])
 def test_large_tensors_are_read_straight_into_their_memory(
     disk: Path, alignment: tuple[int, int], verify: bool, budget: zckpt.Budget
@@ -271,7 +271,7 @@ def test_what_is_cached_is_read_first_by_no_more_threads_than_processors(
     tensors = {"large": torch.arange(24 * MIB, dtype=torch.float32)}
     write_state(disk / "c", 1, tensors, parts=["master"], block_bytes=MIB)
     calls: list[tuple[str, threading.Thread]] = []
-    read_cached, read_direct = LocalReader.read_cached, LocalReader.read_direct
+    read_portions, read_direct = LocalReader.read_portions, LocalReader.read_direct
 
     def is_cached(reader: LocalReader, path: str, offset: int, nbytes: int) -> bool:
         return nbytes < MIB or offset // (16 * MIB) % 2 == 0
@@ -279,7 +279,7 @@ def test_what_is_cached_is_read_first_by_no_more_threads_than_processors(
     def from_cache(reader: LocalReader, path: str, portions: Any, offset: int, use: Any) -> int:
         calls.append(("cache", threading.current_thread()))
         wait_until(lambda: len({thread for _, thread in calls}) >= expected)
-        return read_cached(reader, path, portions, offset, use)
+        return read_portions(reader, path, portions, offset, use)
 
     def from_disk(reader: LocalReader, path: str, views: Any, offset: int) -> int:
         calls.append(("disk", threading.current_thread()))
@@ -288,7 +288,7 @@ def test_what_is_cached_is_read_first_by_no_more_threads_than_processors(
     checkpoint = zckpt.open(disk / "c", budget=zckpt.Budget(threads=threads))
     with (
         mock.patch("zckpt.transfer.read.processors", return_value=processors),
-        mock.patch.multiple(LocalReader, is_cached=is_cached, read_cached=from_cache, read_direct=from_disk),
+        mock.patch.multiple(LocalReader, is_cached=is_cached, read_portions=from_cache, read_direct=from_disk),
     ):
         loaded = checkpoint.load()
     assert same_all(loaded, {"master/large": tensors["large"]})
@@ -313,7 +313,7 @@ def check_what_is_mostly_cached(directory: Path) -> None:
     with path.open("rb+") as opened:
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, MIB, os.POSIX_FADV_DONTNEED)
-        assert reader.is_cached("file", 0, 4 * MIB)
+        assert reader.is_cached("file", 0, 4 * MIB)  # three of four samples are still cached
         os.posix_fadvise(opened.fileno(), 0, 3 * MIB, os.POSIX_FADV_DONTNEED)
         assert not reader.is_cached("file", 0, 4 * MIB)
         assert reader.is_cached("file", 3 * MIB - 5, MIB + 5)

@@ -26,9 +26,9 @@ STRAIGHT_BYTES_MIN = 256 << 10
 """The fewest adjacent bytes that direct I/O reads straight into their target. Fewer bytes are copied from a buffer in
 about the same time."""
 STRAIGHT_BYTES_MAX = 16 << 20
-"""The most bytes of one read or write that is straight as a whole. Such a read or write may be larger than a staging
-buffer. The larger it is, the less of the processor's time it takes for each byte. But if it were larger than this, some
-threads might end long before others."""
+"""The most bytes of one read or write that is straight as a whole, unless a staging buffer is larger. Such a read or
+write needs no buffer. The larger it is, the less of the processor's time it takes for each byte. But if it were larger
+than this, some threads might end long before others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +147,9 @@ def plan_reads(
     """Plans the reads for ``piece_ranges``, file by file in ascending order.
 
     With ``verify``, each block that has bytes of a range is read whole, and once. Without ``verify``, only the bytes of
-    the ranges are read. ``data_starts`` has the first data byte of each file. A read has at most ``batch_bytes`` bytes,
-    which is at least ``block_bytes``, or at most ``STRAIGHT_BYTES_MAX`` if all of its segments are straight. Without
-    ``places``, all bytes that are read go through staging buffers.
+    the ranges are read. ``data_starts`` has the first data byte of each file. A read has at most ``batch_bytes`` bytes.
+    If all of its segments are straight, it may have up to ``STRAIGHT_BYTES_MAX`` bytes, if that is more.
+    ``batch_bytes`` is at least ``block_bytes``. Without ``places``, all bytes that are read go through staging buffers.
     """
     first = piece_ranges.start // block_bytes
     # From here on there is a row for each block that a range has bytes of.
@@ -211,9 +211,9 @@ def _cuts(file: Ints, start: Ints, stop: Ints, address: Ints, batch_bytes: int, 
     joins = np.zeros(len(file), bool)  # whether a segment is adjacent in the file to the one before it
     joins[1:] = (file[1:] == file[:-1]) & (start[1:] == stop[:-1])
     can_be_straight = (address >= 0) & ((address - start) % places.memory_bytes == 0)
-    joins_in_memory = np.zeros(len(file), bool)  # whether it is adjacent in memory too, and both can be straight
+    joins_in_memory = np.zeros(len(file), bool)  # whether they are adjacent in memory too, and can be straight
     joins_in_memory[1:] = joins[1:] & can_be_straight[1:] & can_be_straight[:-1] & (np.diff(address - start) == 0)
-    straight_stops = np.append(np.flatnonzero(~joins_in_memory), len(file))  # where a run ends that is so joined
+    straight_stops = np.append(np.flatnonzero(~joins_in_memory), len(file))  # the first segment after each such run
     # A read of so many bytes of one run is straight, however much of its first and last page is not aligned.
     straight_bytes = STRAIGHT_BYTES_MIN + 2 * max(PAGE_BYTES, places.memory_bytes, places.offset_bytes)
     cuts = []

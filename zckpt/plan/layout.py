@@ -271,11 +271,11 @@ def plan_writes(
     straight: Collection[str] = (),
 ) -> WritePlan:
     """Cuts the files of one rank into writes of at most ``batch_bytes`` bytes, which is a multiple of ``block_bytes``.
-    Writes that are straight have up to ``STRAIGHT_BYTES_MAX`` bytes.
 
     The parts in ``later`` are written last, because they do not change before all other parts have been read. The parts
     in ``straight`` do not change before everything is written. So long runs of their bytes are written straight from
-    host memory, without a copy.
+    host memory, without a copy. Such a write may have up to ``STRAIGHT_BYTES_MAX`` bytes, if that is more than
+    ``batch_bytes``.
     """
     files = tuple(files)
     ops = [op for number, file in enumerate(files) for op in _cut(file, number, batch_bytes, block_bytes, straight)]

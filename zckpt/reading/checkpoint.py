@@ -529,7 +529,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     @property
     def batch_bytes(self) -> int:
-        """The largest number of bytes of one read into host memory."""
+        """The largest number of bytes that one read moves through a staging buffer."""
         return self.budget.batch_bytes(self.manifest.block_bytes)
 
     def _load(

@@ -49,7 +49,7 @@ class IOCount:
     """Counts what a reader has read from its store, and how many of these bytes were copied in memory."""
 
     reads: int = 0
-    """The number of requests to the store. A ``read_into`` is one request for all its ``views``, and a ``read_cached``
+    """The number of requests to the store. A ``read_into`` is one request for all its ``views``, and ``read_portions``
     one for each portion. If a request returns fewer bytes than it asked for, the request for the rest counts as another
     one."""
     metadata_bytes: int = 0
@@ -110,14 +110,14 @@ class Reader(Protocol):
 
 
 class DirectReads(Protocol):
-    """Reads tensor data past all caches, out of the caches portion by portion, or straight into device memory. These
+    """Reads tensor data past all caches, portion by portion through the caches, or straight into device memory. These
     methods count their bytes, and raise errors, as those of ``Reader`` do."""
 
     def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
-        """Returns whether more than half of these bytes are in memory already, so that ``read_cached`` is the better
-        way to read them. May look at samples only. Starts no I/O."""
+        """Returns whether most of these bytes, or most of some samples of them, are in memory already. Then it is
+        faster to read them through the caches. Starts no I/O."""
 
-    def read_cached(
+    def read_portions(
         self, path: str, portions: Sequence[Sequence[Bytes | memoryview]], offset: int, use: Callable[[int], None]
     ) -> int:
         """Fills the views of all portions one after the other from byte ``offset`` on, through the caches. Calls

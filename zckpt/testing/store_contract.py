@@ -259,7 +259,7 @@ class StoreContract:
                 assert not any(view.any() for later in portions[number + 1 :] for view in later)
 
             at = len(data) - 30
-            cached_bytes = reader.direct.read_cached("data/a", portions, at, use)
+            cached_bytes = reader.direct.read_portions("data/a", portions, at, use)
             assert (cached_bytes, seen) == (30, [data[at : at + 15], data[at + 15 : at + 22]])
             assert portions[2][0].tobytes() == data[at + 22 :] + bytes(91)
             memory_bytes, offset_bytes = reader.direct.alignment("data/a")

@@ -183,7 +183,8 @@ class _Reads:
         caches."""
         views = _Views(op, stage, self.targets.keys, through_cache)
         portions = list(views.portions(PORTION_BYTES if views.is_verified else op.nbytes))
-        # A function defined here would keep the buffer alive with the traceback of an error.
+        # The traceback of an error keeps the functions that it has passed. A function that is defined here would refer
+        # to the buffer even after ``StagingPool.work`` has cleared the traceback's variables.
         check = partial(self._check_portion, op, views, portions)
         if through_cache:
             _read_through_cache(self.reader, self.files[op.file], views, portions, check)
@@ -209,13 +210,13 @@ class _Reads:
 def _read_through_cache(
     reader: Reader, file: ReadFile, views: _Views, portions: Sequence[slice], use: Callable[[int], None]
 ) -> None:
-    """Reads the segments of ``portions``, which are all segments of a read, through the store's caches. Calls ``use``
-    with the number of each portion once its bytes are there, which is before the next portion is read if the store can
-    do so."""
+    """Reads all segments of a read through the store's caches, and calls ``use`` with the number of each portion when
+    its bytes are there. If the store has ``direct``, this is before the next portion is read, and otherwise when all
+    portions have been read."""
     start, stop = views.starts[0], views.starts[-1]
     if reader.direct is not None:
         memories = [views.memory[portion] for portion in portions]
-        position = start + reader.direct.read_cached(file.path, memories, start, use)
+        position = start + reader.direct.read_portions(file.path, memories, start, use)
         if position < stop:
             raise _too_short(file, position, views.key_at(position), start, stop)
     else:

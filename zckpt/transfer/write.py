@@ -106,7 +106,7 @@ def run_writes(
     snapshot_bytes: int = 0,
 ) -> bytes:
     """Carries out ``plan``: writes its files to ``store``, in directories that exist, and makes their data durable.
-    Each write fits in a buffer of ``staging``. The buffers take as many bytes as the budget allows, or
+    Each write fits in a buffer of ``staging``, or is straight. The buffers take as many bytes as the budget allows, or
     ``snapshot_bytes`` if this is more.
 
     ``snapshot`` is told when the sources of the urgent writes have been read, and again when all sources have been
