@@ -186,6 +186,30 @@ def test_reads_give_what_indexing_gives(
         assert len(read) == sum(map(len, targets))
 
 
+@given(st.data(), stores(), st.booleans())
+def test_files_with_bytes_of_urgent_targets_come_first(data: st.DataObject, store: Store, verify: bool) -> None:
+    requests: Requests = [
+        (stored, slice_ranges(stored.values.shape[:-1], data.draw(slices(stored.values.shape[:-1])))[1])
+        for stored in store.tensors
+    ]
+    pieces, urgent = found(requests), data.draw(st.integers(0, len(requests)))
+
+    def planned(urgent: int) -> tuple[coalesce.ReadOp, ...]:
+        return plan_reads(
+            pieces, data_starts=store.data_starts, block_bytes=store.block_bytes, verify=verify, urgent=urgent,
+            batch_bytes=store.block_bytes,
+        )  # fmt: skip
+
+    ops = planned(urgent)
+    urgent_files = set(pieces.file[pieces.target < urgent].tolist())
+    places = [(op.file not in urgent_files, op.file, op.offset) for op in ops]
+    assert places == sorted(places)
+    assert all(op.is_urgent == (op.file in urgent_files) for op in ops)
+    assert sorted((op.file, op.offset, op.nbytes) for op in ops) == [
+        (op.file, op.offset, op.nbytes) for op in planned(0)
+    ]
+
+
 def rows(ranges: Ranges) -> list[tuple[int, int, int]]:
     return list(zip(ranges.start.tolist(), ranges.nbytes.tolist(), ranges.address.tolist(), strict=True))
 

@@ -82,8 +82,10 @@ def test_an_interrupted_wait_waits_again(tmp_path: Path) -> None:
     with mock.patch.object(RankWrite, "commit", commit):
         first = zckpt.write(Engine(), tmp_path / "first", background=True)
         for wait in (zckpt.wait, first.wait):
-            with beside(partial(interrupt_in, Worker.wait), "interrupt"), pytest.raises(KeyboardInterrupt):
-                wait()
+            with beside(partial(interrupt_in, Worker.wait), "interrupt") as interrupt:
+                interrupt()
+                with pytest.raises(KeyboardInterrupt):
+                    wait()
             assert not first.done
         with pytest.raises(TimeoutError):
             first.wait(0)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tests.support.cluster import ROOT
-from zckpt.system.threads import beside
+from zckpt.system.threads import Countdown, beside
 
 
 def test_the_thread_runs_beside_the_context_and_has_ended_after_it() -> None:
@@ -19,7 +19,8 @@ def test_the_thread_runs_beside_the_context_and_has_ended_after_it() -> None:
         assert inside.wait(60)
         seen.append(threading.current_thread().name)
 
-    with beside(act, "helper"):
+    with beside(act, "helper") as start:
+        start()
         assert not seen
         inside.set()
     assert seen == ["helper"]
@@ -29,10 +30,23 @@ def test_an_error_of_the_thread_is_raised_at_the_end() -> None:
     def act() -> None:
         raise MemoryError("in the thread")
 
-    reached = False
-    with pytest.raises(MemoryError, match="in the thread"), beside(act, "helper"):
-        reached = True
-    assert reached
+    with pytest.raises(MemoryError, match="in the thread"), beside(act, "helper") as start:
+        start()
+
+
+def test_an_error_of_the_context_before_the_start_prevents_the_call() -> None:
+    called: list[bool] = []
+    with pytest.raises(ValueError, match="of the context"), beside(lambda: called.append(True), "helper"):
+        raise ValueError("of the context")
+    assert not called
+
+
+def test_a_countdown_calls_once_after_the_last_call() -> None:
+    called: list[int] = []
+    countdown = Countdown(3, lambda: called.append(1))
+    for counted in ([], [], [1], [1]):
+        countdown.count()
+        assert called == counted
 
 
 def test_an_error_of_the_context_comes_first_and_waits_for_the_thread() -> None:
@@ -45,7 +59,8 @@ def test_an_error_of_the_context_comes_first_and_waits_for_the_thread() -> None:
         raise MemoryError("in the thread")
 
     def fail() -> None:
-        with beside(act, "helper"):
+        with beside(act, "helper") as start:
+            start()
             assert begun.wait(60)
             threading.Timer(0.05, inside.set).start()
             raise ValueError("of the context")

@@ -31,6 +31,8 @@ from tests.support.device_copies import (
     written,
 )
 from tests.support.states import write_state
+from zckpt.plan.reshard import ElementRange
+from zckpt.reading.checkpoint import ReadRequest
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
 from zckpt.transfer import devices
@@ -111,6 +113,28 @@ def test_targets_on_the_host_and_on_several_devices_in_one_load(tmp_path: Path) 
         torch.accelerator.synchronize(device)  # work for which the load has not waited ends now
     assert same(loaded, {key: tensors[key].to(out[key].dtype) for key in tensors})
     assert all(loaded[key] is out[key] for key in out)
+
+
+def test_urgent_targets_are_filled_before_what_follows_them(tmp_path: Path) -> None:
+    """The copies of urgent tensors to the device are done when the caller learns that these tensors are filled."""
+    parts = ("master", "exp_avg")
+    write_state(tmp_path / "c", 2, {**LARGE, **SMALL}, parts=parts, block_bytes=BLOCK_BYTES)
+    checkpoint = zckpt.open(tmp_path / "c", budget=ONE_THREAD)
+    expected = checkpoint.load()
+    out = {key: torch.zeros(tensor.shape, device="sim") for key, tensor in expected.items()}
+    keys = sorted(expected, key=lambda key: key.startswith("exp_avg"))
+    requests = [ReadRequest(checkpoint[key], [ElementRange(0, out[key].numel(), 0)], out[key]) for key in keys]
+    urgent, copied_bytes = len(keys) // 2, list[int]()
+
+    def after_urgent() -> None:
+        copied_bytes.append(sum(copy.nbytes for copy in to_devices() if copy.ran))
+
+    forget()
+    with mock.patch.object(LocalReader, "is_cached", return_value=True):  # so that one thread does everything
+        checkpoint.read(requests, urgent=urgent, after_urgent=after_urgent)
+    (copied,) = copied_bytes
+    assert sum(out[key].nbytes for key in keys[:urgent]) <= copied < sum(tensor.nbytes for tensor in out.values())
+    assert same(out, expected)
 
 
 def test_slices_begin_at_any_element(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.support.reference_engine import tensors_of
 from tests.support.slow_writes import slow
 from tests.support.states import same, same_all, write_state
 from zckpt.engines import adapt
+from zckpt.engines.contract import Batch
 from zckpt.storage import gpudirect
 from zckpt.storage.local_reader import LocalReader
 from zckpt.testing import ReferenceEngine
@@ -445,7 +446,7 @@ def test_a_restore_in_many_batches_pins_memory_once(tmp_path: Path) -> None:
     path = zckpt.write(engine, tmp_path / "c")
     accelerator.reset()
     with mock.patch.object(
-        ReferenceRestoring, "fill", lambda *given: ((request,) for batch in fill(*given) for request in batch)
+        ReferenceRestoring, "fill", lambda *given: (Batch((one,)) for batch in fill(*given) for one in batch.urgent)
     ):
         zckpt.restore(engine, path)
     counters = accelerator.counters()

@@ -20,18 +20,21 @@ from zckpt.offloading.away import away
 from zckpt.plan.reshard import ElementRange
 from zckpt.plan.select import by_part, several
 from zckpt.progress import Progress, logged, reported
-from zckpt.ranks.collectives import Ranks, check_arguments, comparable
+from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
 from zckpt.reading.checkpoint import ReadRequest
 from zckpt.restoring.plan import Request, RestorePlan, plan_restore
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
+from zckpt.system.threads import beside
 from zckpt.transfer.devices import check_device, synchronize
 from zckpt.writing.reuse import remember
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
+    from zckpt.listing.contents import TensorInfo
     from zckpt.reading.checkpoint import Checkpoint
+    from zckpt.state.inventory import Fragment
     from zckpt.transfer.budget import Budget
 
     class _Options(TypedDict, total=False):
@@ -195,23 +198,22 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Res
             rng=request.rng,
         )  # fmt: skip
 
-    def prepare() -> str:
+    def prepare() -> list[str]:
         plans.append(_plan(engine, path, request, ranks))
-        return "\n".join(plans[0].problems)
+        return ["\n".join(plans[0].problems), plans[0].checkpoint.manifest.save_id]
 
     # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
     with ranks.undivided():
         check_arguments(ranks.share(arguments, "prepare the restore"))
-        problems = ranks.share(prepare, "prepare the restore")
+        problems, save_ids = zip(*ranks.share(prepare, "prepare the restore"), strict=True)
         (plan,) = plans
         if any(problems):
             raise _mismatch(plan, problems, ranks)
-        ranks.agree(plan.checkpoint.manifest.save_id, "checkpoints")
+        check_equal(save_ids, "checkpoints")
         kept = {fragment.key for fragment in plan.match.wanted} - {fragment.key for fragment in plan.match.filled}
         bring_back_to_restore(engine, kept, ranks, request.budget)
         rank_of_writer = ranks.rank if plan.checkpoint.world_size == ranks.size else None
-        ranks.together(lambda: _fill(plan, rank_of_writer, request), "restore")
-        ranks.together(lambda: _set_state(plan), "restore")
+        ranks.together(lambda: _change(plan, rank_of_writer, request), "restore")
         # ``finish`` uses collectives of its own, so no rank may skip them, not even after an interrupt.
         errors: list[BaseException] = []
         try:
@@ -284,6 +286,14 @@ def _mismatch(plan: RestorePlan, problems: Sequence[str], ranks: Ranks) -> Excep
     return error_class(message, file=plan.checkpoint.path, rank=rank, hint=plan.hint)
 
 
+def _change(plan: RestorePlan, rank: int | None, request: Request) -> None:
+    """Does all that this rank can do alone to restore the engine. ``rank`` is the number of this rank if as many ranks
+    wrote the checkpoint."""
+    with _changing_the_engine(plan.checkpoint):
+        _fill(plan, rank, request)
+        plan.restoring.set_state()
+
+
 def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
     checkpoint, sources = plan.checkpoint, plan.match.sources
     stored = [fragment for fragment in plan.match.filled if fragment.key in sources]
@@ -291,28 +301,30 @@ def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
     synchronize(plan.adapter.devices)
     staging = checkpoint.staging(plan.adapter.devices)
     with (
-        _changing_the_engine(checkpoint),
         staging.kept(),
         logged("restored", checkpoint.path, nbytes),
         reported(request.progress, "restore", nbytes) as advance,
         closing(plan.restoring.fill()) as batches,
     ):
-        for fragments in batches:
-            reads = []
-            for fragment in fragments:
-                assert isinstance(fragment.data, torch.Tensor), "``fill`` supplies the memory"
-                info = sources.get(fragment.key)
-                if info is None:  # The checkpoint does not have these moments, because the parameter was frozen.
-                    fragment.data.zero_()
-                    continue
-                elements = ElementRange(fragment.start, fragment.stop, 0)
-                reads.append(ReadRequest(info, [elements], fragment.data))
-            checkpoint.read(reads, rank=rank, verify=request.verify, advance=advance, staging=staging)
+        for batch in batches:
+            urgent, others = (list(_requests(fragments, sources)) for fragments in (batch.urgent, batch.others))
+            with beside(batch.after_urgent, "zckpt-derive") as after_urgent:
+                checkpoint.read(
+                    urgent + others, rank=rank, verify=request.verify, advance=advance, staging=staging,
+                    urgent=len(urgent), after_urgent=after_urgent,
+                )  # fmt: skip
 
 
-def _set_state(plan: RestorePlan) -> None:
-    with _changing_the_engine(plan.checkpoint):
-        plan.restoring.set_state()
+def _requests(fragments: Iterable[Fragment], sources: Mapping[str, TensorInfo]) -> Iterator[ReadRequest]:
+    """Yields the request that fills each fragment from the tensor that ``sources`` has for it. The moments of a
+    parameter that was frozen are not in the checkpoint. They are set to zero."""
+    for fragment in fragments:
+        assert isinstance(fragment.data, torch.Tensor), "``fill`` supplies the memory"
+        info = sources.get(fragment.key)
+        if info is None:
+            fragment.data.zero_()
+        else:
+            yield ReadRequest(info, [ElementRange(fragment.start, fragment.stop, 0)], fragment.data)
 
 
 @contextmanager

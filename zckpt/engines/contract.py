@@ -214,6 +214,17 @@ class Selection:
     """Whether the random number generators are restored too. If not, they are not changed."""
 
 
+class Batch(NamedTuple):
+    """Fragments whose memory the caller of ``Restoring.fill`` fills. It fills those in ``urgent`` before all others."""
+
+    urgent: tuple[Fragment, ...]
+    others: tuple[Fragment, ...] = ()
+    after_urgent: Callable[[], None] = lambda: None
+    """Derives everything that depends only on the fragments in ``urgent``. The caller calls it once, in another thread,
+    when these fragments are filled, and waits for its end before it asks for the next batch. Other fragments are filled
+    meanwhile. Not collective."""
+
+
 class Restoring(Protocol):
     """Carries out one restore of a ``Selection`` into one engine. Its adapter makes it. Each method is called once, in
     the order in which they stand here. The methods from ``fill`` on change what the engine holds."""
@@ -223,15 +234,15 @@ class Restoring(Protocol):
         nothing. If there is any reason, no other method may be called. Raises FormatError for a tree that
         ``EngineAdapter.state`` did not make."""
 
-    def fill(self) -> Generator[tuple[Fragment, ...], None, None]:
+    def fill(self) -> Generator[Batch, None, None]:
         """Yields all fragments of ``Selection.wanted`` in batches. The ``data`` of each fragment is memory that the
         caller fills before it asks for the next batch.
 
-        All fragments that the engine keeps in memory come in one or two batches. Memory that does not exist yet, as for
-        moments, is made here. While the second batch is filled, everything that depends only on the first batch is
-        derived. Fragments that the engine keeps on a disk are brought into memory and written back batch by batch. The
-        number of batches differs between ranks, so nothing in this method is collective. If the generator is closed
-        early, it gives up the memory of its last batch, and what that batch has on the disk stays unchanged.
+        The first batch has all fragments whose place is memory of the engine, so that the disk is busy all the time.
+        Memory that does not exist yet, as for moments, is made here. Fragments that the engine keeps on a disk are
+        brought into memory and written back batch by batch. The number of batches differs between ranks, so nothing in this
+        method is collective. If the generator is closed early, it gives up the memory of its last batch, and what that
+        batch has on the disk stays unchanged.
         """
 
     def set_state(self) -> None:

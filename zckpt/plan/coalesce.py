@@ -79,7 +79,8 @@ class Ranges(NamedTuple):
 
 
 class ReadOp(NamedTuple):
-    """One contiguous read of ``nbytes`` bytes at byte ``offset`` of file number ``file``.
+    """One contiguous read of ``nbytes`` bytes at byte ``offset`` of file number ``file``. ``is_urgent`` says whether it
+    belongs to the reads that come first.
 
     For direct I/O, the straight segments are cut into two kinds of ranges. The ranges ``inner`` are aligned as direct
     I/O needs it and ascending, and are read straight into their memory. The ranges ``edges`` are the rest of these
@@ -93,6 +94,7 @@ class ReadOp(NamedTuple):
     segments: Segments
     inner: Ranges
     edges: Ranges
+    is_urgent: bool = False
 
     @property
     def is_verified(self) -> bool:
@@ -143,8 +145,10 @@ def plan_reads(
     verify: bool,
     batch_bytes: int,
     places: Places | None = None,
+    urgent: int = 0,
 ) -> tuple[ReadOp, ...]:
-    """Plans the reads for ``piece_ranges``, file by file in ascending order.
+    """Plans the reads for ``piece_ranges``, file by file in ascending order. Files that have bytes of the first
+    ``urgent`` targets come before all others, and their reads are urgent.
 
     With ``verify``, each block that has bytes of a range is read whole, and once. Without ``verify``, only the bytes of
     the ranges are read. ``data_starts`` has the first data byte of each file. A read has at most ``batch_bytes`` bytes.
@@ -162,8 +166,10 @@ def plan_reads(
     block = piece_ranges.block[piece_range] + number if verify else np.full(len(number), -1)
     file = piece_ranges.file[piece_range]
     origin = np.array(data_starts, np.int64)[file] + piece_ranges.piece_offset[piece_range]
+    is_later = np.isin(file, piece_ranges.file[piece_ranges.target < urgent], invert=True)
 
-    order = np.lexsort((block, origin + stop, origin + start, file))
+    order = np.lexsort((block, origin + stop, origin + start, file, is_later))
+    is_later = is_later[order]
     file, start_at, stop_at, block = file[order], (origin + start)[order], (origin + stop)[order], block[order]
     begins = np.ones(len(order), bool)  # where a segment begins; copies of the same bytes share one
     begins[1:] = ((file[1:] != file[:-1]) | (start_at[1:] != start_at[:-1]) | (stop_at[1:] != stop_at[:-1])) | (
@@ -178,6 +184,7 @@ def plan_reads(
         (piece_ranges.target_offset[piece_range] + cut_start - wanted_start)[order],
     )
     file, start_at, stop_at, block = file[begins], start_at[begins], stop_at[begins], block[begins]
+    is_urgent = ~is_later[begins]
     nbytes = stop_at - start_at
     _, copy_bytes, target, target_offset = (column[first_copy] for column in copy_columns)
     if places is None:
@@ -190,10 +197,11 @@ def plan_reads(
     first, last = np.array(bounds[:-1], np.int64), np.array(bounds[1:], np.int64) - 1
     segments = _cut((nbytes, block, address, straight, copies), bounds)
     segment_copies = _cut(copy_columns, np.append(first_copy, len(order))[bounds].tolist())
-    scalars = (column.tolist() for column in (file[first], start_at[first], stop_at[last] - start_at[first]))
+    columns = (file[first], start_at[first], stop_at[last] - start_at[first], is_urgent[first])
+    scalars = (column.tolist() for column in columns)
     return tuple(
-        ReadOp(file_number, offset, read_bytes, Segments(*of_segments, *of_copies), inner_ranges, edge_ranges)
-        for file_number, offset, read_bytes, of_segments, of_copies, inner_ranges, edge_ranges in zip(
+        ReadOp(number, offset, read_bytes, Segments(*of_segments, *of_copies), inner_ranges, edge_ranges, urgent_read)
+        for number, offset, read_bytes, urgent_read, of_segments, of_copies, inner_ranges, edge_ranges in zip(
             *scalars, segments, segment_copies, inner, edges, strict=True
         )
     )

@@ -464,6 +464,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         verify: bool | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
         staging: StagingPool | None = None,
+        urgent: int = 0,
+        after_urgent: Callable[[], None] = lambda: None,
     ) -> None:
         """Fills the target of every request. All tensor data is read by this method.
 
@@ -476,6 +478,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
             advance: called with the number of bytes that have been read.
             staging: a pool that the method ``staging`` has returned, for several calls inside of its ``kept``. None
                 makes a pool for this call alone.
+            urgent: how many requests are read before all others. They are the first ones of ``requests``.
+            after_urgent: called once, when the targets of these requests are filled, while others may still be read. It
+                is called in one of the threads that read, so it should return soon.
 
         Raises:
             ZckptError: the tensors cannot be loaded. ``load`` lists these errors.
@@ -484,12 +489,19 @@ class Checkpoint(Mapping[str, TensorInfo]):
         for request in requests:
             if request.target.is_meta:
                 advance(request.info.nbytes)
+        urgent = sum(not request.target.is_meta for request in requests[:urgent])
         requests = [request for request in requests if not request.target.is_meta]
         staging = staging or self.staging(devices_of(request.target for request in requests))
         batch_size = max(PLANNED_PIECES // self.world_size, 1)
+        if not urgent:
+            after_urgent()
         with staging.kept() if len(requests) > batch_size else nullcontext():
             for first in range(0, len(requests), batch_size):
-                self._read(requests[first : first + batch_size], rank, verify, advance, staging)
+                batch, left = requests[first : first + batch_size], urgent - first
+                if 0 < left <= len(batch):
+                    self._read(batch, rank, verify, advance, staging, left, after_urgent)
+                else:
+                    self._read(batch, rank, verify, advance, staging)
 
     def _read(
         self,
@@ -498,6 +510,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         verify: bool,
         advance: Callable[[int], None],
         staging: StagingPool,
+        urgent: int = 0,
+        after_urgent: Callable[[], None] = lambda: None,
     ) -> None:
         manifest = self.manifest
         infos, ranges, tensors, copies = zip(*requests, strict=True)
@@ -513,8 +527,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
             verify=verify,
             batch_bytes=staging.batch_bytes,
             places=places_of(self.reader, targets, files),
+            urgent=urgent,
         )
-        run_reads(self.reader, ops, files, targets, self.budget, staging, advance)
+        run_reads(self.reader, ops, files, targets, self.budget, staging, advance, after_urgent)
 
     def staging(self, devices: Iterable[torch.device]) -> StagingPool:
         """Makes a pool of buffers for ``read``.

@@ -105,9 +105,10 @@ def match(
         parts = [part for part in parts if part in names or not in_part]
         if not trains:
             parts.sort(key=lambda part: part != MASTER)
-        stored_keys = [f"{part}/{fragment.name}" for part in parts if f"{part}/{fragment.name}" in checkpoint]
-        if stored_keys:
-            info = checkpoint[stored_keys[0]]
+        candidates = (f"{part}/{fragment.name}" for part in parts)
+        stored_key = next((candidate for candidate in candidates if candidate in checkpoint), None)
+        if stored_key is not None:
+            info = checkpoint[stored_key]
             difference = _difference(info, fragment)
             if difference is None:
                 sources[key] = info

@@ -75,9 +75,15 @@ class LocalReader:
         if nbytes > SAMPLES * SAMPLE_BYTES:
             step = (nbytes - SAMPLE_BYTES) // (SAMPLES - 1)
             ranges = [(offset + number * step, SAMPLE_BYTES) for number in range(SAMPLES)]
+        cached_bytes, unknown_bytes = 0, sum(length for _, length in ranges)
+        enough_bytes = unknown_bytes // 2 + 1
         with self.file(path) as fd:
-            cached_bytes = sum(linux.cached_bytes(fd, *sample) for sample in ranges)
-        return 2 * cached_bytes > sum(length for _, length in ranges)
+            for sample in ranges:
+                cached_bytes += linux.cached_bytes(fd, *sample)
+                unknown_bytes -= sample[1]
+                if cached_bytes >= enough_bytes or cached_bytes + unknown_bytes < enough_bytes:
+                    break  # the other samples cannot change the answer
+        return cached_bytes >= enough_bytes
 
     def alignment(self, path: str) -> tuple[int, int]:
         with self.file(path) as fd:

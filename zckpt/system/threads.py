@@ -67,6 +67,22 @@ class Worker:
                 self._running.release()
 
 
+class Countdown:
+    """Calls ``action`` in the thread that makes call number ``calls`` of ``count``. Several threads may use it."""
+
+    def __init__(self, calls: int, action: Callable[[], None]) -> None:
+        self._left = calls
+        self._action = action
+        self._lock = threading.Lock()
+
+    def count(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            self._action()
+
+
 class Watcher:
     """Calls ``function`` once, in a thread that keeps no process alive. The function has to return soon after
     ``closed`` is set. It may use a store of torch.distributed.
@@ -125,9 +141,10 @@ def stop(workers: Iterable[Worker]) -> None:
 
 
 @contextmanager
-def beside(action: Callable[[], None], name: str) -> Iterator[None]:
-    """Returns a context in which a thread of this ``name`` calls ``action``. The thread has ended at the end of the
-    context. An error of ``action`` is raised then, unless the context itself has raised an error."""
+def beside(action: Callable[[], None], name: str) -> Iterator[Callable[[], None]]:
+    """Returns a context whose value is a function that starts a thread of this ``name``, which calls ``action``. The
+    function is called once, and its call may come from any thread. The thread has ended at the end of the context. An
+    error of ``action`` is raised then, unless the context itself has raised an error."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -138,8 +155,7 @@ def beside(action: Callable[[], None], name: str) -> Iterator[None]:
 
     worker = Worker(run, name)
     try:
-        worker.start()
-        yield
+        yield worker.start
         worker.wait()
     finally:
         stop([worker])

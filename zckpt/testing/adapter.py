@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines import rng
-from zckpt.engines.contract import Use
+from zckpt.engines.contract import Batch, Use
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name, holdings
 from zckpt.errors import FormatError, UnsupportedError
@@ -157,9 +157,9 @@ class ReferenceRestoring:
         stored, live = (f"{power.dtype} {list(power.shape)}" for power in powers)
         return [] if stored == live else [f"beta_powers: {stored} in the checkpoint, {live} in the engine"]
 
-    def fill(self) -> Generator[tuple[Fragment, ...], None, None]:
+    def fill(self) -> Generator[Batch, None, None]:
         live = {fragment.key: fragment.data for fragment in self._adapter.fragments()}
-        yield tuple(replace(fragment, data=live[fragment.key]) for fragment in self._selection.wanted)
+        yield Batch(tuple(replace(fragment, data=live[fragment.key]) for fragment in self._selection.wanted))
 
     def set_state(self) -> None:
         engine, state, rank_state = self._engine, self._selection.state, self._selection.rank_state

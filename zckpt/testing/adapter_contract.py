@@ -165,21 +165,24 @@ class AdapterContract(EngineDefinition):
                     other = adapter.restoring(replace(selection, state={**selection.state, tree: strange}))
                     if not found_problems(other):
                         assert strange is None, f"{tree} of a state that is restored is {strange}"
-                        for _ in other.fill():
-                            pass
+                        for batch in other.fill():
+                            batch.after_urgent()
                         other.set_state()
             restoring = adapter.restoring(selection)
             assert restoring.problems() == []
             filled = []
             for batch in restoring.fill():
-                for f in batch:
-                    data = f.data
-                    assert isinstance(data, torch.Tensor)
-                    assert data.shape == (f.stop - f.start,)
-                    assert data.is_contiguous()
-                    request = ReadRequest(checkpoint[f.key], [ElementRange(f.start, f.stop, 0)], data)
-                    checkpoint.read([request], rank=rank)
-                    filled += [range_of(f)] if data.numel() else []
+                for fragments in (batch.urgent, batch.others):
+                    for f in fragments:
+                        data = f.data
+                        assert isinstance(data, torch.Tensor)
+                        assert data.shape == (f.stop - f.start,)
+                        assert data.is_contiguous()
+                        request = ReadRequest(checkpoint[f.key], [ElementRange(f.start, f.stop, 0)], data)
+                        checkpoint.read([request], rank=rank)
+                        filled += [range_of(f)] if data.numel() else []
+                    if fragments is batch.urgent:
+                        batch.after_urgent()
             assert sorted(filled) == sorted(
                 key_range for key_range in map(range_of, wanted) if key_range[1] < key_range[2]
             )

@@ -183,7 +183,7 @@ class EngineContract(AdapterContract):
             )  # fmt: skip
             restoring = adapter.restoring(selection)
             assert restoring.problems() == []
-            assert not any(restoring.fill())
+            assert not any(batch.urgent or batch.others for batch in restoring.fill())
             restoring.set_state()
             restoring.finish()
             assert (frozen(cls.generators(engine)) != before) == rng

@@ -29,6 +29,7 @@ from zckpt.format.rules import broken
 from zckpt.plan.coalesce import Places, joined_copies
 from zckpt.storage.buffers import PAGE_BYTES, after
 from zckpt.system.linux import processors
+from zckpt.system.threads import Countdown
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.host_memory import copy_to, memory
 from zckpt.transfer.pipeline import Pipeline
@@ -70,13 +71,18 @@ def run_reads(
     budget: Budget,
     staging: StagingPool,
     advance: Callable[[int], None],
+    after_urgent: Callable[[], None] = lambda: None,
 ) -> None:
     """Carries out ``ops``. Each of them fits in a buffer of ``staging`` with a page to spare at both ends, or is
-    straight. ``advance`` is called with the number of bytes that are on their way to their targets. On return, all
-    bytes are there.
+    straight. ``advance`` is called with the number of bytes that are on their way to their targets. ``after_urgent`` is
+    called once, when all bytes of urgent reads are in their targets, or at the beginning if there are no such reads. On
+    return, all bytes are there.
 
     Raises FormatError (F001 to F003, D003) and StorageError. After an error, the targets have undefined values.
     """
+    urgent = sum(op.is_urgent for op in ops)
+    if not urgent:
+        after_urgent()
     if not ops:
         return
     segments = [op.segments for op in ops]
@@ -86,7 +92,12 @@ def run_reads(
         np.concatenate([columns.copy_bytes for columns in segments]),
     )
     synchronize(targets.devices)
-    reads = _Reads(reader, files, targets, budget.direct, advance)
+
+    def finish_urgent() -> None:
+        staging.wait()
+        after_urgent()
+
+    reads = _Reads(reader, files, targets, budget.direct, advance, Countdown(urgent, finish_urgent))
     direct = reader.direct if budget.direct else None
     cached: list[ReadOp] = []
     others: list[ReadOp] = []
@@ -153,6 +164,7 @@ class _Reads:
     targets: Targets
     direct: bool
     advance: Callable[[int], None]
+    urgent: Countdown
 
     def read_cached(self, op: ReadOp, staging: StagingPool) -> None:
         """Reads the bytes of ``op`` through the store's caches, compares their digests, and moves them to their
@@ -169,7 +181,7 @@ class _Reads:
             self.check(op, stage, through_cache=True)
             return None
         if not op.is_verified and _read_to_device(self.reader, op, file, self.targets):
-            self.advance(op.nbytes)
+            self._finish(op, op.nbytes)
             return None
         filled = _read_direct(self.reader, op, file, stage)
         if filled < op.nbytes:
@@ -193,7 +205,13 @@ class _Reads:
             for number in range(len(portions)):
                 check(number)
         _queue(op.segments, op.offset % PAGE_BYTES, self.targets, stage)
-        self.advance(sum(op.segments.copy_bytes.tolist()))
+        self._finish(op, sum(op.segments.copy_bytes.tolist()))
+
+    def _finish(self, op: ReadOp, nbytes: int) -> None:
+        """Notes that the ``nbytes`` bytes of ``op`` that were asked for are on their way to their targets."""
+        self.advance(nbytes)
+        if op.is_urgent:
+            self.urgent.count()
 
     def _check_portion(self, op: ReadOp, views: _Views, portions: Sequence[slice], number: int) -> None:
         """Compares the digests of a portion, and copies its bytes from the staging buffer to their targets in host

@@ -127,7 +127,7 @@ class StagingPool:
             raise
         finally:
             try:
-                self._wait()
+                self.wait()
             finally:
                 with self._changed:
                     self._users -= 1
@@ -179,9 +179,9 @@ class StagingPool:
     def _put_back(self, buffer: StagingBuffer) -> None:
         self._idle.appendleft(buffer)  # it may still be in the processor's cache
 
-    def _wait(self) -> None:
-        """Waits for all copies, including those of other users. The first error, such as an interrupt, is raised only
-        at the end, because the memory may be freed after this method."""
+    def wait(self) -> None:
+        """Waits for all copies that were queued before this call, including those of other users. The first error, such
+        as an interrupt, is raised only at the end, because the memory may be freed after this method."""
         errors: list[BaseException] = []
         queues = list(self._queues.values())
         while queues:

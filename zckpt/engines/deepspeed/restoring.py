@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines import rng
+from zckpt.engines.contract import Batch
 from zckpt.engines.deepspeed import cpu_adam, optimizer, scaler
 from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError
 from zckpt.state.inventory import MASTER, PARAM, RESERVED_PARTS, FileRange, Fragment
-from zckpt.system.threads import beside
 from zckpt.transfer.memory import lies_in_order
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
@@ -64,37 +64,35 @@ class DeepSpeedRestoring:
             reasons += self._scheduler_problems()
         return reasons
 
-    def fill(self) -> Generator[tuple[Fragment, ...], None, None]:
+    def fill(self) -> Generator[Batch, None, None]:
         self._zero.before_restore()
         weights = tuple(self._chosen(self._adapter.param_fragments(self._adapter.masterless)))
         buffers = self._adapter.buffers[0]
         not_contiguous = {name for name, buffer in buffers.items() if not lies_in_order(buffer)}
-        first_batch = [
+        urgent = [
             fragment
             for fragment in self._chosen(self._adapter.buffer_fragments())
             if fragment.name not in not_contiguous
         ]
-        first_batch += (fragment for fragment in weights if isinstance(fragment.data, torch.Tensor))
+        urgent += (fragment for fragment in weights if isinstance(fragment.data, torch.Tensor))
         in_memory = [flat for flat in self._zero.flats if not flat.files]
-        first_batch += (fragment for flat in in_memory for fragment in self._masters(flat))
-        second_batch = [fragment for flat in in_memory for fragment in self._moments_of(flat)]
-        yield tuple(first_batch)
-        with beside(self._zero.after_masters, "zckpt-derive"):
-            yield tuple(second_batch)
+        urgent += (fragment for flat in in_memory for fragment in self._masters(flat))
+        moments = (fragment for flat in in_memory for fragment in self._moments_of(flat))
+        yield Batch(tuple(urgent), tuple(moments), self._zero.after_masters)
         for fragment in self._chosen(self._adapter.buffer_fragments()):
             if fragment.name in not_contiguous:  # The data of such a fragment is a copy, which is copied back here.
-                yield (fragment,)
+                yield Batch((fragment,))
                 assert isinstance(fragment.data, torch.Tensor)
                 buffer = buffers[fragment.name]
                 set_in_place(buffer, fragment.data.view(buffer.shape))
         for fragment in weights:
             if isinstance(fragment.data, FileRange):
                 with self._zero.weight_in_memory(fragment.name) as data:
-                    yield (replace(fragment, data=data),)
+                    yield Batch((replace(fragment, data=data),))
         for flat in self._zero.flats:
             if flat.files:
                 with self._zero.flat_in_memory(flat) as flat_in_memory:
-                    yield (*self._masters(flat_in_memory), *self._moments_of(flat_in_memory))
+                    yield Batch((*self._masters(flat_in_memory), *self._moments_of(flat_in_memory)))
 
     def _chosen(self, live: Iterable[Fragment]) -> Iterator[Fragment]:
         """Returns those fragments that are restored."""

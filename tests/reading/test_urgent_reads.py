@@ -1,0 +1,117 @@
+"""Some tensors of one read are urgent: they are filled first, and the caller learns of it while others are read."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.states import write_state
+from zckpt.plan.reshard import ElementRange
+from zckpt.reading import checkpoint as reading
+from zckpt.reading.checkpoint import ReadRequest
+from zckpt.storage.local_reader import LocalReader
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from zckpt.reading.checkpoint import Checkpoint
+
+MIB = 1 << 20
+TENSORS = {"large": (700_001,), "small": (7,), "empty": (0, 3)}
+URGENT, OTHER = "master", "exp_avg"
+"""The files of the urgent part come after those of the other part, so their order must change."""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    write_state(tmp_path / "c", 2, TENSORS, parts=[URGENT, OTHER], block_bytes=MIB)
+    return zckpt.open(tmp_path / "c", budget=zckpt.Budget(32 * MIB, 2))
+
+
+def empty(expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns memory for all tensors. Those of the urgent part come first."""
+    keys = sorted(expected, key=lambda key: not key.startswith(URGENT))
+    return {key: torch.full(expected[key].shape, torch.nan) for key in keys}
+
+
+def read(checkpoint: Checkpoint, out: Mapping[str, torch.Tensor], **options: Any) -> None:
+    requests = [
+        ReadRequest(checkpoint[key], [ElementRange(0, tensor.numel(), 0)], tensor) for key, tensor in out.items()
+    ]
+    checkpoint.read(requests, urgent=len(TENSORS), **options)
+
+
+def same(out: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], part: str = "") -> bool:
+    return all(torch.equal(out[key], expected[key]) for key in expected if key.startswith(part))
+
+
+def filled_files(path: str) -> bool:
+    return path.endswith(f"{URGENT}.safetensors")
+
+
+@pytest.mark.parametrize("planned", [1, 2, 3, 100], ids="{} requests planned at a time".format)
+@pytest.mark.parametrize("is_cached", [True, False, None], ids=["cached", "not cached", "the urgent part not cached"])
+def test_the_caller_learns_once_that_urgent_tensors_are_filled(
+    checkpoint: Checkpoint, is_cached: bool | None, planned: int
+) -> None:
+    expected, seen = checkpoint.load(), list[bool]()
+    out = empty(expected)
+
+    def says_cached(reader: LocalReader, path: str, offset: int, nbytes: int) -> bool:
+        return not filled_files(path) if is_cached is None else is_cached
+
+    with (
+        mock.patch.object(LocalReader, "is_cached", says_cached),
+        mock.patch.object(reading, "PLANNED_PIECES", planned * checkpoint.world_size),
+    ):
+        read(checkpoint, out, after_urgent=lambda: seen.append(same(out, expected, URGENT)))
+    assert seen == [True]
+    assert same(out, expected)
+
+
+def test_other_tensors_are_read_meanwhile(checkpoint: Checkpoint) -> None:
+    """All large reads of the other part wait until the urgent tensors are filled."""
+    expected, urgent_filled = checkpoint.load(), threading.Event()
+    out = empty(expected)
+    read_direct, waited = LocalReader.read_direct, list[bool]()
+
+    def read_late(reader: LocalReader, path: str, views: Any, offset: int) -> int:
+        if not filled_files(path):
+            waited.append(urgent_filled.wait(60))
+        return read_direct(reader, path, views, offset)
+
+    with mock.patch.multiple(LocalReader, is_cached=lambda *_: False, read_direct=read_late):
+        read(checkpoint, out, after_urgent=urgent_filled.set)
+    assert waited == [True] * checkpoint.world_size
+    assert same(out, expected)
+
+
+def test_without_urgent_tensors_the_caller_is_told_at_the_beginning(checkpoint: Checkpoint) -> None:
+    calls: list[str] = []
+    checkpoint.read([], after_urgent=partial(calls.append, "nothing to read"))
+    info = checkpoint[f"{URGENT}/empty"]
+    request = ReadRequest(info, [ElementRange(0, 0, 0)], torch.empty(info.shape))
+    checkpoint.read([request], urgent=1, after_urgent=partial(calls.append, "no bytes"))
+    meta = ReadRequest(checkpoint[f"{URGENT}/small"], [ElementRange(0, 7, 0)], torch.empty(7, device="meta"))
+    checkpoint.read([meta], urgent=1, after_urgent=partial(calls.append, "no memory"))
+    assert calls == ["nothing to read", "no bytes", "no memory"]
+
+
+def test_after_damage_the_caller_is_not_told(checkpoint: Checkpoint) -> None:
+    expected, calls = checkpoint.load(), list[int]()
+    piece = checkpoint[f"{URGENT}/large"].pieces[-1]
+    with open(f"{checkpoint.path}/{piece.file}", "r+b") as file:
+        file.seek(piece.offset + 5)
+        byte = file.read(1)[0]
+        file.seek(piece.offset + 5)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(zckpt.DigestError, match=f"{URGENT}/large"):
+        read(checkpoint, empty(expected), after_urgent=lambda: calls.append(1))
+    assert not calls
