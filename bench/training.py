@@ -36,6 +36,8 @@ from common import (
 from raw_io import Raw, whole_pages
 from sampler import Sampler, metered
 from zckpt.engines import adapt
+from zckpt.plan.reshard import ElementRange
+from zckpt.reading.checkpoint import ReadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
 BYTES_PER_PARAMETER = 12
 """The bytes of state for each parameter that a bit-exact resume needs: fp32 weights and both moments of Adam."""
+TRANSFER = "zckpt, the transfer alone"
+"""The label of reads that fill what a restore fills, without what an engine derives from it."""
 NO_LIMIT, LIMITED = "no limit", "limited"
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -141,7 +145,9 @@ def restore_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     engine = make_engine(nbytes)
     raw = Raw()
     ours, theirs = directory / "zckpt", directory / "deepspeed"
-    zckpt.write(engine, ours, latest=False)
+    also_ours = directory / "transfer"
+    for path in (ours, also_ours):
+        zckpt.write(engine, path, latest=False)
     save_with_deepspeed(engine, writers(engine)["DeepSpeed, default"], theirs)
     dist.barrier()
     # A file of its own, because the host of a virtual machine may keep a file that another contestant has just read.
@@ -152,12 +158,18 @@ def restore_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     # read into the same memory.
     optimizer = engine.optimizer.optimizer
     put_back = partial(setattr, optimizer, "state", optimizer.state)
+    fragments = [f for f in adapt(engine).inventory(None).fragments if isinstance(f.data, torch.Tensor)]
+
+    def transfer() -> None:
+        checkpoint = zckpt.open(also_ours)
+        checkpoint.read([ReadRequest(checkpoint[f.key], [ElementRange(f.start, f.stop, 0)], f.data) for f in fragments])
+
     reads = [
         Contestant("zckpt", lambda: zckpt.restore(engine, ours)),
         Contestant("DeepSpeed", lambda: load_with_deepspeed(engine, theirs), after=put_back),
     ]
-    first = [Contestant("raw", lambda: raw.read_into(raw_file, memories))]
-    cold = together(first + reads, runs, before=lambda: on_first(drop_from_cache, directory))
+    others = [Contestant("raw", lambda: raw.read_into(raw_file, memories)), Contestant(TRANSFER, transfer)]
+    cold = together(others + reads, runs, before=lambda: on_first(drop_from_cache, directory))
     cached: dict[str, list[Timing]] = {}
     # One by one, because the page cache has no room for both.
     for contestant, path in zip(reads, (ours, theirs), strict=True):

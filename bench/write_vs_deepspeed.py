@@ -10,7 +10,7 @@ by direct I/O.
 
 from __future__ import annotations
 
-from common import WRITE_SPEED_MIN, Result, parse_options, speedup, workspace
+from common import CPU_PER_GIB_MAX, WRITE_SPEED_MIN, Result, cpu_per_gib, parse_options, speedup, workspace
 from training import start_ranks, write_rounds
 
 RANKS = {1: "1 rank", 2: "2 ranks"}
@@ -28,6 +28,8 @@ def main() -> None:
             value = speedup(rounds, "zckpt", over=f"DeepSpeed, {writer}")
             result.at_least(f"write, {label}, against save_checkpoint, {writer} writer", value, bound)
         result.at_least(f"write, {label}, against raw O_DIRECT", speedup(rounds, "zckpt", over="raw"), WRITE_SPEED_MIN)
+        used = cpu_per_gib(rounds["zckpt"], sum(rank["bytes"] for rank in by_rank))
+        result.at_most(f"processor time of a write, {label}", used, CPU_PER_GIB_MAX, "s/GiB")
     result.finish()
 
 

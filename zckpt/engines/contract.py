@@ -240,9 +240,9 @@ class Restoring(Protocol):
 
         The first batch has all fragments whose place is memory of the engine, so that the disk is busy all the time.
         Memory that does not exist yet, as for moments, is made here. Fragments that the engine keeps on a disk are
-        brought into memory and written back batch by batch. The number of batches differs between ranks, so nothing in this
-        method is collective. If the generator is closed early, it gives up the memory of its last batch, and what that
-        batch has on the disk stays unchanged.
+        brought into memory and written back batch by batch. The number of batches differs between ranks, so nothing in
+        this method is collective. If the generator is closed early, it gives up the memory of its last batch, and what
+        that batch has on the disk stays unchanged.
         """
 
     def set_state(self) -> None:
