@@ -158,11 +158,16 @@ def restore_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     # read into the same memory.
     optimizer = engine.optimizer.optimizer
     put_back = partial(setattr, optimizer, "state", optimizer.state)
-    fragments = [f for f in adapt(engine).inventory(None).fragments if isinstance(f.data, torch.Tensor)]
+    fragments = adapt(engine).inventory(None).fragments
 
     def transfer() -> None:
         checkpoint = zckpt.open(also_ours)
-        checkpoint.read([ReadRequest(checkpoint[f.key], [ElementRange(f.start, f.stop, 0)], f.data) for f in fragments])
+        requests = [
+            ReadRequest(checkpoint[f.key], [ElementRange(f.start, f.stop, 0)], f.data)
+            for f in fragments
+            if isinstance(f.data, torch.Tensor)
+        ]
+        checkpoint.read(requests)
 
     reads = [
         Contestant("zckpt", lambda: zckpt.restore(engine, ours)),
