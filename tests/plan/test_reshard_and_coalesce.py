@@ -194,9 +194,9 @@ def test_files_with_bytes_of_urgent_targets_come_first(data: st.DataObject, stor
     ]
     pieces, urgent = found(requests), data.draw(st.integers(0, len(requests)))
 
-    def planned(urgent: int) -> tuple[coalesce.ReadOp, ...]:
+    def planned(first_targets: int) -> tuple[coalesce.ReadOp, ...]:
         return plan_reads(
-            pieces, data_starts=store.data_starts, block_bytes=store.block_bytes, verify=verify, urgent=urgent,
+            pieces, data_starts=store.data_starts, block_bytes=store.block_bytes, verify=verify, urgent=first_targets,
             batch_bytes=store.block_bytes,
         )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Some tensors of one read are urgent: they are filled first, and the caller learns of it while others are read."""
+"""Some tensors of a read are urgent. They are read first, and the caller is told once they are filled, while others may
+still be read."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 TENSORS = {"large": (700_001,), "small": (7,), "empty": (0, 3)}
-URGENT, OTHER = "master", "exp_avg"
-"""The files of the urgent part come after those of the other part, so their order must change."""
+OTHER, URGENT = "exp_avg", "master"
+"""The parts. The files of the other part are written first, so that the urgent ones have to overtake them."""
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
-    write_state(tmp_path / "c", 2, TENSORS, parts=[URGENT, OTHER], block_bytes=MIB)
+    write_state(tmp_path / "c", 2, TENSORS, parts=[OTHER, URGENT], block_bytes=MIB)
     return zckpt.open(tmp_path / "c", budget=zckpt.Budget(32 * MIB, 2))
 
 
@@ -41,31 +42,31 @@ def empty(expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: torch.full(expected[key].shape, torch.nan) for key in keys}
 
 
-def read(checkpoint: Checkpoint, out: Mapping[str, torch.Tensor], **options: Any) -> None:
+def read(checkpoint: Checkpoint, out: Mapping[str, torch.Tensor], urgent: int = len(TENSORS), **options: Any) -> None:
     requests = [
         ReadRequest(checkpoint[key], [ElementRange(0, tensor.numel(), 0)], tensor) for key, tensor in out.items()
     ]
-    checkpoint.read(requests, urgent=len(TENSORS), **options)
+    checkpoint.read(requests, urgent=urgent, **options)
 
 
 def same(out: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], part: str = "") -> bool:
     return all(torch.equal(out[key], expected[key]) for key in expected if key.startswith(part))
 
 
-def filled_files(path: str) -> bool:
+def is_urgent_file(path: str) -> bool:
     return path.endswith(f"{URGENT}.safetensors")
 
 
 @pytest.mark.parametrize("planned", [1, 2, 3, 100], ids="{} requests planned at a time".format)
 @pytest.mark.parametrize("is_cached", [True, False, None], ids=["cached", "not cached", "the urgent part not cached"])
-def test_the_caller_learns_once_that_urgent_tensors_are_filled(
+def test_the_caller_is_told_once_that_urgent_tensors_are_filled(
     checkpoint: Checkpoint, is_cached: bool | None, planned: int
 ) -> None:
     expected, seen = checkpoint.load(), list[bool]()
     out = empty(expected)
 
     def says_cached(reader: LocalReader, path: str, offset: int, nbytes: int) -> bool:
-        return not filled_files(path) if is_cached is None else is_cached
+        return not is_urgent_file(path) if is_cached is None else is_cached
 
     with (
         mock.patch.object(LocalReader, "is_cached", says_cached),
@@ -76,14 +77,34 @@ def test_the_caller_learns_once_that_urgent_tensors_are_filled(
     assert same(out, expected)
 
 
-def test_other_tensors_are_read_meanwhile(checkpoint: Checkpoint) -> None:
-    """All large reads of the other part wait until the urgent tensors are filled."""
+def test_other_tensors_wait_for_no_urgent_tensor_to_be_filled(checkpoint: Checkpoint) -> None:
+    """A read of the other part begins while an urgent one is still under way."""
+    expected, other_begun = checkpoint.load(), threading.Event()
+    out = empty(expected)
+    read_direct, waited = LocalReader.read_direct, list[bool]()
+
+    def read_late(reader: LocalReader, path: str, views: Any, offset: int) -> int:
+        if not is_urgent_file(path):
+            other_begun.set()
+        elif not waited:
+            waited.append(False)
+            waited.append(other_begun.wait(60))
+        return read_direct(reader, path, views, offset)
+
+    with mock.patch.multiple(LocalReader, is_cached=lambda *_: False, read_direct=read_late):
+        read(checkpoint, out)
+    assert waited == [False, True]
+    assert same(out, expected)
+
+
+def test_urgent_tensors_wait_for_no_other_tensor(checkpoint: Checkpoint) -> None:
+    """All large reads of the other part end only after the urgent tensors are filled."""
     expected, urgent_filled = checkpoint.load(), threading.Event()
     out = empty(expected)
     read_direct, waited = LocalReader.read_direct, list[bool]()
 
     def read_late(reader: LocalReader, path: str, views: Any, offset: int) -> int:
-        if not filled_files(path):
+        if not is_urgent_file(path):
             waited.append(urgent_filled.wait(60))
         return read_direct(reader, path, views, offset)
 
@@ -93,7 +114,7 @@ def test_other_tensors_are_read_meanwhile(checkpoint: Checkpoint) -> None:
     assert same(out, expected)
 
 
-def test_without_urgent_tensors_the_caller_is_told_at_the_beginning(checkpoint: Checkpoint) -> None:
+def test_without_urgent_bytes_the_caller_is_told_too(checkpoint: Checkpoint) -> None:
     calls: list[str] = []
     checkpoint.read([], after_urgent=partial(calls.append, "nothing to read"))
     info = checkpoint[f"{URGENT}/empty"]
@@ -104,7 +125,16 @@ def test_without_urgent_tensors_the_caller_is_told_at_the_beginning(checkpoint: 
     assert calls == ["nothing to read", "no bytes", "no memory"]
 
 
-def test_after_damage_the_caller_is_not_told(checkpoint: Checkpoint) -> None:
+def test_without_urgent_tensors_the_caller_is_told_at_the_beginning(checkpoint: Checkpoint) -> None:
+    expected, seen = checkpoint.load(), list[bool]()
+    out = empty(expected)
+    read(checkpoint, out, 0, after_urgent=lambda: seen.append(all(bool(t.isnan().all()) for t in out.values())))
+    assert seen == [True]
+    assert same(out, expected)
+
+
+@pytest.mark.parametrize("is_cached", [True, False], ids=["cached", "not cached"])
+def test_after_damage_of_an_urgent_tensor_the_caller_is_not_told(checkpoint: Checkpoint, is_cached: bool) -> None:
     expected, calls = checkpoint.load(), list[int]()
     piece = checkpoint[f"{URGENT}/large"].pieces[-1]
     with open(f"{checkpoint.path}/{piece.file}", "r+b") as file:
@@ -112,6 +142,9 @@ def test_after_damage_the_caller_is_not_told(checkpoint: Checkpoint) -> None:
         byte = file.read(1)[0]
         file.seek(piece.offset + 5)
         file.write(bytes([byte ^ 1]))
-    with pytest.raises(zckpt.DigestError, match=f"{URGENT}/large"):
+    with (
+        mock.patch.object(LocalReader, "is_cached", return_value=is_cached),
+        pytest.raises(zckpt.DigestError, match=f"{URGENT}/large"),
+    ):
         read(checkpoint, empty(expected), after_urgent=lambda: calls.append(1))
     assert not calls

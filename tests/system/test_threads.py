@@ -5,11 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.cluster import ROOT
 from zckpt.system.threads import Countdown, beside
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_the_thread_runs_beside_the_context_and_has_ended_after_it() -> None:
@@ -30,15 +34,36 @@ def test_an_error_of_the_thread_is_raised_at_the_end() -> None:
     def act() -> None:
         raise MemoryError("in the thread")
 
-    with pytest.raises(MemoryError, match="in the thread"), beside(act, "helper") as start:
-        start()
+    reached: list[bool] = []
+
+    def run() -> None:
+        with beside(act, "helper") as start:
+            start()
+            reached.append(True)
+
+    with pytest.raises(MemoryError, match="in the thread"):
+        run()
+    assert reached
 
 
 def test_an_error_of_the_context_before_the_start_prevents_the_call() -> None:
     called: list[bool] = []
-    with pytest.raises(ValueError, match="of the context"), beside(lambda: called.append(True), "helper"):
-        raise ValueError("of the context")
+    starts: list[Callable[[], None]] = []
+
+    def fail() -> None:
+        with beside(lambda: called.append(True), "helper") as start:
+            starts.append(start)
+            raise ValueError("of the context")
+
+    with pytest.raises(ValueError, match="of the context"):
+        fail()
+    starts[0]()
     assert not called
+
+
+def test_a_thread_that_nobody_starts_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="helper was not started"), beside(lambda: None, "helper"):
+        pass
 
 
 def test_a_countdown_calls_once_after_the_last_call() -> None:

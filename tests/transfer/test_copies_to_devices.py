@@ -115,8 +115,8 @@ def test_targets_on_the_host_and_on_several_devices_in_one_load(tmp_path: Path) 
     assert all(loaded[key] is out[key] for key in out)
 
 
-def test_urgent_targets_are_filled_before_what_follows_them(tmp_path: Path) -> None:
-    """The copies of urgent tensors to the device are done when the caller learns that these tensors are filled."""
+def test_urgent_targets_on_a_device_are_filled_when_the_caller_is_told(tmp_path: Path) -> None:
+    """One thread queues the copies of the urgent tensors before all others, so those that have run are theirs."""
     parts = ("master", "exp_avg")
     write_state(tmp_path / "c", 2, {**LARGE, **SMALL}, parts=parts, block_bytes=BLOCK_BYTES)
     checkpoint = zckpt.open(tmp_path / "c", budget=ONE_THREAD)

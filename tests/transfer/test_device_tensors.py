@@ -446,7 +446,7 @@ def test_a_restore_in_many_batches_pins_memory_once(tmp_path: Path) -> None:
     path = zckpt.write(engine, tmp_path / "c")
     accelerator.reset()
     with mock.patch.object(
-        ReferenceRestoring, "fill", lambda *given: (Batch((one,)) for batch in fill(*given) for one in batch.urgent)
+        ReferenceRestoring, "fill", lambda *given: (Batch((f,)) for batch in fill(*given) for f in batch.urgent)
     ):
         zckpt.restore(engine, path)
     counters = accelerator.counters()

@@ -287,8 +287,8 @@ def _mismatch(plan: RestorePlan, problems: Sequence[str], ranks: Ranks) -> Excep
 
 
 def _change(plan: RestorePlan, rank: int | None, request: Request) -> None:
-    """Does all that this rank can do alone to restore the engine. ``rank`` is the number of this rank if as many ranks
-    wrote the checkpoint."""
+    """Does all that this rank can do alone to restore the engine. ``rank`` is the number of this rank if the checkpoint
+    was written by the same number of ranks, and None otherwise."""
     with _changing_the_engine(plan.checkpoint):
         _fill(plan, rank, request)
         plan.restoring.set_state()
@@ -316,8 +316,8 @@ def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
 
 
 def _requests(fragments: Iterable[Fragment], sources: Mapping[str, TensorInfo]) -> Iterator[ReadRequest]:
-    """Yields the request that fills each fragment from the tensor that ``sources`` has for it. The moments of a
-    parameter that was frozen are not in the checkpoint. They are set to zero."""
+    """Yields a request for each fragment for which ``sources`` has a tensor of the checkpoint. Sets all others to zero:
+    they are moments of parameters that were frozen when the checkpoint was written."""
     for fragment in fragments:
         assert isinstance(fragment.data, torch.Tensor), "``fill`` supplies the memory"
         info = sources.get(fragment.key)

@@ -215,14 +215,15 @@ class Selection:
 
 
 class Batch(NamedTuple):
-    """Fragments whose memory the caller of ``Restoring.fill`` fills. It fills those in ``urgent`` before all others."""
+    """Fragments whose memory the caller of ``Restoring.fill`` fills. The caller first reads those in ``urgent``, but
+    what is in the page cache is read before what is on the disk."""
 
     urgent: tuple[Fragment, ...]
     others: tuple[Fragment, ...] = ()
     after_urgent: Callable[[], None] = lambda: None
     """Derives everything that depends only on the fragments in ``urgent``. The caller calls it once, in another thread,
-    when these fragments are filled, and waits for its end before it asks for the next batch. Other fragments are filled
-    meanwhile. Not collective."""
+    as soon as these fragments are filled, and never if that fails. Meanwhile the caller fills the fragments in
+    ``others``. The caller waits until this function has ended before it asks for the next batch. Not collective."""
 
 
 class Restoring(Protocol):
@@ -238,17 +239,18 @@ class Restoring(Protocol):
         """Yields all fragments of ``Selection.wanted`` in batches. The ``data`` of each fragment is memory that the
         caller fills before it asks for the next batch.
 
-        The first batch has all fragments whose place is memory of the engine, so that the disk is busy all the time.
-        Memory that does not exist yet, as for moments, is made here. Fragments that the engine keeps on a disk are
-        brought into memory and written back batch by batch. The number of batches differs between ranks, so nothing in
-        this method is collective. If the generator is closed early, it gives up the memory of its last batch, and what
-        that batch has on the disk stays unchanged.
+        The first batch has all fragments that the caller can fill in the memory of the engine itself, because the disk
+        would be idle between two batches. Memory that does not exist yet, as for moments, is made here. Fragments that
+        the engine keeps on a disk are brought into memory and written back batch by batch. A buffer that is not
+        contiguous is a batch of its own, whose memory is a copy. The number of batches differs between ranks, so
+        nothing in this method is collective. If the generator is closed early, it gives up the memory of its last
+        batch, and what that batch has on the disk stays unchanged.
         """
 
     def set_state(self) -> None:
         """Sets the counters, the param groups, the scheduler and hidden state, and derives all that this rank can
-        derive alone. It is called once all memory is filled. Not collective. Raises FormatError for trees that
-        ``EngineAdapter.state`` and ``rank_state`` did not make."""
+        derive alone. It is called once all memory of this rank is filled. Not collective. Raises FormatError for trees
+        that ``EngineAdapter.state`` and ``rank_state`` did not make."""
 
     def finish(self) -> None:
         """Makes the replicas that every rank holds complete, and derives low-precision weights from the master weights

@@ -79,8 +79,8 @@ class Ranges(NamedTuple):
 
 
 class ReadOp(NamedTuple):
-    """One contiguous read of ``nbytes`` bytes at byte ``offset`` of file number ``file``. ``is_urgent`` says whether it
-    belongs to the reads that come first.
+    """One contiguous read of ``nbytes`` bytes at byte ``offset`` of file number ``file``. ``is_urgent`` says whether
+    the file has bytes of an urgent target.
 
     For direct I/O, the straight segments are cut into two kinds of ranges. The ranges ``inner`` are aligned as direct
     I/O needs it and ascending, and are read straight into their memory. The ranges ``edges`` are the rest of these
@@ -94,7 +94,7 @@ class ReadOp(NamedTuple):
     segments: Segments
     inner: Ranges
     edges: Ranges
-    is_urgent: bool = False
+    is_urgent: bool
 
     @property
     def is_verified(self) -> bool:
@@ -147,8 +147,9 @@ def plan_reads(
     places: Places | None = None,
     urgent: int = 0,
 ) -> tuple[ReadOp, ...]:
-    """Plans the reads for ``piece_ranges``, file by file in ascending order. Files that have bytes of the first
-    ``urgent`` targets come before all others, and their reads are urgent.
+    """Plans the reads for ``piece_ranges``, file by file. The first ``urgent`` targets are urgent. Files that have
+    bytes of them come first, and their reads are urgent too. Among these files, and among the others, the order is
+    ascending.
 
     With ``verify``, each block that has bytes of a range is read whole, and once. Without ``verify``, only the bytes of
     the ranges are read. ``data_starts`` has the first data byte of each file. A read has at most ``batch_bytes`` bytes.
@@ -166,10 +167,9 @@ def plan_reads(
     block = piece_ranges.block[piece_range] + number if verify else np.full(len(number), -1)
     file = piece_ranges.file[piece_range]
     origin = np.array(data_starts, np.int64)[file] + piece_ranges.piece_offset[piece_range]
-    is_later = np.isin(file, piece_ranges.file[piece_ranges.target < urgent], invert=True)
+    is_urgent = np.isin(file, piece_ranges.file[piece_ranges.target < urgent])
 
-    order = np.lexsort((block, origin + stop, origin + start, file, is_later))
-    is_later = is_later[order]
+    order = np.lexsort((block, origin + stop, origin + start, file, ~is_urgent))
     file, start_at, stop_at, block = file[order], (origin + start)[order], (origin + stop)[order], block[order]
     begins = np.ones(len(order), bool)  # where a segment begins; copies of the same bytes share one
     begins[1:] = ((file[1:] != file[:-1]) | (start_at[1:] != start_at[:-1]) | (stop_at[1:] != stop_at[:-1])) | (
@@ -184,7 +184,7 @@ def plan_reads(
         (piece_ranges.target_offset[piece_range] + cut_start - wanted_start)[order],
     )
     file, start_at, stop_at, block = file[begins], start_at[begins], stop_at[begins], block[begins]
-    is_urgent = ~is_later[begins]
+    is_urgent = is_urgent[order][begins]
     nbytes = stop_at - start_at
     _, copy_bytes, target, target_offset = (column[first_copy] for column in copy_columns)
     if places is None:

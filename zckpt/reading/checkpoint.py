@@ -478,9 +478,10 @@ class Checkpoint(Mapping[str, TensorInfo]):
             advance: called with the number of bytes that have been read.
             staging: a pool that the method ``staging`` has returned, for several calls inside of its ``kept``. None
                 makes a pool for this call alone.
-            urgent: how many requests are read before all others. They are the first ones of ``requests``.
-            after_urgent: called once, when the targets of these requests are filled, while others may still be read. It
-                is called in one of the threads that read, so it should return soon.
+            urgent: the number of requests, at the beginning of ``requests``, that are urgent. They are read first, but
+                what is in the page cache is read before what is on the disk.
+            after_urgent: called once, as soon as the targets of all urgent requests are filled. It may be called in any
+                of the threads that do the work, and delays this thread, so it should return soon.
 
         Raises:
             ZckptError: the tensors cannot be loaded. ``load`` lists these errors.
@@ -498,10 +499,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
         with staging.kept() if len(requests) > batch_size else nullcontext():
             for first in range(0, len(requests), batch_size):
                 batch, left = requests[first : first + batch_size], urgent - first
-                if 0 < left <= len(batch):
-                    self._read(batch, rank, verify, advance, staging, left, after_urgent)
-                else:
-                    self._read(batch, rank, verify, advance, staging)
+                has_last_urgent = 0 < left <= len(batch)
+                after = after_urgent if has_last_urgent else lambda: None
+                self._read(batch, rank, verify, advance, staging, left if has_last_urgent else 0, after)
 
     def _read(
         self,
@@ -510,8 +510,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         verify: bool,
         advance: Callable[[int], None],
         staging: StagingPool,
-        urgent: int = 0,
-        after_urgent: Callable[[], None] = lambda: None,
+        urgent: int,
+        after_urgent: Callable[[], None],
     ) -> None:
         manifest = self.manifest
         infos, ranges, tensors, copies = zip(*requests, strict=True)

@@ -78,9 +78,9 @@ class LocalReader:
         cached_bytes, unknown_bytes = 0, sum(length for _, length in ranges)
         enough_bytes = unknown_bytes // 2 + 1
         with self.file(path) as fd:
-            for sample in ranges:
-                cached_bytes += linux.cached_bytes(fd, *sample)
-                unknown_bytes -= sample[1]
+            for start, length in ranges:
+                cached_bytes += linux.cached_bytes(fd, start, length)
+                unknown_bytes -= length
                 if cached_bytes >= enough_bytes or cached_bytes + unknown_bytes < enough_bytes:
                     break  # the other samples cannot change the answer
         return cached_bytes >= enough_bytes

@@ -1,4 +1,5 @@
-"""Threads whose end is waited for: even if the wait is interrupted, or before the process ends."""
+"""Threads whose end is waited for: even if the wait is interrupted, or before the process ends. Also a count of what
+several threads have done."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ class Worker:
 
 
 class Countdown:
-    """Calls ``action`` in the thread that makes call number ``calls`` of ``count``. Several threads may use it."""
+    """Counts calls of ``count``, which may come from several threads. Call number ``calls`` also calls ``action``."""
 
     def __init__(self, calls: int, action: Callable[[], None]) -> None:
         self._left = calls
@@ -143,8 +144,9 @@ def stop(workers: Iterable[Worker]) -> None:
 @contextmanager
 def beside(action: Callable[[], None], name: str) -> Iterator[Callable[[], None]]:
     """Returns a context whose value is a function that starts a thread of this ``name``, which calls ``action``. The
-    function is called once, and its call may come from any thread. The thread has ended at the end of the context. An
-    error of ``action`` is raised then, unless the context itself has raised an error."""
+    code in the context has to call this function exactly once, in any thread, unless it raises an error. The thread has
+    ended at the end of the context. An error of ``action`` is raised then, unless the context itself has raised an
+    error."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -154,8 +156,16 @@ def beside(action: Callable[[], None], name: str) -> Iterator[Callable[[], None]
             errors.append(error)
 
     worker = Worker(run, name)
+    started = threading.Event()
+
+    def start() -> None:
+        started.set()
+        worker.start()
+
     try:
-        yield worker.start
+        yield start
+        if not started.is_set():
+            raise RuntimeError(f"the thread {name} was not started")
         worker.wait()
     finally:
         stop([worker])

@@ -172,7 +172,7 @@ class AdapterContract(EngineDefinition):
             assert restoring.problems() == []
             filled = []
             for batch in restoring.fill():
-                for fragments in (batch.urgent, batch.others):
+                for fragments, after in ((batch.urgent, batch.after_urgent), (batch.others, lambda: None)):
                     for f in fragments:
                         data = f.data
                         assert isinstance(data, torch.Tensor)
@@ -181,8 +181,7 @@ class AdapterContract(EngineDefinition):
                         request = ReadRequest(checkpoint[f.key], [ElementRange(f.start, f.stop, 0)], data)
                         checkpoint.read([request], rank=rank)
                         filled += [range_of(f)] if data.numel() else []
-                    if fragments is batch.urgent:
-                        batch.after_urgent()
+                    after()
             assert sorted(filled) == sorted(
                 key_range for key_range in map(range_of, wanted) if key_range[1] < key_range[2]
             )

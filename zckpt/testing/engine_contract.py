@@ -183,7 +183,10 @@ class EngineContract(AdapterContract):
             )  # fmt: skip
             restoring = adapter.restoring(selection)
             assert restoring.problems() == []
-            assert not any(batch.urgent or batch.others for batch in restoring.fill())
+            for batch in restoring.fill():
+                assert not batch.urgent
+                assert not batch.others
+                batch.after_urgent()
             restoring.set_state()
             restoring.finish()
             assert (frozen(cls.generators(engine)) != before) == rng

@@ -215,7 +215,7 @@ class CopyQueue:
             return self._stream.record_event()
 
     def wait(self) -> None:
-        """Waits for all copies."""
+        """Waits for all copies that were queued before this call."""
         if self._stream is not None:
             self._stream.synchronize()
 

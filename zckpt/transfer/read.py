@@ -1,7 +1,8 @@
 """Carries out planned reads: parallel positional I/O, with digests checked during the read.
 
 Bytes that are in the page cache already are read from there, before all others, in no more threads than there are
-processors: more threads do not copy faster, while a disk is faster if more threads wait for it. One thread does all the
+processors: more threads do not copy faster, while a disk is faster if more threads wait for it. Urgent reads come first
+among these reads, and among all others. One thread does all the
 work of such a read. It reads a portion, compares its digests while the bytes are still in the processor's cache, and
 goes on to the next portion. Small reads of other bytes go through the page cache in the same way.
 
@@ -107,6 +108,7 @@ def run_reads(
     with staging.work(len(ops)):
         tasks = [partial(reads.read_cached, op, staging) for op in cached]
         budget.run(tasks, threads=min(budget.threads, processors()))
+        # A read has no snapshot that could learn which sources have been read, so none is urgent for the pipeline.
         pipeline = Pipeline(
             others, reads.take, reads.check, lambda op, stage: None, lambda op: op.is_straight, staging, Snapshot(), 0
         )
@@ -164,7 +166,8 @@ class _Reads:
     targets: Targets
     direct: bool
     advance: Callable[[int], None]
-    urgent: Countdown
+    urgent_left: Countdown
+    """Counts the urgent reads that are done, and tells the caller after the last one."""
 
     def read_cached(self, op: ReadOp, staging: StagingPool) -> None:
         """Reads the bytes of ``op`` through the store's caches, compares their digests, and moves them to their
@@ -181,7 +184,7 @@ class _Reads:
             self.check(op, stage, through_cache=True)
             return None
         if not op.is_verified and _read_to_device(self.reader, op, file, self.targets):
-            self._finish(op, op.nbytes)
+            self._finish(op)
             return None
         filled = _read_direct(self.reader, op, file, stage)
         if filled < op.nbytes:
@@ -205,13 +208,14 @@ class _Reads:
             for number in range(len(portions)):
                 check(number)
         _queue(op.segments, op.offset % PAGE_BYTES, self.targets, stage)
-        self._finish(op, sum(op.segments.copy_bytes.tolist()))
+        self._finish(op)
 
-    def _finish(self, op: ReadOp, nbytes: int) -> None:
-        """Notes that the ``nbytes`` bytes of ``op`` that were asked for are on their way to their targets."""
-        self.advance(nbytes)
+    def _finish(self, op: ReadOp) -> None:
+        """Notes that the bytes of ``op`` are on their way to their targets. The last urgent read also tells the caller
+        that all bytes of urgent reads are in their targets."""
+        self.advance(sum(op.segments.copy_bytes.tolist()))
         if op.is_urgent:
-            self.urgent.count()
+            self.urgent_left.count()
 
     def _check_portion(self, op: ReadOp, views: _Views, portions: Sequence[slice], number: int) -> None:
         """Compares the digests of a portion, and copies its bytes from the staging buffer to their targets in host
