@@ -161,9 +161,9 @@ READ_PLAN = [
 ]  # fmt: skip
 AFTER = [
     box("copy", "Restoring, set_state, finish", "engines/contract.py", """
-        When every rank has read, counters, param groups
-        and generators are set. Then all ranks derive the
-        low-precision weights from the masters."""),
+        Each rank sets counters, param groups and
+        generators. When every rank has done so, they
+        exchange what they have derived from masters."""),
 ]  # fmt: skip
 ENGINE = ["host memory", "device memory", "swap file on NVMe"]
 FILES = ["exp_avg.safetensors", "digests.bin", "index.bin", "manifest.msgpack", "latest"]
