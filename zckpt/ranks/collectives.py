@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,6 +51,14 @@ _LIMITS = {
 _groups: dict[tuple[tuple[int, ...], bool], tuple[object, _Group]] = {}
 """The groups that were made, by the ranks in them and whether they are used in the background. With each group goes the
 default process group of the job for which it was made."""
+
+
+_recent: deque[object] = deque(maxlen=2)
+"""The tensors of the last two exchanges of messages. A thread of gloo gives up its references to these tensors some
+time after the exchange has ended. If nobody else had a reference then, the thread would need the interpreter to free
+them. And if the interpreter is ending at that moment, Python ends the thread inside of C++ code, which aborts the
+process ("terminate called without an active exception")."""
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_recent))  # The end of the interpreter must not free them either.
 
 
 @dataclass(frozen=True)
@@ -205,6 +214,7 @@ class Ranks:
         def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
             # The group's own method: torch.distributed's refuses a group that was destroyed by its users
             gathered = [torch.zeros_like(mine) for _ in range(self.size)]
+            _recent.append((mine, gathered))
             self._wait(group, group.group.allgather([gathered], [mine]))  # type: ignore[attr-defined]
             return gathered
 
