@@ -1,10 +1,10 @@
 """Carries out planned reads: parallel positional I/O, with digests checked during the read.
 
 Bytes that are in the page cache already are read from there, before all others, in no more threads than there are
-processors: more threads do not copy faster, while a disk is faster if more threads wait for it. Urgent reads come first
-among these reads, and among all others. One thread does all the
+processors: more threads do not copy faster, while a disk is faster if more threads wait for it. One thread does all the
 work of such a read. It reads a portion, compares its digests while the bytes are still in the processor's cache, and
-goes on to the next portion. Small reads of other bytes go through the page cache in the same way.
+goes on to the next portion. Small reads of other bytes go through the page cache in the same way. Among the reads from
+the page cache, and among all others, urgent reads come first.
 
 All other reads use direct I/O, which evicts nothing from the page cache. Their bytes go straight into the target if the
 plan says so, and otherwise into aligned staging buffers. The thread that has read the bytes begins its next read, while
