@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,7 +118,7 @@ def plan_data_files(
     ordered = sorted(fragments, key=lambda f: (place[f.part], f.tier, -ITEM_BYTES[f.dtype]))
     plans: list[DataFilePlan] = []
     first_block = 0
-    for (part, tier), group in groupby(ordered, key=lambda f: (f.part, f.tier)):
+    for (part, tier), group in itertools.groupby(ordered, key=lambda f: (f.part, f.tier)):
         data_file = DataFileId(save_id, rank, world_size, part, tier)
         plan = _plan_data_file(data_file, list(group), first_block, block_bytes, in_memory=part not in copied)
         plans.append(plan)
@@ -300,18 +301,29 @@ def _cut(
     else:
         long = long_runs(plan.fragments, in_memory=plan.id.part in straight)
         run = np.array([long.get(fragment, -1) for fragment in regions.source.tolist()], np.int64)[region]
+    starts, stops = file_start.tolist(), file_stop.tolist()
+    firsts: list[int] = []  # the number of the first block of each write
+    places: list[tuple[str, int] | None] = []
     for first, run_stop in runs(run):
         while first < run_stop:
             place = plan.fragments[source[first]].place if run[first] >= 0 and not plan.is_copy else None
             is_straight = place is not None and place[0] == ""
-            limit = file_start[first] + (max(batch_bytes, STRAIGHT_BYTES_MAX) if is_straight else batch_bytes)
-            stop = first + int(np.searchsorted(file_stop[first:run_stop], limit, "right"))
-            begins = np.array([begin for begin, _ in runs(source[first:stop])], np.int64)
-            sources = source[first:stop][begins], start[first:stop][begins], np.add.reduceat(nbytes[first:stop], begins)
-            total = int(nbytes[first:stop].sum())
             if place is not None:
                 place = place[0], place[1] + int(start[first])
-            if plan.is_copy:
-                place = plan.id.path, int(file_start[first])
-            yield WriteOp(number, int(file_start[first]), total, plan.first_block + first, *sources, place)
-            first = stop
+            firsts.append(first)
+            places.append((plan.id.path, starts[first]) if plan.is_copy else place)
+            limit = starts[first] + (max(batch_bytes, STRAIGHT_BYTES_MAX) if is_straight else batch_bytes)
+            first = bisect_right(stops, limit, first, run_stop)
+    # The columns below have one item for each source of each write. They are made for all writes of a file at once,
+    # because numpy takes much longer to make them for each write.
+    is_begin = np.diff(source, prepend=source[0] - 1) != 0
+    is_begin[firsts] = True
+    begins = np.flatnonzero(is_begin)
+    span_source, span_start, span_bytes = source[begins], start[begins], np.add.reduceat(nbytes, begins)
+    edges = [*np.searchsorted(begins, firsts).tolist(), len(begins)]
+    for first, last, place, items in zip(
+        firsts, [*firsts[1:], len(stops)], places, itertools.starmap(slice, itertools.pairwise(edges)), strict=True
+    ):
+        total = stops[last - 1] - starts[first]
+        sources = span_source[items], span_start[items], span_bytes[items]
+        yield WriteOp(number, starts[first], total, plan.first_block + first, *sources, place)
