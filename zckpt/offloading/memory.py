@@ -19,10 +19,6 @@ from zckpt.transfer.devices import device_memory, give_back_memory, pinned_memor
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-HUGE_BYTES_MIN = 4 << 20
-"""The smallest memory in bytes for which huge pages are asked. Smaller memory may be a part of the heap of malloc,
-whose pages have other users too."""
-
 
 def check_supported() -> None:
     """Raises UnsupportedError if torch is too old, or if the system is not Linux."""
@@ -68,7 +64,7 @@ def fresh_memory(storage: torch.UntypedStorage, *, pinned: bool) -> torch.Tensor
     if pinned:
         return pinned_memory(storage.nbytes())
     memory = device_memory((storage.nbytes(),), torch.uint8, storage.device)
-    if memory.is_cpu and memory.nbytes >= HUGE_BYTES_MIN:
+    if memory.is_cpu and memory.nbytes >= linux.HUGE_BYTES_MIN:
         linux.ask_for_huge_pages(memory.data_ptr(), memory.nbytes)
     return memory
 
