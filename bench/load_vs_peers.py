@@ -6,9 +6,12 @@ Every format has the same fp32 tensors, and every load returns tensors that own 
 files were dropped from the page cache, and "cached" that they were read just before.
 
 Each contestant allocates memory as it does for its users: fresh memory from the kernel. This memory was in use until
-just before, because a virtual machine gives back memory that it has not used for a while, and then the first contestant
-to touch it again would lose time for all others. The cached loads are measured a second time with a malloc that keeps
-freed memory, so that all contestants load into memory that was touched before.
+just before, because a virtual machine gives free memory back to its host, and a contestant that touches it again loses
+up to a second. Linux gives it back two seconds after memory has been freed. So there is a pause first, in which it
+gives back what is free, and then each contestant has two seconds. After memory was given back, the first access to each
+page of a virtual machine may take ten times as long, so the garbage collector visits the memory of Python before the
+time begins. The cached loads are measured a second time with a malloc that keeps freed memory, so that all contestants
+load into memory that was touched before.
 
 ``out=`` loads into tensors that the caller has. Of the peers, only DCP can do that. "Raw" reads a file of as many bytes
 by direct I/O in several threads, into as much fresh memory.
@@ -16,6 +19,8 @@ by direct I/O in several threads, into as much fresh memory.
 
 from __future__ import annotations
 
+import gc
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -49,6 +54,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+GIVE_BACK_SECONDS = 2.5
+"""How long the system has to give free memory back to the host, before a contestant gets memory."""
 TOUCHED = "cached, touched memory"
 BOUNDS = {"cold": 1.3, "cached": 1.5}
 """The least speedup over the best peer. Loads into touched memory have no bound, because there the best peer copies as
@@ -84,7 +91,9 @@ def main() -> None:
 
             def before(path: Path, prepare: Callable[[Path], None] = prepare) -> None:
                 prepare(path)
+                time.sleep(GIVE_BACK_SECONDS)
                 aligned_memory(nbytes)
+                gc.collect()
 
             contestants = [loading(label, path, before, load) for label, (path, load) in loads.items()]
             if group == "cold":
