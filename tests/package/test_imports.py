@@ -31,9 +31,9 @@ module or folder imports only itself and those above it."""
 ORDER = [name for name, _, _ in TABLE]
 PROMISES = {name: set(promises.split(", ")) - {"-"} for name, promises, _ in TABLE}
 WITHOUT_IO = {
-    "__future__", "collections", "contextlib", "dataclasses", "difflib", "enum", "errno", "fnmatch", "functools",
-    "itertools", "json", "math", "msgpack", "numpy", "re", "reprlib", "struct", "sys", "types", "typing", "warnings",
-    "xxhash", "zstandard",
+    "__future__", "bisect", "collections", "contextlib", "dataclasses", "difflib", "enum", "errno", "fnmatch",
+    "functools", "itertools", "json", "math", "msgpack", "numpy", "re", "reprlib", "struct", "sys", "types", "typing",
+    "warnings", "xxhash", "zstandard",
 }  # fmt: skip
 """The packages, other than zckpt, that a module that promises "no I/O" may import while the program runs."""
 OF_FILES = {"fcntl", "io", "mmap", "pathlib", "shutil", "tempfile"}
