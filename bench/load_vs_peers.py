@@ -9,7 +9,7 @@ Each contestant allocates memory as it does for its users: fresh memory from the
 just before, because a virtual machine gives free memory back to its host, and a contestant that touches it again loses
 up to a second. Linux gives it back two seconds after memory has been freed. So there is a pause first, in which it
 gives back what is free, and then each contestant has two seconds. After memory was given back, the first access to each
-page of a virtual machine may take ten times as long, so the garbage collector visits the memory of Python before the
+page of a virtual machine may take many times as long, so the garbage collector visits the memory of Python before the
 time begins. The cached loads are measured a second time with a malloc that keeps freed memory, so that all contestants
 load into memory that was touched before.
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 GIVE_BACK_SECONDS = 2.5
-"""How long the system has to give free memory back to the host, before a contestant gets memory."""
+"""The pause before each contestant, in seconds. In this time, the system gives free memory back to the host."""
 TOUCHED = "cached, touched memory"
 BOUNDS = {"cold": 1.3, "cached": 1.5}
 """The least speedup over the best peer. Loads into touched memory have no bound, because there the best peer copies as

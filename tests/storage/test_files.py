@@ -26,7 +26,9 @@ CONTENT = np.random.default_rng(0).integers(0, 256, 20 * PAGE_BYTES + 77, np.uin
 def room_for(offset: int, nbytes: int) -> np.ndarray:
     """Returns ``nbytes`` of memory. It begins at the same place in a page of memory as ``offset`` does in a page of a
     file."""
-    return aligned(torch.zeros(nbytes + PAGE_BYTES, dtype=torch.uint8), nbytes, PAGE_BYTES, offset % PAGE_BYTES).numpy()
+    first = offset % PAGE_BYTES
+    room = torch.zeros(first + nbytes + PAGE_BYTES, dtype=torch.uint8)
+    return aligned(room, first + nbytes, PAGE_BYTES)[first:].numpy()
 
 
 @pytest.mark.parametrize("direct", [False, True])

@@ -58,8 +58,8 @@ def test_the_next_read_begins_while_a_copy_is_under_way(tmp_path: Path, direct: 
     assert not any(copy.waited for copy in copies)
     pairs = list(itertools.pairwise(sorted(reads)))
     assert all(len([wait for wait in waits if before < wait.ended < tick]) <= 1 for before, tick in pairs)
-    # A read does not wait for the copy out of the buffer that the read before it has filled. There is a rare exception:
-    # two threads queue copies at the same time, and the one that was later gives its buffer back first.
+    # No read waits for the copy out of the buffer that the read before it has filled, with one rare exception: if two
+    # threads queue copies at the same time, the buffer whose copy is the second in the queue may be given back first.
     ran_bytes = [sum(copy.nbytes for copy in copies if copy.ran < tick) for _, tick in pairs]
     too_early = [nbytes > number * BLOCKS_MAX * BLOCK_BYTES for number, nbytes in enumerate(ran_bytes)]
     assert sum(too_early) <= 1

@@ -1,4 +1,4 @@
-"""The memory that a load allocates: its address, its pages, and nothing more than the bytes of the tensor."""
+"""The memory that a load allocates for a tensor: its address, the size of its pages, and the size of its storage."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ from zckpt.transfer.memory import fresh_tensor
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MIB = 1 << 20
-
-needs_huge_pages = pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="needs transparent huge pages"
-)
 
 
 @pytest.mark.parametrize("nbytes", [0, 8, 5000, STRAIGHT_BYTES_MIN, 4 * MIB, 5 * MIB + 8])
@@ -46,10 +42,12 @@ def test_a_tensor_without_dimensions_has_one_element() -> None:
     assert fresh_tensor((), torch.float32, "cpu").shape == ()
 
 
-@needs_huge_pages
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="needs transparent huge pages"
+)
 def test_all_but_the_last_bytes_of_large_tensors_are_in_huge_pages() -> None:
-    """A process of its own allocates the tensors, because this one may have freed memory in huge pages. glibc never
-    takes as much memory as this from its heap."""
+    """A new process allocates the tensors, because in this process malloc may give them memory that was used before.
+    The tensors are so large that malloc asks the system for new memory."""
     code = """
 import re, torch
 from zckpt.transfer.memory import fresh_tensor

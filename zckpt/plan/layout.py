@@ -314,16 +314,16 @@ def _cut(
             places.append((plan.id.path, starts[first]) if plan.is_copy else place)
             limit = starts[first] + (max(batch_bytes, STRAIGHT_BYTES_MAX) if is_straight else batch_bytes)
             first = bisect_right(stops, limit, first, run_stop)
-    # The columns below have one item for each source of each write. They are made for all writes of a file at once,
-    # because numpy takes much longer to make them for each write.
+    # The columns below have one item for each source of each write. They are computed for all writes of the file at
+    # once, because separate calls of numpy for each write would take most of the time of planning.
     is_begin = np.diff(source, prepend=source[0] - 1) != 0
     is_begin[firsts] = True
     begins = np.flatnonzero(is_begin)
     span_source, span_start, span_bytes = source[begins], start[begins], np.add.reduceat(nbytes, begins)
-    edges = [*np.searchsorted(begins, firsts).tolist(), len(begins)]
-    for first, last, place, items in zip(
-        firsts, [*firsts[1:], len(stops)], places, itertools.starmap(slice, itertools.pairwise(edges)), strict=True
-    ):
-        total = stops[last - 1] - starts[first]
-        sources = span_source[items], span_start[items], span_bytes[items]
+    bounds = [*firsts, len(source)]
+    edges = np.searchsorted(begins, bounds).tolist()
+    blocks, spans = itertools.pairwise(bounds), itertools.starmap(slice, itertools.pairwise(edges))
+    for (first, stop), span, place in zip(blocks, spans, places, strict=True):
+        total = stops[stop - 1] - starts[first]
+        sources = span_source[span], span_start[span], span_bytes[span]
         yield WriteOp(number, starts[first], total, plan.first_block + first, *sources, place)

@@ -35,7 +35,7 @@ MADV_FREE, MADV_HUGEPAGE = 8, 14
 HUGE_PAGE_BYTES = 2 << 20
 """The size of a huge page on most machines."""
 HUGE_BYTES_MIN = 4 << 20
-"""The smallest memory in bytes for which huge pages are asked, by numpy and by this package. Smaller memory may be a
+"""Numpy and zckpt ask the system for huge pages only for memory of this many bytes or more. Smaller memory may be a
 part of the heap of malloc, whose pages have other users too."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Arguments of renameat2(2)."""

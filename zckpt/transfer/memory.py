@@ -31,8 +31,8 @@ def fresh_tensor(
     In host memory, the tensor is allocated by numpy, which asks for huge pages. The first write to it is several times
     faster than to memory of ``torch.empty``. The address of a large tensor has the same remainder, divided by the size
     of a page, as ``file_offset``. So direct I/O can read the bytes at this offset of a file straight into the tensor.
-    If a tensor has ``HUGE_BYTES_MIN`` bytes or more, it begins with a huge page, so that none but its last pages are
-    small. On average, a third of a MiB of the last page is not used.
+    A tensor of ``HUGE_BYTES_MIN`` bytes or more begins with a huge page. So all of its pages are huge, except perhaps
+    the last ones. If its last page is huge, up to 2 MiB of this page stay unused.
     """
     if torch.device(device).type != "cpu":
         return device_memory(shape, dtype, torch.device(device))
@@ -46,14 +46,14 @@ def fresh_tensor(
         within = 0
     room = np.empty(nbytes + alignment, np.uint8)
     first = (within - room.ctypes.data) % alignment
-    # The storage of this tensor has only the bytes of the tensor, because `torch.save` writes whole storages.
+    # `torch.save` writes the whole storage of a tensor. So the storage must have the bytes of the tensor and no others.
     return torch.from_numpy(room[first : first + nbytes]).view(dtype).view(tuple(shape))
 
 
-def aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int, within: int = 0) -> torch.Tensor:
-    """Returns ``nbytes`` bytes of ``room`` as a view. They begin ``within`` bytes after a multiple of
-    ``alignment_bytes``. ``room`` is a 1-D uint8 tensor in host memory."""
-    return room.narrow(0, (within - room.data_ptr()) % alignment_bytes, nbytes)
+def aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int) -> torch.Tensor:
+    """Returns ``nbytes`` bytes of ``room`` as a view. Their address is a multiple of ``alignment_bytes``. ``room`` is a
+    1-D uint8 tensor in host memory."""
+    return room.narrow(0, -room.data_ptr() % alignment_bytes, nbytes)
 
 
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
