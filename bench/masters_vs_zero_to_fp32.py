@@ -5,8 +5,9 @@
 A ZeRO-3 engine on 2 ranks writes both checkpoints. DeepSpeed's checkpoint is read by the function behind its script,
 ``get_fp32_state_dict_from_zero_checkpoint``. That function maps the files, so it reads little else, too, and it checks
 nothing. Both contestants allocate fresh memory, as they do for their users. The cached loads are measured a second time
-with a malloc that keeps freed memory. The target for bytes read is the number of bytes that zckpt asks the operating
-system for, divided by the bytes of the weights.
+with a malloc that keeps freed memory. zckpt allocates large tensors without malloc, so only DeepSpeed then loads into
+memory that was touched before. The target for bytes read is the number of bytes that zckpt asks the operating system
+for, divided by the bytes of the weights.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
@@ -46,21 +45,27 @@ def test_a_tensor_without_dimensions_has_one_element() -> None:
     not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="needs transparent huge pages"
 )
 def test_all_but_the_last_bytes_of_large_tensors_are_in_huge_pages() -> None:
-    """A new process allocates the tensors, because in this process malloc may give them memory that was used before.
-    The tensors are so large that malloc asks the system for new memory."""
-    code = """
-import re, torch
-from zckpt.transfer.memory import fresh_tensor
+    before = huge_bytes()
+    for _ in range(2):  # malloc would give the second tensors memory of the first ones, with small pages in it
+        tensors = [fresh_tensor((nbytes,), torch.uint8, "cpu", 64).fill_(1) for nbytes in range(5 * MIB, 9 * MIB, MIB)]
+        whole_pages = sum(tensor.nbytes // HUGE_PAGE_BYTES for tensor in tensors)
+        assert huge_bytes() - before >= whole_pages * HUGE_PAGE_BYTES
+        del tensors
+        assert huge_bytes() - before < HUGE_PAGE_BYTES
 
-def huge_kib():
-    return int(re.search(r"AnonHugePages: +([0-9]+) kB", open("/proc/self/smaps_rollup").read())[1])
 
-before = huge_kib()
-tensors = [fresh_tensor((33 << 20,), torch.uint8, "cpu", 64).fill_(1) for _ in range(8)]
-print(huge_kib() - before)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(run.stdout) << 10 >= 8 * (33 * MIB // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+def huge_bytes() -> int:
+    """Returns how many bytes of this process are in huge pages."""
+    found = re.search(r"AnonHugePages: +([0-9]+) kB", Path("/proc/self/smaps_rollup").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def test_large_tensors_share_mappings_of_memory() -> None:
+    """The system limits the number of mappings of a process."""
+    before = len(Path("/proc/self/maps").read_text().splitlines())
+    tensors = [fresh_tensor((4 * MIB + number,), torch.uint8, "cpu", number) for number in range(500)]
+    assert len(Path("/proc/self/maps").read_text().splitlines()) - before < len(tensors) // 10
 
 
 def test_torch_saves_the_bytes_of_a_loaded_tensor_and_nothing_else(tmp_path: Path) -> None:

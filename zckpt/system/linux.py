@@ -177,6 +177,20 @@ def free_lazily(address: int, nbytes: int) -> None:
     _advise(address, nbytes, MADV_FREE)
 
 
+def map_memory(nbytes: int) -> mmap.mmap:
+    """Returns at least ``nbytes`` bytes of new memory of this process, in huge pages if the system has them. They go
+    back to the system as soon as nothing refers to them any more. Raises MemoryError."""
+    # Only whole pages can be advised. If the last page were not, the kernel could not join this mapping of memory with
+    # its neighbours, and the number of mappings is limited.
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        room = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system has no {nbytes} bytes of memory left for this process: {error}") from error
+    ask_for_huge_pages(np.frombuffer(room, np.uint8).ctypes.data, nbytes)
+    return room
+
+
 def ask_for_huge_pages(address: int, nbytes: int) -> None:
     """Asks the system for huge pages for memory that has not been touched yet. Then touching the memory for the first
     time, and freeing it, takes a fraction of the time."""
