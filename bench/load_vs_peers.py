@@ -5,12 +5,11 @@
 Every format has the same fp32 tensors, and every load returns tensors that own their memory. "Cold" means that the
 files were dropped from the page cache, and "cached" that they were read just before.
 
-Each contestant allocates memory as it does for its users: fresh memory from the kernel. A virtual machine gives free
-memory back to its host, and a contestant that touches this memory again loses up to a second. Linux gives memory back
-two seconds after it was freed. Therefore the bench touches as much memory as a contestant needs, waits until Linux has
-given back all other free memory, and frees the memory that it has touched just before the contestant begins. After
-memory was given back, the first access to each page of a virtual machine may take many times as long, so the garbage
-collector visits the memory of Python before the time begins.
+Each contestant allocates memory as it does for its users: fresh memory from the kernel. A virtual machine reports free
+memory to its host every two seconds, and the host takes it. A contestant that touches such memory again loses up to a
+second. Therefore the bench touches as much memory as a contestant needs, waits for the end of a report, and frees the
+memory just before the contestant begins. After a report, the first access to each page of the machine may take many
+times as long, so the garbage collector visits the memory of Python before the time begins.
 
 The cached loads are measured a second time into memory that was touched before: zckpt and DCP load into tensors that
 the caller has (``out=``), and the others use a malloc that keeps freed memory. "Raw" reads a file of as many bytes by
@@ -20,7 +19,6 @@ direct I/O in several threads, into as much fresh memory.
 from __future__ import annotations
 
 import gc
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -47,15 +45,13 @@ from common import (
     write_checkpoint,
 )
 from peers import SAVES, dcp_load, dcp_load_into, safetensors_load, safetensors_pread, torch_load
-from raw_io import Raw, aligned_memory, keep_freed_memory
+from raw_io import Raw, aligned_memory, keep_freed_memory, wait_for_memory_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 
-GIVE_BACK_SECONDS = 2.5
-"""The pause before each contestant, in seconds. In this time, Linux gives free memory back to the host."""
 BOUNDS = {"cold": 1.3, "cached": 1.5}
 """The least speedup over the best peer. Loads into touched memory have no bound, because there the best peer copies as
 fast as the memory can."""
@@ -89,7 +85,7 @@ def main() -> None:
             def before(path: Path, prepare: Callable[[Path], None] = prepare) -> None:
                 prepare(path)
                 to_be_freed = aligned_memory(nbytes)
-                time.sleep(GIVE_BACK_SECONDS)
+                wait_for_memory_reports()
                 gc.collect()
                 del to_be_freed
 

@@ -6,7 +6,9 @@ import ctypes
 import itertools
 import mmap
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,9 +16,11 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
 RAW_THREADS, RAW_BATCH_BYTES = 4, 8 << 20
+REPORT_SECONDS, REPORT_GAP_SECONDS = 2.5, 0.2
+"""Reports of free memory begin at most ``REPORT_SECONDS`` apart, if there is free memory to report. The parts of a
+report are at most ``REPORT_GAP_SECONDS`` apart."""
 
 
 def fresh_memory(nbytes: int) -> np.ndarray:
@@ -115,6 +119,27 @@ def _batches(memory: np.ndarray, nbytes: int) -> list[np.ndarray]:
     """Returns views of ``memory`` that have ``nbytes`` together. They overlap if ``memory`` has fewer bytes."""
     starts = ((offset, offset % len(memory)) for offset in range(0, nbytes, RAW_BATCH_BYTES))
     return [memory[first : first + min(RAW_BATCH_BYTES, nbytes - offset)] for offset, first in starts]
+
+
+def wait_for_memory_reports() -> None:
+    """Returns when the kernel of a virtual machine has just reported free memory to its host, which then takes this
+    memory. The kernel does so every two seconds as long as there is free memory to report. Memory that is freed now is
+    not reported within these two seconds. Returns at once on a machine without such reports."""
+    count, changed, start = _memory_reports(), None, time.perf_counter()
+    while count is not None:
+        time.sleep(0.02)
+        now, (before, count) = time.perf_counter(), (count, _memory_reports())
+        if count != before:
+            changed = now  # A report consists of many parts, which are up to a tenth of a second apart.
+        if now - start > REPORT_SECONDS or (changed is not None and now - changed > REPORT_GAP_SECONDS):
+            return
+
+
+def _memory_reports() -> int | None:
+    """Returns how many parts of reports the host has received, or None if the kernel sends no reports."""
+    lines = Path("/proc/interrupts").read_text().splitlines()
+    parts = [line.split() for line in lines if line.endswith("reporting_vq")]
+    return sum(int(field) for line in parts for field in line[1:] if field.isdigit()) if parts else None
 
 
 def keep_freed_memory() -> None:
