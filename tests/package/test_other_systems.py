@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CORE = [
     "tests/storage/test_symbolic_links.py", "tests/reading/test_load.py::test_load_gives_what_was_written",
-    "tests/storage/test_store.py",
+    "tests/storage/test_store.py", "tests/transfer/test_fresh_memory.py",
     "tests/api/test_gc.py::test_leftovers_go_and_nothing_else", "tests/api/test_repair.py::test_a_manifest",
     "-knot commit_shows and not first_instant",  # slow, because each rename waits for a reader to close the file
 ]  # fmt: skip

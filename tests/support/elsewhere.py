@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib
+import mmap
 import os
 import shutil
 import signal
@@ -138,7 +139,7 @@ def become_windows() -> None:
     shutil.disk_usage = disk_usage
     for name in GONE_FROM_WINDOWS:
         delattr(os, name)
-    del signal.SIGKILL
+    del signal.SIGKILL, mmap.MAP_PRIVATE, mmap.MAP_ANONYMOUS
     os.O_BINARY = O_BINARY  # type: ignore[attr-defined]
     real_open = os.open
 

@@ -182,10 +182,9 @@ class Away:
                 try:
                     self._put_back([record], read_back([record], budget, verify=verify))
                 except (FormatError, StorageError) as error:
-                    start, stop = (0, record.nbytes) if error.start is None else (error.start, error.stop)
-                    error.key = first_few(
-                        keys_of(adapter, record, start - record.start, (stop or record.nbytes) - record.start), 3
-                    )
+                    start = record.start if error.start is None else error.start
+                    stop = record.start + record.nbytes if error.stop is None else error.stop
+                    error.key = first_few(keys_of(adapter, record, start - record.start, stop - record.start), 3)
                     error.hint = LOST_HINT
                     back.error = back.error or error
                     back.lost.update(dict.fromkeys(keys_of(adapter, record, 0, record.nbytes), error.message))

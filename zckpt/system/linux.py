@@ -1,7 +1,7 @@
 """Calls that only Linux has.
 
 If the kernel or the file system refuses a call, the function returns a value that says so, or does nothing. The same is
-true on other systems, except that `is_running` must not be called there.
+true on other systems, except that `is_running` must not be called there, and that `map_memory` works everywhere.
 """
 
 from __future__ import annotations
@@ -178,17 +178,14 @@ def free_lazily(address: int, nbytes: int) -> None:
 
 
 def map_memory(nbytes: int) -> mmap.mmap:
-    """Returns at least ``nbytes`` bytes of new memory of this process, in huge pages if the system has them. They go
-    back to the system as soon as nothing refers to them any more. Raises MemoryError."""
-    # Only whole pages can be advised. If the last page were not, the kernel could not join this mapping of memory with
-    # its neighbours, and the number of mappings is limited.
-    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    """Returns new memory of this process, which no process that it starts shares. It goes back to the system as soon as
+    nothing refers to it any more. It works on every system. Raises MemoryError."""
     try:
-        room = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if sys.platform == "win32":
+            return mmap.mmap(-1, nbytes)
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"the system has no {nbytes} bytes of memory left for this process: {error}") from error
-    ask_for_huge_pages(np.frombuffer(room, np.uint8).ctypes.data, nbytes)
-    return room
 
 
 def ask_for_huge_pages(address: int, nbytes: int) -> None:

@@ -29,28 +29,29 @@ def fresh_tensor(
     """Returns an uninitialised contiguous tensor. Raises DeviceError if the device has too little memory, and
     MemoryError if the host has.
 
-    The address of a large tensor in host memory has the same remainder, divided by the size of a page, as
-    ``file_offset``. So direct I/O can read the bytes at this offset of a file straight into the tensor.
+    The address of a tensor of ``STRAIGHT_BYTES_MIN`` bytes or more in host memory has the same remainder, divided by
+    the size of a page, as ``file_offset``, unless its elements would then not be aligned. So direct I/O can read the
+    bytes at this offset of a file straight into the tensor.
 
-    A tensor of ``HUGE_BYTES_MIN`` bytes or more has memory of its own from the system, and begins with a huge page. So
-    all of its pages are huge, except perhaps the last ones. If its last page is huge, up to 2 MiB of this page stay
-    unused. malloc could return memory that was used before, whose pages are not huge any more: a disk of a virtual
-    machine reads into such pages more slowly.
+    A tensor of ``HUGE_BYTES_MIN`` bytes or more has memory of its own from the system, and begins in the first small
+    page of a huge page. malloc could return memory that was used before, and that is not in huge pages. A disk of a
+    virtual machine reads into small pages more slowly. The bytes after the last whole huge page are in small pages, so
+    that the rest of another huge page is not wasted.
     """
     if torch.device(device).type != "cpu":
         return device_memory(shape, dtype, torch.device(device))
     nbytes = math.prod(shape) * dtype.itemsize
     is_huge = nbytes >= linux.HUGE_BYTES_MIN
-    alignment, within = PAGE_BYTES, file_offset % PAGE_BYTES
+    alignment, within = linux.HUGE_PAGE_BYTES if is_huge else PAGE_BYTES, file_offset % PAGE_BYTES
     if nbytes < STRAIGHT_BYTES_MIN:
         alignment, within = _CACHE_LINE_BYTES, 0
-    elif is_huge:
-        alignment = linux.HUGE_PAGE_BYTES
     if within % dtype.itemsize:
         within = 0
     room_bytes = nbytes + alignment
     room = np.frombuffer(linux.map_memory(room_bytes), np.uint8) if is_huge else np.empty(room_bytes, np.uint8)
     first = (within - room.ctypes.data) % alignment
+    if is_huge:
+        linux.ask_for_huge_pages(room.ctypes.data + first - within, (within + nbytes) // alignment * alignment)
     # `torch.save` writes the whole storage of a tensor. So the storage must have the bytes of the tensor and no others.
     return torch.from_numpy(room[first : first + nbytes]).view(dtype).view(tuple(shape))
 
