@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from raw_io import aligned_memory, whole_pages
+from raw_io import touched_memory, whole_pages
 from zckpt.format.digest import BLOCK_BYTES
 from zckpt.plan import catalog
 from zckpt.state.inventory import MASTER, Fragment
@@ -140,7 +140,7 @@ def make_state(nbytes: int, parts: Sequence[str] = PARTS) -> dict[str, torch.Ten
 def fill(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """Returns random fp32 tensors of these shapes, which follow each other in memory."""
     numel = sum(map(math.prod, shapes.values()))
-    values = aligned_memory(numel * 4).view(np.float32)
+    values = touched_memory(numel * 4).view(np.float32)
     np.random.default_rng(0).random(dtype=np.float32, out=values)
     whole = torch.from_numpy(values)
     sizes = [math.prod(shape) for shape in shapes.values()]
@@ -149,7 +149,7 @@ def fill(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
 
 def empty_like(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns tensors of the same shapes in memory that was touched before."""
-    whole = torch.from_numpy(aligned_memory(total_bytes(state)).view(np.float32))
+    whole = torch.from_numpy(touched_memory(total_bytes(state)).view(np.float32))
     parts = whole.split([tensor.numel() for tensor in state.values()])
     return {key: part.view(state[key].shape) for key, part in zip(state, parts, strict=True)}
 

@@ -36,7 +36,7 @@ from common import (
     workspace,
     write_checkpoint,
 )
-from raw_io import aligned_memory
+from raw_io import touched_memory
 from zckpt.format.digest import digest
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def loops(pool: ThreadPoolExecutor, path: Path, piece_bytes: int) -> list[Contes
     share = min(file.stat().st_size for file in files) // MIB * MIB
     assert share, "too little for this comparison"
     fds = [os.open(file, os.O_RDONLY) for file in files]
-    memory = memoryview(aligned_memory(share * len(files)))
-    other = memoryview(aligned_memory(share * len(files)))
+    memory = memoryview(touched_memory(share * len(files)))
+    other = memoryview(touched_memory(share * len(files)))
     places = [(number, start) for number in range(len(files)) for start in range(0, share, READ_BYTES)]
 
     def each(work: Callable[[int, int, int], None]) -> None:

@@ -9,7 +9,8 @@ Each contestant allocates memory as it does for its users: fresh memory from the
 memory to its host every two seconds, and the host takes it. A contestant that touches such memory again loses up to a
 second. Therefore the bench touches as much memory as a contestant needs, waits for the end of a report, and frees the
 memory just before the contestant begins. After a report, the first access to each page of the machine may take many
-times as long, so the garbage collector visits the memory of Python before the time begins.
+times as long, so the garbage collector visits the memory of Python before the time begins. A contestant that takes
+longer than two seconds may still be disturbed by the next report.
 
 The cached loads are measured a second time into memory that was touched before: zckpt and DCP load into tensors that
 the caller has (``out=``), and the others use a malloc that keeps freed memory. "Raw" reads a file of as many bytes by
@@ -45,7 +46,7 @@ from common import (
     write_checkpoint,
 )
 from peers import SAVES, dcp_load, dcp_load_into, safetensors_load, safetensors_pread, torch_load
-from raw_io import Raw, aligned_memory, keep_freed_memory, wait_for_memory_reports
+from raw_io import Raw, keep_freed_memory, touched_memory, wait_for_memory_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +85,7 @@ def main() -> None:
 
             def before(path: Path, prepare: Callable[[Path], None] = prepare) -> None:
                 prepare(path)
-                to_be_freed = aligned_memory(nbytes)
+                to_be_freed = touched_memory(nbytes)
                 wait_for_memory_reports()
                 gc.collect()
                 del to_be_freed

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 RAW_THREADS, RAW_BATCH_BYTES = 4, 8 << 20
 REPORT_SECONDS, REPORT_GAP_SECONDS = 2.5, 0.2
-"""Reports of free memory begin at most ``REPORT_SECONDS`` apart, if there is free memory to report. The parts of a
-report are at most ``REPORT_GAP_SECONDS`` apart."""
+"""Reports of free memory begin at most ``REPORT_SECONDS`` apart, if there is free memory to report. A report has many
+parts, which are up to a tenth of a second apart. It has ended when no part has come for ``REPORT_GAP_SECONDS``."""
 
 
 def fresh_memory(nbytes: int) -> np.ndarray:
@@ -34,7 +34,7 @@ def fresh_memory(nbytes: int) -> np.ndarray:
     return memory[first : first + nbytes]
 
 
-def aligned_memory(nbytes: int) -> np.ndarray:
+def touched_memory(nbytes: int) -> np.ndarray:
     """Returns ``nbytes`` bytes that begin with a page and have all been touched."""
     array = fresh_memory(nbytes)
     array.fill(1)
@@ -57,7 +57,7 @@ class Raw:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(RAW_THREADS)
-        self.buffers = aligned_memory(RAW_THREADS * RAW_BATCH_BYTES)
+        self.buffers = touched_memory(RAW_THREADS * RAW_BATCH_BYTES)
         """Memory that is filled with random bytes."""
         self.buffers[:] = np.frombuffer(os.urandom(len(self.buffers)), np.uint8)
 
@@ -130,7 +130,7 @@ def wait_for_memory_reports() -> None:
         time.sleep(0.02)
         now, (before, count) = time.perf_counter(), (count, _memory_reports())
         if count != before:
-            changed = now  # A report consists of many parts, which are up to a tenth of a second apart.
+            changed = now
         if now - start > REPORT_SECONDS or (changed is not None and now - changed > REPORT_GAP_SECONDS):
             return
 
@@ -143,7 +143,8 @@ def _memory_reports() -> int | None:
 
 
 def keep_freed_memory() -> None:
-    """Makes malloc keep freed memory, so that the large tensors of every contestant get memory that was touched before.
+    """Makes malloc keep freed memory, so that the tensors that it allocates get memory that was touched before. zckpt
+    allocates tensors of 4 MiB or more without malloc.
 
     Fresh memory costs more time than reading a file.
     """
