@@ -81,6 +81,20 @@ def test_with_auto_a_call_brings_back_what_it_needs(tmp_path: Path) -> None:
     assert_as_before(engine, tensors_of(plain))
 
 
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("again", [None, ["master"], []])
+def test_an_offload_that_moves_nothing_decides_auto_too(tmp_path: Path, auto: bool, again: list[str] | None) -> None:
+    engine = trained()
+    zckpt.offload(engine, tmp_path, auto=not auto)
+    assert zckpt.offload(engine, tmp_path, parts=again, auto=auto).parts == ()
+    if not auto:
+        with pytest.raises(zckpt.OffloadedError, match="step uses"):
+            engine.step()
+        zckpt.reload(engine)
+    engine.train(1)
+    assert away(engine) is None
+
+
 def test_calls_without_anything_to_move(tmp_path: Path) -> None:
     engine = trained()
     before = tensors_of(engine)
@@ -100,7 +114,7 @@ def test_calls_without_anything_to_move(tmp_path: Path) -> None:
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
     engine = trained()
     for call in (lambda: zckpt.offload(engine, tmp_path, parts=["exp_arg"]), lambda: zckpt.reload(engine, "exp_arg")):
-        with pytest.raises(ValueError, match="exp_arg can be offloaded here; these can: param, gradient, master, exp"):
+        with pytest.raises(ValueError, match="exp_arg that can be offloaded; these can: param, gradient, master, exp"):
             call()
     with pytest.raises(ValueError, match="no part buffer"):
         zckpt.offload(engine, tmp_path, parts=["buffer"])

@@ -79,6 +79,11 @@ class Background:
         """Whether the work has ended, with or without an error."""
         return self._worker.ended
 
+    @property
+    def state(self) -> str:
+        """Whether the work is "under way", "done" or "failed"."""
+        return "failed" if self.error else "done" if self.done else "under way"
+
     def join(self, timeout: float | None = None) -> None:
         """Waits for the end of the work. Raises its error, or TimeoutError after ``timeout`` seconds. It may be called
         again, also after an interrupt."""
@@ -184,8 +189,7 @@ class PendingWrite(Background):
         """The absolute path of the checkpoint."""
 
     def __repr__(self) -> str:
-        state = "failed" if self.error else "done" if self.done else "under way"
-        return f"<zckpt.PendingWrite {self.path!r}: {state}>"
+        return f"<zckpt.PendingWrite {self.path!r}: {self.state}>"
 
     def wait(self, timeout: float | None = None) -> str:
         """Waits until the checkpoint is durable. It may be called again, also after an interrupt.

@@ -41,7 +41,8 @@ class Offloaded:
         self._pending = pending
 
     def __repr__(self) -> str:
-        return f"<zckpt.Offloaded {', '.join(self.parts) or 'nothing'}: {self.nbytes} bytes>"
+        state = f", {self._pending.state}" if self._pending is not None else ""
+        return f"<zckpt.Offloaded {', '.join(self.parts) or 'nothing'}: {self.nbytes} bytes{state}>"
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the memory is free. It may be called again.
@@ -80,12 +81,13 @@ def offload(
         directory: the directory in which the files are made. It need not exist, and it may differ from rank to rank.
         parts: the names of the parts that are moved, such as ``["master", "exp_avg"]``. None means ``master``, all
             moments, ``param`` and ``gradient``. DeepSpeed's names ``hp_params``, ``optim_states``, ``lp_params``,
-            ``lp_grads`` and ``contiguous_grad_buffer`` are accepted too. A part that is already offloaded, or that does
-            not exist yet, is skipped. Memory that also holds a part which is not to be moved is left alone. So are
-            states in swap files, in memory that several processes share, and in memory that DeepSpeed has pinned in its
-            own way.
+            ``lp_grads`` and ``contiguous_grad_buffer`` are accepted too. A part that is already offloaded is skipped.
+            ``optim_states`` names all moments that exist. Memory that also holds a part which is not to be moved is
+            left alone. So are states in swap files, in memory that several processes share, and in memory that
+            DeepSpeed has pinned in its own way.
         background: whether to return at once and move the states in a thread. Every call that uses the engine waits for
-            this thread.
+            this thread. If the offload fails, an error is printed on stderr at once, and the engine is unchanged. The
+            next offload, reload, write or restore raises the error, unless ``wait`` of the result has raised it.
         auto: whether a call that uses an offloaded state, such as ``engine.step()``, first brings back what it needs.
             If not, such a call raises OffloadedError. The last offload decides this for everything that is offloaded.
         budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
@@ -117,6 +119,7 @@ def offload(
         check_arguments([rank["arguments"] for rank in prepared])
         moved_parts = in_order({part for rank in prepared for part in rank["parts"]})
         if not moved_parts:
+            rank_offload.decide_auto()
             return Offloaded()
         writing_ranks = Ranks(group, background=True, call="zckpt.offload") if background else ranks
 
@@ -167,8 +170,9 @@ def reload(
 
     Raises:
         FormatError: a scratch file is damaged (DigestError) or missing (MissingFileError). The attribute ``key`` of the
-            error names the tensors that are lost. Everything else is back. The engine refuses to step, to compute and
-            to be saved until these tensors are back, by another reload or by ``zckpt.restore``.
+            error names up to three tensors that the damaged bytes belong to. These tensors, and all others in the same
+            storage, are lost. Everything else is back. The engine refuses to step, to compute and to be saved until
+            these tensors are back, by another reload or by ``zckpt.restore``.
         StorageError: the operating system reports an error when it reads. The consequences are those of a FormatError.
         ValueError: there is no part of such a name.
         DeviceError: there is too little memory. The states that are not back are still on disk.
@@ -296,8 +300,14 @@ class _RankOffload:
         out = away(self._engine)
         assert out is not None, "``begin`` was called"
         out.take(self._moved, parts)
-        out.bring_back = partial(reload, self._engine, budget=self._budget) if self._auto else None
+        self.decide_auto()
         give_back(self._adapter.devices)
+
+    def decide_auto(self) -> None:
+        """Decides, for everything that is offloaded, whether a call that uses it brings it back."""
+        out = away(self._engine)
+        if out is not None:
+            out.bring_back = partial(reload, self._engine, budget=self._budget) if self._auto else None
 
     def give_up(self) -> None:
         for moved in self._moved:

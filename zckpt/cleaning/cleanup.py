@@ -72,8 +72,8 @@ class Cleanup:
         if self.recoverable:
             lines.append("recoverable: the manifest is lost, or was never written, and all data are there")
             lines.append("  `zckpt repair DIR` makes a checkpoint of it, `zckpt gc --discard DIR` removes it")
-        if not self.checkpoints:
-            lines.append("no checkpoint was found there; to clean up one, give its directory or that of its run")
+        if not self.checkpoints and not self.removed:
+            lines.append("no checkpoint was found there; to clean up after one, give its directory or that of its run")
         verb = "would remove" if self.dry_run else "removed"
         what = "1 file or directory" if len(self.removed) == 1 else f"{len(self.removed)} files and directories"
         done = f"{verb} {what}, {self.nbytes:,} bytes"

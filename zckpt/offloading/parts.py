@@ -37,8 +37,8 @@ def chosen(asked: Collection[str] | None, known: Collection[str]) -> tuple[str, 
     if unknown:
         names = [*in_order({*known, MASTER, PARAM, GRADIENT}), MOMENTS, *DEEPSPEED]
         raise ValueError(
-            f"no part {', '.join(unknown)} can be offloaded here; these can: {', '.join(names)}. Moments exist from "
-            f"the first step on; {MOMENTS} names all of them at any time"
+            f"there is no part {', '.join(unknown)} that can be offloaded; these can: {', '.join(names)}. "
+            f"Moments exist from the first step on; {MOMENTS} names all of them at any time"
         )
     named = {DEEPSPEED.get(part, part) for part in asked}
     return in_order(part for part in known if part in named or (MOMENTS in named and part not in _IN_USE))

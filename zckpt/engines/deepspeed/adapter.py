@@ -180,7 +180,8 @@ class DeepSpeedAdapter:
         yield Use(engine, "save_16bit_model", weights)
         yield Use(engine, "_zero3_consolidated_16bit_state_dict", weights, "module_state_dict")
         yield Use(engine.module, "__call__", weights, "a call of the module")
-        yield Use(engine.module, "state_dict", weights)
+        for method in ("state_dict", "load_state_dict"):
+            yield Use(engine.module, method, weights)
         # Muon combines its momentum with the gradients while they are reduced.
         moment = {"momentum_buffer"} if self.trains and uses_muon(self.zero.optimizer) else set()
         for method in ("backward", "_backward_prologue"):  # DeepSpeed calls the second for loss.backward()
@@ -194,7 +195,8 @@ class DeepSpeedAdapter:
                 yield Use(engine, method)
         if self.trains:
             for owner in {id(owner): owner for owner in (engine.optimizer, self.zero.optimizer)}.values():
-                yield Use(owner, "step")
+                for method in ("step", "state_dict", "load_state_dict"):
+                    yield Use(owner, method)
 
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
         return state.get("optimizer") is not None and optimizer.Saved.has_bound(subtree(state, "optimizer"))
