@@ -177,15 +177,20 @@ def free_lazily(address: int, nbytes: int) -> None:
     _advise(address, nbytes, MADV_FREE)
 
 
-def map_memory(nbytes: int) -> mmap.mmap:
-    """Returns new memory of this process, which no process that it starts shares. It goes back to the system as soon as
-    nothing refers to it any more. It works on every system. Raises MemoryError."""
+def map_memory(nbytes: int) -> np.ndarray:
+    """Returns at least ``nbytes`` bytes of new memory of this process, in whole pages, as a 1-D uint8 array. The memory
+    goes back to the system as soon as nothing refers to it any more. If the system refuses a mapping of memory, because
+    a process may have only so many of them, malloc provides the memory. It works on every system. Raises
+    MemoryError."""
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         if sys.platform == "win32":
-            return mmap.mmap(-1, nbytes)
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"the system has no {nbytes} bytes of memory left for this process: {error}") from error
+            mapped = mmap.mmap(-1, nbytes)
+        else:
+            mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return np.empty(nbytes, np.uint8)
+    return np.frombuffer(mapped, np.uint8)
 
 
 def ask_for_huge_pages(address: int, nbytes: int) -> None:

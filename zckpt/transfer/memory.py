@@ -47,11 +47,15 @@ def fresh_tensor(
         alignment, within = _CACHE_LINE_BYTES, 0
     if within % dtype.itemsize:
         within = 0
-    room_bytes = nbytes + alignment
-    room = np.frombuffer(linux.map_memory(room_bytes), np.uint8) if is_huge else np.empty(room_bytes, np.uint8)
+    room = linux.map_memory(nbytes + alignment) if is_huge else np.empty(nbytes + alignment, np.uint8)
     first = (within - room.ctypes.data) % alignment
     if is_huge:
-        linux.ask_for_huge_pages(room.ctypes.data + first - within, (within + nbytes) // alignment * alignment)
+        # The system makes no huge page where there is a small page already. If it were asked for huge pages only up to
+        # the tail, there would be two mappings of memory, and a process may have only so many of them.
+        tail = first - within + (within + nbytes) // alignment * alignment
+        if tail < first + nbytes:
+            room[tail] = 0
+        linux.ask_for_huge_pages(room.ctypes.data, room.nbytes)
     # `torch.save` writes the whole storage of a tensor. So the storage must have the bytes of the tensor and no others.
     return torch.from_numpy(room[first : first + nbytes]).view(dtype).view(tuple(shape))
 
