@@ -19,7 +19,6 @@ direct I/O in several threads, into as much fresh memory.
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,7 +45,7 @@ from common import (
     write_checkpoint,
 )
 from peers import SAVES, dcp_load, dcp_load_into, safetensors_load, safetensors_pread, torch_load
-from raw_io import Raw, keep_freed_memory, touched_memory, wait_for_memory_reports
+from raw_io import Raw, keep_freed_memory, provide_free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,10 +84,7 @@ def main() -> None:
 
             def before(path: Path, prepare: Callable[[Path], None] = prepare) -> None:
                 prepare(path)
-                to_be_freed = touched_memory(nbytes)
-                wait_for_memory_reports()
-                gc.collect()
-                del to_be_freed
+                provide_free_memory(nbytes)
 
             contestants = [loading(label, path, before, load) for label, (path, load) in loads.items()]
             if group == "cold":

@@ -4,10 +4,9 @@
 
 A ZeRO-3 engine on 2 ranks writes both checkpoints. DeepSpeed's checkpoint is read by the function behind its script,
 ``get_fp32_state_dict_from_zero_checkpoint``. That function maps the files, so it reads little else, too, and it checks
-nothing. Both contestants allocate fresh memory, as they do for their users. The cached loads are measured a second time
-with a malloc that keeps freed memory. zckpt allocates large tensors without malloc, so only DeepSpeed then loads into
-memory that was touched before. The target for bytes read is the number of bytes that zckpt asks the operating system
-for, divided by the bytes of the weights.
+nothing. Both contestants allocate fresh memory, as they do for their users, and begin just after a virtual machine has
+reported free memory to its host, as in ``load_vs_peers.py``. The target for bytes read is the number of bytes that
+zckpt asks the operating system for, divided by the bytes of the weights.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ from common import (
     total_bytes,
     workspace,
 )
-from raw_io import keep_freed_memory
+from raw_io import provide_free_memory
 from training import start_ranks, write_once
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 RANKS = 2
@@ -63,13 +63,15 @@ def main() -> None:
         assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
         nbytes = total_bytes(weights)
         weights, expected = {}, {}
-        for group in ("cold", "cached", "cached, touched memory"):
-            prepare = drop_from_cache if group == "cold" else bring_into_cache
-            if group == "cached, touched memory":
-                keep_freed_memory()
+        for group, prepare in (("cold", drop_from_cache), ("cached", bring_into_cache)):
+
+            def before(path: Path, prepare: Callable[[Path], None] = prepare) -> None:
+                prepare(path)
+                provide_free_memory(nbytes)
+
             contestants = [
-                loading("zckpt", ours, prepare, with_zckpt),
-                loading("zero_to_fp32", theirs, prepare, with_deepspeed),
+                loading("zckpt", ours, before, with_zckpt),
+                loading("zero_to_fp32", theirs, before, with_deepspeed),
             ]
             rounds = interleaved(contestants, options.runs)
             result.add(rounds, nbytes, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import mmap
 import os
@@ -119,6 +120,17 @@ def _batches(memory: np.ndarray, nbytes: int) -> list[np.ndarray]:
     """Returns views of ``memory`` that have ``nbytes`` together. They overlap if ``memory`` has fewer bytes."""
     starts = ((offset, offset % len(memory)) for offset in range(0, nbytes, RAW_BATCH_BYTES))
     return [memory[first : first + min(RAW_BATCH_BYTES, nbytes - offset)] for offset, first in starts]
+
+
+def provide_free_memory(nbytes: int) -> None:
+    """Makes sure that ``nbytes`` bytes of free memory have been in use until now, and that no report of free memory to
+    the host of a virtual machine comes within the next two seconds. A host takes the memory that is reported, and then
+    a program that touches it again loses up to a second."""
+    to_be_freed = touched_memory(nbytes)
+    wait_for_memory_reports()
+    # After a report, the first access to each page may be slow. The garbage collector accesses the memory of Python.
+    gc.collect()
+    del to_be_freed
 
 
 def wait_for_memory_reports() -> None:
