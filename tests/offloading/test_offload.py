@@ -161,10 +161,12 @@ def test_an_offload_in_the_background(tmp_path: Path, monkeypatch: pytest.Monkey
     assert out.parts == ALL
     with pytest.raises(TimeoutError, match=r"the offload to .* is still under way"):
         out.wait(0)
+    assert repr(out).endswith(" bytes, under way>")
     threading.Timer(0.2, going_on.set).start()
     engine.train(1)  # waits for the offload, and brings the state back
     plain.train(1)
     out.wait()
+    assert repr(out).endswith(" bytes, done>")
     assert_as_before(engine, tensors_of(plain))
 
 

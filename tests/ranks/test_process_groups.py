@@ -203,7 +203,10 @@ def wait_for_messages(rank: int, count: int) -> None:
 
 
 def messages_in(output: str) -> list[str]:
-    return [line for line in output.splitlines() if line.startswith("zckpt: ")]
+    """Returns the messages of zckpt, except for those about all ranks. If the machine is too busy to let any rank go on
+    for two seconds, a rank reports that it waits for all of them."""
+    lines = [line for line in output.splitlines() if line.startswith("zckpt: ")]
+    return [line for line in lines if "for 3 ranks (0, 1, 2)" not in line]
 
 
 def test_a_rank_prints_which_rank_it_waits_for(cluster: Cluster) -> None:

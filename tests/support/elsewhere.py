@@ -8,9 +8,9 @@ simulated::
 On both systems, zckpt may not use the C library, ``/proc``, direct I/O, ``preadv``, ``pwritev`` or ``os.kill``. (macOS
 has some of these, but zckpt does without them there.) On macOS, there is no fsync of directories, and files are synced
 by ``F_FULLFSYNC``. On Windows, there is no ``fcntl``, no ``resource``, no ``dir_fd=``, no flag of POSIX and no
-positional I/O. A directory cannot be opened, a file that is open cannot be removed or replaced, and zckpt has to open
-every file with ``O_BINARY``. ``\\`` in paths, drives, names that Windows reserves, its shares and rights, and the
-behaviour of other file systems are not simulated.
+positional I/O. The flags of POSIX include those of mmap. A directory cannot be opened, a file that is open cannot be
+removed or replaced, and zckpt has to open every file with ``O_BINARY``. ``\\`` in paths, drives, names that Windows
+reserves, its shares and rights, and the behaviour of other file systems are not simulated.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ def test_a_tensor_without_dimensions_has_one_element() -> None:
     reason="needs huge pages on request",
 )
 def test_large_tensors_are_in_huge_pages_without_wasting_memory() -> None:
+    fresh_tensor((8 * MIB,), torch.uint8, "cpu").fill_(1)  # torch starts its threads, which need memory of their own
     before = huge_and_all_bytes()
     for _ in range(2):  # malloc would give the second tensors memory of the first ones, with small pages in it
         tensors = [fresh_tensor((nbytes,), torch.uint8, "cpu", 64).fill_(1) for nbytes in range(5 * MIB, 9 * MIB, MIB)]
@@ -88,13 +89,7 @@ def test_if_the_system_refuses_a_mapping_malloc_provides_the_memory(monkeypatch:
     monkeypatch.setattr("mmap.mmap", mock.Mock(side_effect=OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))))
     tensor = fresh_tensor((5 * MIB,), torch.uint8, "cpu", 64).fill_(3)
     assert tensor.data_ptr() % HUGE_PAGE_BYTES == 64
-    with pytest.raises(MemoryError):
-        fresh_tensor((1 << 60,), torch.uint8, "cpu")
-
-
-def test_too_large_a_tensor_is_refused() -> None:
-    with pytest.raises(MemoryError):
-        fresh_tensor((1 << 60,), torch.uint8, "cpu")
+    assert (tensor == 3).all()
 
 
 def test_torch_saves_the_bytes_of_a_loaded_tensor_and_nothing_else(tmp_path: Path) -> None:

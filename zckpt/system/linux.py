@@ -1,7 +1,7 @@
 """Calls that only Linux has.
 
 If the kernel or the file system refuses a call, the function returns a value that says so, or does nothing. The same is
-true on other systems, except that `is_running` must not be called there, and that `map_memory` works everywhere.
+true on other systems, except that `is_running` must not be called there.
 """
 
 from __future__ import annotations
@@ -175,22 +175,6 @@ def free_lazily(address: int, nbytes: int) -> None:
     """Tells the system that the content of this memory, which is private to this process, is not needed any more. The
     system takes the memory when it runs short. Memory that it does not take stays as fast to write to as before."""
     _advise(address, nbytes, MADV_FREE)
-
-
-def map_memory(nbytes: int) -> np.ndarray:
-    """Returns at least ``nbytes`` bytes of new memory of this process, in whole pages, as a 1-D uint8 array. The memory
-    goes back to the system as soon as nothing refers to it any more. If the system refuses a mapping of memory, because
-    a process may have only so many of them, malloc provides the memory. It works on every system. Raises
-    MemoryError."""
-    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    try:
-        if sys.platform == "win32":
-            mapped = mmap.mmap(-1, nbytes)
-        else:
-            mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:
-        return np.empty(nbytes, np.uint8)
-    return np.frombuffer(mapped, np.uint8)
 
 
 def ask_for_huge_pages(address: int, nbytes: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +49,7 @@ def fresh_tensor(
         alignment, within = _CACHE_LINE_BYTES, 0
     if within % dtype.itemsize:
         within = 0
-    room = linux.map_memory(nbytes + alignment) if is_huge else np.empty(nbytes + alignment, np.uint8)
+    room = _map_memory(nbytes + alignment) if is_huge else np.empty(nbytes + alignment, np.uint8)
     first = (within - room.ctypes.data) % alignment
     if is_huge:
         # The system makes no huge page where there is a small page already. If it were asked for huge pages only up to
@@ -58,6 +60,21 @@ def fresh_tensor(
         linux.ask_for_huge_pages(room.ctypes.data, room.nbytes)
     # `torch.save` writes the whole storage of a tensor. So the storage must have the bytes of the tensor and no others.
     return torch.from_numpy(room[first : first + nbytes]).view(dtype).view(tuple(shape))
+
+
+def _map_memory(nbytes: int) -> Bytes:
+    """Returns at least ``nbytes`` bytes of new memory of this process, in whole pages, as a 1-D uint8 array. The memory
+    goes back to the system as soon as nothing refers to it any more. If the system refuses a mapping of memory, because
+    a process may have only so many of them, malloc provides the memory. Raises MemoryError."""
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        if sys.platform == "win32":
+            mapped = mmap.mmap(-1, nbytes)
+        else:
+            mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return np.empty(nbytes, np.uint8)
+    return np.frombuffer(mapped, np.uint8)
 
 
 def aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int) -> torch.Tensor:
