@@ -45,7 +45,7 @@ from common import (
     write_checkpoint,
 )
 from peers import SAVES, dcp_load, dcp_load_into, safetensors_load, safetensors_pread, torch_load
-from raw_io import Raw, keep_freed_memory, provide_free_memory
+from raw_io import Raw, keep_freed_memory, prepared_with_free_memory, return_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +61,7 @@ def main() -> None:
     options = parse_options(__doc__)
     state = make_state(options.size, ["master"])
     nbytes = total_bytes(state)
+    return_freed_memory()
     result = Result("load_vs_peers", "Load all weights to the CPU", options)
     with workspace(options, 5 * options.size) as directory:
         checkpoint = directory / "checkpoint"
@@ -81,11 +82,7 @@ def main() -> None:
         peers = [label for label in loads if label != "zckpt"]
         check_equal(zckpt.open(checkpoint).load("master/*"), torch_load(directory / "torch.save"))
         for group, prepare in (("cold", drop_from_cache), ("cached", bring_into_cache)):
-
-            def before(path: Path, prepare: Callable[[Path], None] = prepare) -> None:
-                prepare(path)
-                provide_free_memory(nbytes)
-
+            before = prepared_with_free_memory(prepare, nbytes)
             contestants = [loading(label, path, before, load) for label, (path, load) in loads.items()]
             if group == "cold":
                 contestants.append(loading("raw", file, before, raw.read))

@@ -4,9 +4,9 @@
 
 A ZeRO-3 engine on 2 ranks writes both checkpoints. DeepSpeed's checkpoint is read by the function behind its script,
 ``get_fp32_state_dict_from_zero_checkpoint``. That function maps the files, so it reads little else, too, and it checks
-nothing. Both contestants allocate fresh memory, as they do for their users, and begin just after a virtual machine has
-reported free memory to its host, as in ``load_vs_peers.py``. The target for bytes read is the number of bytes that
-zckpt asks the operating system for, divided by the bytes of the weights.
+nothing. Both contestants allocate fresh memory in each round, as they do for their users, who call them once. They
+begin just after a virtual machine has reported free memory to its host, as in ``load_vs_peers.py``. The target for
+bytes read is the number of bytes that zckpt asks the operating system for, divided by the bytes of the weights.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from common import (
     total_bytes,
     workspace,
 )
-from raw_io import provide_free_memory
+from raw_io import prepared_with_free_memory, return_freed_memory
 from training import start_ranks, write_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 RANKS = 2
@@ -53,6 +52,7 @@ def with_zckpt(path: Path) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     options = parse_options(__doc__, runs=3)
+    return_freed_memory()
     result = Result("masters_vs_zero_to_fp32", "Load only the fp32 weights of a full checkpoint", options)
     with workspace(options, 2 * options.size) as directory:
         ours, theirs = directory / "zckpt", directory / "deepspeed"
@@ -64,11 +64,7 @@ def main() -> None:
         nbytes = total_bytes(weights)
         weights, expected = {}, {}
         for group, prepare in (("cold", drop_from_cache), ("cached", bring_into_cache)):
-
-            def before(path: Path, prepare: Callable[[Path], None] = prepare) -> None:
-                prepare(path)
-                provide_free_memory(nbytes)
-
+            before = prepared_with_free_memory(prepare, nbytes)
             contestants = [
                 loading("zckpt", ours, before, with_zckpt),
                 loading("zero_to_fp32", theirs, before, with_deepspeed),

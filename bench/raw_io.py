@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 RAW_THREADS, RAW_BATCH_BYTES = 4, 8 << 20
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8
+"""Parameters of mallopt(3)."""
 REPORT_SECONDS, REPORT_GAP_SECONDS = 2.5, 0.2
 """Reports of free memory begin at most ``REPORT_SECONDS`` apart, if there is free memory to report. A report has many
 parts, which are up to a tenth of a second apart. It has ended when no part has come for ``REPORT_GAP_SECONDS``."""
@@ -133,6 +135,17 @@ def provide_free_memory(nbytes: int) -> None:
     del to_be_freed
 
 
+def prepared_with_free_memory(prepare: Callable[[Path], None], nbytes: int) -> Callable[[Path], None]:
+    """Returns a function that calls ``prepare`` with the path that a contestant reads, and then provides free memory
+    for ``nbytes`` bytes of tensors, and for the same bytes in the page cache."""
+
+    def before(path: Path) -> None:
+        prepare(path)
+        provide_free_memory(2 * nbytes)
+
+    return before
+
+
 def wait_for_memory_reports() -> None:
     """Returns when the kernel of a virtual machine has just reported free memory to its host, which then takes this
     memory. The kernel does so every two seconds as long as there is free memory to report. Memory that is freed now is
@@ -161,6 +174,14 @@ def keep_freed_memory() -> None:
     Fresh memory costs more time than reading a file.
     """
     libc = ctypes.CDLL(None)
-    trim_threshold, mmap_max, arena_max = -1, -4, -8  # malloc.h
-    for parameter, value in ((trim_threshold, -1), (mmap_max, 0), (arena_max, 1)):
+    for parameter, value in ((M_TRIM_THRESHOLD, -1), (M_MMAP_MAX, 0), (M_ARENA_MAX, 1)):
         libc.mallopt(parameter, value)
+
+
+def return_freed_memory() -> None:
+    """Makes malloc always do what it does when a process begins: it takes memory for a large tensor from the system,
+    and returns it when the tensor is freed. So each round gets fresh memory, like the only load of a user's process.
+
+    Otherwise, once such a tensor was freed, malloc keeps memory of up to 32 MiB each for later rounds.
+    """
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)

@@ -11,7 +11,7 @@ import pytest
 from tests.support.waiting import wait_until
 from zckpt import Budget, ZckptError
 from zckpt.system.threads import Worker
-from zckpt.transfer.pipeline import Pipeline
+from zckpt.transfer.pipeline import PREPARED_ITEMS, Pipeline
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.transfer.staging import StagingBuffer, StagingPool
 
@@ -107,6 +107,49 @@ def test_a_thread_that_has_nothing_else_to_do_computes_digests_too() -> None:
             assert second.wait(60)
 
     Steps(before).run(2, 1, 2)
+
+
+def test_a_bounded_number_of_items_is_prepared_before_their_sources_are_read() -> None:
+    """Only one thread reads. It goes on only once as many items are prepared as may be, and never waits for more."""
+    prepared: list[int] = []
+    items = PREPARED_ITEMS + 9
+
+    def take(item: int, stage: StagingBuffer) -> int:
+        wanted = min(item + 1 + PREPARED_ITEMS, items)
+        wait_until(lambda: len(prepared) >= wanted - 1)
+        assert len(prepared) <= wanted
+        return item
+
+    def ignore(item: int, stage: StagingBuffer) -> None:
+        pass
+
+    pool = StagingPool(MIB, 1)
+    pipeline = Pipeline(range(items), take, ignore, ignore, not_straight, pool, Snapshot(), 0, prepared.append)
+    with pool.work(items):
+        pipeline.run(Budget(threads=1))
+    assert prepared[-1] == items - 1
+    assert prepared == sorted(set(prepared)), "each item at most once, and in order"
+    assert len(prepared) >= items - 1, "the first source may be read before it is prepared"
+
+
+def test_an_item_whose_source_is_being_read_is_not_prepared() -> None:
+    """The first item is being prepared until the sources of the first ten are read."""
+    read, prepared = [], []
+
+    def take(item: int, stage: StagingBuffer) -> None:
+        read.append(item)
+
+    def prepare(item: int) -> None:
+        prepared.append((item, len(read)))
+        wait_until(lambda: len(read) >= 10)
+
+    def fail(item: int, stage: StagingBuffer) -> None:
+        raise AssertionError
+
+    pool = StagingPool(MIB, 1)
+    with pool.work(40):
+        Pipeline(range(40), take, fail, fail, not_straight, pool, Snapshot(), 0, prepare).run(Budget(threads=1))
+    assert all(item >= taken for item, taken in prepared[1:])
 
 
 @pytest.mark.parametrize("failing", STEPS)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
+PREPARED_ITEMS = 16
+"""The most items that are prepared before their sources are read."""
+
 
 class Pipeline(Generic[Item]):
     """Does up to three steps for each of many items. ``take`` fills a buffer from the item's source, or queues copies
@@ -25,8 +28,9 @@ class Pipeline(Generic[Item]):
     works on the bytes in the buffer: it computes or compares their digests, and in a read it also copies the bytes to
     their targets. ``put`` writes the bytes to a file. In a read it does nothing.
 
-    The threads of the budget read and write. One more thread does only the step ``digest``, so that the other threads
-    can keep the disk busy. They do this step too, but only if there is nothing to read or write.
+    The threads of the budget read and write. One more thread does the step ``digest``, so that the other threads can
+    keep the disk busy. They do this step too, but only if there is nothing to read or write. If there are no digests to
+    compute, the one more thread calls ``prepare``, if it is given, for items whose sources will be read next.
 
     Sources come first: as long as a buffer is free, the next source is read. The sources of the first ``urgent`` items
     are read before all others. The snapshot is told when all urgent sources have been read, and again when all sources
@@ -48,11 +52,13 @@ class Pipeline(Generic[Item]):
         staging: StagingPool,
         snapshot: Snapshot,
         urgent: int,
+        prepare: Callable[[Item], None] | None = None,
     ) -> None:
-        self._take, self._digest, self._put = take, digest, put
+        self._take, self._digest, self._put, self._prepare = take, digest, put, prepare
         self._staging = staging
         self._snapshot = snapshot
         self._urgent = urgent
+        self._items = items
         self._waiting = deque(enumerate(items))
         self._halves = [1 if straight(item) and not staging.pinned else 2 for item in items]
         """How many half buffers each item counts as."""
@@ -65,6 +71,8 @@ class Pipeline(Generic[Item]):
         """The items whose digests are known, with the same three fields."""
         self._unread = [urgent, len(items) - urgent]
         """How many sources have not been read yet: of the urgent items, and of the others."""
+        self._prepared = 0
+        """The number of the first item that was not prepared."""
         self._unfinished = len(items)
         """For how many items not all steps are done yet."""
         self._free_halves = 0
@@ -125,14 +133,28 @@ class Pipeline(Generic[Item]):
         return None
 
     def _next_digest(self) -> Callable[[], None] | None:
-        """Returns the next step ``digest``, or None if there is none any more. Waits while other threads may still fill
-        a buffer."""
+        """Returns the next step ``digest``, or a call of ``prepare`` if no buffer is full. Returns None if there is
+        none of either any more. Waits while other threads may still fill a buffer."""
         with self._changed:
             while self._unfinished and not self._stopped:
                 if self._full:
                     return partial(self._digest_item, *self._full.popleft())
+                if prepare := self._next_prepare():
+                    return prepare
                 self._changed.wait()
         return None
+
+    def _next_prepare(self) -> Callable[[], None] | None:
+        """Returns the next call of ``prepare``, or None if enough items are prepared. The caller holds
+        ``self._changed``."""
+        if self._prepare is None or not self._waiting:
+            return None
+        next_read = self._waiting[0][0]
+        number = max(self._prepared, next_read)
+        if number >= min(next_read + PREPARED_ITEMS, len(self._items)):
+            return None
+        self._prepared = number + 1
+        return partial(self._prepare, self._items[number])
 
     def _take_item(self, number: int, item: Item) -> None:
         stage = self._staging.acquire()
