@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 PREPARED_ITEMS = 16
-"""The most items that are prepared before their sources are read."""
+"""The most items that are prepared before their sources are read. More would take memory long before it is needed."""
 
 
 class Pipeline(Generic[Item]):
