@@ -428,7 +428,9 @@ class Result:
             "title": self.title,
             "size_bytes": self.options.size,
             "runs": self.options.runs,
-            "commit": output_of("git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"),
+            "commit": output_of(
+                "git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"
+            ),
             "machine": machine(self.options.dir),
             "rows": self.rows,
             "targets": [{**asdict(target), "met": target.met} for target in self.targets],

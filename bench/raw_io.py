@@ -124,24 +124,19 @@ def _batches(memory: np.ndarray, nbytes: int) -> list[np.ndarray]:
     return [memory[first : first + min(RAW_BATCH_BYTES, nbytes - offset)] for offset, first in starts]
 
 
-def provide_free_memory(nbytes: int) -> None:
-    """Makes sure that ``nbytes`` bytes of free memory have been in use until now, and that no report of free memory to
-    the host of a virtual machine comes within the next two seconds. A host takes the memory that is reported, and then
-    a program that touches it again loses up to a second."""
-    to_be_freed = touched_memory(nbytes)
-    wait_for_memory_reports()
-    # After a report, the first access to each page may be slow. The garbage collector accesses the memory of Python.
-    gc.collect()
-    del to_be_freed
-
-
 def prepared_with_free_memory(prepare: Callable[[Path], None], nbytes: int) -> Callable[[Path], None]:
-    """Returns a function that calls ``prepare`` with the path that a contestant reads, and then provides free memory
-    for ``nbytes`` bytes of tensors, and for the same bytes in the page cache."""
+    """Returns a function that calls ``prepare`` with the path that a contestant reads, and then provides free memory:
+    ``nbytes`` bytes for the tensors, and as many for the page cache. This memory has been in use until now, and no
+    report of free memory to the host of a virtual machine comes within the next two seconds. A host takes the memory
+    that is reported, and then a program that touches it again loses up to a second."""
 
     def before(path: Path) -> None:
         prepare(path)
-        provide_free_memory(2 * nbytes)
+        to_be_freed = touched_memory(2 * nbytes)
+        wait_for_memory_reports()
+        # After a report, the first access to each page may be slow. The garbage collector accesses Python's memory.
+        gc.collect()
+        del to_be_freed
 
     return before
 
@@ -171,7 +166,7 @@ def keep_freed_memory() -> None:
     """Makes malloc keep freed memory, so that the tensors that it allocates get memory that was touched before. zckpt
     allocates tensors of 4 MiB or more without malloc.
 
-    Fresh memory costs more time than reading a file.
+    To touch fresh memory in pages of 4 KiB takes longer than to read a cached file.
     """
     libc = ctypes.CDLL(None)
     for parameter, value in ((M_TRIM_THRESHOLD, -1), (M_MMAP_MAX, 0), (M_ARENA_MAX, 1)):
@@ -179,9 +174,10 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Makes malloc always do what it does when a process begins: it takes memory for a large tensor from the system,
-    and returns it when the tensor is freed. So each round gets fresh memory, like the only load of a user's process.
+    """Makes malloc return the memory of each allocation of 128 KiB or more to the system when it is freed. So each
+    round gets fresh memory, like the only load of a user's process.
 
-    Otherwise, once such a tensor was freed, malloc keeps memory of up to 32 MiB each for later rounds.
+    By default, malloc does so only until the first large allocation is freed. From then on, it keeps freed memory of
+    allocations of up to 32 MiB for later ones.
     """
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)

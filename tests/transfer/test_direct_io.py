@@ -139,14 +139,15 @@ def test_large_tensors_are_read_straight_into_their_memory(
 
 
 def test_memory_is_provided_for_the_next_reads(disk: Path) -> None:
-    """The first read begins only once the memory of all reads is provided."""
+    """There are four straight reads, of 16, 16, 16 and 4 MiB. None of them goes on before memory is provided for three.
+    The first one may begin before its own memory is provided."""
     state = write_state(disk / "c", 1, {"a": (9 * MIB,), "b": (4 * MIB + 7,)}, parts=("master",), block_bytes=MIB)
     uncache(disk / "c")
     provided: list[tuple[int, int]] = []
     read_direct = LocalReader.read_direct
 
     def after_all(reader: LocalReader, path: str, views: Any, offset: int) -> int:
-        wait_until(lambda: len(provided) >= 4 - 1)  # the first read may begin before its memory is provided
+        wait_until(lambda: len(provided) >= 3)
         return read_direct(reader, path, views, offset)
 
     def provide(address: int, nbytes: int) -> None:
@@ -165,7 +166,7 @@ def test_memory_is_provided_for_the_next_reads(disk: Path) -> None:
             tensor.data_ptr() <= address and address + nbytes <= tensor.data_ptr() + tensor.nbytes
             for tensor in loaded.values()
         )
-    assert sum(nbytes for _, nbytes in provided) > 0.6 * checkpoint.nbytes
+    assert sum(nbytes for _, nbytes in provided) > checkpoint.nbytes - 17 * MIB, "of all reads but one"
 
 
 def test_a_restore_into_memory_with_the_same_alignment_copies_only_edges(

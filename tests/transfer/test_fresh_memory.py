@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -47,8 +46,7 @@ def test_a_tensor_without_dimensions_has_one_element() -> None:
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text(),
-    reason="needs huge pages on request",
+    not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text(), reason="needs huge pages on request"
 )
 def test_large_tensors_are_in_huge_pages_without_wasting_memory() -> None:
     fresh_tensor((8 * MIB,), torch.uint8, "cpu").fill_(1)  # torch starts its threads, which need memory of their own
@@ -69,7 +67,7 @@ def huge_and_all_bytes() -> np.ndarray:
     return np.array([int(re.findall(rf"{name}: +([0-9]+) kB", text)[0]) << 10 for name in ("AnonHugePages", "Rss")])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.linux
 def test_a_large_tensor_needs_at_most_one_mapping() -> None:
     """The system limits the number of mappings of memory in a process."""
     before = mappings()

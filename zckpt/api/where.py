@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TIERS = ("device", "pinned", "pageable", "nvme", "offloaded")
 """The kinds of places where a state can be. "device" is the memory of a device. "pinned" is host memory that torch has
 pinned or that is locked. "pageable" is other host memory. "nvme" is a swap file of the framework. "offloaded" is a
-scratch file of ``zckpt.offload``."""
+scratch file of ``zckpt.offload``, or nothing at all for a buffer whose values nobody needs."""
 _LAST_PARTS = (PARAM, BUFFER, GRADIENT)
 """The parts that are shown last, in this order."""
 _COLUMNS = 8

@@ -185,7 +185,8 @@ def ask_for_huge_pages(address: int, nbytes: int) -> None:
 
 def provide_memory(address: int, nbytes: int) -> None:
     """Makes the system provide all whole pages of this memory now, instead of when they are touched for the first time.
-    Does nothing if the last of these pages is there already, or before Linux 5.14."""
+    Does nothing before Linux 5.14, or if the last of these pages is there already, as in memory that was touched
+    before. The first page would not show this, because it may belong to a huge page that begins before this memory."""
     page = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - mmap.PAGESIZE
     resident = ctypes.c_uint8()  # bit 0 says that the page is there
     if libc is None or libc.mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(resident)):

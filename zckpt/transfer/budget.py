@@ -28,8 +28,8 @@ class Budget:
     """The largest number of bytes that all staging buffers of a rank take together."""
     threads: int = THREADS
     """The number of threads that read and write. Each of them has one staging buffer, or two if copies to or from a
-    device overlap with reads and writes. One more thread computes digests. What is in the page cache is read by no more
-    threads than there are processors."""
+    device overlap with reads and writes. One further thread computes digests. What is in the page cache is read by no
+    more threads than there are processors."""
     direct: bool = True
     """Whether to go past the page cache if the file system allows it, so that a write does not fill it and a read
     evicts nothing. Pages that are in the cache already are read from there in any case."""

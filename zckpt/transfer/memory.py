@@ -37,8 +37,9 @@ def fresh_tensor(
 
     A tensor of ``HUGE_BYTES_MIN`` bytes or more has memory of its own from the system, and begins in the first small
     page of a huge page. malloc could return memory that was used before, and that is not in huge pages. A disk of a
-    virtual machine reads into small pages more slowly. The bytes after the last whole huge page are in small pages, so
-    that the rest of another huge page is not wasted.
+    virtual machine reads into small pages more slowly. If the system gives huge pages only on request (``madvise``),
+    the bytes after the last whole huge page are in small pages, so that the rest of another huge page is not wasted. If
+    it gives them ``always``, up to 2 MiB after these bytes may be wasted.
     """
     if torch.device(device).type != "cpu":
         return device_memory(shape, dtype, torch.device(device))

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 PREPARED_ITEMS = 16
-"""The most items that are prepared before their sources are read. More would take memory long before it is needed."""
+"""The most items that are prepared before their sources are read, which are 256 MiB of straight reads. When the memory
+of all items was provided at once, whatever was being read, loads often took twice the processor time. In trials with 4,
+8, 16 and 32 items, 16 was the fastest by a few per cent."""
 
 
 class Pipeline(Generic[Item]):
@@ -28,9 +30,10 @@ class Pipeline(Generic[Item]):
     works on the bytes in the buffer: it computes or compares their digests, and in a read it also copies the bytes to
     their targets. ``put`` writes the bytes to a file. In a read it does nothing.
 
-    The threads of the budget read and write. One more thread does the step ``digest``, so that the other threads can
-    keep the disk busy. They do this step too, but only if there is nothing to read or write. If there are no digests to
-    compute, the one more thread calls ``prepare``, if it is given, for items whose sources will be read next.
+    The threads of the budget read and write. One further thread, the digest thread, does the step ``digest``, so that
+    the other threads can keep the disk busy. They do this step too, but only if there is nothing to read or write.
+    While there are no digests to compute, the digest thread calls ``prepare``, if it is given, for the items whose
+    sources are read next. So the threads that read need not do this work.
 
     Sources come first: as long as a buffer is free, the next source is read. The sources of the first ``urgent`` items
     are read before all others. The snapshot is told when all urgent sources have been read, and again when all sources
@@ -58,7 +61,6 @@ class Pipeline(Generic[Item]):
         self._staging = staging
         self._snapshot = snapshot
         self._urgent = urgent
-        self._items = items
         self._waiting = deque(enumerate(items))
         self._halves = [1 if straight(item) and not staging.pinned else 2 for item in items]
         """How many half buffers each item counts as."""
@@ -72,7 +74,7 @@ class Pipeline(Generic[Item]):
         self._unread = [urgent, len(items) - urgent]
         """How many sources have not been read yet: of the urgent items, and of the others."""
         self._prepared = 0
-        """The number of the first item that was not prepared."""
+        """The number after that of the last item that was prepared, or 0."""
         self._unfinished = len(items)
         """For how many items not all steps are done yet."""
         self._free_halves = 0
@@ -145,16 +147,16 @@ class Pipeline(Generic[Item]):
         return None
 
     def _next_prepare(self) -> Callable[[], None] | None:
-        """Returns the next call of ``prepare``, or None if enough items are prepared. The caller holds
-        ``self._changed``."""
+        """Returns the next call of ``prepare``. Returns None if enough items are prepared, if none is waiting, or if
+        there is no ``prepare``. The caller holds ``self._changed``."""
         if self._prepare is None or not self._waiting:
             return None
-        next_read = self._waiting[0][0]
-        number = max(self._prepared, next_read)
-        if number >= min(next_read + PREPARED_ITEMS, len(self._items)):
+        ahead = max(self._prepared - self._waiting[0][0], 0)
+        if ahead >= min(PREPARED_ITEMS, len(self._waiting)):
             return None
+        number, item = self._waiting[ahead]
         self._prepared = number + 1
-        return partial(self._prepare, self._items[number])
+        return partial(self._prepare, item)
 
     def _take_item(self, number: int, item: Item) -> None:
         stage = self._staging.acquire()
