@@ -63,7 +63,7 @@ def fresh_memory(storage: torch.UntypedStorage, *, pinned: bool) -> torch.Tensor
     DeviceError."""
     if pinned:
         return pinned_memory(storage.nbytes())
-    # The memory comes from torch's own allocator, like the memory that was freed. `fresh_tensor`, which loads use, would
+    # The memory comes from torch's own allocator, like the memory that was freed. `fresh_tensor`, which loads use, will
     # not do: torch may resize the storage later, and it can only resize memory of its own allocator.
     memory = device_memory((storage.nbytes(),), torch.uint8, storage.device)
     if memory.is_cpu and memory.nbytes >= linux.HUGE_BYTES_MIN:
