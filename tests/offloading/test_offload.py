@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import threading
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.offloaded_engine import ALL, assert_as_before, damage, traine
 from tests.support.reference_engine import tensors_of
 from zckpt.offloading import away as away_module
 from zckpt.offloading.away import away
+from zckpt.ranks.collectives import Ranks
 from zckpt.storage import scratch
 from zckpt.testing import ReferenceEngine
 
@@ -81,6 +83,23 @@ def test_with_auto_a_call_brings_back_what_it_needs(tmp_path: Path) -> None:
     assert_as_before(engine, tensors_of(plain))
 
 
+def test_a_call_that_brings_states_back_is_named_to_ranks_that_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Named(Ranks):
+        def __init__(self, *arguments: Any, call: str, **options: Any) -> None:
+            calls.append(call)
+            super().__init__(*arguments, call=call, **options)
+
+    engine = trained()
+    zckpt.offload(engine, tmp_path, auto=True)
+    monkeypatch.setattr("zckpt.api.offload.Ranks", Named)
+    engine.backward()
+    assert calls == ["backward (with auto=True of zckpt.offload)"]
+
+
 @pytest.mark.parametrize("auto", [False, True])
 @pytest.mark.parametrize("again", [None, ["master"], []])
 def test_an_offload_that_moves_nothing_decides_auto_too(tmp_path: Path, auto: bool, again: list[str] | None) -> None:
@@ -118,6 +137,22 @@ def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
             call()
     with pytest.raises(ValueError, match="no part buffer"):
         zckpt.offload(engine, tmp_path, parts=["buffer"])
+
+
+def test_parts_may_be_members_of_an_enum(tmp_path: Path) -> None:
+    """DeepSpeed's ``engine.offload_states`` takes members of such an enum."""
+
+    class Name(Enum):
+        MASTER = "hp_params"
+        MOMENTS = "optim_states"
+
+    engine = trained()
+    parts: list[Any] = [*Name]
+    assert zckpt.offload(engine, tmp_path, parts=parts).parts == ("master", "exp_avg", "exp_avg_sq")
+    zckpt.reload(engine, parts[:1])
+    out = away(engine)
+    assert out is not None
+    assert out.parts == {"exp_avg", "exp_avg_sq"}
 
 
 def test_parts_may_be_a_generator(tmp_path: Path) -> None:
@@ -204,8 +239,12 @@ def test_a_full_disk_leaves_the_engine_as_it_was(
 ) -> None:
     engine = trained()
     before = tensors_of(engine)
+    with zckpt.offloaded(engine, tmp_path) as out:
+        pass
     full_disk(1 << 20)
-    with pytest.raises(zckpt.NoSpaceError, match="the state is still in memory"):
+    with pytest.raises(
+        zckpt.NoSpaceError, match=rf"{out.nbytes:,} bytes are needed on this rank, and [0-9,]+ are free"
+    ):
         zckpt.offload(engine, tmp_path, background=background).wait()
     full_disk(resource.RLIM_INFINITY)
     assert "the offload to" in capfd.readouterr().err or not background
@@ -267,6 +306,25 @@ def test_the_context_brings_the_state_back_after_an_error(tmp_path: Path) -> Non
 
     with pytest.raises(RuntimeError, match="mine"):
         use()
+    assert_as_before(engine, before)
+
+
+def test_an_error_in_the_context_is_not_replaced_by_one_of_the_offload(
+    tmp_path: Path, full_disk: Callable[[int], None]
+) -> None:
+    engine = trained()
+    before = tensors_of(engine)
+    full_disk(1 << 20)
+
+    def use() -> None:
+        with zckpt.offloaded(engine, tmp_path, background=True):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as caught:
+        use()
+    assert "cannot allocate" in caught.value.__notes__[0]
+    full_disk(resource.RLIM_INFINITY)
+    zckpt.wait()
     assert_as_before(engine, before)
 
 

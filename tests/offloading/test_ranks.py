@@ -97,6 +97,8 @@ def deepspeed_engine(directory: str, setup: dict[str, Any]) -> None:
     for call, name in (
         (lambda: engine(**inputs), "forward"),
         (lambda: engine.module(**inputs), "a call of the module"),
+        (engine.module.half, "a conversion of the module"),
+        (lambda: engine.module.to("cpu"), "a conversion of the module"),
         (engine.module.state_dict, "state_dict"),
         (engine.module_state_dict, "state_dict"),
         (engine.state_dict, "state_dict"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 from pathlib import Path
@@ -77,6 +78,17 @@ def test_a_large_tensor_needs_at_most_one_mapping() -> None:
     assert mappings() - before <= len(tensors) + 5
     tensors.clear()
     assert mappings() - before <= 5
+
+
+@pytest.mark.linux
+def test_the_mapping_of_a_large_tensor_ends_with_it() -> None:
+    """The system may later make a huge page of small ones, but only within a mapping. If the mapping went on after the
+    tensor, the rest of such a page would be wasted."""
+    tensors = [fresh_tensor((5 * MIB + number,), torch.uint8, "cpu", 64).fill_(1) for number in range(9)]
+    lines = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    ends = [int(last, 16) for _, last in lines]
+    for tensor in tensors:
+        assert -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE in ends
 
 
 def mappings() -> int:

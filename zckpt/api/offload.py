@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zckpt.api.background import Background, wait
 from zckpt.engines import adapt, group_of
-from zckpt.errors import MismatchError, RankError, first_few
+from zckpt.errors import MismatchError, RankError, ZckptError, first_few
 from zckpt.offloading.away import LOST_HINT, Away, Back, away, storages
 from zckpt.offloading.files import write_out
 from zckpt.offloading.memory import check_supported, give_back
-from zckpt.offloading.parts import chosen, in_order, movable, next_in_use
-from zckpt.plan.select import several
+from zckpt.offloading.parts import asked_for, chosen, in_order, movable, next_in_use
 from zckpt.ranks.collectives import Ranks, check_arguments, comparable
 from zckpt.state.inventory import MASTER, PARAM
 from zckpt.storage.scratch import scratch_directory, wait_for_closing
@@ -81,15 +79,16 @@ def offload(
         directory: the directory in which the files are made. It need not exist, and it may differ from rank to rank.
         parts: the names of the parts that are moved, such as ``["master", "exp_avg"]``. None means ``master``, all
             moments, ``param`` and ``gradient``. DeepSpeed's names ``hp_params``, ``optim_states``, ``lp_params``,
-            ``lp_grads`` and ``contiguous_grad_buffer`` are accepted too. A part that is already offloaded is skipped.
-            ``optim_states`` names all moments that exist. Memory that also holds a part which is not to be moved is
-            left alone. So are states in swap files, in memory that several processes share, and in memory that
-            DeepSpeed has pinned in its own way.
+            ``lp_grads`` and ``contiguous_grad_buffer`` are accepted too, also as members of its
+            ``OffloadStateTypeEnum``. ``optim_states`` names all moments that exist. A part that is already offloaded is
+            skipped. Memory that also holds a part which is not to be moved is left alone. So are states in swap files,
+            in memory that several processes share, and in memory that DeepSpeed has pinned in its own way.
         background: whether to return at once and move the states in a thread. Every call that uses the engine waits for
             this thread. If the offload fails, an error is printed on stderr at once, and the engine is unchanged. The
             next offload, reload, write or restore raises the error, unless ``wait`` of the result has raised it.
         auto: whether a call that uses an offloaded state, such as ``engine.step()``, first brings back what it needs.
-            If not, such a call raises OffloadedError. The last offload decides this for everything that is offloaded.
+            Then every rank has to make this call, because a reload is collective. If ``auto`` is false, such a call
+            raises OffloadedError. The last offload decides this for everything that is offloaded.
         budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
 
     Returns:
@@ -110,7 +109,7 @@ def offload(
     rank_offload = _RankOffload(engine, auto, budget)
 
     def prepare() -> dict[str, object]:
-        requested = None if parts is None else [*several(parts)]
+        requested = asked_for(parts)
         arguments = comparable(parts=requested, background=background, auto=auto)
         return {"arguments": arguments, "parts": rank_offload.prepare(directory, requested)}
 
@@ -178,16 +177,28 @@ def reload(
         DeviceError: there is too little memory. The states that are not back are still on disk.
         RankError: another rank has failed or is lost.
     """
+    _reload(engine, parts, verify, prefetch, budget, "zckpt.reload")
+
+
+def _reload(
+    engine: object,
+    parts: Collection[str] | None,
+    verify: bool | None,
+    prefetch: int,
+    budget: Budget | None,
+    call: str,
+) -> None:
+    """``call``: what every rank has to call, for messages."""
     wait()
     out = away(engine)
     if out is None:
-        chosen(several(parts), movable(adapt(engine).parts))  # This raises ValueError for an unknown part.
+        chosen(asked_for(parts), movable(adapt(engine).parts))  # This raises ValueError for an unknown part.
         return
-    ranks = Ranks(group_of(engine), call="zckpt.reload")
+    ranks = Ranks(group_of(engine), call=call)
     rank_reload = _RankReload(engine, out, verify, budget)
 
     def prepare() -> dict[str, object]:
-        rank_reload.prepare(several(parts))
+        rank_reload.prepare(asked_for(parts))
         return comparable(parts=rank_reload.parts)
 
     with ranks.undivided():
@@ -222,13 +233,19 @@ def offloaded(
 
     Raises:
         ZckptError: the states cannot be moved at the beginning, or cannot be brought back at the end. ``zckpt.offload``
-            and ``zckpt.reload`` list these errors.
+            and ``zckpt.reload`` list these errors. If the block itself has raised an error, that error is raised, and
+            has a note about this one.
     """
     moved = offload(engine, directory, parts=parts, background=background, auto=auto, budget=budget)
     try:
         yield moved
-    finally:
-        reload(engine, moved.parts, budget=budget)
+    except BaseException as error:
+        try:
+            reload(engine, moved.parts, budget=budget)
+        except ZckptError as failure:
+            error.add_note(f"zckpt.offloaded: {failure}")
+        raise
+    reload(engine, moved.parts, budget=budget)
 
 
 def bring_back_to_restore(engine: object, kept: Collection[str], ranks: Ranks, budget: Budget | None) -> None:
@@ -307,7 +324,11 @@ class _RankOffload:
         """Decides, for everything that is offloaded, whether a call that uses it brings it back."""
         out = away(self._engine)
         if out is not None:
-            out.bring_back = partial(reload, self._engine, budget=self._budget) if self._auto else None
+            out.bring_back = self._bring_back if self._auto else None
+
+    def _bring_back(self, call: str, parts: Collection[str]) -> None:
+        call = f"{call} (with auto=True of zckpt.offload)"
+        _reload(self._engine, parts, verify=None, prefetch=1, budget=self._budget, call=call)
 
     def give_up(self) -> None:
         for moved in self._moved:

@@ -139,8 +139,9 @@ class Away:
         """The parts that are on disk on any rank."""
         self.lost: dict[str, str] = {}
         """Maps the keys of tensors that no reload can bring back to the reason why."""
-        self.bring_back: Callable[[Collection[str]], None] | None = None
-        """Brings parts back for a call that uses them, on all ranks. If it is None, such a call is refused."""
+        self.bring_back: Callable[[str, Collection[str]], None] | None = None
+        """Brings parts back for a call that uses them, on all ranks. Its arguments are the name of the call and the
+        parts. If it is None, such a call is refused."""
         self.moved: list[Moved] = []
         """The storages of this rank that are on disk."""
         self.wait: Callable[[], None] = lambda: None
@@ -232,9 +233,10 @@ class Away:
         if self.bring_back is None:
             raise OffloadedError(
                 f"{call} uses {', '.join(out)}, which zckpt.offload has moved to disk",
-                hint="call zckpt.reload(engine) first, on every rank, or pass auto=True to zckpt.offload",
+                hint="call zckpt.reload(engine) first, on every rank, or pass auto=True to zckpt.offload; "
+                "zckpt.write and zckpt.export need no reload",
             )
-        self.bring_back(out)
+        self.bring_back(call, out)
 
     def refuse_lost(self, call: str) -> None:
         """Raises OffloadedError if a tensor is lost."""

@@ -19,6 +19,7 @@ from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.layout import plan_data_files, plan_writes
 from zckpt.plan.reshard import PieceRanges
 from zckpt.state.inventory import Fragment
+from zckpt.storage.files import free_bytes
 from zckpt.storage.scratch import ScratchRange, ScratchReader, ScratchStore
 from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.memory import Targets
@@ -113,7 +114,12 @@ def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: 
         if isinstance(error, StorageError):
             error.file = directory
         if isinstance(error, NoSpaceError):
-            error.hint = "free space or offload to another directory; the state is still in memory"
+            needed_bytes, free = sum(record.nbytes for record in moved), free_bytes(directory)
+            is_free = f", and {free:,} are free" if free is not None else ""
+            error.hint = (
+                f"{needed_bytes:,} bytes are needed on this rank{is_free}; "
+                "free space or offload to another directory; the state is still in memory"
+            )
         raise
     for data_file in data_files:
         first = data_file.first_block * DIGEST_BYTES

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING
 
+from zckpt.plan.select import several
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM, RESERVED_PARTS
 
 if TYPE_CHECKING:
@@ -26,12 +28,17 @@ def movable(parts: Iterable[str]) -> tuple[str, ...]:
     return in_order({*parts, GRADIENT} - (RESERVED_PARTS - {MASTER, PARAM}))
 
 
+def asked_for(parts: Collection[str] | None) -> list[str] | None:
+    """Returns the names that a caller has given: one name, several, or members of DeepSpeed's
+    ``OffloadStateTypeEnum``. Returns None for None."""
+    return None if parts is None else [part.value if isinstance(part, Enum) else part for part in several(parts)]
+
+
 def chosen(asked: Collection[str] | None, known: Collection[str]) -> tuple[str, ...]:
     """Returns the parts among ``known`` that are asked for by zckpt's names or by DeepSpeed's names. None asks for all.
     Raises ValueError, which lists the known names, for any other name."""
     if asked is None:
         return in_order(known)
-    asked = [*asked]
     always = {MASTER, PARAM, GRADIENT, MOMENTS, *DEEPSPEED}
     unknown = sorted({*map(str, asked)} - always - {*known})
     if unknown:

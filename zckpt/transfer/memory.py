@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,9 +38,7 @@ def fresh_tensor(
 
     A tensor of ``HUGE_BYTES_MIN`` bytes or more has memory of its own from the system, and begins in the first small
     page of a huge page. malloc could return memory that was used before, and that is not in huge pages. A disk of a
-    virtual machine reads into small pages more slowly. If the system gives huge pages only on request (``madvise``),
-    the bytes after the last whole huge page are in small pages, so that the rest of another huge page is not wasted. If
-    it gives them ``always``, up to 2 MiB after these bytes may be wasted.
+    virtual machine reads into small pages more slowly.
     """
     if torch.device(device).type != "cpu":
         return device_memory(shape, dtype, torch.device(device))
@@ -50,32 +49,38 @@ def fresh_tensor(
         alignment, within = _CACHE_LINE_BYTES, 0
     if within % dtype.itemsize:
         within = 0
-    room = _map_memory(nbytes + alignment) if is_huge else np.empty(nbytes + alignment, np.uint8)
+    room = _map_memory(nbytes, within) if is_huge else np.empty(nbytes + alignment, np.uint8)
     first = (within - room.ctypes.data) % alignment
     if is_huge:
-        # The system makes no huge page where there is a small page already. If it were asked for huge pages only up to
-        # the tail, there would be two mappings of memory, and a process may have only so many of them.
-        tail = first - within + (within + nbytes) // alignment * alignment
-        if tail < first + nbytes:
-            room[tail] = 0
         linux.ask_for_huge_pages(room.ctypes.data, room.nbytes)
     # `torch.save` writes the whole storage of a tensor. So the storage must have the bytes of the tensor and no others.
     return torch.from_numpy(room[first : first + nbytes]).view(dtype).view(tuple(shape))
 
 
-def _map_memory(nbytes: int) -> Bytes:
-    """Returns at least ``nbytes`` bytes of new memory of this process, in whole pages, as a 1-D uint8 array. The memory
-    goes back to the system as soon as nothing refers to it any more. If the system refuses a mapping of memory, because
-    a process may have only so many of them, malloc provides the memory. Raises MemoryError."""
-    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+def _map_memory(nbytes: int, within: int) -> Bytes:
+    """Returns new memory of this process as a 1-D uint8 array. From ``within`` bytes after the start of its first huge
+    page on, it has at least ``nbytes`` bytes. It goes back to the system as soon as nothing refers to it any more. If
+    the system refuses a mapping of memory, because a process may have only so many of them, malloc provides the memory.
+    Raises MemoryError."""
+    room_bytes = _whole_pages(nbytes + linux.HUGE_PAGE_BYTES)
     try:
         if sys.platform == "win32":
-            mapped = mmap.mmap(-1, nbytes)
+            mapped = mmap.mmap(-1, room_bytes)
         else:
-            mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapped = mmap.mmap(-1, room_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
-        return np.empty(nbytes, np.uint8)
+        return np.empty(room_bytes, np.uint8)
+    if sys.platform == "linux":
+        # A huge page lies within one mapping. So a mapping that ends with the tensor has small pages after the last
+        # whole huge page, and the rest of another huge page is not wasted.
+        first = (within - np.frombuffer(mapped, np.uint8).ctypes.data) % linux.HUGE_PAGE_BYTES
+        with suppress(OSError):
+            mapped.resize(_whole_pages(first + nbytes))
     return np.frombuffer(mapped, np.uint8)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int) -> torch.Tensor:

@@ -182,6 +182,8 @@ class DeepSpeedAdapter:
         yield Use(engine.module, "__call__", weights, "a call of the module")
         for method in ("state_dict", "load_state_dict"):
             yield Use(engine.module, method, weights)
+        # Conversions of a module, such as half, to and share_memory, call this method.
+        yield Use(engine.module, "_apply", weights, "a conversion of the module")
         # Muon combines its momentum with the gradients while they are reduced.
         moment = {"momentum_buffer"} if self.trains and uses_muon(self.zero.optimizer) else set()
         for method in ("backward", "_backward_prologue"):  # DeepSpeed calls the second for loss.backward()
