@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import re
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -47,7 +48,8 @@ def test_a_tensor_without_dimensions_has_one_element() -> None:
 
 
 @pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text(), reason="needs huge pages on request"
+    sys.platform != "linux" or not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text(),
+    reason="needs huge pages on request",
 )
 def test_large_tensors_are_in_huge_pages_without_wasting_memory() -> None:
     fresh_tensor((8 * MIB,), torch.uint8, "cpu").fill_(1)  # torch starts its threads, which need memory of their own
