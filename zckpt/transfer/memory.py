@@ -72,7 +72,8 @@ def _map_memory(nbytes: int, within: int) -> Bytes:
         return np.empty(room_bytes, np.uint8)
     if sys.platform == "linux":
         # A huge page lies within one mapping. So a mapping that ends with the tensor has small pages after the last
-        # whole huge page, and the rest of another huge page is not wasted.
+        # whole huge page, and the rest of another huge page is not wasted. If the mapping cannot be cut, it stays as
+        # long as it is, which does no other harm.
         first = (within - np.frombuffer(mapped, np.uint8).ctypes.data) % linux.HUGE_PAGE_BYTES
         with suppress(OSError):
             mapped.resize(_whole_pages(first + nbytes))
