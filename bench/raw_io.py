@@ -134,7 +134,8 @@ def prepared_with_free_memory(prepare: Callable[[Path], None], nbytes: int) -> C
         prepare(path)
         to_be_freed = touched_memory(2 * nbytes)
         wait_for_memory_reports()
-        # After a report, the first access to each page may be slow. The garbage collector accesses Python's memory.
+        # After a report, the first access to each page may be slow. So the garbage collector accesses the memory of
+        # Python before the contestant begins.
         gc.collect()
         del to_be_freed
 

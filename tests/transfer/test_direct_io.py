@@ -139,8 +139,8 @@ def test_large_tensors_are_read_straight_into_their_memory(
 
 
 def test_memory_is_provided_for_the_next_reads(disk: Path) -> None:
-    """There are four straight reads, of 16, 16, 16 and 4 MiB. None of them goes on before memory is provided for three.
-    The first one may begin before its own memory is provided."""
+    """There are four straight reads, of 16, 16, 16 and 4 MiB. No read goes on before memory is provided for three of
+    them. The first read may begin before its own memory is provided."""
     state = write_state(disk / "c", 1, {"a": (9 * MIB,), "b": (4 * MIB + 7,)}, parts=("master",), block_bytes=MIB)
     uncache(disk / "c")
     provided: list[tuple[int, int]] = []

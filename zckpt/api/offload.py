@@ -87,8 +87,8 @@ def offload(
             this thread. If the offload fails, an error is printed on stderr at once, and the engine is unchanged. The
             next offload, reload, write or restore raises the error, unless ``wait`` of the result has raised it.
         auto: whether a call that uses an offloaded state, such as ``engine.step()``, first brings back what it needs.
-            Then every rank has to make this call, because a reload is collective. If ``auto`` is false, such a call
-            raises OffloadedError. The last offload decides this for everything that is offloaded.
+            If ``auto`` is true, every rank has to make such a call, because a reload is collective. If ``auto`` is
+            false, such a call raises OffloadedError. The last offload decides this for everything that is offloaded.
         budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
 
     Returns:

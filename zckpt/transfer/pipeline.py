@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 PREPARED_ITEMS = 16
-"""The most items that are prepared before their sources are read, which are 256 MiB of straight reads. When the memory
-of all items was provided at once, whatever was being read, loads often took twice the processor time. In trials with 4,
-8, 16 and 32 items, 16 was the fastest by a few per cent."""
+"""The largest number of items that are prepared before their sources are read. If each of them is a straight read of 16
+MiB, they have 256 MiB. When the memory of all items was provided at once, no matter what was being read, loads often
+took twice the processor time. In trials with 4, 8, 16 and 32 items, 16 was the fastest by a few per cent."""
 
 
 class Pipeline(Generic[Item]):
@@ -33,7 +33,7 @@ class Pipeline(Generic[Item]):
     The threads of the budget read and write. One further thread, the digest thread, does the step ``digest``, so that
     the other threads can keep the disk busy. They do this step too, but only if there is nothing to read or write.
     While there are no digests to compute, the digest thread calls ``prepare``, if it is given, for the items whose
-    sources are read next. So the threads that read need not do this work.
+    sources are read next. So ``prepare`` does work that the threads that read would otherwise do or wait for.
 
     Sources come first: as long as a buffer is free, the next source is read. The sources of the first ``urgent`` items
     are read before all others. The snapshot is told when all urgent sources have been read, and again when all sources
