@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import zckpt
-from tests.support.litter import directory_names, write_steps
+from tests.support.litter import directory_names
 from tests.support.models import make_engine, train
 from tests.support.plain_engine import Engine, engines_are_adapters
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_write_removes_older_checkpoints(tmp_path: Path, background: bool) -> None:
+    engine = Engine()
     with engines_are_adapters():
-        for step in range(1, 8):
-            zckpt.write(Engine(step=step), tmp_path / f"s{step}", keep_last=2, keep_every=3, background=background)
+        for engine.step in range(1, 8):
+            zckpt.write(engine, tmp_path / f"s{engine.step}", keep_last=2, keep_every=3, background=background)
         zckpt.wait()
         assert directory_names(tmp_path) == ["s3", "s6", "s7"]
-        zckpt.write(Engine(step=8), tmp_path / "s8")
+        zckpt.write(engine, tmp_path / "s8")
         assert directory_names(tmp_path) == ["s3", "s6", "s7", "s8"], "nothing is removed unasked"
 
 
@@ -34,24 +35,29 @@ def test_a_write_removes_older_checkpoints(tmp_path: Path, background: bool) -> 
 def test_a_write_never_removes_what_it_has_written(tmp_path: Path, background: bool) -> None:
     """The times of the older checkpoints come from another clock, which is ahead. No `latest` protects the new
     checkpoint."""
-    write_steps(tmp_path, 8, 9)
-    for step, ahead in ((8, 1000), (9, 2000)):
-        at = time.time() + ahead
-        os.utime(tmp_path / f"s{step}" / "manifest.msgpack", (at, at))
+    engine = Engine()
     with engines_are_adapters():
-        zckpt.write(Engine(step=5), tmp_path / "s5", latest=False, keep_last=2, background=background)
-    zckpt.wait()
+        for engine.step in (8, 9, 5):
+            keep_last = {"latest": False, "keep_last": 2} if engine.step == 5 else {}
+            zckpt.write(engine, tmp_path / f"s{engine.step}", background=background, **keep_last)  # type: ignore[call-overload]
+            zckpt.wait()
+            if engine.step > 5:
+                at = time.time() + 1000 * engine.step
+                os.utime(tmp_path / f"s{engine.step}" / "manifest.msgpack", (at, at))
     assert directory_names(tmp_path) == ["s5", "s9"]
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_write_that_cannot_remove_older_checkpoints_is_committed(tmp_path: Path, background: bool) -> None:
-    write_steps(tmp_path, 1, 2)
+    engine = Engine()
+    with engines_are_adapters():
+        for step in (1, 2):
+            zckpt.write(engine, tmp_path / f"s{step}")
     (tmp_path / "latest").write_text("../nothing\n")
 
     def write() -> None:
         with engines_are_adapters():
-            zckpt.write(Engine(step=3), tmp_path / "s3", keep_last=1, latest=False, background=background)
+            zckpt.write(engine, tmp_path / "s3", keep_last=1, latest=False, background=background)
         zckpt.wait()
 
     with pytest.warns(UserWarning, match=r"s3 is written, but older .* not be removed: .*L001"):

@@ -17,7 +17,7 @@ from tests.support.faults import Fault, faulty
 from tests.support.forks import in_processes, stopped_at
 from tests.support.litter import SHAPES, directory_names, litter, tree, write_steps
 from tests.support.slow_writes import slow_write
-from tests.support.states import write_state, write_through
+from tests.support.states import EngineOfAnAdapter, write_state, write_through
 from zckpt.cleaning.work import Work
 from zckpt.cli import main
 from zckpt.errors import CheckpointNotFoundError, FormatError, MissingFileError
@@ -133,9 +133,10 @@ def test_the_manifest_is_removed_durably_before_the_data(tmp_path: Path) -> None
 def test_a_reader_of_what_is_removed_gets_right_bytes_or_an_error(tmp_path: Path) -> None:
     def work(number: int) -> set[str]:
         if number == 0:
+            engine = EngineOfAnAdapter()
             for step in range(1, 30):
                 value = torch.from_numpy(np.full(100_000, step, np.float32))
-                write_through(tmp_path / f"s{step}", value, step=step)
+                write_through(tmp_path / f"s{step}", value, step=step, engine=engine)
                 zckpt.prune(tmp_path, keep_last=1)
             return set()
         seen = set()

@@ -35,7 +35,7 @@ def save(
         (folder / foreign).write_bytes(b"any")
     else:
         write_state(
-            folder / f"global_step{step}", ranks, {"w": (40, 50)}, step=step, engine_state={"scheduler": scheduler},
+            folder / f"global_step{step}", ranks, {"w": (40, 50)}, step=step, engine_state={"optimizer": {}, "scheduler": scheduler},
             parts=("master", *MOMENTS) if full else ("master",), left_out=[] if full else MOMENTS,
         )  # fmt: skip
     if scheduler is None:

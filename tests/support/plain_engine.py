@@ -32,6 +32,10 @@ class Engine:
         self.parts: tuple[str, ...] = ("master", "exp_avg")
         self.devices = ()
         self.module = None
+        self.trains = True
+
+    def sample(self) -> bytes:
+        return b""
 
     def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
         pass

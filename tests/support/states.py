@@ -164,14 +164,23 @@ def is_tensor_name(name: str) -> bool:
     return True
 
 
-def write_through(path: Path, value: torch.Tensor, *, step: int = 1, **options: Any) -> Any:
-    """Calls ``zckpt.write`` with its lock, commit and clean-up, for a simulated engine of one tensor, ``master/w``."""
+class EngineOfAnAdapter:
+    """An engine of which a test needs nothing but that it is one."""
+
+
+def write_through(
+    path: Path, value: torch.Tensor, *, step: int = 1, engine: EngineOfAnAdapter | None = None, **options: Any
+) -> Any:
+    """Calls ``zckpt.write`` with its lock, commit and clean-up, for a simulated engine of one tensor, ``master/w``.
+    Each call is for another engine, unless an ``engine`` is given."""
     adapter = SimpleNamespace(
         step=step,
         description={},
         parts=(MASTER,),
         devices=(),
         module=None,
+        trains=True,
+        sample=bytes,
         refuse_unsupported=lambda **_: None,
         inventory=lambda parts: Inventory((fragment(MASTER, "w", value, 0, value.numel()),)),
         state=dict,
@@ -179,4 +188,4 @@ def write_through(path: Path, value: torch.Tensor, *, step: int = 1, **options: 
         after_write=lambda: None,
     )
     with mock.patch("zckpt.writing.prepare.adapt", return_value=adapter):
-        return zckpt.write(SimpleNamespace(), path, **options)
+        return zckpt.write(engine or EngineOfAnAdapter(), path, **options)

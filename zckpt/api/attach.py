@@ -19,7 +19,7 @@ from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.listing.find import find
 from zckpt.listing.other_formats import deepspeed_files
-from zckpt.listing.runs import is_full
+from zckpt.listing.runs import can_resume
 from zckpt.ranks.collectives import Ranks
 from zckpt.restoring.plan import Caller, Request, engine_state
 from zckpt.state.inventory import RESERVED_PARTS
@@ -90,11 +90,12 @@ def attach(
     ``client_state`` of rank 0 to every rank, with a warning. A save in the middle of gradient accumulation leaves the
     gradients out, as DeepSpeed does, with a warning. An engine without an optimizer saves its weights and buffers.
 
-    With ``full_every``, a checkpoint is full if it holds the whole state. The first save is full, and the count begins
-    anew with each full checkpoint that is saved or loaded. A run that was stopped and resumed therefore has its full
-    checkpoints at the same steps as a run that was not. ``load_checkpoint`` raises MismatchError for a checkpoint that
-    is not full, and names the newest full one, unless it is called with ``load_module_only=True`` or
-    ``load_optimizer_states=False``. For this reason ``latest`` continues to name the newest full checkpoint of
+    With ``full_every``, a checkpoint is full if it holds the whole state. The first save into a directory is full, and
+    the count begins anew with each full checkpoint that is saved there or loaded. Directories whose paths differ only
+    in their numbers, such as ``checkpoint-10`` and ``checkpoint-20``, count as one. A run that was stopped and resumed
+    therefore has its full checkpoints at the same steps as a run that was not. ``load_checkpoint`` raises MismatchError
+    for a checkpoint that is not full, and names the newest full one, unless it is called with ``load_module_only=True``
+    or ``load_optimizer_states=False``. For this reason ``latest`` continues to name the newest full checkpoint of
     ``save_dir``, if there is one. A save into the directory of a full checkpoint is full as well.
 
     Attaching an engine a second time changes nothing, whatever the arguments are, even if ``zckpt run`` attached it
@@ -236,7 +237,7 @@ def _save_checkpoint(
     tags = ranks.share(checked_tag, "save a checkpoint")
     ranks.together(lambda: _check_tags(engine, tags, ranks), "agree on a tag")
     path, step = str(Location.of(save_dir).child(tags[0])), engine.global_steps
-    number = saves.begin(path, step)
+    number = saves.begin(save_dir, path, step)
     wait()  # The write before this one has to be committed, because its checkpoint may be the full one.
     if number:
         replaces_full, latest_is_full = ranks.first(
@@ -256,7 +257,7 @@ def _save_checkpoint(
         run=save_dir,
     )
     write_engine(engine, path, options)
-    saves.end(number, path, step)
+    saves.end(number, save_dir, path, step)
     ranks.together(lambda: _warn_of_gradients(engine) if ranks.rank == 0 else None, "end the save")
     return True
 
@@ -265,7 +266,7 @@ def _is_full(path: StrPath) -> bool:
     """Returns whether the checkpoint at ``path`` is full. In the directory of a run, it is the one that ``latest``
     names. Returns False if there is no checkpoint that can be read."""
     try:
-        return is_full(find(path))
+        return can_resume(find(path))
     except ZckptError:
         return False
 
@@ -357,7 +358,7 @@ def _load_checkpoint(
     )
     restored, _ = restore_engine(engine, path, request)
     if not weights_only:
-        saves.end(0)
+        saves.end(0, load_dir)
     return path, dict(restored)
 
 

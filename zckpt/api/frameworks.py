@@ -16,13 +16,16 @@ from zckpt.api import background
 from zckpt.engines import group_of
 from zckpt.engines.hooks import workers_ignore
 from zckpt.errors import warn
+from zckpt.format import names
 from zckpt.listing.trainer import (
     RESUMABLE,
     SCHEDULER,
     TRAINER_STATE,
     Kind,
+    is_last_to_resume,
     is_zckpts,
     kind_of,
+    kind_of_models,
     last_checkpoint,
     newest_to_resume,
     rng_file,
@@ -48,6 +51,9 @@ _SENTINEL = "checkpoint-is-incomplete.txt"
 _postponed: list[Callable[[], None]] | None = None
 """The removals of older checkpoints that Trainer has asked for while it saves a checkpoint. They wait until all ranks
 have written everything. None if Trainer is not saving."""
+
+_held_back: dict[str, Callable[[], None]] = {}
+"""The removals of checkpoints that Lightning has asked for, by the path of the checkpoint."""
 
 
 def replace_functions() -> None:
@@ -145,13 +151,16 @@ def _rotate_checkpoints(
         _postponed.append(rotate)
 
 
-def _remove_superseded(folders: Sequence[str], limit: int, best: str | None) -> None:
-    for folder in superseded([folder for folder in folders if os.path.isdir(folder)], limit, best):
+def _remove_superseded(
+    folders: Sequence[str], limit: int, best: str | None, kind: Callable[[str], Kind] = kind_of
+) -> None:
+    for folder in superseded([folder for folder in folders if os.path.isdir(folder)], limit, best, kind):
         if os.path.islink(folder):  # The target of a symbolic link may belong to somebody else.
             os.unlink(folder)
             continue
-        # A killed removal leaves a folder without this file, which counts as incomplete.
-        Path(folder, TRAINER_STATE).unlink(missing_ok=True)
+        # A killed removal leaves a folder without these files, which counts as incomplete.
+        for decisive in (Path(folder, TRAINER_STATE), *Path(folder).glob(f"*/{names.MANIFEST}")):
+            decisive.unlink(missing_ok=True)
         shutil.rmtree(folder)
 
 
@@ -292,19 +301,42 @@ def _takes_signals(callback: Any) -> bool:
 
 
 def _save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **options: Any) -> Any:
-    """Waits for the write in the background before Accelerate saves. Accelerate removes older checkpoints on all ranks
-    before it saves, and the newest of the others must be complete by then."""
+    """Removes older checkpoints after the save, once it is committed. Accelerate removes them before it saves, and also
+    if training cannot go on from those that stay."""
     background.wait()
-    return original(accelerator, *args, **options)
+    configuration = accelerator.project_configuration
+    limit = configuration.total_limit
+    if limit is None or not configuration.automatic_checkpoint_naming or not any(map(saves_of, accelerator._models)):
+        return original(accelerator, *args, **options)
+    configuration.total_limit = None
+    try:
+        result = original(accelerator, *args, **options)
+    finally:
+        configuration.total_limit = limit
+    if accelerator.is_main_process:
+        directory = os.path.join(accelerator.project_dir, "checkpoints")
+        numbers = (name.removeprefix("checkpoint_") for name in os.listdir(directory))
+        ordered = sorted(int(number) for number in numbers if number.isdecimal())
+        folders = [os.path.join(directory, f"checkpoint_{number}") for number in ordered]
+        _remove_once_committed(functools.partial(_remove_superseded, folders, limit, None, kind_of_models))
+    return result
 
 
 def _remove_checkpoint(original: Callable[..., None], strategy: Any, filepath: Any) -> None:
-    """Postpones the removal until the write in the background is committed. Lightning removes older checkpoints after
-    it has saved a new one."""
+    """Postpones the removal until the write in the background is committed, and as long as training can be resumed from
+    no newer checkpoint. Lightning removes older checkpoints after it has saved a new one."""
     if saves_of(getattr(strategy, "model", None)) is None:
         original(strategy, filepath)
     else:
-        _remove_once_committed(functools.partial(original, strategy, filepath))
+        _held_back[os.fspath(filepath)] = functools.partial(original, strategy, filepath)
+        _remove_once_committed(_remove_held_back)
+
+
+def _remove_held_back() -> None:
+    for path, remove in [*_held_back.items()]:
+        if not is_last_to_resume(path):
+            del _held_back[path]
+            remove()
 
 
 _REPLACEMENTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.cleaning.work import Work, is_latest
 from zckpt.errors import CheckpointNotFoundError, FormatError, StorageError
 from zckpt.format import names
 from zckpt.listing.find import open_contents
-from zckpt.listing.runs import check_lengths, directories, nothing_at
+from zckpt.listing.runs import check_lengths, directories, is_of_trainer, nothing_at
 from zckpt.storage.schemes import open_store
 from zckpt.writing.options import check_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from zckpt.cleaning.cleanup import Cleanup
+    from zckpt.state.lineage import Lineage
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
+
+
+class Kind(NamedTuple):
+    """What is alike for the checkpoints that take each other's place."""
+
+    run: str
+    """The identity of the training run."""
+    use: str
+    """What the checkpoints can be used for."""
+    of_trainer: bool
+    """Whether they are in directories ``checkpoint-<N>`` of Hugging Face's Trainer. Trainer resumes only from those."""
 
 
 class _Committed(NamedTuple):
@@ -27,33 +41,37 @@ class _Committed(NamedTuple):
     changed_at: float
     step: int
     path: str
+    kind: Kind
     save_id: str
     store: Store
-    full: bool
-    """Whether the checkpoint has all of the optimizer's state."""
 
 
 def prune(run: StrPath, *, keep_last: int, keep_every: int | None = None, dry_run: bool = False) -> Cleanup:
     """Removes older checkpoints of a run, and keeps the newest ones. Call this on one rank only.
 
-    These checkpoints are never removed:
+    A directory may hold checkpoints of several training runs, such as those of an actor and of a critic, and of several
+    uses: some to resume from, some that hold only weights, and partial copies. Each checkpoint records its run and its
+    use. Each run and use keeps ``keep_last`` checkpoints of its own, so the last checkpoint from which a run can be
+    resumed always stays.
+
+    These checkpoints are never removed either:
 
     - the checkpoint that ``latest`` names,
-    - the newest checkpoint that has all of the optimizer's state,
     - a checkpoint that another process is writing at this moment,
     - an incomplete checkpoint, whose manifest cannot be read, or of which a file is missing or has the wrong length. It
-      does not count as one of ``keep_last`` either.
+      does not count as one of ``keep_last``.
 
     Of each checkpoint, the manifest is removed first, durably, and then the data.
 
     Args:
         run: the directory of the run. Its checkpoints are those that ``zckpt.gc`` finds.
-        keep_last: the number of checkpoints that are kept, counted from the one that was committed last.
+        keep_last: the number of checkpoints of each run and use that are kept, counted from the one that was committed
+            last.
         keep_every: if it is given, checkpoints whose step is a multiple of this number are kept too.
         dry_run: whether to remove nothing, and only return what would be removed.
 
     Returns:
-        The files and directories that were removed, with their sizes.
+        The files and directories that were removed, with their sizes, and why each of the others was kept.
 
     Raises:
         CheckpointNotFoundError: there is no such directory, or it is the directory of one checkpoint.
@@ -67,11 +85,17 @@ def prune(run: StrPath, *, keep_last: int, keep_every: int | None = None, dry_ru
 
 
 def remove_older(
-    run: StrPath, keep_last: int, keep_every: int | None = None, *, newest: str | None = None, dry_run: bool = False
+    run: StrPath,
+    keep_last: int,
+    keep_every: int | None = None,
+    *,
+    written: tuple[str, str] | None = None,
+    dry_run: bool = False,
 ) -> Cleanup:
-    """Does the work of ``prune``, and of writes that remove older checkpoints. ``newest``: the save id of a checkpoint
-    that counts as the one that was committed last, even if its manifest has an older time. The clocks of two hosts may
-    differ, and the files of a copied run may have any times."""
+    """Does the work of ``prune``, and of writes that remove older checkpoints. ``written``: the identity of the run and
+    the save id of the checkpoint that a write has just committed. Then only checkpoints of this run are removed, and
+    this checkpoint counts as the one that was committed last, even if its manifest has an older time. The clocks of two
+    hosts may differ, and the files of a copied run may have any times."""
     store = open_store(run)
     entries = store.entries()
     if entries is None:
@@ -82,25 +106,40 @@ def remove_older(
             hint=f"give the directory of its run, such as {store.location.absolute().parent}",
         )  # fmt: skip
     stores = [checkpoint for checkpoint, entries in directories(store) if names.MANIFEST in entries]
-    committed, unreadable = _committed(stores)
+    committed, unreadable = _committed(stores, time.time())
+    run_id, newest = written or (None, None)
     committed.sort(key=lambda checkpoint: checkpoint.save_id == newest)  # The sort is stable.
-    last = [*committed[-keep_last:], *[checkpoint for checkpoint in committed if checkpoint.full][-1:]]
-    kept = [
-        checkpoint
-        for checkpoint in committed
-        if checkpoint in last
-        or (keep_every is not None and checkpoint.step % keep_every == 0)
-        or is_latest(store, checkpoint.store)
-    ]
+    last = {checkpoint.path for checkpoint in _last_of_each_kind(committed, keep_last)}
+    reasons: dict[str, str] = {}
     work = Work(dry_run)
     for checkpoint in committed:
-        if checkpoint not in kept:
+        kind = checkpoint.kind
+        if is_latest(store, checkpoint.store):
+            reasons[checkpoint.path] = "`latest` names it"
+        elif checkpoint.path in last:
+            reasons[checkpoint.path] = f"one of the last {keep_last} of run {kind.run} with use {kind.use!r}"
+        elif keep_every is not None and checkpoint.step % keep_every == 0:
+            reasons[checkpoint.path] = f"its step, {checkpoint.step}, is a multiple of {keep_every}"
+        elif run_id not in (None, kind.run):
+            reasons[checkpoint.path] = f"it belongs to another run, {kind.run}"
+    for checkpoint in committed:
+        if checkpoint.path not in reasons:
             work.clean(checkpoint.store, store, checkpoint.save_id)
-    return work.result(len(stores), [checkpoint.path for checkpoint in kept], unreadable)
+    return work.result(len(stores), reasons, unreadable)
 
 
-def _committed(stores: Sequence[Store]) -> tuple[list[_Committed], list[str]]:
-    """Returns the complete checkpoints in the order of their commits, and the paths of those that are not complete."""
+def _last_of_each_kind(committed: Sequence[_Committed], keep_last: int) -> Iterator[_Committed]:
+    """Yields the last checkpoints of each kind. ``committed`` is in the order of the commits."""
+    for _, group in groupby(sorted(committed, key=lambda checkpoint: checkpoint.kind), lambda found: found.kind):
+        yield from [*group][-keep_last:]
+
+
+def _committed(stores: Sequence[Store], now: float) -> tuple[list[_Committed], list[str]]:
+    """Returns the complete checkpoints in the order of their commits, and the paths of those that are not complete.
+
+    Times that lie in the future are of a clock that was set back, or of another host. Such a checkpoint takes its place
+    by its step. ``now``: the present time, in seconds since the epoch.
+    """
     committed, unreadable = [], []
     for store in stores:
         path = str(store.location)
@@ -108,7 +147,7 @@ def _committed(stores: Sequence[Store]) -> tuple[list[_Committed], list[str]]:
             contents = open_contents(store)
             with closing(contents.reader):
                 check_lengths(contents)
-                full = not contents.left_out
+                kind = _kind(store, contents.lineage)
             changed_at = store.changed_at(names.MANIFEST)
         except CheckpointNotFoundError:
             continue  # Another process has removed it meanwhile.
@@ -117,5 +156,15 @@ def _committed(stores: Sequence[Store]) -> tuple[list[_Committed], list[str]]:
             continue
         manifest = contents.manifest
         if changed_at is not None:
-            committed.append(_Committed(changed_at, manifest.step, path, manifest.save_id, store, full))
+            committed.append(_Committed(changed_at, manifest.step, path, kind, manifest.save_id, store))
+    past = [checkpoint for checkpoint in committed if checkpoint.changed_at <= now]
+    for number, checkpoint in enumerate(committed):
+        if checkpoint.changed_at > now:
+            earlier = (other for other in past if other.kind == checkpoint.kind and other.step < checkpoint.step)
+            changed_at = max((other.changed_at for other in earlier), default=0.0)
+            committed[number] = checkpoint._replace(changed_at=changed_at)
     return sorted(committed, key=lambda checkpoint: checkpoint[:3]), unreadable
+
+
+def _kind(store: Store, lineage: Lineage) -> Kind:
+    return Kind(lineage.run, str(lineage.use), is_of_trainer(store.parent.location.name))

@@ -12,6 +12,7 @@ from zckpt.api.background import wait
 from zckpt.api.offload import bring_back_to_restore
 from zckpt.api.open import open_checkpoint
 from zckpt.engines import adapt, group_of
+from zckpt.engines.history import history_of, note_restore
 from zckpt.engines.registered import registered
 from zckpt.errors import FormatError, MismatchError, RankError, StorageError, warn
 from zckpt.listing.find import advised, find
@@ -27,7 +28,6 @@ from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 from zckpt.system.threads import beside
 from zckpt.transfer.devices import check_device, synchronize
-from zckpt.writing.reuse import remember
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -219,7 +219,9 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Res
         try:
             plan.restoring.finish()
             synchronize(plan.adapter.devices)  # From here on, every stream of a device may use the restored tensors.
-            remember(engine, str(Location.of(plan.checkpoint.path).absolute()))
+            history_of(engine).last = str(Location.of(plan.checkpoint.path).absolute())
+            if request.resumes and plan.adapter.trains:
+                note_restore(engine, plan.checkpoint.contents.lineage.run)
         except BaseException as error:  # It is raised again below, where the other ranks learn of it.
             errors.append(error)
         ranks.together(lambda: _raise_first(errors), "restore")

@@ -113,8 +113,9 @@ def write(
         progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
         pending_gradients: what happens if gradients wait for an optimizer step, which no checkpoint can hold. "refuse"
             raises UnsupportedError, and "drop" leaves them out.
-        keep_last: the number of checkpoints in the same run that are kept. Once this checkpoint is committed, rank 0
-            removes older ones, as ``zckpt.prune`` does. If that fails, it gives a warning. None removes nothing.
+        keep_last: the number of checkpoints that are kept of this engine's run, for each use. Once this checkpoint is
+            committed, rank 0 removes older ones, as ``zckpt.prune`` does, but none of another run, such as that of
+            another engine. If that fails, it gives a warning. None removes nothing.
         keep_every: with ``keep_last``, checkpoints whose step is a multiple of this number are kept too.
         reuse: an earlier checkpoint, or a run, whose data files are reused. Data files of 64 KiB or more that have not
             changed since then, such as those of frozen weights, are not written again. They share their blocks with the
@@ -224,8 +225,7 @@ def _finish(prepared: Preparation, ranks: Ranks, snapshot: Snapshot) -> None:
 def _remove_older(prepared: Preparation, keep_last: int) -> None:
     """Removes older checkpoints of the run. Gives a warning if that fails."""
     try:
-        keep_every, newest = prepared.options.keep_every, prepared.write.save_id
-        remove_older(str(prepared.run.location), keep_last, keep_every, newest=newest)
+        remove_older(str(prepared.run.location), keep_last, prepared.options.keep_every, written=prepared.written)
     except Exception as error:  # The new checkpoint is committed, so the write must not fail.
         warn(f"{prepared.target} is written, but older checkpoints could not be removed: {error}")
 

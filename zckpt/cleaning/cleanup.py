@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +43,17 @@ class Cleanup:
     ``zckpt.repair`` can rebuild their manifests."""
     checkpoints: int = 0
     """The number of checkpoints that were found in the directory. Uncommitted checkpoints are counted too."""
-    kept: tuple[str, ...] = ()
-    """The paths of the checkpoints that ``zckpt.prune`` has kept, in the order in which they were committed."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """For each checkpoint that ``zckpt.prune`` has kept, its path and why it was kept, in the order in which they were
+    committed."""
     unreadable: tuple[str, ...] = ()
     """The paths of checkpoints that ``zckpt.prune`` has left alone because they are incomplete: their manifests cannot
     be read, or some of their files are missing or have the wrong length."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The paths of the checkpoints that ``zckpt.prune`` has kept, in the order in which they were committed."""
+        return tuple(self.reasons)
 
     @property
     def nbytes(self) -> int:
@@ -57,13 +67,14 @@ class Cleanup:
         return sum(removed.shared_bytes for removed in self.removed)
 
     def to_json(self) -> str:
-        """Returns one line of JSON with the fields of this class, ``nbytes`` and ``shared_bytes``."""
-        return json.dumps({**asdict(self), "nbytes": self.nbytes, "shared_bytes": self.shared_bytes})
+        """Returns one line of JSON with the fields of this class, ``kept``, ``nbytes`` and ``shared_bytes``."""
+        computed = {"kept": self.kept, "nbytes": self.nbytes, "shared_bytes": self.shared_bytes}
+        return json.dumps({**asdict(self), **computed})
 
     def __str__(self) -> str:
         lines = [f"{removed.reason:9}  {removed.nbytes:>15,}  {removed.path}" for removed in self.removed]
+        lines += [f"{'kept':26}  {path}  ({reason})" for path, reason in self.reasons.items()]
         remaining = {
-            "kept": self.kept,
             "in use": self.in_use,
             "unreadable": self.unreadable,
             "recoverable": self.recoverable,

@@ -13,7 +13,7 @@ from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock
 from zckpt.writing.leftovers import prepared_manifests, recoverable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Sequence
+    from collections.abc import Collection, Hashable, Mapping, Sequence
 
     from zckpt.storage.contract import Store, StoredFile
     from zckpt.storage.location import Location
@@ -42,11 +42,13 @@ class Work:
         self.in_use: list[str] = []
         self.recoverable: list[str] = []
 
-    def result(self, checkpoints: int, kept: Sequence[str] = (), unreadable: Sequence[str] = ()) -> Cleanup:
+    def result(
+        self, checkpoints: int, reasons: Mapping[str, str] | None = None, unreadable: Sequence[str] = ()
+    ) -> Cleanup:
         """Returns the result of the clean-up. The arguments are the fields of ``Cleanup`` of the same names."""
         removed, in_use = tuple(self.removed), tuple(self.in_use)
         recoverable, dry_run = tuple(self.recoverable), self.dry_run
-        return Cleanup(removed, in_use, dry_run, recoverable, checkpoints, tuple(kept), tuple(unreadable))
+        return Cleanup(removed, in_use, dry_run, recoverable, checkpoints, reasons or {}, tuple(unreadable))
 
     def clean(self, store: Store, unwanted_in: Store | None = None, save_id: str = "") -> None:
         """Removes the leftovers of one checkpoint. If ``unwanted_in`` is given, removes the checkpoint itself too.

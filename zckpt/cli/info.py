@@ -51,6 +51,8 @@ def _print_checkpoint(checkpoint: CheckpointSummary) -> None:
             ("world size", checkpoint.world_size),
             *checkpoint.writer.items(),
             ("age", output.age(checkpoint.age_seconds)),
+            ("use", checkpoint.use),
+            ("run", checkpoint.run),
             ("files", f"{checkpoint.files} with tensors, {output.size(checkpoint.nbytes)}"),
             *([("shared", f"{output.size(checkpoint.shared_bytes)} of them")] if checkpoint.shared_bytes else []),
             ("complete", "yes" if checkpoint.problem is None else f"no: {_in_one_line(checkpoint.problem)}"),
@@ -101,6 +103,8 @@ def _in_one_line(problem: str) -> str:
 
 def _remarks(entry: RunEntry) -> list[str]:
     remarks = ["latest"] if entry.is_latest else []
+    if entry.use not in (None, "resume"):
+        remarks.append("weights only" if entry.use == "weights" else "a part")
     if entry.problem is not None:
         remarks.append(f"not a checkpoint: {_in_one_line(entry.problem)}")
     if entry.locked_by is not None:

@@ -11,6 +11,7 @@ import torch
 
 from zckpt.comparing.report import StateDifference
 from zckpt.errors import first_few
+from zckpt.format.names import LINEAGE
 from zckpt.transfer.memory import host_bytes
 
 if TYPE_CHECKING:
@@ -25,11 +26,12 @@ LONG_BYTES = 16
 
 def settings(checkpoint: Checkpoint) -> dict[str, object]:
     """Returns the non-tensor state that all ranks share: the step, the names of tied weights, and the entries of the
-    mapping at the root of the tree of state. If the root is not a mapping, it is the entry ``state``. Raises
-    FormatError and StorageError."""
+    mapping at the root of the tree of state, except the lineage, which is no state. If the root is not a mapping, it is
+    the entry ``state``. Raises FormatError and StorageError."""
     state = checkpoint.state
     shared = state if isinstance(state, Mapping) else {"state": state}
-    return {"step": checkpoint.step, "aliases": checkpoint.aliases, **shared}
+    of_state = {key: value for key, value in shared.items() if key != LINEAGE}
+    return {"step": checkpoint.step, "aliases": checkpoint.aliases, **of_state}
 
 
 def tree_differences(a: object, b: object, path: str) -> Iterator[StateDifference]:

@@ -19,6 +19,7 @@ from zckpt.listing.runs import refuse_place
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_data_files
 from zckpt.progress import PartOfProgress, reported
+from zckpt.state.lineage import Lineage, Use
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.space import Space
 from zckpt.transfer.snapshot import Snapshot
@@ -73,7 +74,8 @@ def write_source(
         return rank_records
 
     def rank_write(rank: int, options: WriteOptions) -> RankWrite:
-        metadata = catalog.SaveMetadata(source.step, BLOCK_BYTES, source.aliases, planned.packed, writer)
+        lineage = Lineage("", Use.RESUME if source.state.get("optimizer") else Use.WEIGHTS)
+        metadata = catalog.SaveMetadata(source.step, BLOCK_BYTES, source.aliases, planned.packed, writer, lineage)
         return RankWrite(
             store=store, latest_in=None, save_id=planned.save_id, rank=rank,
             data_files=planned.data_files(rank), metadata=metadata, options=options,

@@ -16,7 +16,8 @@ from zckpt.plan import catalog
 from zckpt.progress import PartOfProgress, reported
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.version import __version__
-from zckpt.writing.rank_write import RankWrite, SameFile
+from zckpt.writing.rank_write import RankWrite
+from zckpt.writing.reuse import SameFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -153,8 +154,10 @@ class Copy:
             **manifest.writer, "copied": datetime.now(UTC).isoformat(timespec="seconds"),
             "copied_by": __version__, "copied_from": manifest.save_id,
         }  # fmt: skip
-        state = manifest.state if self.selection is None else self.selection.state
-        metadata = catalog.SaveMetadata(manifest.step, manifest.block_bytes, manifest.aliases, state, writer)
+        state, lineage = (
+            (manifest.state, None) if self.selection is None else (self.selection.state, self.selection.lineage)
+        )
+        metadata = catalog.SaveMetadata(manifest.step, manifest.block_bytes, manifest.aliases, state, writer, lineage)
         return RankWrite(
             store=self.target, latest_in=None, save_id=self.save_id, rank=rank, data_files=data_files,
             metadata=metadata, options=self.options, source=source,

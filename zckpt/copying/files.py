@@ -4,7 +4,7 @@ ranges."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from zckpt.format.index import check_claims
 from zckpt.plan.layout import FILLER, HEADER, DataFilePlan, plan_copied_file, plan_data_files
 from zckpt.plan.share import shared_out
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, STATE, FileRange, Fragment
+from zckpt.state.lineage import Lineage, Use, use_of
 from zckpt.transfer.write import Source
 
 if TYPE_CHECKING:
@@ -128,7 +129,9 @@ class Selection:
     file_bytes: Mapping[int, int]
     """The size in bytes of the pieces of these tensors in each file that has any, by the number of the file."""
     state: bytes
-    """The packed tree of state that all ranks of the copy share."""
+    """The packed tree of state that all ranks of the copy share, without the lineage."""
+    lineage: Lineage | None
+    """The lineage of the copy, or None if the tree is not a map, so that none can be added."""
 
     @classmethod
     def of(cls, contents: Contents, keys: Iterable[str]) -> Selection:
@@ -152,7 +155,7 @@ class Selection:
 
         claimed = check_claims(manifest, claims())
         file_bytes = {number: int(claimed[number]) for number in sorted(numbers)}
-        return cls(contents, rows, file_bytes, _state(contents, rows))
+        return cls(contents, rows, file_bytes, _state(contents, rows), _lineage(contents, rows))
 
     def data_files(self, rank: int, pieces: FilePieces, save_id: str) -> tuple[DataFilePlan, ...]:
         """Plans the new files of a rank. ``pieces``: the pieces of the selected tensors in the rank's files."""
@@ -209,24 +212,37 @@ class _Reference:
 
 
 def _state(contents: Contents, rows: Sequence[Ints]) -> bytes:
-    """Returns the packed tree that all ranks of a copy share. ``rows``: the rows of the copied tensors in each part.
-    The tree lists an optimizer state as left out if the copy has the weight of a parameter but lacks this state of it,
-    and the source has it."""
+    """Returns the packed tree that all ranks of a copy share, without the lineage. ``rows``: the rows of the copied
+    tensors in each part. The tree lists an optimizer state as left out if the copy has the weight of a parameter but
+    lacks this state of it, and the source has it."""
     parts = contents.manifest.parts
     copied = {part.name: {part.name_ids[row] for row in of_part} for part, of_part in zip(parts, rows, strict=True)}
     weights = copied.get(MASTER, set())
     moments = [part for part in parts if part.name not in RESERVED_PARTS]
     left_out = [part.name for part in moments if weights.intersection(part.name_ids) - copied[part.name]]
-    if not left_out or not contents.plain_state:
+    if not contents.plain_state:
         return contents.manifest.state
     root = tree.unpack(contents.manifest.state, _Reference, names.MANIFEST)
-    root[names.LEFT_OUT] = sorted({*left_out, *contents.left_out})
+    root.pop(names.LINEAGE, None)
+    if left_out:
+        root[names.LEFT_OUT] = sorted({*left_out, *contents.left_out})
 
     def put(path: str, leaf: object) -> tuple[int, str]:
         assert isinstance(leaf, _Reference), "everything else in a tree is a plain value"
         return leaf.extension, leaf.name
 
     return tree.pack(root, "", put)
+
+
+def _lineage(contents: Contents, rows: Sequence[Ints]) -> Lineage | None:
+    """Returns the lineage of a copy. ``rows``: the rows of the copied tensors in each part."""
+    if not contents.plain_state:
+        return None
+    source, parts = contents.lineage, contents.manifest.parts
+    if source.use is Use.PART:
+        return source
+    whole = {part.name for part, of_part in zip(parts, rows, strict=True) if len(of_part) == len(part.name_ids)}
+    return replace(source, use=use_of(whole, [part.name for part in parts], trains=source.use is Use.RESUME))
 
 
 def _digests(data_file: DataFilePlan, old_table: memoryview, first_block: Mapping[int, int], block_bytes: int) -> bytes:

@@ -108,6 +108,11 @@ class EngineAdapter(Protocol):
         Raises ValueError for a part that the engine does not have. The error names the parts that it has.
         """
 
+    def sample(self) -> bytes:
+        """Returns bytes that are equal on every rank of this engine, and that differ between engines of one job as far
+        as that can be told at little cost, such as some elements of weights that every rank has. A write compares them,
+        because ranks that write different engines would commit a mixture of both. Changes nothing."""
+
     def memory(self) -> Iterable[Holding]:
         """Returns all memory and all swap files in which this rank holds tensors of the state, or gradients. In
         contrast to ``inventory``, this includes values that other ranks hold as well, padding, weights that are derived

@@ -13,9 +13,11 @@ from zckpt.state.inventory import Holding
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 T = TypeVar("T", bound=torch.Tensor)
+SAMPLED_TENSORS, SAMPLED_ELEMENTS = 16, 16
+"""How many tensors, and how many elements of each, ``some_bytes`` looks at."""
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
@@ -87,6 +89,16 @@ def holdings(part: str, name: str, value: Any, *, workspace: bool = False) -> It
     elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from holdings(part, name, item, workspace=workspace)
+
+
+def some_bytes(tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:
+    """Yields the bytes of some elements of up to ``SAMPLED_TENSORS`` of the tensors, chosen at equal distances. Tensors
+    of other types than torch's own are left out, and so are those without memory, because their values are on disk."""
+    plain = [tensor for tensor in tensors if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
+    present = [tensor.detach() for tensor in plain if tensor.numel() and tensor.untyped_storage().nbytes()]
+    for tensor in present[:: -(-len(present) // SAMPLED_TENSORS) or 1]:
+        row = tensor[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor.reshape(1)
+        yield row[:SAMPLED_ELEMENTS].cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def is_zero(tensor: torch.Tensor) -> bool:

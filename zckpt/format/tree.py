@@ -142,6 +142,21 @@ class _Encoder:
         return msgpack.ExtType(stored[0], stored[1].encode())
 
 
+def with_entry(packed: bytes, key: str, value: object) -> bytes:
+    """Returns a packed map with one entry more, without unpacking the others. ``packed``: a map that does not have this
+    key, as ``pack`` returns it, or nil, which counts as an empty map. Raises StateError (T004) if the tree is too large
+    then."""
+    packer = msgpack.Packer()
+    if packed == packer.pack(None):
+        packed = packer.pack_map_header(0)
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(packed)
+    header = packer.pack_map_header(unpacker.read_map_header() + 1)
+    raw: bytes = header + packed[unpacker.tell() :] + packer.pack(key) + packer.pack(value)
+    _Encoder(lambda path, leaf: None).check(len(raw), "")
+    return raw
+
+
 def _below(path: str, key: object) -> str:
     """Returns the path of the value of ``key`` in the map at ``path``."""
     if isinstance(key, str) and _IDENTIFIER.fullmatch(key):

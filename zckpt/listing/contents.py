@@ -22,9 +22,11 @@ from zckpt.format.dtypes import ITEM_BYTES, TORCH_NAMES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, TREE_BYTES_MAX
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
+from zckpt.plan.catalog import run_of, tensor_counts
 from zckpt.plan.reshard import FilePieces, StoredPieces, choose_copies
 from zckpt.plan.select import Keys, nearest, select
 from zckpt.state.inventory import STATE
+from zckpt.state.lineage import Lineage, judged, lineage_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -218,6 +220,18 @@ class Contents(Mapping[str, TensorInfo]):
         has weights that can be used, but not a state from which training could go on. Raises FormatError."""
         parts = self.plain_state.get(names.LEFT_OUT)
         return tuple(name for name in parts if isinstance(name, str)) if isinstance(parts, list) else ()
+
+    @cached_property
+    def lineage(self) -> Lineage:
+        """Which run the checkpoint belongs to, and what it can be used for. An older version of zckpt did not record
+        this, so it is judged by what the checkpoint holds. Raises FormatError."""
+        tensors, root = tensor_counts(self.manifest), self.plain_state
+        recorded = lineage_of(root.get(names.LINEAGE), tensors)
+        if recorded is not None:
+            return recorded
+        partial = "copied_from" in self.manifest.writer  # so does the writer of every copy of some tensors
+        use = judged(tensors, root.get("engine"), left_out=self.left_out, partial=partial)
+        return Lineage(run_of(self.manifest), use)
 
     @cached_property
     def plain_state(self) -> dict[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from zckpt.errors import (
@@ -11,6 +11,7 @@ from zckpt.errors import (
     FormatError,
     UnfinishedWriteError,
     VersionError,
+    ZckptError,
 )
 from zckpt.format import names
 from zckpt.listing.contents import Contents
@@ -18,6 +19,7 @@ from zckpt.listing.other_formats import other_format
 from zckpt.listing.runs import (
     NOTHING_CHANGED,
     has_manifest,
+    is_of_trainer,
     not_a_checkpoint,
     nothing_at,
     read_latest,
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 
 def find(path: StrPath) -> Store:
     """Returns the directory of the checkpoint at ``path``, or, in the directory of a run, of the one that ``latest``
-    names. Raises CheckpointNotFoundError, UnfinishedWriteError and FormatError (L001)."""
+    names. In the output directory of a Trainer, ``latest`` is that of a ``save_model``, so there it is the checkpoint
+    with the most steps. Raises CheckpointNotFoundError, UnfinishedWriteError and FormatError (L001)."""
     store = open_store(path)
     if store.exists(names.MANIFEST):
         return store
@@ -48,7 +51,7 @@ def find(path: StrPath) -> Store:
             name = read_latest(store)
             checkpoint = store.child(name)
             if has_manifest(store, name):
-                return checkpoint
+                return _newer_of_trainer(store, checkpoint) or checkpoint
         except FormatError as error:
             error.hint = what_is_here(store)
             raise
@@ -65,6 +68,18 @@ def find(path: StrPath) -> Store:
             hint=f"if the manifest was lost, zckpt.repair may rebuild it; {NOTHING_CHANGED}; {what_is_whole(store)}",
         )
     raise not_a_checkpoint(store, entries, "there is no manifest, and no `latest`")
+
+
+def _newer_of_trainer(run: Store, checkpoint: Store) -> Store | None:
+    """Returns the newest checkpoint in the directories ``checkpoint-<N>`` of a Trainer, if it has more steps than
+    ``checkpoint``."""
+    of_trainer = [name for name in run.directories() if is_of_trainer(name)]
+    for name in sorted(of_trainer, key=lambda name: int(name.rpartition("-")[2]), reverse=True):
+        with suppress(ZckptError):
+            newest = find(str(run.location.child(name)))
+            steps = [open_contents(store).manifest.step for store in (newest, checkpoint)]
+            return newest if steps[0] > steps[1] else None
+    return None
 
 
 def open_contents(store: Store) -> Contents:

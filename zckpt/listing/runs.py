@@ -25,6 +25,7 @@ from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.listing.contents import Contents
 from zckpt.listing.other_formats import deepspeed_files, other_format
+from zckpt.state.lineage import Lineage, Use
 from zckpt.storage.location import Location
 from zckpt.storage.lock import DEAD_SECONDS
 from zckpt.storage.schemes import open_store
@@ -294,21 +295,22 @@ def committed_at(store: Store) -> float:
         return 0.0
 
 
-def newest_full(run: Store) -> str | None:
-    """Returns the absolute path of the newest whole checkpoint of a run that has all of the optimizer's state. If it
-    is in a Trainer's ``checkpoint-<N>``, the path is that of this directory. It reads no tensor."""
+def newest_to_resume(run: Store, lineage: Lineage) -> str | None:
+    """Returns the absolute path of the newest whole checkpoint in the directory of a run from which training can go on,
+    and which belongs to the same run as ``lineage``. If it is in a Trainer's ``checkpoint-<N>``, the path is that of
+    this directory. It reads no tensor."""
     for checkpoint in _newest_first(run):
-        if is_full(checkpoint):
+        if can_resume(checkpoint, lineage.run):
             place = checkpoint.location.absolute()
             return str(place.parent if is_of_trainer(place.parent.name) else place)
     return None
 
 
-def is_full(checkpoint: Store) -> bool:
-    """Whether there is a checkpoint in exactly this directory that is whole, and from which training can go on, because
-    no part of the optimizer's state was left out. No tensor is read."""
+def can_resume(checkpoint: Store, run: str | None = None) -> bool:
+    """Whether there is a checkpoint in exactly this directory that is whole, and from which training can go on.
+    ``run``: the identity of the run that it has to belong to. None means any run. No tensor is read."""
     contents = if_whole(checkpoint)
-    return contents is not None and not contents.left_out
+    return contents is not None and contents.lineage.use is Use.RESUME and run in (None, contents.lineage.run)
 
 
 def if_whole(checkpoint: Store) -> Contents | None:
@@ -318,7 +320,7 @@ def if_whole(checkpoint: Store) -> Contents | None:
         with closing(checkpoint.reader()) as reader:
             contents = Contents(read_manifest(checkpoint, reader), reader)
             check_lengths(contents)
-            _ = contents.left_out  # raises an error if the tree is damaged
+            _ = contents.lineage  # raises an error if the tree is damaged
             return contents
     except ZckptError:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from zckpt.format.manifest import Manifest, Part
+    from zckpt.listing.contents import Contents
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
 
@@ -66,6 +67,11 @@ class Begun:
     """The size in bytes of the files that hold tensors."""
     age_seconds: float | None
     """The number of seconds since the checkpoint was committed."""
+    use: str | None
+    """What the checkpoint can be used for: ``"resume"``, ``"weights"`` or ``"part"``. It is None if the manifest or its
+    tree of state cannot be read."""
+    run: str | None
+    """The identity of the training run that the checkpoint belongs to. It is None if ``use`` is None."""
     problem: str | None
     """The reason why the directory is not a complete checkpoint, or None if it is one."""
     locked_by: str | None
@@ -137,20 +143,27 @@ def _checkpoint(store: Store) -> CheckpointSummary:
             problem = str(error)
     parts = tuple(_part(manifest, part) for part in manifest.parts if part.name != STATE)
     return CheckpointSummary(
-        **_begun(store, str(store.location), manifest, problem, time.time()), save_id=manifest.save_id,
+        **_begun(store, str(store.location), contents, problem, time.time()), save_id=manifest.save_id,
         writer=manifest.writer, parts=parts, files=len(manifest.files),
         shared_bytes=sum(file.nbytes for file in store.files(names.data_dir(manifest.save_id)) if file.links > 1),
     )  # fmt: skip
 
 
-def _begun(store: Store, path: str, manifest: Manifest | None, problem: str | None, now: float) -> dict[str, Any]:
-    """Returns the fields of ``Begun``, at the time ``now``."""
+def _begun(store: Store, path: str, contents: Contents | None, problem: str | None, now: float) -> dict[str, Any]:
+    """Returns the fields of ``Begun``, at the time ``now``. ``contents``: None if the manifest cannot be read."""
+    manifest = lineage = None
+    if contents is not None:
+        manifest = contents.manifest
+        with suppress(FormatError):  # the tree of state is damaged, which the summary does not look for
+            lineage = contents.lineage
     return {
         "path": path,
         "step": None if manifest is None else manifest.step,
         "world_size": None if manifest is None else manifest.world_size,
         "nbytes": None if manifest is None else sum(manifest.files.nbytes),
         "age_seconds": None if manifest is None else max(now - committed_at(store), 0.0),
+        "use": None if lineage is None else str(lineage.use),
+        "run": None if lineage is None else lineage.run,
         "problem": problem,
         "locked_by": _locked_by(store),
         "leftovers": tuple(leftovers(store)),
@@ -180,14 +193,13 @@ def _run(run: Store) -> RunSummary:
 
 
 def _entry(store: Store, path: str, latest: str | None, now: float) -> RunEntry:
-    manifest = problem = None
+    contents = problem = None
     try:
         contents = open_contents(store)
         contents.reader.close()
-        manifest = contents.manifest
     except ZckptError as error:
         problem = error.message
-    return RunEntry(**_begun(store, path, manifest, problem, now), is_latest=path == latest)
+    return RunEntry(**_begun(store, path, contents, problem, now), is_latest=path == latest)
 
 
 def _locked_by(store: Store) -> str | None:

@@ -1,9 +1,9 @@
-"""The checkpoints in the output directory of Hugging Face's Trainer: which of them are whole, and which of them may be
-removed.
+"""The checkpoints of Hugging Face's Trainer, of Accelerate and of Lightning: which of them are whole, and which of them
+may be removed.
 
-Each is a directory ``checkpoint-<step>`` that has zckpt's checkpoint beside files that Trainer writes itself. Trainer
-writes some of these files after zckpt's commit, and a crash may cut off any of them. So a run can be resumed from a
-directory only if all of it is whole.
+Each of Trainer's is a directory ``checkpoint-<step>`` that has zckpt's checkpoint beside files that Trainer writes
+itself. Trainer writes some of these files after zckpt's commit, and a crash may cut off any of them. So a run can be
+resumed from a directory only if all of it is whole.
 """
 
 from __future__ import annotations
@@ -11,28 +11,30 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from zckpt.errors import ZckptError
 from zckpt.listing.find import find
-from zckpt.listing.runs import directories, if_whole, is_begun, is_of_trainer
+from zckpt.listing.runs import can_resume, committed_at, directories, if_whole, is_begun, is_of_trainer
+from zckpt.state.lineage import Use
 from zckpt.storage.lock import is_alive, is_lock, read_lock
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 
 
 class Kind(Enum):
-    """What a directory ``checkpoint-<step>`` is."""
+    """What a directory of one checkpoint is."""
 
     UNFINISHED = "not whole: it is being written, or its writer has died, or something of it is missing or cut off"
     WEIGHTS = "whole, but the optimizer's state was left out"
     FULL = "whole, and training can go on from it"
-    FOREIGN = "not zckpt's, with Trainer's own state: as for Trainer alone, it counts as one to resume from"
+    FOREIGN = "not zckpt's, with the framework's own state: as for the framework alone, it counts as one to resume from"
 
 
 RESUMABLE = (Kind.FULL, Kind.FOREIGN)
@@ -62,7 +64,7 @@ def kind_of(folder: str) -> Kind:
         zipfile.is_zipfile(os.path.join(folder, name)) for name in expected
     ):
         return Kind.UNFINISHED
-    return Kind.WEIGHTS if contents.left_out else Kind.FULL
+    return Kind.FULL if contents.lineage.use is Use.RESUME else Kind.WEIGHTS
 
 
 def _is_resumable(entries: Sequence[str]) -> bool:
@@ -106,7 +108,38 @@ def newest_to_resume(folders: Sequence[str]) -> str | None:
     return next((folder for folder in reversed(folders) if kind_of(folder) in RESUMABLE), None)
 
 
-def superseded(folders: Sequence[str], limit: int, best: str | None) -> list[str]:
+def kind_of_models(folder: str) -> Kind:
+    """Returns what a directory of Accelerate is, which has a checkpoint for each model."""
+    models = [if_whole(store) for store, entries in directories(open_store(folder)) if is_begun(entries)]
+    if not models:
+        return Kind.FOREIGN
+    if None in models:
+        return Kind.UNFINISHED
+    return Kind.FULL if all(model and model.lineage.use is Use.RESUME for model in models) else Kind.WEIGHTS
+
+
+def is_last_to_resume(folder: str) -> bool:
+    """Returns whether training can be resumed from the checkpoint in this directory of Lightning, and from no newer one
+    of the same run beside it."""
+    try:
+        checkpoint = find(folder)
+    except ZckptError:
+        return False
+    contents = if_whole(checkpoint)
+    if contents is None or contents.lineage.use is not Use.RESUME:
+        return False
+    written, beside = committed_at(checkpoint), os.path.dirname(os.path.abspath(folder))
+    for name in os.listdir(beside):
+        with suppress(ZckptError):
+            other = find(os.path.join(beside, name))
+            if committed_at(other) > written and can_resume(other, contents.lineage.run):
+                return False
+    return True
+
+
+def superseded(
+    folders: Sequence[str], limit: int, best: str | None, kind_of: Callable[[str], Kind] = kind_of
+) -> list[str]:
     """Returns which of these directories, given from the oldest to the newest, are to be removed if ``limit`` of them
     may stay. The newest one and the best one always stay, as with Trainer alone. The newest one from which training can
     go on stays too. A directory that is not whole is removed first, unless somebody is writing there. If no directory

@@ -13,12 +13,15 @@ import zstandard
 from zckpt.errors import RankError, UnsupportedError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
+from zckpt.format import tree
 from zckpt.format.digest import DIGEST_BYTES
 from zckpt.format.index import Layout
 from zckpt.format.limits import INDEX_PIECES_MAX
 from zckpt.format.manifest import File, Files, Manifest, Part
-from zckpt.format.names import Tier
+from zckpt.format.names import LINEAGE, Tier
 from zckpt.format.rules import broken
+from zckpt.state.inventory import MASTER, PARAM
+from zckpt.state.lineage import Lineage, run_by_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -199,7 +202,10 @@ class SaveMetadata:
     block_bytes: int
     aliases: Mapping[str, str]
     state: bytes
+    """The packed root tree, without the lineage."""
     writer: Mapping[str, str]
+    lineage: Lineage | None = None
+    """The lineage that is added to the root tree. If its ``run`` is empty, ``run_of`` decides about it."""
 
 
 def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMetadata) -> tuple[bytes, bytes]:
@@ -259,9 +265,28 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
         state=metadata.state,
         writer=metadata.writer,
     )
+    if metadata.lineage is not None:
+        lineage = metadata.lineage if metadata.lineage.run else replace(metadata.lineage, run=run_of(manifest))
+        entry = lineage.tree(tensor_counts(manifest))
+        manifest = replace(manifest, state=tree.with_entry(manifest.state, LINEAGE, entry))
     raw = manifest_format.encode(manifest)
     _check(raw, index)
     return raw, index
+
+
+def tensor_counts(manifest: Manifest) -> dict[str, int]:
+    """Returns the number of tensors of each part."""
+    return {part.name: len(part.name_ids) for part in manifest.parts}
+
+
+def run_of(manifest: Manifest) -> str:
+    """Returns the identity of the run of a checkpoint that does not record it."""
+    return run_by_tensors(
+        (manifest.names[name_id], manifest.shapes[shape_id])
+        for part in manifest.parts
+        if part.name in (MASTER, PARAM)
+        for name_id, shape_id in zip(part.name_ids, part.shape_ids, strict=True)
+    )
 
 
 def with_digests(manifest: bytes, digests: Sequence[bytes]) -> bytes:

@@ -20,6 +20,8 @@ from zckpt.plan import catalog, rebuild
 from zckpt.reading.checkpoint import Checkpoint
 from zckpt.repairing.digest_tables import Places, compute_tables, differences, fit_tables, read_if_there, read_tables
 from zckpt.repairing.salvage import refused
+from zckpt.state.inventory import MASTER, PARAM
+from zckpt.state.lineage import Lineage, Use
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.transfer.staging import host_pool
 from zckpt.validation.check import Share, check_checkpoint
@@ -81,7 +83,7 @@ def rebuild_from(store: Store, save: FoundSave, old: Manifest | None, budget: Bu
         unverified += differences(places, rank, table, computed)
     writer = {"repaired": datetime.now(UTC).isoformat(timespec="seconds"), "repaired_by": __version__}
     metadata = (
-        catalog.SaveMetadata(0, block_bytes, {}, b"\xc0", writer)
+        catalog.SaveMetadata(0, block_bytes, {}, b"\xc0", writer, Lineage("", _use(save)))
         if old is None
         else catalog.SaveMetadata(old.step, block_bytes, old.aliases, old.state, {**old.writer, **writer})
     )
@@ -93,6 +95,12 @@ def rebuild_from(store: Store, save: FoundSave, old: Manifest | None, budget: Bu
     files = {names.digests_path(save.save_id, rank): table for rank, table in tables.items()}
     files[names.index_path(save.save_id)] = index
     return Rebuilt(manifest, files, tuple(unverified), places, all_computed)
+
+
+def _use(save: FoundSave) -> Use:
+    """Returns the use of a save whose manifest is lost. What a resume needs beside the tensors is lost with it."""
+    parts = {file.header.data_file.part for files_of_rank in save.files.values() for file in files_of_rank}
+    return Use.WEIGHTS if parts.intersection({MASTER, PARAM}) else Use.PART
 
 
 def _placed(

@@ -81,6 +81,9 @@ class ReferenceAdapter:
             )
         )
 
+    def sample(self) -> bytes:
+        return f"seed {self.engine.seed}, step {self.engine.steps}".encode()
+
     def memory(self) -> Iterator[Holding]:
         for part, tensors in {**self.engine.tensors, GRADIENT: self.engine.gradients}.items():
             for name, tensor in tensors.items():

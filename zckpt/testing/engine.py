@@ -76,6 +76,7 @@ class ReferenceEngine:
         }
         """The state by part and name. Each parameter's elements of this rank are a 1-D tensor. Each buffer is whole on
         every rank."""
+        self.seed = seed
         self.steps = 0
         self.learning_rate = 1e-2
         self.beta_powers = torch.ones(len(BETAS), device=self.device)

@@ -14,7 +14,8 @@ from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.format.names import Tier
 from zckpt.offloading.away import place_of
-from zckpt.state.inventory import BUFFER, RESERVED_PARTS, STATE, Fragment
+from zckpt.state.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
+from zckpt.state.lineage import Use, use_of
 from zckpt.transfer.devices import check_devices, synchronize
 from zckpt.transfer.memory import host_bytes
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
@@ -45,6 +46,8 @@ class Collected:
     """The digest of each buffer, by its key."""
     left_out: list[str]
     """The parts of the optimizer that the engine has and that ``options`` leave out."""
+    use: Use
+    """What the checkpoint can be used for."""
 
 
 def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
@@ -66,7 +69,9 @@ def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
     state, rank_state = adapter.state(), adapter.rank_state()
     scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))
     left_out = [part for part in adapter.parts if part not in wanted and part not in RESERVED_PARTS]
-    return Collected(fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out)
+    all_weights = options.parts is not None and PARAM in options.parts
+    use = use_of(wanted, adapter.parts, trains=adapter.trains, all_weights=all_weights)
+    return Collected(fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use)
 
 
 def _where_it_is(fragment: Fragment) -> Fragment:

@@ -12,9 +12,10 @@ import msgpack
 import torch
 
 from zckpt.engines import adapt
+from zckpt.engines.history import history_of, is_second, note_write, run_of_next_write
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
-from zckpt.errors import StateError, ZckptError, warn
+from zckpt.errors import RankError, StateError, ZckptError, warn
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, digest
 from zckpt.listing.runs import latest_name, refuse_place
@@ -22,6 +23,7 @@ from zckpt.offloading.away import away
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_data_files
 from zckpt.ranks.collectives import check_arguments
+from zckpt.state.lineage import Lineage
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
@@ -31,8 +33,8 @@ from zckpt.system.available import available_bytes
 from zckpt.transfer.budget import Budget
 from zckpt.version import __version__
 from zckpt.writing.collect import add_rank_tree, collect, fingerprint, pack_tree
-from zckpt.writing.rank_write import RankWrite, SameFile
-from zckpt.writing.reuse import LATEST, earlier_checkpoint, remember, reused
+from zckpt.writing.rank_write import RankWrite
+from zckpt.writing.reuse import LATEST, SameFile, earlier_checkpoint, reused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,6 +62,12 @@ class Facts(NamedTuple):
     earlier: str
     """The path of the checkpoint whose unchanged data files are shared, or an empty text if there is none. Only rank 0
     tells it."""
+    run: str
+    """The identity of the run that the engine belongs to on this rank, or an empty text if it has none yet."""
+    run_of_write: str
+    """The identity of the run that the checkpoint belongs to. Only rank 0 tells it."""
+    sample: bytes
+    """The digest of ``EngineAdapter.sample``."""
 
 
 class Planned(NamedTuple):
@@ -103,7 +111,7 @@ class Preparation:
             latest_name(self._store.location, self.run.location)
         self._client_rank_state = with_registered(self._engine, options.rank_state)
         collected = self._collected = collect(adapter, options)
-        packed, earlier, first = b"", "", self._rank == 0
+        packed, earlier, run, first = b"", "", "", self._rank == 0
         if first:
             root: dict[str, Any] = {"engine": collected.state, names.CLIENT_STATE: dict(options.client_state or {})}
             adapters = adapter_configs(adapter.module)
@@ -114,6 +122,7 @@ class Preparation:
             packed = pack_tree(root, "", collected.fragments, 0)
             self._lock = WriteLock(self._store)
             earlier = earlier_checkpoint(options.reuse, self._engine, self.run)
+            run = run_of_next_write(self._engine)
         writer = {
             "zckpt": __version__,
             "torch": torch.__version__,
@@ -121,11 +130,12 @@ class Preparation:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             **adapter.description,
         }
-        self._metadata = catalog.SaveMetadata(adapter.step, BLOCK_BYTES, collected.aliases, packed, writer)
+        lineage = Lineage(run, collected.use)
+        self._metadata = catalog.SaveMetadata(adapter.step, BLOCK_BYTES, collected.aliases, packed, writer, lineage)
         return Facts(
             options.common(self.target), digest(msgpack.packb(collected.scalars)), self._client_digest(),
             linux.boot_id() or platform.node(), collected.buffers if first else {}, self._lock.save_id if first else "",
-            earlier,
+            earlier, history_of(self._engine).run, run, digest(adapter.sample()),
         )  # fmt: skip
 
     def _client_digest(self) -> bytes | None:
@@ -143,6 +153,8 @@ class Preparation:
         options, collected, rank = self.options, self._collected, self._rank
         facts = [Facts(*values) for values in facts_of_ranks]
         check_arguments([of_rank.arguments for of_rank in facts])
+        _check_engines(facts, options, rank)
+        self._run_of_write = facts[0].run_of_write
         rank_state = collected.rank_state
         if any(of_rank.client_state not in (None, facts[0].client_state) for of_rank in facts):
             if options.each_client_state:  # a rank that has passed none writes an empty one
@@ -188,19 +200,59 @@ class Preparation:
         Returns the space in bytes that the write needs and that is free. Only rank 0 looks this up. Raises StateError
         on each rank if the optimizers of the ranks differ in a value that is kept once."""
         plans = [Planned(*values) for values in plans_of_ranks]
+        note_write(self._engine, self._run_of_write)
         if any(of_rank.scalars for of_rank in plans):
             raise _differing([of_rank.scalars for of_rank in plans])
         if self._rank == 0:
             rank_records = catalog.unpack(of_rank.rank_record for of_rank in plans)
             self.write.describe(rank_records, sum(of_rank.shared_bytes for of_rank in plans))
             refuse_place(self._store, self.run, latest=self.options.latest)
+            if is_second(self._engine, str(self.run.location)):
+                self._stay_beside()
             return self.write.begin(self._lock)
         return Space(self.target, 0, None)
+
+    def _stay_beside(self) -> None:
+        """Lets ``latest`` go on naming the checkpoints of another engine that writes to the same directory."""
+        if self.run.exists(names.LATEST):
+            self.write.latest_in = None
+        history = history_of(self._engine)
+        if not history.beside:
+            history.beside = True
+            warn(
+                f"two engines of this process write to {self.run.location}: `latest` there goes on naming the "
+                "checkpoints of the other one, and keep_last counts those of each engine alone. Give each engine a "
+                "directory of its own, or restore this one by the path of its checkpoint"
+            )
+
+    @property
+    def written(self) -> tuple[str, str]:
+        """The identity of the run and the save id of the checkpoint."""
+        return self._run_of_write, self.write.save_id
 
     def commit(self, digests: Sequence[bytes]) -> None:
         """On rank 0, commits as ``RankWrite.commit`` does."""
         self.write.commit(digests)
-        remember(self._engine, self.target)
+        history_of(self._engine).last = self.target
+
+
+def _check_engines(facts: Sequence[Facts], options: WriteOptions, rank: int) -> None:
+    """Raises RankError if the ranks write different engines, which would commit a mixture of them. An attached engine
+    whose replicas differ is written all the same, with a warning, because DeepSpeed would save it."""
+    first_run = next((of_rank.run for of_rank in facts if of_rank.run), "")
+    for number, of_rank in enumerate(facts):
+        runs_differ = of_rank.run not in ("", first_run)
+        if not runs_differ and of_rank.sample == facts[0].sample:
+            continue
+        message = f"the engine of rank {number} is not that of rank 0"
+        if runs_differ or not options.each_client_state:
+            raise RankError(
+                f"{message}: {'it belongs to another run' if runs_differ else 'its weights are others'}",
+                rank=number, hint="every rank has to write the same engine, and in the same order if there are several",
+            )  # fmt: skip
+        if rank == 0:
+            warn(f"{message}, or its copy of the weights differs")
+        return
 
 
 def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:

@@ -25,6 +25,7 @@ from zckpt.transfer.staging import pool_for
 from zckpt.transfer.write import run_writes
 from zckpt.writing.collect import tensors_of
 from zckpt.writing.leftovers import clear_for_write
+from zckpt.writing.reuse import SameFile, read_back
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,15 +36,6 @@ if TYPE_CHECKING:
     from zckpt.transfer.snapshot import Snapshot
     from zckpt.transfer.write import Source
     from zckpt.writing.options import WriteOptions
-
-
-@dataclass(frozen=True, slots=True)
-class SameFile:
-    """A data file of another checkpoint that has the same bytes as a planned data file."""
-
-    location: Location
-    digests: bytes
-    """The digests of all blocks of the file, one after the other."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -175,7 +167,10 @@ class RankWrite:
             self.data_files, lasting if options.lazy else (), batch_bytes=staging.batch_bytes, block_bytes=block_bytes,
             straight=() if options.background else lasting,
         )  # fmt: skip
-        shared = {path: file.digests for path, file in self.same.items() if store.share(path, file.location)}
+        same = self.same
+        if self.source is None:
+            same = read_back(self.data_files, same, budget, block_bytes)
+        shared = {path: file.digests for path, file in same.items() if store.share(path, file.location)}
         with (
             logged("wrote", str(store.location), plan.tensor_bytes),
             reported(options.progress, "write", plan.tensor_bytes) as advance,

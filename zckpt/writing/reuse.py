@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.errors import ZckptError
+from zckpt.engines.history import history_of
+from zckpt.errors import ZckptError, warn
 from zckpt.format.data_file import with_origin
 from zckpt.format.digest import DIGEST_BYTES
 from zckpt.listing.find import find, open_contents
 from zckpt.plan.layout import plan_writes
-from zckpt.state.inventory import ANY_TIME
+from zckpt.state.inventory import ANY_TIME, FileRange
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.devices import devices_of, synchronize
-from zckpt.transfer.staging import pool_for
+from zckpt.transfer.staging import host_pool, pool_for
 from zckpt.transfer.write import unchanged_files
 from zckpt.writing.collect import tensors_of
-from zckpt.writing.rank_write import SameFile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from zckpt.format.names import Tier
     from zckpt.listing.contents import Contents
     from zckpt.plan.layout import DataFilePlan
     from zckpt.storage.contract import Store
-    from zckpt.storage.location import StrPath
+    from zckpt.storage.location import Location, StrPath
     from zckpt.transfer.budget import Budget
 
 LATEST = "latest"
@@ -35,14 +36,19 @@ LATEST = "latest"
 REUSED_BYTES_MIN = 64 << 10
 """The smallest size in bytes of a file that is shared. To share smaller files would save nothing, so they are
 written."""
-_LAST = "_zckpt_last"
-"""The name of the attribute of an engine that has the path of the checkpoint that it has written, or was restored from,
-last."""
 
 
-def remember(engine: object, path: str) -> None:
-    """Notes that the engine has written this checkpoint, or was restored from it."""
-    setattr(engine, _LAST, path)
+_read_back: set[tuple[str, int, str, Tier]] = set()
+"""The shared files that this process has read back, by the save id, rank, part and tier of their first write."""
+
+
+@dataclass(frozen=True, slots=True)
+class SameFile:
+    """A data file of another checkpoint that has the same bytes as a planned data file."""
+
+    location: Location
+    digests: bytes
+    """The digests of all blocks of the file, one after the other."""
 
 
 def earlier_checkpoint(reuse: StrPath | None, engine: object, run: Store) -> str:
@@ -54,7 +60,7 @@ def earlier_checkpoint(reuse: StrPath | None, engine: object, run: Store) -> str
         return ""
     if reuse != LATEST:
         return str(find(reuse).location.absolute())
-    for place in (getattr(engine, _LAST, None), str(run.location)):
+    for place in (history_of(engine).last, str(run.location)):
         with suppress(ZckptError):
             if place is not None:
                 return str(find(place).location.absolute())
@@ -93,6 +99,57 @@ def reused(
     unchanged = unchanged_files(plan, expected, budget, staging)
     planned = tuple(twins[number] if number in unchanged else data_file for number, data_file in enumerate(data_files))
     return planned, {planned[number].id.path: counterparts[number][1] for number in unchanged}
+
+
+def read_back(
+    data_files: Sequence[DataFilePlan], same: Mapping[str, SameFile], budget: Budget, block_bytes: int
+) -> dict[str, SameFile]:
+    """Returns those files of ``same`` that may be shared. The first time that this process shares a file, all of it is
+    read from the disk and compared with its digests. A file that is damaged there is left out, with a warning, so that
+    it is written anew. Otherwise each further checkpoint would share the damage, although the memory has the right
+    bytes."""
+    unread = {
+        number: same[data_file.id.path]
+        for number, data_file in enumerate(data_files)
+        if data_file.id.path in same and _first_write(data_file) not in _read_back
+    }
+    stored = [
+        _stored(data_file, unread[number].location) if number in unread else data_file
+        for number, data_file in enumerate(data_files)
+    ]
+    plan = plan_writes(stored, batch_bytes=budget.batch_bytes(block_bytes), block_bytes=block_bytes)
+    damaged: set[str] = set()
+    for number, file in unread.items():
+        data_file = data_files[number]
+        try:
+            staging = host_pool(budget.batch_bytes(block_bytes))
+            intact = bool(unchanged_files(plan, {number: file.digests}, budget, staging))
+        except ZckptError:
+            intact = False
+        if intact:
+            _read_back.add(_first_write(data_file))
+        else:
+            damaged.add(data_file.id.path)
+            warn(f"{file.location} is damaged on the disk, so it is not shared but written anew from memory")
+    return {path: file for path, file in same.items() if path not in damaged}
+
+
+def _first_write(data_file: DataFilePlan) -> tuple[str, int, str, Tier]:
+    file_id = data_file.id
+    return file_id.origin, file_id.rank, file_id.part, file_id.tier
+
+
+def _stored(data_file: DataFilePlan, location: Location) -> DataFilePlan:
+    """Returns the plan with the fragments as they are in a file that was written by it."""
+    pieces, path = data_file.pieces, str(location)
+    ranges = zip((pieces.start + len(data_file.header)).tolist(), pieces.nbytes.tolist(), strict=True)
+    return replace(
+        data_file,
+        fragments=tuple(
+            replace(fragment, data=FileRange(path, start, nbytes))
+            for fragment, (start, nbytes) in zip(data_file.fragments, ranges, strict=True)
+        ),
+    )
 
 
 def _counterpart(

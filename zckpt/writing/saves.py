@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+import re
+
+from zckpt.storage.location import Location, StrPath
+
 _SAVES = "_zckpt_saves"
 """The name of the attribute of an attached engine that has its ``Saves``."""
 
 
 class Saves:
-    """The count of the saves of one attached engine. All ranks count alike."""
+    """The count of the saves of one attached engine, for each directory that it saves to. All ranks count alike."""
 
     def __init__(self, engine: object, full_every: int) -> None:
         self._full_every = full_every
-        self._number: int | None = None
-        """The number of the last save. A full save has the number 0. None means that the next save is full."""
+        self._numbers: dict[str, int] = {}
+        """The number of the last save to each directory. A full save has the number 0. The next save is full if there
+        is none."""
         self._last: tuple[str, int] | None = None
         """The path and the step of the last save."""
         setattr(engine, _SAVES, self)
 
     def have_next_full(self) -> None:
         """Makes the next save a full one, whatever the count is."""
-        self._number = None
+        self._numbers.clear()
 
-    def begin(self, path: str, step: int) -> int:
+    def begin(self, directory: StrPath, path: str, step: int) -> int:
         """Returns the number of the save that begins. If this save fails, ``end`` is not called, and then the next save
-        is a full one."""
-        number, self._number = self._number, None
+        is a full one. ``directory``: the directory of the run. ``path``: that of the checkpoint."""
+        number = self._numbers.pop(_series(directory), None)
         if number is None or (path, step) == self._last:  # with ZeRO-3, Trainer saves each checkpoint twice
             return number or 0
         return (number + 1) % self._full_every
 
-    def end(self, number: int, path: str = "", step: int = 0) -> None:
+    def end(self, number: int, directory: StrPath, path: str = "", step: int = 0) -> None:
         """Notes that a checkpoint was saved, or that a full one was loaded."""
-        self._number, self._last = number, (path, step)
+        self._numbers[_series(directory)], self._last = number, (path, step)
+
+
+def _series(directory: StrPath) -> str:
+    """Returns a text that is the same for all directories to which the saves of one run go. Trainer, Accelerate and
+    Lightning make a directory for each save, whose name has the number of the save or of the step."""
+    return re.sub(r"[0-9]+", "#", str(Location.of(directory).absolute()))
 
 
 def saves_of(engine: object) -> Saves | None:

@@ -22,7 +22,14 @@ from zckpt.engines.deepspeed.stage0 import Unwrapped
 from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.deepspeed.zero12 import uses_muon
 from zckpt.engines.hooks import call_before
-from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persistent_buffers, unwrapped
+from zckpt.engines.tensors import (
+    dtype_name,
+    holdings,
+    named_parameters,
+    persistent_buffers,
+    some_bytes,
+    unwrapped,
+)
 from zckpt.errors import UnsupportedError
 from zckpt.format.names import Tier
 from zckpt.state.inventory import (
@@ -136,6 +143,12 @@ class DeepSpeedAdapter:
             else:
                 fragments += self._flat_fragments(part)
         return Inventory(tuple(fragments), {**self._parameters[1], **self.buffers[1]})
+
+    def sample(self) -> bytes:
+        trained = [weight for weight in self._parameters[0].values() if weight.requires_grad]
+        # With ZeRO-3, no rank has whole weights, but DeepSpeed numbers the parameters of a job alike on every rank.
+        numbers = [weight.ds_id for weight in trained if hasattr(weight, "ds_id")]
+        return repr(numbers[:1]).encode() if numbers else b"".join(some_bytes(trained))
 
     def memory(self) -> Iterator[Holding]:
         yield from self.zero.memory()

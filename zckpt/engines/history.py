@@ -1,0 +1,83 @@
+"""What this process knows about the checkpoints of an engine: which run they belong to, and which one the engine has
+written, or was restored from, last."""
+
+from __future__ import annotations
+
+import gc
+import secrets
+from weakref import ReferenceType, ref
+
+_HISTORY = "_zckpt_history"
+"""The name of the attribute of an engine that has its ``History``."""
+_writes = 0
+"""The number of writes in this process so far."""
+_written: dict[str, tuple[ReferenceType[object], int]] = {}
+"""The engine that has written the last checkpoint of each run, and the number of that write."""
+_writers: dict[str, tuple[str, ReferenceType[object]]] = {}
+"""The engine that writes to each directory of a run, and the identity of its run."""
+
+
+class History:
+    """The checkpoints of one engine."""
+
+    run = ""
+    """The identity of the engine's run, as in ``Lineage``. It is empty until the engine has written a checkpoint or was
+    restored from one."""
+    since = 0
+    """The number of writes in this process when ``run`` was set, or when the engine last wrote."""
+    last: str | None = None
+    """The path of the checkpoint that the engine has written, or was restored from, last."""
+    beside = False
+    """Whether the engine writes to a directory to which another engine of this process writes, too."""
+
+
+def history_of(engine: object) -> History:
+    """Returns the history of an engine."""
+    history = getattr(engine, _HISTORY, None)
+    if not isinstance(history, History):
+        history = History()
+        setattr(engine, _HISTORY, history)
+    return history
+
+
+def run_of_next_write(engine: object) -> str:
+    """Returns the identity of the run that the next checkpoint of ``engine`` belongs to. It is a new one if the engine
+    has none yet. It is also a new one if another engine of this process has gone on with the same run since. So an
+    actor and a critic that were restored from one checkpoint become two runs."""
+    history = history_of(engine)
+    writer, number = _written.get(history.run, (None, 0))
+    taken = writer is not None and number > history.since and _exists_beside(writer, engine)
+    return secrets.token_hex(8) if taken or not history.run else history.run
+
+
+def note_write(engine: object, run: str) -> None:
+    """Notes that ``engine`` writes a checkpoint of this run."""
+    global _writes  # noqa: PLW0603  it orders the writes of all engines
+    _writes += 1
+    _written[run] = ref(engine), _writes
+    history = history_of(engine)
+    history.run, history.since = run, _writes
+
+
+def note_restore(engine: object, run: str) -> None:
+    """Notes that ``engine`` goes on with this run."""
+    history = history_of(engine)
+    history.run, history.since = run, _writes
+
+
+def is_second(engine: object, directory: str) -> bool:
+    """Returns whether another engine of this process, which belongs to another run, writes to this directory of a run
+    already. If not, ``engine`` is the one that writes there."""
+    run, writer = _writers.get(directory, ("", None))
+    own_run = history_of(engine).run
+    if writer is not None and run != own_run and _exists_beside(writer, engine):
+        return True
+    _writers[directory] = own_run, ref(engine)
+    return False
+
+
+def _exists_beside(noted: ReferenceType[object], engine: object) -> bool:
+    """Returns whether the engine that was noted is another one than ``engine``, and still exists."""
+    if noted() not in (None, engine) and not history_of(engine).beside:
+        gc.collect()  # An engine that nobody uses any more may be in a cycle of references.
+    return noted() not in (None, engine)
