@@ -28,7 +28,7 @@ from tests.support.progress import RecordedProgress
 from tests.support.spoil import SOUND
 from tests.support.states import Written, same_all, write_state
 from zckpt.cli import main
-from zckpt.format import data_file
+from zckpt.format import data_file, names
 from zckpt.ranks import heartbeat
 from zckpt.testing import ReferenceEngine
 

@@ -14,6 +14,8 @@ import torch
 import zckpt
 from tests.support.lightning import let_lightning_use_cpus
 from tests.support.slow_writes import slow
+from zckpt.listing.find import find
+from zckpt.listing.runs import can_resume
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster
@@ -36,11 +38,11 @@ def watched(remove: Any, above: Path) -> Any:
     return call
 
 
-def save_by_accelerate(directory: str) -> list[bool]:
+def save_by_accelerate(directory: str, full_every: int) -> list[bool]:
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration
 
-    zckpt.attach_all(background=True)
+    zckpt.attach_all(background=True, full_every=full_every)
     project = ProjectConfiguration(directory, total_limit=2, automatic_checkpoint_naming=True)
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG), project_config=project)
     model = torch.nn.Linear(32, 32)
@@ -56,7 +58,7 @@ def save_by_accelerate(directory: str) -> list[bool]:
     return removed
 
 
-def save_by_lightning(directory: str) -> list[bool]:
+def save_by_lightning(directory: str, full_every: int) -> list[bool]:
     let_lightning_use_cpus()
     from lightning.pytorch import LightningModule, Trainer, strategies
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -76,7 +78,7 @@ def save_by_lightning(directory: str) -> list[bool]:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters())
 
-    zckpt.attach_all(background=True)
+    zckpt.attach_all(background=True, full_every=full_every)
     saves = ModelCheckpoint(directory, "{step:06}", every_n_train_steps=2, save_top_k=1, save_on_train_epoch_end=False)
     trainer = Trainer(
         strategy=strategies.DeepSpeedStrategy(config=CONFIG), devices=2, max_steps=6, callbacks=[saves], logger=False
@@ -98,8 +100,28 @@ def test_an_older_checkpoint_is_removed_after_a_newer_one_is_committed(
     cluster: Cluster, tmp_path: Path, save: Any, ranks: int, stay: int
 ) -> None:
     pytest.importorskip("lightning" if save is save_by_lightning else "accelerate")
-    first, *others = cluster.run(save, ranks, str(tmp_path / "run"), init=False)
+    first, *others = cluster.run(save, ranks, str(tmp_path / "run"), 1, init=False)
     assert (first, others) == ([True, True], [[]] * (ranks - 1))
     left = [manifest.parent for manifest in (tmp_path / "run").rglob("manifest.msgpack")]
     assert len(left) == stay
     assert all(zckpt.validate(checkpoint).ok for checkpoint in left)
+
+
+@pytest.mark.parametrize(
+    ("save", "ranks", "full_every", "left"),
+    [
+        (save_by_accelerate, 1, 3, {"checkpoints/checkpoint_0": True, "checkpoints/checkpoint_3": True}),
+        (save_by_accelerate, 1, 4, {"checkpoints/checkpoint_0": True, "checkpoints/checkpoint_3": False}),
+        (save_by_lightning, 2, 3, {"step=000002.ckpt": True, "step=000006.ckpt": False}),
+    ],
+)
+def test_the_last_checkpoint_to_resume_from_stays(
+    cluster: Cluster, tmp_path: Path, save: Any, ranks: int, full_every: int, left: dict[str, bool]
+) -> None:
+    """Accelerate keeps two of four checkpoints, and Lightning one of three. ``left`` says of each that stays whether a
+    run can be resumed from it. The others hold only weights."""
+    pytest.importorskip("lightning" if save is save_by_lightning else "accelerate")
+    run = tmp_path / "run"
+    cluster.run(save, ranks, str(run), full_every, init=False)
+    folders = {str(latest.parent.relative_to(run)): find(latest.parent) for latest in run.rglob("latest")}
+    assert {name: can_resume(checkpoint) for name, checkpoint in folders.items()} == left

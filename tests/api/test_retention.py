@@ -136,6 +136,7 @@ def test_a_run_keeps_its_identity_over_restarts(tmp_path: Path) -> None:
         zckpt.write(resumed, tmp_path / f"s{step}", keep_last=2)
         assert run_of(tmp_path) == run
     assert directory_names(tmp_path) == ["s3", "s4"]
+    del resumed
     begun_anew = ReferenceEngine(seed=9)
     zckpt.restore(begun_anew, tmp_path, parts=["master"])
     zckpt.write(begun_anew, tmp_path / "warm", latest=False, keep_last=1)

@@ -426,3 +426,30 @@ def test_nothing_writes_into_an_existing_file(engine: Tuned, tmp_path: Path, mon
     shutil.rmtree(second)
     assert everything(first) == old
     assert {file: file.stat().st_ino for file in first.rglob("*") if file.is_file()} == inodes
+
+
+@pytest.mark.parametrize("damage", ["a byte", "the header", "the end"])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_damaged_file_is_written_anew(tmp_path: Path, damage: str, background: bool) -> None:
+    """A further checkpoint would share the damage, although the memory has the right bytes."""
+    engine = Tuned()
+    zckpt.write(engine, tmp_path / "1")
+    file = data_file(tmp_path / "1")
+    content = bytearray(file.read_bytes())
+    content[{"a byte": len(content) // 2, "the header": 20, "the end": -1}[damage]] ^= 1
+    file.write_bytes(content)
+    engine.train()
+
+    def write() -> None:
+        zckpt.write(engine, tmp_path / "2", background=background)
+        zckpt.wait()
+
+    with pytest.warns(UserWarning, match=r"param\.safetensors is damaged on the disk, so it is not shared"):
+        write()
+    assert zckpt.validate(tmp_path / "2").ok
+    assert_holds(tmp_path / "2", engine.full)
+    assert not zckpt.validate(tmp_path / "1").ok
+    engine.train()
+    zckpt.write(engine, tmp_path / "3")
+    assert data_file(tmp_path / "3").samefile(data_file(tmp_path / "2")) or shared(tmp_path / "3") == {"param"}
+    assert zckpt.validate(tmp_path / "3").ok

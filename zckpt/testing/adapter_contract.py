@@ -71,6 +71,20 @@ class AdapterContract(EngineDefinition):
             adapter.inventory([*adapter.parts, "no_such_part"])
         assert all(part in str(raised.value) for part in adapter.parts)
 
+    def test_ranks_can_tell_engines_apart(self, run: Run) -> None:
+        """``sample`` is equal on all ranks of an engine, and another engine has another one."""
+        samples = run(self._sample, self.ranks)
+        assert samples == [samples[0]] * self.ranks
+        first, second = samples[0]
+        assert first != second
+
+    @classmethod
+    def _sample(cls) -> list[bytes]:
+        engines = [cls.make(seed) for seed in (0, 1)]
+        for engine in engines:
+            cls.train(engine, BEFORE)
+        return [adapt(engine).sample() for engine in engines]
+
     def test_memory_has_all_places_of_the_state(self, run: Run) -> None:
         """``memory`` returns every storage and swap file of ``inventory``, and gradients, and changes nothing."""
         run(self._look_at_memory, self.ranks)

@@ -124,6 +124,7 @@ def read_back(
         try:
             staging = host_pool(budget.batch_bytes(block_bytes))
             intact = bool(unchanged_files(plan, {number: file.digests}, budget, staging))
+            intact = intact and _header(file.location, len(data_file.header)) == data_file.header
         except ZckptError:
             intact = False
         if intact:
@@ -132,6 +133,11 @@ def read_back(
             damaged.add(data_file.id.path)
             warn(f"{file.location} is damaged on the disk, so it is not shared but written anew from memory")
     return {path: file for path, file in same.items() if path not in damaged}
+
+
+def _header(location: Location, nbytes: int) -> bytes:
+    with closing(open_store(location.parent).reader()) as reader:
+        return reader.read(location.name, 0, nbytes)
 
 
 def _first_write(data_file: DataFilePlan) -> tuple[str, int, str, Tier]:
