@@ -110,7 +110,7 @@ def test_an_older_checkpoint_is_removed_after_a_newer_one_is_committed(
 @pytest.mark.parametrize(
     ("save", "ranks", "full_every", "left"),
     [
-        (save_by_accelerate, 1, 3, {"checkpoints/checkpoint_0": True, "checkpoints/checkpoint_3": True}),
+        (save_by_accelerate, 1, 3, {"checkpoints/checkpoint_2": False, "checkpoints/checkpoint_3": True}),
         (save_by_accelerate, 1, 4, {"checkpoints/checkpoint_0": True, "checkpoints/checkpoint_3": False}),
         (save_by_lightning, 2, 3, {"step=000002.ckpt": True, "step=000006.ckpt": False}),
     ],

@@ -97,7 +97,7 @@ def test_a_manifest(written: Written, damage: str) -> None:
     assert report.unverified == ()
     assert_same_tensors(written)
     checkpoint = zckpt.open(written.path)
-    assert (checkpoint.step, checkpoint.state, dict(checkpoint.aliases)) == (0, None, {})
+    assert (checkpoint.step, [*checkpoint.state], dict(checkpoint.aliases)) == (0, ["lineage"], {})
     kept = [path for path in written.path.iterdir() if is_old(path.name)]
     assert [path.read_bytes() for path in kept] == ([] if spoilt is None else [spoilt])
     assert report.kept == tuple(path.name for path in kept)

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+import zckpt
 from tests.support.states import write_state
+from zckpt.listing.find import find
+from zckpt.listing.runs import is_begun
 from zckpt.listing.trainer import Kind, kind_of, last_checkpoint, rng_file, superseded
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
@@ -35,7 +38,8 @@ def save(
         (folder / foreign).write_bytes(b"any")
     else:
         write_state(
-            folder / f"global_step{step}", ranks, {"w": (40, 50)}, step=step, engine_state={"optimizer": {}, "scheduler": scheduler},
+            folder / f"global_step{step}", ranks, {"w": (40, 50)}, step=step,
+            engine_state={"optimizer": {}, "scheduler": scheduler},
             parts=("master", *MOMENTS) if full else ("master",), left_out=[] if full else MOMENTS,
         )  # fmt: skip
     if scheduler is None:
@@ -139,3 +143,21 @@ def test_which_checkpoints_go_beyond_the_limit(tmp_path: Path) -> None:
     assert steps(superseded(folders, 6, None)) == []
     with WriteLock(open_store(tmp_path / "checkpoint-18" / "global_step18")):
         assert steps(superseded(folders, 3, None)) == [3, 6], "it is being written"
+
+
+def test_what_save_model_leaves_takes_the_place_of_no_checkpoint(tmp_path: Path) -> None:
+    """With ZeRO-3, ``Trainer.save_model`` lets the engine save into the output directory, from which Trainer cannot
+    resume. ``latest`` there is stale as soon as the training goes on."""
+    state: dict[str, object] = {"optimizer": {}, "scheduler": None}
+    save(tmp_path, 5)
+    save(tmp_path, 10)
+    write_state(tmp_path / "global_step10", 2, {"w": (40, 50)}, step=10, engine_state=state)
+    zckpt.prune(tmp_path, keep_last=1)
+    assert last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    assert is_begun(os.listdir(tmp_path / "global_step10"))
+    assert not is_begun(os.listdir(tmp_path / "checkpoint-5"))
+    assert find(tmp_path).location.name == "global_step10", "both have the same number of steps"
+    newer = save(tmp_path, 15)
+    assert str(find(tmp_path).location) == str(newer / "global_step15")
+    DAMAGE["no commit"](newer)
+    assert find(tmp_path).location.name == "global_step10"

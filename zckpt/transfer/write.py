@@ -154,10 +154,16 @@ def run_writes(
     return source.table if source is not None else bytes(table)
 
 
-def unchanged_files(plan: WritePlan, expected: Mapping[int, bytes], budget: Budget, staging: StagingPool) -> set[int]:
+def unchanged_files(
+    plan: WritePlan,
+    expected: Mapping[int, bytes],
+    budget: Budget,
+    staging: StagingPool,
+    source: Source | None = None,
+) -> set[int]:
     """Returns the numbers of those files of ``plan`` that have the ``expected`` digests. A few reads spread over each
     file come first, and nothing more of a file is read once a digest differs. So a file that has changed costs little
-    time."""
+    time. ``source``: as for ``run_writes``."""
     changed: set[int] = set()
 
     def take(job: _Job, stage: StagingBuffer) -> _Job:
@@ -177,7 +183,7 @@ def unchanged_files(plan: WritePlan, expected: Mapping[int, bytes], budget: Budg
         stride = -(-len(ops) // SAMPLES)
         turns += [(i % stride, i // stride, number, op) for i, op in enumerate(ops)]
     turns.sort(key=lambda turn: turn[:3])
-    jobs = [_Job(None, plan.files[number], op, budget.direct) for *_, number, op in turns]
+    jobs = [_Job(None, plan.files[number], op, budget.direct, source=source) for *_, number, op in turns]
     pipeline = Pipeline(jobs, take, compare, lambda job, stage: None, _is_straight, staging, Snapshot(), 0)
     with staging.work(len(jobs)):
         pipeline.run(budget)

@@ -11,14 +11,14 @@ import numpy as np
 from zckpt.engines.history import history_of
 from zckpt.errors import ZckptError, warn
 from zckpt.format.data_file import with_origin
-from zckpt.format.digest import DIGEST_BYTES
+from zckpt.format.digest import DIGEST_BYTES, ReadFile
 from zckpt.listing.find import find, open_contents
 from zckpt.plan.layout import plan_writes
 from zckpt.state.inventory import ANY_TIME, FileRange
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.staging import host_pool, pool_for
-from zckpt.transfer.write import unchanged_files
+from zckpt.transfer.write import Source, unchanged_files
 from zckpt.writing.collect import tensors_of
 
 if TYPE_CHECKING:
@@ -108,54 +108,38 @@ def read_back(
     read from the disk and compared with its digests. A file that is damaged there is left out, with a warning, so that
     it is written anew. Otherwise each further checkpoint would share the damage, although the memory has the right
     bytes."""
-    unread = {
-        number: same[data_file.id.path]
-        for number, data_file in enumerate(data_files)
-        if data_file.id.path in same and _first_write(data_file) not in _read_back
-    }
-    stored = [
-        _stored(data_file, unread[number].location) if number in unread else data_file
-        for number, data_file in enumerate(data_files)
-    ]
-    plan = plan_writes(stored, batch_bytes=budget.batch_bytes(block_bytes), block_bytes=block_bytes)
-    damaged: set[str] = set()
-    for number, file in unread.items():
-        data_file = data_files[number]
-        try:
-            staging = host_pool(budget.batch_bytes(block_bytes))
-            intact = bool(unchanged_files(plan, {number: file.digests}, budget, staging))
-            intact = intact and _header(file.location, len(data_file.header)) == data_file.header
-        except ZckptError:
-            intact = False
-        if intact:
-            _read_back.add(_first_write(data_file))
+    sound = dict(same)
+    for data_file in data_files:
+        path, file_id = data_file.id.path, data_file.id
+        first_write = (file_id.origin, file_id.rank, file_id.part, file_id.tier)
+        if path not in same or first_write in _read_back:
+            continue
+        if _is_sound(data_file, same[path], budget, block_bytes):
+            _read_back.add(first_write)
         else:
-            damaged.add(data_file.id.path)
-            warn(f"{file.location} is damaged on the disk, so it is not shared but written anew from memory")
-    return {path: file for path, file in same.items() if path not in damaged}
+            del sound[path]
+            warn(f"{same[path].location} is damaged on the disk, so it is not shared but written anew from memory")
+    return sound
 
 
-def _header(location: Location, nbytes: int) -> bytes:
-    with closing(open_store(location.parent).reader()) as reader:
-        return reader.read(location.name, 0, nbytes)
-
-
-def _first_write(data_file: DataFilePlan) -> tuple[str, int, str, Tier]:
-    file_id = data_file.id
-    return file_id.origin, file_id.rank, file_id.part, file_id.tier
-
-
-def _stored(data_file: DataFilePlan, location: Location) -> DataFilePlan:
-    """Returns the plan with the fragments as they are in a file that was written by it."""
-    pieces, path = data_file.pieces, str(location)
-    ranges = zip((pieces.start + len(data_file.header)).tolist(), pieces.nbytes.tolist(), strict=True)
-    return replace(
-        data_file,
-        fragments=tuple(
-            replace(fragment, data=FileRange(path, start, nbytes))
-            for fragment, (start, nbytes) in zip(data_file.fragments, ranges, strict=True)
-        ),
-    )
+def _is_sound(data_file: DataFilePlan, file: SameFile, budget: Budget, block_bytes: int) -> bool:
+    """Reads all of a file. Returns whether it has the bytes that are planned, of which only the digests are looked at,
+    and the header."""
+    name, pieces = file.location.name, data_file.pieces
+    starts = (pieces.start + len(data_file.header)).tolist()
+    ranges = [FileRange(name, start, nbytes) for start, nbytes in zip(starts, pieces.nbytes.tolist(), strict=True)]
+    fragments = (replace(fragment, data=data) for fragment, data in zip(data_file.fragments, ranges, strict=True))
+    stored = replace(data_file, fragments=tuple(fragments), first_block=0)
+    batch_bytes = budget.batch_bytes(block_bytes)
+    plan = plan_writes([stored], batch_bytes=batch_bytes, block_bytes=block_bytes)
+    try:
+        with closing(open_store(file.location.parent).reader()) as reader:
+            files = {name: ReadFile(name, data_file.nbytes, memoryview(b""))}
+            source = Source(reader, files, b"", False, lambda path, byte: None)
+            unchanged = unchanged_files(plan, {0: file.digests}, budget, host_pool(batch_bytes), source)
+            return bool(unchanged) and reader.read(name, 0, len(data_file.header)) == data_file.header
+    except ZckptError:
+        return False
 
 
 def _counterpart(
