@@ -33,7 +33,7 @@ class Engine:
         self.devices = ()
         self.module = None
 
-    def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
+    def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
         pass
 
     def inventory(self, parts: object) -> Inventory:

@@ -45,6 +45,8 @@ class Collected:
     """The digest of each buffer, by its key."""
     left_out: list[str]
     """The parts of the optimizer that the engine has and that ``options`` leave out."""
+    unsaved: tuple[str, ...]
+    """As in ``Inventory``."""
 
 
 def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
@@ -66,7 +68,9 @@ def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
     state, rank_state = adapter.state(), adapter.rank_state()
     scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))
     left_out = [part for part in adapter.parts if part not in wanted and part not in RESERVED_PARTS]
-    return Collected(fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out)
+    return Collected(
+        fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, inventory.unsaved
+    )
 
 
 def _where_it_is(fragment: Fragment) -> Fragment:

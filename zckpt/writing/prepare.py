@@ -14,7 +14,7 @@ import torch
 from zckpt.engines import adapt
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
-from zckpt.errors import StateError, ZckptError, warn
+from zckpt.errors import StateError, ZckptError, first_few, warn
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, digest
 from zckpt.listing.runs import latest_name, refuse_place
@@ -92,7 +92,8 @@ class Preparation:
         offloaded = away(self._engine)
         if offloaded is not None:
             offloaded.refuse_lost("zckpt.write")
-        adapter.refuse_unsupported(drop_gradients=options.pending_gradients == "drop")
+        dropped = options.pending_gradients == "drop"
+        adapter.refuse_unsupported(drop_gradients=dropped, leave_out=options.leave_out)
         if options.lazy:
             adapter.refuse_lazy()
         path = f"checkpoints/global_step{adapter.step}" if self._path is None else self._path
@@ -105,6 +106,8 @@ class Preparation:
         collected = self._collected = collect(adapter, options)
         packed, earlier, first = b"", "", self._rank == 0
         if first:
+            if collected.unsaved:
+                warn(f"the checkpoint does not hold {first_few(collected.unsaved, 5)}")
             root: dict[str, Any] = {"engine": collected.state, names.CLIENT_STATE: dict(options.client_state or {})}
             adapters = adapter_configs(adapter.module)
             if adapters:
