@@ -37,7 +37,7 @@ class Engine:
     def sample(self) -> bytes:
         return b""
 
-    def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
+    def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
         pass
 
     def inventory(self, parts: object) -> Inventory:

@@ -88,7 +88,9 @@ def attach(
     "Warn" gives a warning. If the ranks pass different ``client_state``, the ``client_state`` of each rank is saved. A
     load with the same number of ranks returns to each rank its own. A load with another number of ranks returns the
     ``client_state`` of rank 0 to every rank, with a warning. A save in the middle of gradient accumulation leaves the
-    gradients out, as DeepSpeed does, with a warning. An engine without an optimizer saves its weights and buffers.
+    gradients out, as DeepSpeed does, with a warning. What a module adds to its ``state_dict`` and no checkpoint can
+    hold, such as an object, is left out too, with a warning. An engine without an optimizer saves its weights and
+    buffers.
 
     With ``full_every``, a checkpoint is full if it holds the whole state. The first save into a directory is full, and
     the count begins anew with each full checkpoint that is saved there or loaded. Directories whose paths differ only
@@ -152,9 +154,9 @@ def _write_options(
     if reuse not in ("latest", None):
         raise ValueError(f"reuse must be 'latest' or None, got {reuse!r}")
     options = WriteOptions(
-        overwrite=True, pending_gradients="drop", each_client_state=True, replace_foreign=replace_deepspeed,
-        background=flag("ZCKPT_BACKGROUND", False) if background is None else background, keep_last=keep_last,
-        keep_every=keep_every, reuse=reuse,
+        overwrite=True, pending_gradients="drop", each_client_state=True, leave_out=True,
+        replace_foreign=replace_deepspeed, keep_last=keep_last, keep_every=keep_every, reuse=reuse,
+        background=flag("ZCKPT_BACKGROUND", False) if background is None else background,
     )  # fmt: skip
     options.checked()
     return options
@@ -229,7 +231,7 @@ def _save_checkpoint(
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty path, got {save_dir!r}")
         Location.of(save_dir)  # An invalid path raises its error here, so that the other ranks learn of it.
-        adapter.refuse_unsupported(drop_gradients=True)
+        adapter.refuse_unsupported(drop_gradients=True, leave_out=True)
         return f"global_step{engine.global_steps}" if tag is None else str(tag)
 
     adapter = adapt(engine)
@@ -337,7 +339,7 @@ def _load_checkpoint(
                 hint="load them with zckpt.open(path).state_dict() and put them where they belong",
             )
         adapter = adapt(engine)
-        adapter.refuse_unsupported(drop_gradients=True)
+        adapter.refuse_unsupported(drop_gradients=True, leave_out=True)
         left_out = set(adapter.trees if load_module_only else ())
         if weights_only:
             left_out.add("optimizer")
@@ -354,8 +356,9 @@ def _load_checkpoint(
 
     parts, trees = ranks.together(choose, "open the checkpoint")
     request = Request(
-        parts=parts, state=trees, strict=load_module_strict, own_client_state=True, caller=_LOAD, all_moments=True
-    )
+        parts=parts, state=trees, strict=load_module_strict, own_client_state=True, caller=_LOAD, all_moments=True,
+        leave_out=True,
+    )  # fmt: skip
     restored, _ = restore_engine(engine, path, request)
     if not weights_only:
         saves.end(0, load_dir)

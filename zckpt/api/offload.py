@@ -292,7 +292,7 @@ class _RankOffload:
         check_supported()
         self.directory = os.fspath(directory)
         adapter = self._adapter = adapt(self._engine)
-        adapter.refuse_unsupported(drop_gradients=True)
+        adapter.refuse_unsupported(drop_gradients=True, leave_out=True)
         out = away(self._engine)
         if out is not None:
             out.refuse_lost("zckpt.offload")

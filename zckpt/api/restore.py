@@ -253,7 +253,7 @@ def _raise_first(errors: Sequence[BaseException]) -> None:
 
 def _plan(engine: object, path: StrPath, request: Request, ranks: Ranks) -> RestorePlan:
     adapter = adapt(engine)
-    adapter.refuse_unsupported(drop_gradients=True)
+    adapter.refuse_unsupported(drop_gradients=True, leave_out=request.leave_out)
     if any(check_device(device).type == "meta" for device in adapter.devices):
         raise MismatchError(
             "tensors of the engine are on the device meta, which keeps no values",

@@ -163,7 +163,7 @@ def where(engine: object) -> Placement:
         The bytes by rank, part and tier. Every rank gets the entries of all ranks.
 
     Raises:
-        UnsupportedError: the engine has something that ``zckpt.write`` cannot save.
+        UnsupportedError: zckpt does not support the engine.
         RankError: another rank has failed or is lost.
     """
     ranks = Ranks(group_of(engine), call="zckpt.where")
@@ -174,7 +174,7 @@ def where(engine: object) -> Placement:
 
 def _look(adapter: EngineAdapter) -> tuple[list[tuple[Any, ...]], tuple[Any, ...]]:
     """Returns the fields of this rank's entries and those of its ``RankMemory``, both without the rank."""
-    adapter.refuse_unsupported(drop_gradients=True)
+    adapter.refuse_unsupported(drop_gradients=True, leave_out=True)
     sums: Counter[tuple[str, str, str, str | None]] = Counter()
     seen: set[int | str] = set()
     locked = locked_ranges()

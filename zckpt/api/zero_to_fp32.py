@@ -14,6 +14,8 @@ import torch
 from zckpt.api.open import open as open_path
 from zckpt.errors import UnsupportedError, first_few, warn
 from zckpt.format import names
+from zckpt.reading.extra_state import extra_state
+from zckpt.state.inventory import unconverted
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 
@@ -205,13 +207,13 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _lazy_tensors(checkpoint: Checkpoint, exclude_frozen_parameters: bool) -> dict[str, LazyTensor]:
     """Returns the weights and buffers by name. A tied weight has all of its names. A weight that has master weights is
     read from these."""
-    trained = "master" in checkpoint.parts
+    trained, kept = "master" in checkpoint.parts, unconverted(extra_state(checkpoint))
     parts = ("buffer", "master") if exclude_frozen_parameters and trained else ("buffer", "param", "master")
     tensors = {}
     for part in parts:
         for key, info in checkpoint.items():
             if info.part == part:
-                dtype = torch.float32 if info.dtype.is_floating_point else info.dtype
+                dtype = torch.float32 if info.dtype.is_floating_point and info.name not in kept else info.dtype
                 tensors[info.name] = LazyTensor(key, dtype, torch.Size(info.shape), checkpoint)
     return tensors | {alias: tensors[name] for alias, name in checkpoint.aliases.items() if name in tensors}
 

@@ -5,6 +5,7 @@ the same functions."""
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,13 @@ from zckpt.engines.deepspeed.flats import cut_alone, moments
 from zckpt.engines.deepspeed.group import RankGroup
 from zckpt.engines.deepspeed.replicas import share
 from zckpt.engines.deepspeed.setup import DTYPES, Setup
-from zckpt.engines.tensors import dtype_name
+from zckpt.engines.tensors import dtype_name, plain_name
 from zckpt.errors import FormatError, UnsupportedError
 from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.format.names import Tier
-from zckpt.state.inventory import BUFFER, MASTER, PARAM, Fragment
+from zckpt.state.inventory import BUFFER, EXTRA_STATE, MASTER, PARAM, Fragment, unconverted
 from zckpt.transfer.memory import byte_tensor
 from zckpt.transfer.torch_dtypes import torch_name
 from zckpt.writing.collect import fingerprint
@@ -76,6 +77,8 @@ class _Reader:
     def _source(self, first: RankPart) -> Source:
         folder, model = self._folder, self._model
         state: dict[str, Any] = {"counters": self._counters(), "deepspeed": self._setup().tree()}
+        if self._extra:
+            state[EXTRA_STATE] = sorted(self._extra)
         client_state, missing = self._client_state(model), [_MICRO_STEPS, _RNG]
         optimizer_class = None
         if first.optimizer:
@@ -88,6 +91,8 @@ class _Reader:
             missing += [_SCALER] if saved is not None else []
         if self._buffers(model) and not folder.partitions_weights and self._world_size > 1:
             missing.append(_BUFFERS)
+        values = [name for name, value in model["module"].items() if not isinstance(value, torch.Tensor)]
+        missing += [f"{name}, which a module has added to its state_dict: it is no tensor" for name in values]
         missing += [f"{PARAM}/{name}: DeepSpeed had it on NVMe and did not save it" for name in self._not_saved]
         what = "Universal Checkpoint" if folder.universal else "DeepSpeed checkpoint"
         mode = f"ZeRO stage {self._stage}"
@@ -182,13 +187,13 @@ class _Reader:
         if self._folder.partitions_weights:
             shapes = model.get("frozen_param_shapes") or {}
             for name, data in (model.get("frozen_param_fragments") or {}).items():
-                parameter_range = cut_alone(_plain_name(name), shapes[name], group.rank, group.size)
-                plain_name, shape = parameter_range.name, parameter_range.shape
+                parameter_range = cut_alone(plain_name(name), shapes[name], group.rank, group.size)
+                first_name, shape = parameter_range.name, parameter_range.shape
                 start, stop = parameter_range.start, parameter_range.stop
-                if plain_name not in self._not_saved and (start < stop or (group.rank == 0 and 0 in shape)):
+                if first_name not in self._not_saved and (start < stop or (group.rank == 0 and 0 in shape)):
                     elements = data.detach().reshape(-1)[: stop - start]
-                    dtype = dtype_name(data.dtype, f"{PARAM}/{plain_name}")
-                    yield Fragment(PARAM, plain_name, shape, dtype, start, stop, tier, data=elements)
+                    dtype = dtype_name(data.dtype, f"{PARAM}/{first_name}")
+                    yield Fragment(PARAM, first_name, shape, dtype, start, stop, tier, data=elements)
             return
         for name in self._parameters:
             weight = self._module[name]
@@ -267,10 +272,30 @@ class _Reader:
         return {key: value for key, value in model.items() if key not in STOCK}
 
     def _buffers(self, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns the persistent buffers by name."""
-        buffer_names = set(map(_plain_name, model.get("buffer_names") or ()))
-        persistent = {name: tensor for name, tensor in _tensors(model).items() if name in buffer_names}
+        """Returns the persistent buffers, and what modules have added to their ``state_dict``, by name."""
+        persistent = {name: tensor for name, tensor in _tensors(model).items() if name in self._buffer_names}
         return {name: tensor for name, tensor in persistent.items() if name not in self._aliases}
+
+    @cached_property
+    def _buffer_names(self) -> frozenset[str]:
+        """The names of all tensors that belong to the part ``buffer``."""
+        return self._extra.union(map(plain_name, self._model.get("buffer_names") or ()))
+
+    @cached_property
+    def _extra(self) -> frozenset[str]:
+        """The names of the tensors that modules have added to their ``state_dict`` by themselves, as far as the files
+        tell them from frozen weights. At stage 3 weights have no elements here, and no weight has a name that begins
+        with that of another one. The others are in the part ``param``, where a restore finds them too."""
+        shapes = [*(self._model.get("param_shapes") or ()), self._model.get("frozen_param_shapes") or {}]
+        known = {*chain.from_iterable(shapes), *(self._model.get("buffer_names") or ())}
+        others = self._module.keys() - map(plain_name, known)
+        return frozenset(
+            name
+            for name in others
+            if name.split(".")[-1] == "_extra_state"
+            or not unconverted([name.rpartition(".")[0]]).isdisjoint(self._module)
+            or (self._folder.partitions_weights and self._module[name].numel())
+        )
 
     @cached_property
     def _module(self) -> dict[str, torch.Tensor]:
@@ -282,10 +307,11 @@ class _Reader:
     def _aliases(self) -> dict[str, str]:
         """For each other name of a tied weight or buffer, the name under which it is stored."""
         shared = self._model.get("shared_params") or {} if self._folder.partitions_weights else {}
-        aliases = {_plain_name(name): _plain_name(first) for name, first in shared.items()}
+        aliases = {plain_name(name): plain_name(first) for name, first in shared.items()}
         places: dict[tuple[Any, ...], str] = {}
         for name, tensor in self._module.items():
-            if tensor.numel():
+            # A restore needs the extra state under each of its names.
+            if tensor.numel() and name not in self._extra:
                 place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
                 if places.setdefault(place, name) != name:
                     aliases[name] = places[place]
@@ -294,14 +320,13 @@ class _Reader:
     @cached_property
     def _parameters(self) -> list[str]:
         """The names of all parameters, in the order of the module."""
-        buffers = set(map(_plain_name, self._model.get("buffer_names") or ()))
-        return [name for name in self._module if name not in buffers and name not in self._aliases]
+        return [name for name in self._module if name not in self._buffer_names and name not in self._aliases]
 
     @cached_property
     def _shapes(self) -> Shapes:
         """For each flat buffer, the shapes of its parameters by name."""
         saved = of_type(self._model, "param_shapes", list)
-        return [{_plain_name(name): tuple(shape) for name, shape in shapes.items()} for shapes in saved]
+        return [{plain_name(name): tuple(shape) for name, shape in shapes.items()} for shapes in saved]
 
     @cached_property
     def _first_buffers(self) -> dict[str, bytes]:
@@ -316,7 +341,7 @@ class _Reader:
             return set()
         group = RankGroup(None, 0, tuple(range(self._world_size)))
         return {
-            _plain_name(name)
+            plain_name(name)
             for name, data in (self._model.get("frozen_param_fragments") or {}).items()
             if data.numel() < cut_alone(name, shapes[name], group.rank, group.size).stop
         }
@@ -405,12 +430,7 @@ class _Reader:
 
 def _tensors(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns all tensors in the module's state dict, by the names that zckpt uses."""
-    return {_plain_name(name): tensor for name, tensor in model["module"].items() if isinstance(tensor, torch.Tensor)}
-
-
-def _plain_name(name: str) -> str:
-    """Returns the name that zckpt uses for a parameter, which is the name without the wrapper of torch.compile."""
-    return ".".join(component for component in name.split(".") if component != "_orig_mod")
+    return {plain_name(name): tensor for name, tensor in model["module"].items() if isinstance(tensor, torch.Tensor)}
 
 
 def _number(value: Any, default: int) -> int:

@@ -26,6 +26,7 @@ from zckpt.exporting.plan import Run
 from zckpt.exporting.torch_file import Instance, Storage, View, torch_file
 from zckpt.format import names
 from zckpt.format.names import Tier
+from zckpt.reading.extra_state import extra_state
 from zckpt.state.inventory import BUFFER, MASTER, PARAM
 
 if TYPE_CHECKING:
@@ -148,13 +149,13 @@ class FolderPlan:
 
     def _model_states(self, rank: int) -> dict[str, Any]:
         """Returns the tree of the file of model states of ``rank``."""
-        engine, setup = self._engine, self.setup
+        engine, setup, extra = self._engine, self.setup, extra_state(self.checkpoint)
         counters = counters_of(engine)
         scheduler = engine.get("scheduler")
         frozen = {name: self._shapes[name] for name in self._masterless}
         return {
             "module": OrderedDict(self._module(rank)),
-            "buffer_names": [*self._named(BUFFER), *self._aliases(BUFFER)],
+            "buffer_names": [name for name in (*self._named(BUFFER), *self._aliases(BUFFER)) if name not in extra],
             "optimizer": None if setup.stage else self._stage_0(),
             "param_shapes": self._param_shapes() if setup.stage else None,
             "frozen_param_shapes": OrderedDict(_sizes(frozen)) if setup.stage >= 2 else None,

@@ -77,12 +77,15 @@ class EngineAdapter(Protocol):
         still being copied to host memory is one of them too.
         """
 
-    def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
+    def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
         """Raises UnsupportedError if zckpt could not save and restore everything in the engine. The error names each
         thing that would be lost.
 
         ``drop_gradients``: gradients that no optimizer step has used yet are not refused. They are not saved, and the
         engine keeps them. A restore drops such gradients of the engine that it restores into.
+
+        ``leave_out``: what modules add to their ``state_dict`` by themselves, and what cannot be saved, is not refused.
+        It is left out, and a restore leaves it as it is.
         """
 
     @property
@@ -101,7 +104,8 @@ class EngineAdapter(Protocol):
         Together, the fragments of all ranks cover every tensor without a gap, and no element twice. So if several ranks
         hold the same weight or moment, either each of them returns a share of it, or one rank returns all of it. A
         buffer may differ from rank to rank: each rank returns all of it with its own rank as ``copy``, and a write
-        keeps the copies that differ from that of rank 0. All fragments that are not of buffers have copy 0. One rank
+        keeps the copies that differ from that of rank 0. Tensors that modules add to their ``state_dict`` by themselves
+        are buffers too. All fragments that are not of buffers have copy 0. One rank
         may return several fragments with the same key. No fragment is empty, except that one rank returns an empty
         fragment for a tensor without elements.
 
@@ -161,10 +165,10 @@ class EngineAdapter(Protocol):
         """Returns whether a restore of these trees also needs the ``rank_state`` that the writer saved. ``state``: as
         in ``Selection``. Raises FormatError."""
 
-    def wanted(self, stored: Mapping[str, Mapping[str, torch.dtype]]) -> tuple[Fragment, ...]:
+    def wanted(self, stored: Mapping[str, Mapping[str, Stored]]) -> tuple[Fragment, ...]:
         """Returns the fragments that this rank fills in a restore, without ``data``. ``stored``: for each part of the
-        checkpoint the dtype of each tensor by name. A moment that the engine does not have yet gets the dtype that is
-        stored.
+        checkpoint its tensors by name. A moment that the engine does not have yet gets the dtype that is stored, and a
+        tensor that a module adds to its ``state_dict`` by itself gets the dtype and shape that are stored.
 
         The result has every tensor that the engine needs, whether the checkpoint has it or not, so that missing tensors
         are noticed. For parameters that are trained these are the master weights and all of the moments; for all other
@@ -178,6 +182,16 @@ class EngineAdapter(Protocol):
 
     def restoring(self, selection: Selection) -> Restoring:
         """Returns an object that carries out one restore into the engine. This call changes nothing."""
+
+
+class Stored(Protocol):
+    """A tensor of a checkpoint, as far as an engine has to know it."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 class Use(NamedTuple):

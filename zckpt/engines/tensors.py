@@ -116,11 +116,10 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def modules_with_extra_state(root: torch.nn.Module) -> Iterator[str]:
-    """Yields the names of the modules that have state outside of parameters and buffers (``get_extra_state``)."""
-    for name, module in root.named_modules():
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            yield f"{name} ({type(module).__qualname__})"
+def plain_name(name: str) -> str:
+    """Returns the name that zckpt uses for what ``name`` names in a module. torch.compile adds the name of its wrapper,
+    ``_orig_mod``, to the names in every compiled submodule, and zckpt removes it."""
+    return ".".join(component for component in name.split(".") if component != "_orig_mod")
 
 
 def _by_first_name(named: Iterable[tuple[str, T]]) -> tuple[dict[str, T], dict[str, str]]:
@@ -128,8 +127,7 @@ def _by_first_name(named: Iterable[tuple[str, T]]) -> tuple[dict[str, T], dict[s
     tensors: dict[str, T] = {}
     aliases: dict[str, str] = {}
     for wrapped_name, tensor in named:
-        # torch.compile adds the name of its wrapper, "_orig_mod", to the names in every compiled submodule.
-        name = ".".join(component for component in wrapped_name.split(".") if component != "_orig_mod")
+        name = plain_name(wrapped_name)
         if id(tensor) in first_names:
             if name != first_names[id(tensor)]:
                 aliases[name] = first_names[id(tensor)]

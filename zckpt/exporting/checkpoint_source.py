@@ -12,6 +12,8 @@ from zckpt.exporting.plan import SourceTensor
 from zckpt.format import names
 from zckpt.plan.reshard import ElementRange
 from zckpt.reading.checkpoint import Checkpoint, ReadRequest
+from zckpt.reading.extra_state import extra_state
+from zckpt.state.inventory import unconverted
 from zckpt.transfer.memory import check_cast
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
@@ -109,9 +111,11 @@ class CheckpointSource(CheckpointFiller):
         self.aliases = {alias: name for alias, name in checkpoint.aliases.items() if name in infos}
         self.adapters = _adapters(checkpoint)
         sources: dict[str, SourceTensor] = {}
+        kept = unconverted(extra_state(checkpoint))
         for name, info in infos.items():
-            target_dtype = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
-            check_cast(info.dtype, target_dtype, info.key)
+            held_dtype = info.dtype
+            target_dtype = dtype if dtype and held_dtype.is_floating_point and name not in kept else held_dtype
+            check_cast(held_dtype, target_dtype, info.key)
             sources[name] = SourceTensor(DTYPE_NAMES[target_dtype], info.shape)
         super().__init__(checkpoint, infos, sources, budget)
 

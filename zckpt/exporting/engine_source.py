@@ -17,7 +17,7 @@ from zckpt.engines.peft import adapter_configs
 from zckpt.exporting.plan import SourceTensor
 from zckpt.offloading.away import away, place_of
 from zckpt.plan.reshard import StoredPieces
-from zckpt.state.inventory import BUFFER, MASTER, PARAM
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, unconverted
 from zckpt.transfer.budget import Budget
 from zckpt.transfer.devices import check_devices, synchronize
 from zckpt.transfer.memory import check_cast
@@ -41,6 +41,7 @@ class EngineSource:
         master weights. None means that all tensors keep the dtypes with which the model computes. This is collective.
         Raises the errors that ``zckpt.write`` raises for an engine."""
         shapes: dict[str, tuple[int, ...]] = {}
+        kept: set[str] = set()
 
         def collect() -> bytes:
             self.budget = budget or Budget.from_environment()
@@ -55,6 +56,7 @@ class EngineSource:
             check_devices(f.data for f in fragments if isinstance(f.data, torch.Tensor))
             self.fragments = [_where_it_is(fragment) for fragment in fragments]
             self.aliases = dict(inventory.aliases)
+            kept.update(unconverted(inventory.extra))
             self.module = adapter.module
             self.adapters = adapter_configs(adapter.module)
             shapes.update((f.name, f.shape) for f in adapter.wanted({}))  # All ranks get the same names, in one order.
@@ -75,7 +77,7 @@ class EngineSource:
         dtype_numbers = dict(zip(number.tolist(), dtype_number.tolist(), strict=True))
         for tensor, (name, shape) in enumerate(shapes.items()):
             held_dtype = TORCH_DTYPES[_DTYPES[dtype_numbers[tensor]]]
-            target_dtype = dtype if dtype is not None and held_dtype.is_floating_point else held_dtype
+            target_dtype = dtype if dtype and held_dtype.is_floating_point and name not in kept else held_dtype
             check_cast(held_dtype, target_dtype, name)
             self.sources[name] = SourceTensor(DTYPE_NAMES[target_dtype], shape)
 

@@ -134,9 +134,10 @@ def _read_config(folder: str) -> dict[str, Any]:
         raise MismatchError("this is not the configuration of a model", file=path)
     if "quantization_config" in config:
         raise UnsupportedError(
-            "the configuration is for quantized weights, and the weights of the source are not quantized",
+            "the configuration is for quantized weights, and zckpt does not write the folder of such a model",
             file=path,
-            hint="remove quantization_config from config.json if the model was trained without quantization",
+            hint="format='pt' exports all tensors under the names that they have in the model; remove "
+            "quantization_config from config.json if the model was trained without quantization",
         )
     return config
 

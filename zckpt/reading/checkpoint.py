@@ -16,8 +16,9 @@ from zckpt.listing.contents import TensorInfo
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import ElementRange, piece_ranges, slice_ranges
 from zckpt.progress import Progress, reported
+from zckpt.reading.extra_state import extra_state
 from zckpt.reading.targets import checked_target, empty_tensor
-from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE, unconverted
 from zckpt.transfer.budget import Budget, flag
 from zckpt.transfer.devices import check_device, check_devices, devices_of
 from zckpt.transfer.memory import Targets
@@ -434,7 +435,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         A weight is that of the part ``master`` if this part has it, and that of ``param`` otherwise.
 
         Args:
-            dtype: the dtype of floating point weights. Buffers keep their dtype.
+            dtype: the dtype of floating point weights. Buffers and quantized weights keep their dtype.
             device: as for ``load``.
             verify: as for ``load``.
             progress: as for ``load``.
@@ -447,8 +448,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         device, weight_dtype = check_device(device), dtype_of(dtype)
         sources = self.weights()
+        kept = unconverted(() if weight_dtype is None else extra_state(self))
         casts = {
-            name: weight_dtype if info.part != BUFFER and info.dtype.is_floating_point else None
+            name: weight_dtype if info.part != BUFFER and info.dtype.is_floating_point and name not in kept else None
             for name, info in sources.items()
         }
 

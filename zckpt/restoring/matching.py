@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
     from zckpt.listing.contents import TensorInfo
 
-_STAND_INS = {MASTER: PARAM, PARAM: MASTER}
-"""The part in which the weight of a parameter was saved if the checkpoint does not have it in the part that the engine
-asks for. This is so if the parameter was frozen either when it was saved or now."""
+_STAND_INS = {MASTER: PARAM, PARAM: MASTER, BUFFER: PARAM}
+"""The part in which a tensor was saved if the checkpoint does not have it in the part that the engine asks for. This is
+so if a parameter was frozen either when it was saved or now. For buffers, it is so if the checkpoint was converted from
+files that do not tell some of them from frozen weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Match:
         return [
             f"differs: {name} is {words[here]} in the engine and was {words[there]} when it was saved"
             for name, here, there in roles
-            if here != there
+            if here != there and here in words
         ]
 
     def problems(self, changed_roles: Sequence[str]) -> list[str]:

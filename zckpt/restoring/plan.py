@@ -18,9 +18,8 @@ from zckpt.storage.schemes import open_store
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    import torch
-
     from zckpt.engines.contract import EngineAdapter, Restoring
+    from zckpt.listing.contents import TensorInfo
     from zckpt.progress import Progress
     from zckpt.reading.checkpoint import Checkpoint
     from zckpt.transfer.budget import Budget
@@ -41,7 +40,7 @@ class Caller(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The arguments of ``zckpt.restore``, whose docstring explains them, and three that an attached engine needs."""
+    """The arguments of ``zckpt.restore``, whose docstring explains them, and four that an attached engine needs."""
 
     parts: Collection[str] | None = None
     strict: bool = True
@@ -58,6 +57,8 @@ class Request:
     """The function that the user has called."""
     all_moments: bool = False
     """Whether a checkpoint without the optimizer's state is refused even if ``strict`` would not refuse it."""
+    leave_out: bool = False
+    """Whether the engine may have state that no checkpoint can hold. It stays as it is."""
 
     @property
     def resumes(self) -> bool:
@@ -89,9 +90,9 @@ def plan_restore(
     """Plans the restore of rank ``rank`` of ``size`` ranks. Reads what the checkpoint says of its tensors, and the
     trees of state. ``registered`` has the names of the objects that are to be restored with the engine. Raises
     ValueError for a part or a tree that does not exist, and the errors of reading."""
-    names: dict[str, dict[str, torch.dtype]] = {part: {} for part in checkpoint.parts}
+    names: dict[str, dict[str, TensorInfo]] = {part: {} for part in checkpoint.parts}
     for info in checkpoint.values():
-        names[info.part][info.name] = info.dtype
+        names[info.part][info.name] = info
     trees = request.state
     if trees is None:
         trees = adapter.trees if request.parts is None else ()

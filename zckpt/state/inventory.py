@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 from zckpt.format.names import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import torch
 
 MASTER, PARAM, BUFFER, STATE = "master", "param", "buffer", "state"
 """The parts that zckpt knows by name. ``master`` has the weights that the optimizer updates, even if the engine has no
 other weights, as in fp32. ``param`` has all weights as the model computes with them. Those that have a master are
-derived from it. ``buffer`` has the persistent buffers of the module. ``state`` has the trees of non-tensor state and
-the arrays in them. It is not listed among a model's tensors, and no adapter returns it.
+derived from it. ``buffer`` has the persistent buffers of the module, and the tensors that its modules add to their
+``state_dict`` by themselves. ``state`` has the trees of non-tensor state and the arrays in them. It is not listed among
+a model's tensors, and no adapter returns it.
 
 Every other part is a *moment*: a value that an optimizer keeps in the shape of the weights. Its name is torch's name.
 """
@@ -24,6 +26,9 @@ RESERVED_PARTS = frozenset({MASTER, PARAM, BUFFER, STATE})
 ANY_TIME = frozenset({PARAM, BUFFER, STATE})
 """The parts that may change between two steps of the optimizer, because the model's own forward pass changes tensors
 that are not trained."""
+EXTRA_STATE = "extra_state"
+"""The tree in the state of an engine with the names of those buffers that modules add to their ``state_dict`` by
+themselves, in a list. No restore reads it. It is missing if there are none."""
 GRADIENT = "gradient"
 """The part of gradients between a backward pass and the step that uses them, and of the buffers in which they are
 reduced. An engine holds them in memory, but no checkpoint has them."""
@@ -89,6 +94,19 @@ class Inventory:
 
     fragments: tuple[Fragment, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    extra: frozenset[str] = frozenset()
+    """The names of those buffers that modules add to their ``state_dict`` by themselves, such as the scales of
+    quantized weights. See ``unconverted``."""
+    unsaved: tuple[str, ...] = ()
+    """A phrase for each thing that modules add to their ``state_dict`` and no checkpoint can hold, so it is left
+    out."""
+
+
+def unconverted(extra: Iterable[str]) -> frozenset[str]:
+    """Returns the names of the tensors whose dtype must not be changed if a model has this extra state: that state
+    itself, and quantized weights. The state that belongs to a weight ``w`` has names such as ``w.absmax``."""
+    paths = (accumulate(name.split("."), lambda path, component: f"{path}.{component}") for name in extra)
+    return frozenset(chain.from_iterable(paths))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from zckpt.engines.contract import Selection
+    from zckpt.engines.contract import Selection, Stored
     from zckpt.testing.engine import ReferenceEngine
 
 
@@ -58,7 +58,7 @@ class ReferenceAdapter:
     def parts(self) -> tuple[str, ...]:
         return tuple(self.engine.tensors)
 
-    def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
+    def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
         if self.engine.gradients and not drop_gradients:
             raise UnsupportedError("the engine holds gradients that no optimizer step has used yet", hint="call step()")
 
@@ -111,7 +111,7 @@ class ReferenceAdapter:
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
         return False
 
-    def wanted(self, stored: Mapping[str, Mapping[str, torch.dtype]]) -> tuple[Fragment, ...]:
+    def wanted(self, stored: Mapping[str, Mapping[str, Stored]]) -> tuple[Fragment, ...]:
         return tuple(replace(fragment, data=None) for fragment in self._needed())
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:

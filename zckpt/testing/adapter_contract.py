@@ -37,6 +37,7 @@ from zckpt.transfer.devices import synchronize
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from zckpt.engines.contract import Stored
 
 TURN_SECONDS = 300
 """How long a rank waits until the other ranks have done their steps alone, in seconds."""
@@ -155,9 +156,9 @@ class AdapterContract(EngineDefinition):
         engine = cls.make(1)
         cls.train(engine, 1)
         checkpoint = zckpt.open(path)
-        names: dict[str, dict[str, torch.dtype]] = {}
+        names: dict[str, dict[str, Stored]] = {}
         for info in checkpoint.values():
-            names.setdefault(info.part, {})[info.name] = info.dtype
+            names.setdefault(info.part, {})[info.name] = info
         with _turn(engine, turns) as rank:
             adapter = adapt(engine)
             adapter.refuse_unsupported(drop_gradients=True)

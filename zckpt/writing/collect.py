@@ -48,6 +48,8 @@ class Collected:
     """The parts of the optimizer that the engine has and that ``options`` leave out."""
     use: Use
     """What the checkpoint can be used for."""
+    unsaved: tuple[str, ...]
+    """As in ``Inventory``."""
 
 
 def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
@@ -71,7 +73,9 @@ def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
     left_out = [part for part in adapter.parts if part not in wanted and part not in RESERVED_PARTS]
     all_weights = options.parts is not None and PARAM in options.parts
     use = use_of(wanted, adapter.parts, trains=adapter.trains, all_weights=all_weights)
-    return Collected(fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use)
+    return Collected(
+        fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use, inventory.unsaved
+    )
 
 
 def _where_it_is(fragment: Fragment) -> Fragment:

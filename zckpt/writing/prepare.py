@@ -15,7 +15,7 @@ from zckpt.engines import adapt
 from zckpt.engines.history import history_of, is_second, note_write, run_of_next_write
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
-from zckpt.errors import RankError, StateError, ZckptError, warn
+from zckpt.errors import RankError, StateError, ZckptError, first_few, warn
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, digest
 from zckpt.listing.runs import latest_name, refuse_place
@@ -100,7 +100,8 @@ class Preparation:
         offloaded = away(self._engine)
         if offloaded is not None:
             offloaded.refuse_lost("zckpt.write")
-        adapter.refuse_unsupported(drop_gradients=options.pending_gradients == "drop")
+        dropped = options.pending_gradients == "drop"
+        adapter.refuse_unsupported(drop_gradients=dropped, leave_out=options.leave_out)
         if options.lazy:
             adapter.refuse_lazy()
         path = f"checkpoints/global_step{adapter.step}" if self._path is None else self._path
@@ -113,6 +114,8 @@ class Preparation:
         collected = self._collected = collect(adapter, options)
         packed, earlier, run, first = b"", "", "", self._rank == 0
         if first:
+            if collected.unsaved:
+                warn(f"the checkpoint does not hold {first_few(collected.unsaved, 5)}")
             root: dict[str, Any] = {"engine": collected.state, names.CLIENT_STATE: dict(options.client_state or {})}
             adapters = adapter_configs(adapter.module)
             if adapters:
@@ -245,7 +248,7 @@ def _check_engines(facts: Sequence[Facts], options: WriteOptions, rank: int) -> 
         if not runs_differ and of_rank.sample == facts[0].sample:
             continue
         message = f"the engine of rank {number} is not that of rank 0"
-        if runs_differ or not options.each_client_state:
+        if runs_differ or not options.leave_out:
             raise RankError(
                 f"{message}: {'it belongs to another run' if runs_differ else 'its weights are others'}",
                 rank=number, hint="every rank has to write the same engine, and in the same order if there are several",

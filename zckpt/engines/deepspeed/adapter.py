@@ -3,6 +3,7 @@ is specific to each stage."""
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,6 +22,7 @@ from zckpt.engines.deepspeed.setup import setup_of
 from zckpt.engines.deepspeed.stage0 import Unwrapped
 from zckpt.engines.deepspeed.wrapper import Wrapper, kind_of
 from zckpt.engines.deepspeed.zero12 import uses_muon
+from zckpt.engines.extra_state import ExtraState
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import (
     dtype_name,
@@ -34,6 +36,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.format.names import Tier
 from zckpt.state.inventory import (
     BUFFER,
+    EXTRA_STATE,
     GRADIENT,
     MASTER,
     PARAM,
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from zckpt.engines.contract import Selection
+    from zckpt.engines.contract import Selection, Stored
 
 
 class DeepSpeedAdapter:
@@ -96,11 +99,11 @@ class DeepSpeedAdapter:
     @property
     def devices(self) -> frozenset[torch.device]:
         masters = (flat.master for flat in self.zero.flats)
-        tensors = chain(self._parameters[0].values(), self.buffers[0].values(), masters)
+        tensors = chain(self._parameters[0].values(), self._all_buffers.values(), masters)
         return frozenset({torch.device(self.engine.device), *devices_of(tensors)})
 
-    def refuse_unsupported(self, *, drop_gradients: bool = False) -> None:
-        reasons = refuse.unsupported(self.engine)
+    def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
+        reasons = refuse.unsupported(self.engine) or ([] if leave_out else self.extra.unsaved)
         if reasons:
             raise UnsupportedError(
                 f"zckpt does not support this DeepSpeed engine: {'; '.join(reasons)}", hint=refuse.SUPPORTED
@@ -132,17 +135,19 @@ class DeepSpeedAdapter:
         if unknown:
             raise ValueError(f"the engine has no part {', '.join(unknown)}; it has {', '.join(available)}")
         self.zero.settle()
+        buffers = self._all_buffers  # first, because a state_dict() may give weights other memory
         fragments: list[Fragment] = []
         for part in available:
             if parts is not None and part not in parts:
                 continue
             if part == BUFFER:
-                fragments += self.buffer_fragments()
+                fragments += self.buffer_fragments(buffers)
             elif part == PARAM:
                 fragments += self.param_fragments(self.masterless if parts is None else self._in_memory_order)
             else:
                 fragments += self._flat_fragments(part)
-        return Inventory(tuple(fragments), {**self._parameters[1], **self.buffers[1]})
+        aliases = {**self._parameters[1], **self.buffers[1]}
+        return Inventory(tuple(fragments), aliases, frozenset(self.extra.tensors), tuple(self.extra.unsaved))
 
     def sample(self) -> bytes:
         trained = [weight for weight in self._parameters[0].values() if weight.requires_grad]
@@ -151,14 +156,16 @@ class DeepSpeedAdapter:
         return repr(numbers[:1]).encode() if numbers else b"".join(some_bytes(trained))
 
     def memory(self) -> Iterator[Holding]:
+        extra = self.extra.tensors  # first, as in ``inventory``
         yield from self.zero.memory()
-        for name, buffer in self.module.named_buffers():
+        for name, buffer in chain(self.module.named_buffers(), extra.items()):
             yield from holdings(BUFFER, name, buffer)
 
     def state(self) -> dict[str, Any]:
         trees: dict[str, Any] = {
             "counters": {name: int(getattr(self.engine, name)) for name in COUNTERS},
             "deepspeed": setup_of(self.engine, self._parameters[0], self._groups()).tree(),
+            **({EXTRA_STATE: sorted(self.extra.tensors)} if self.extra.tensors else {}),
         }
         if not self.trains:
             return trees
@@ -216,7 +223,7 @@ class DeepSpeedAdapter:
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
         return state.get("optimizer") is not None and optimizer.Saved.has_bound(subtree(state, "optimizer"))
 
-    def wanted(self, stored: Mapping[str, Mapping[str, torch.dtype]]) -> tuple[Fragment, ...]:
+    def wanted(self, stored: Mapping[str, Mapping[str, Stored]]) -> tuple[Fragment, ...]:
         fragments: list[Fragment] = []
         for flat in self.zero.flats:
             fragments += flat.expected(MASTER, flat.master.dtype)
@@ -227,11 +234,29 @@ class DeepSpeedAdapter:
                 # If one parameter of the flat buffer has this moment, all of them must be filled: a moment that the
                 # checkpoint lacks must be reported, and not stay at zero.
                 if live is not None or not names.keys().isdisjoint(flat.names):
-                    dtype = next(names[name] for name in flat.names if name in names) if live is None else live.dtype
-                    fragments += flat.expected(part, dtype)
-        weights, buffers = self.param_fragments(self.masterless, empty=True), self.buffer_fragments(empty=True)
+                    like = next(names[name] for name in flat.names if name in names) if live is None else live
+                    fragments += flat.expected(part, like.dtype)
+        weights = self.param_fragments(self.masterless, empty=True)
+        buffers = self.buffer_fragments(self.buffers[0], empty=True)
         fragments += (replace(fragment, data=None) for fragment in chain(weights, buffers))
+        fragments += self._wanted_extra(stored)
         return tuple(fragments)
+
+    def _wanted_extra(self, stored: Mapping[str, Mapping[str, Stored]]) -> Iterator[Fragment]:
+        """Yields a fragment for each tensor of the extra state. The shape and dtype are those that are stored, because
+        those that the module has now may be others."""
+        # DeepSpeed's files below stage 3 do not tell all of the extra state from frozen weights, so a conversion has
+        # put some of it into the part ``param``.
+        saved = {**stored.get(PARAM, {}), **stored.get(BUFFER, {})}
+        extra = {name: tensor for name, tensor in saved.items() if self._is_extra(name)}
+        for name, like in {**self.extra.tensors, **extra}.items():
+            dtype, numel = dtype_name(like.dtype, f"{BUFFER}/{name}"), math.prod(like.shape)
+            yield Fragment(BUFFER, name, tuple(like.shape), dtype, 0, numel, copy=self._group.rank)
+
+    def _is_extra(self, name: str) -> bool:
+        """Returns whether a module has extra state of this name, or would take it."""
+        known = name in self._parameters[0] or name in self.buffers[0]
+        return name in self.extra.tensors or (not known and self.extra.takes(name))
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
         parameters = self._parameters[0].keys()
@@ -241,7 +266,7 @@ class DeepSpeedAdapter:
             f"{part}/{name}"
             for part, names in stored.items()
             for name in names
-            if name not in places.get(part, optimized)
+            if name not in places.get(part, optimized) and not (part == BUFFER and self._is_extra(name))
         ]
 
     def restoring(self, selection: Selection) -> DeepSpeedRestoring:
@@ -282,6 +307,17 @@ class DeepSpeedAdapter:
         """The persistent buffers of the module by their first names, and for each other name of a tied buffer its first
         name."""
         return persistent_buffers(self.module)
+
+    @cached_property
+    def extra(self) -> ExtraState:
+        """The state that modules add to their ``state_dict`` by themselves."""
+        (parameters, aliases), (buffers, more_aliases) = self._parameters, self.buffers
+        names = {*parameters, *aliases, *buffers, *more_aliases}
+        return ExtraState(self.module, names, [*parameters.values(), *buffers.values()])
+
+    @property
+    def _all_buffers(self) -> dict[str, torch.Tensor]:
+        return {**self.buffers[0], **self.extra.tensors}
 
     @cached_property
     def masterless(self) -> dict[str, None]:
@@ -334,11 +370,11 @@ class DeepSpeedAdapter:
                     data=data,
                 )
 
-    def buffer_fragments(self, *, empty: bool = False) -> Iterator[Fragment]:
-        """Yields a fragment for each persistent buffer. ``empty``: as in ``param_fragments``. If the elements of a
-        buffer are not contiguous in memory, the ``data`` of its fragment is a copy."""
+    def buffer_fragments(self, buffers: Mapping[str, torch.Tensor], *, empty: bool = False) -> Iterator[Fragment]:
+        """Yields a fragment for each of ``buffers``. ``empty``: as in ``param_fragments``. If the elements of a buffer
+        are not contiguous in memory, the ``data`` of its fragment is a copy."""
         rank = self._group.rank
-        for name, buffer in self.buffers[0].items():
+        for name, buffer in buffers.items():
             data = buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             if data.numel() or empty or rank == 0:
                 dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")

@@ -9,7 +9,6 @@ import torch
 
 from zckpt.engines.deepspeed.group import rank_group_of, ranks_of
 from zckpt.engines.deepspeed.wrapper import kind_of
-from zckpt.engines.tensors import modules_with_extra_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,9 +116,6 @@ def _features(engine: Any) -> Iterator[str]:
         if _is_a(module, "LoRAOptimizedLinear") or _is_a(module, "QuantizedLinear"):
             yield f"deepspeed.linear ({type(module).__name__})"
             break
-    for name in modules_with_extra_state(engine.module):
-        yield f"a module with get_extra_state(): {name}"
-        break
 
 
 def _parameters(engine: Any) -> Iterator[str]:

@@ -14,7 +14,7 @@ from zckpt.engines.contract import Batch
 from zckpt.engines.deepspeed import cpu_adam, optimizer, scaler
 from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError
-from zckpt.state.inventory import MASTER, PARAM, RESERVED_PARTS, FileRange, Fragment
+from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileRange, Fragment
 from zckpt.transfer.memory import lies_in_order
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
@@ -39,6 +39,8 @@ class DeepSpeedRestoring:
         """The fragments of ``Selection.wanted``, by part and name."""
         self._moments = tuple(dict.fromkeys(part for part, _ in self._places if part not in RESERVED_PARTS))
         """The names of the moments that are restored."""
+        self._extra: dict[str, torch.Tensor] = {}
+        """The tensors of the extra state that are restored, by name. ``fill`` makes them."""
         trained = {name for flat in self._zero.flats for name in flat.names}
         self._unknown = frozenset(trained.difference(selection.stored.get(MASTER, ())))
         """The trained parameters that have no master weight in the checkpoint, and so perhaps no param group in it."""
@@ -71,15 +73,16 @@ class DeepSpeedRestoring:
         not_contiguous = {name for name, buffer in buffers.items() if not lies_in_order(buffer)}
         urgent = [
             fragment
-            for fragment in self._chosen(self._adapter.buffer_fragments())
+            for fragment in self._chosen(self._adapter.buffer_fragments(buffers))
             if fragment.name not in not_contiguous
         ]
+        urgent += self._extra_fragments()
         urgent += (fragment for fragment in weights if isinstance(fragment.data, torch.Tensor))
         in_memory = [flat for flat in self._zero.flats if not flat.files]
         urgent += (fragment for flat in in_memory for fragment in self._masters(flat))
         moments = (fragment for flat in in_memory for fragment in self._moments_of(flat))
         yield Batch(tuple(urgent), tuple(moments), self._zero.after_masters)
-        for fragment in self._chosen(self._adapter.buffer_fragments()):
+        for fragment in self._chosen(self._adapter.buffer_fragments(buffers)):
             if fragment.name in not_contiguous:  # The data of such a fragment is a copy, which is copied back here.
                 yield Batch((fragment,))
                 assert isinstance(fragment.data, torch.Tensor)
@@ -93,6 +96,16 @@ class DeepSpeedRestoring:
             if flat.files:
                 with self._zero.flat_in_memory(flat) as flat_in_memory:
                     yield Batch((*self._masters(flat_in_memory), *self._moments_of(flat_in_memory)))
+
+    def _extra_fragments(self) -> Iterator[Fragment]:
+        """Yields the fragments of the extra state, with new memory that ``finish`` gives to the modules."""
+        for (part, name), fragment in self._places.items():
+            if part == BUFFER and name not in self._adapter.buffers[0]:
+                like = self._adapter.extra.tensors.get(name)
+                device = self._engine.device if like is None else like.device
+                tensor = torch.empty(fragment.shape, dtype=TORCH_DTYPES[fragment.dtype], device=device)
+                self._extra[name] = tensor
+                yield replace(fragment, data=tensor.view(-1))
 
     def _chosen(self, live: Iterable[Fragment]) -> Iterator[Fragment]:
         """Returns those fragments that are restored."""
@@ -143,6 +156,7 @@ class DeepSpeedRestoring:
 
     def finish(self) -> None:
         self._zero.after_restore()
+        self._adapter.extra.load(self._extra, sys.modules["deepspeed"].zero.GatheredParameters)
 
     def _saved(self) -> optimizer.Saved:
         selection = self._selection
