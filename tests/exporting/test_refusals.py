@@ -86,8 +86,16 @@ def test_wrong_arguments(tmp_path: Path, model: Path) -> None:
 
 
 def test_a_checkpoint_without_weights(tmp_path: Path) -> None:
-    write_state(tmp_path / "ckpt", parts=["exp_avg"])
-    assert_refused(tmp_path, zckpt.KeyNotFoundError, "no weights: its parts are exp_avg")
+    buffers = {"mean": [torch.ones(3)] * 3}
+    for parts, given in ((["exp_avg"], None), ([], buffers), (["exp_avg"], buffers)):
+        write_state(tmp_path / "ckpt", parts=parts, buffers=given, overwrite=True)
+        for form in ("hf", "pt"):
+            assert_refused(tmp_path, zckpt.KeyNotFoundError, "no weights: its parts are", format=form)
+        with pytest.raises(zckpt.KeyNotFoundError, match="no weights: its parts are"):
+            zckpt.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ckpt")
+        with pytest.raises(zckpt.KeyNotFoundError, match="no weights: its parts are"):
+            zckpt.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ckpt", str(tmp_path / "out"))
+        assert not (tmp_path / "out").exists()
 
 
 def test_damage_is_found_and_leaves_nothing(tmp_path: Path) -> None:
