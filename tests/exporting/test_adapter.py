@@ -243,7 +243,7 @@ def test_adapters_that_cannot_be_exported(tmp_path: Path) -> None:
         ('{"peft_type": "LORA", "use_dora": "yes"}', "for 'use_dora' instead of true or false"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("form", ["adapter"])
+@pytest.mark.parametrize("form", ["adapter", "merge"])
 def test_odd_configurations_are_errors_that_name_the_checkpoint_and_the_field(
     tmp_path: Path, text: str, match: str, form: str
 ) -> None:

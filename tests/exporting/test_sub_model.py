@@ -104,7 +104,7 @@ def test_the_command_says_what_is_left_out(tmp_path: Path, agent: Agent, capsys:
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT warns about what it saves
-@pytest.mark.parametrize("form", ["adapter"])
+@pytest.mark.parametrize("form", ["adapter", "merge"])
 def test_the_adapter_of_a_module_is_exported_or_merged(tmp_path: Path, form: str) -> None:
     torch.manual_seed(0)
     policy = lora.make_model("plain")

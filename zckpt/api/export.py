@@ -14,6 +14,7 @@ from zckpt.exporting.checkpoint_source import CheckpointSource
 from zckpt.exporting.engine_source import EngineSource
 from zckpt.exporting.hugging_face import FILES, plan_hugging_face
 from zckpt.exporting.live import write_from_ranks
+from zckpt.exporting.merge import Merge, with_merges, without_adapters
 from zckpt.exporting.place import TORCH_FILE, Place
 from zckpt.exporting.plan import size_in_bytes
 from zckpt.exporting.selection import below, everything
@@ -55,7 +56,7 @@ class Exported:
     """The sum of the sizes of all files, in bytes."""
     left_out: tuple[str, ...]
     """The names of the weights and buffers of the source that were not exported, because they do not belong to the
-    module ``strip_prefix``, or to the adapter ``adapter``."""
+    module ``strip_prefix``, to the adapter ``adapter``, or to the model with the adapter ``merge``."""
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {count(len(self.files), 'file')}, {self.nbytes:,} bytes", *self.files]
@@ -74,6 +75,7 @@ def export(
     max_shard_size: int | str = "5GB",
     strip_prefix: str | None = None,
     adapter: str | None = None,
+    merge: str | None = None,
     overwrite: bool = False,
     budget: Budget | None = None,
     progress: Progress | None = None,
@@ -102,15 +104,19 @@ def export(
             ``model.to(dtype).save_pretrained(out)`` writes, and the tokenizer and processor files of that folder, so
             that ``from_pretrained`` loads it. Without it, tensors keep the names that they have in the model, a tied
             weight is written under one of its names, and no configuration is written. It is not needed for an engine
-            whose model is a class of transformers, because such a model has its configuration. With ``adapter``, this
-            is a folder with an ``adapter_config.json``, which is needed only if the checkpoint does not have the
-            adapter's configuration.
+            whose model is a class of transformers, because such a model has its configuration. With ``adapter`` or
+            ``merge``, the configuration of the adapter is read from the file ``adapter_config.json`` of this folder if
+            the checkpoint does not have it. With ``adapter``, nothing else is read from the folder, and its
+            configuration of the adapter is preferred.
         max_shard_size: the largest size of one file of the format "hf", as a number of bytes or a text such as "5GB".
         strip_prefix: the path of a module in the model that was trained, such as "policy." (the dot at the end may be
             left out). If it is given, only the tensors of this module are exported, and their names begin after the
-            path. ``config`` and ``adapter`` are then those of this module.
+            path. ``config``, ``adapter`` and ``merge`` are then those of this module.
         adapter: the name of a LoRA adapter of PEFT, such as "default". If it is given, ``out`` becomes the folder of
             this adapter, as ``PeftModel.save_pretrained`` writes it and ``PeftModel.from_pretrained`` loads it.
+        merge: the name of a LoRA adapter of PEFT. If it is given, the model of the adapter is exported with the adapter
+            merged into it, as ``merge_and_unload`` does, under the names of the model without adapters. The merged
+            weights are computed in fp32 and then converted to ``dtype``, or to the dtypes of the weights of the model.
         overwrite: whether an earlier export at ``out`` is replaced.
         budget: the memory, the threads and the kind of I/O. None means the budget of the ``Checkpoint`` if ``source``
             is one, and ``Budget.from_environment()`` otherwise.
@@ -121,10 +127,11 @@ def export(
 
     Raises:
         CheckpointExistsError: there is already something at ``out`` that must not be replaced.
-        MismatchError: the configuration belongs to another model or is broken, or weights of the adapter are missing.
+        MismatchError: the configuration belongs to another model or is broken, or weights of the adapter, or of the
+            model that it is merged into, are missing.
         KeyNotFoundError: there is no adapter of this name, no tensor in the module ``strip_prefix``, or no weight.
-        UnsupportedError: transformers does not know the model or is not installed, the adapter is not LoRA, or the
-            model has adapters and ``adapter`` is not given.
+        UnsupportedError: transformers does not know the model or is not installed, the adapter is not LoRA or of a kind
+            that cannot be merged, or the model has adapters and neither ``adapter`` nor ``merge`` is given.
         ValueError: the format, the dtype or the size is unknown, or the arguments contradict each other.
         NoSpaceError: there is too little free space.
         StorageError: the operating system reports an error when it reads or writes.
@@ -135,7 +142,7 @@ def export(
     ranks = Ranks(group_of(source), call="zckpt.export")
     with ranks.undivided():
         options = ranks.together(
-            lambda: _Options.of(out, format, dtype, config, max_shard_size, strip_prefix, adapter),
+            lambda: _Options.of(out, format, dtype, config, max_shard_size, strip_prefix, adapter, merge),
             "check the arguments",
         )
         ranks.agree([str(value) for value in (out, *options, overwrite)], "arguments")
@@ -179,6 +186,7 @@ class _Options(NamedTuple):
     prefix: str
     """What the names of the exported tensors begin with. It is empty, or the path of a module with a dot at the end."""
     adapter: str | None
+    merge: str | None
 
     @classmethod
     def of(
@@ -190,6 +198,7 @@ class _Options(NamedTuple):
         max_shard_size: int | str,
         strip_prefix: str | None,
         adapter: str | None,
+        merge: str | None,
     ) -> _Options:
         """Checks the arguments. Raises ValueError if one of them has a value that is not allowed, or if they contradict
         each other."""
@@ -201,8 +210,10 @@ class _Options(NamedTuple):
             raise ValueError("config may be given only with format 'hf': a 'pt' file has the names of the live model")
         if format == "pt" and adapter is not None:
             raise ValueError("adapter may be given only with format 'hf': its folder has a safetensors file")
+        if adapter is not None and merge is not None:
+            raise ValueError("adapter exports an adapter alone and merge exports the whole model: give one of them")
         prefix = "" if strip_prefix is None else f"{strip_prefix.removesuffix('.')}."
-        return cls(format, dtype_of(dtype), config, size_in_bytes(max_shard_size), prefix, adapter)
+        return cls(format, dtype_of(dtype), config, size_in_bytes(max_shard_size), prefix, adapter, merge)
 
     @property
     def directory(self) -> bool:
@@ -238,24 +249,26 @@ def _open(
 def _plan(tensors: CheckpointSource | EngineSource, options: _Options, path: str) -> ExportPlan:
     config = None if options.config is None else str(Location.of(options.config))
     names, sources = below(everything(tensors.sources, tensors.aliases), options.prefix), tensors.sources
-    adapter = None
-    if options.adapter is not None:
+    merges: dict[str, Merge] = {}
+    adapter_name, adapter = options.merge if options.adapter is None else options.adapter, None
+    if adapter_name is not None:
         configs, file = tensors.adapters, tensors.path
-        if config is not None:
+        if config is not None and (options.adapter is not None or adapter_name not in configs):
             file = str(Location.of(config).child(CONFIG))
-            configs = {**configs, options.adapter: read_config(file)}
-        adapter = Adapter.find(names, options.adapter, configs, file)
-        names = adapter.own(names)
+            configs = {**configs, adapter_name: read_config(file)}
+        adapter = Adapter.find(names, adapter_name, configs, file)
+        names, merges = (adapter.own(names), {}) if options.merge is None else without_adapters(adapter, names, sources)
     if not options.directory:
         plan = plan_torch_file(names, sources, Location.of(path).name)
-    elif adapter is not None:
+    elif options.adapter is not None and adapter is not None:
         plan = plan_adapter(names, sources, adapter.text)
     else:
-        refuse_adapters(names, tensors.adapters)
+        refuse_adapters(names, () if adapter else tensors.adapters)
         with tensors.own_config(options.prefix) as own_config:
             plan = plan_hugging_face(names, sources, config or own_config, options.file_bytes_max)
-    used = {*names.values()}
-    return replace(plan, sources=sources, left_out=tuple(name for name in sources if name not in used))
+    used = {*names.values(), *(name for merge in merges.values() for name in merge.inputs)}
+    left_out = tuple(name for name in sources if name not in used)
+    return replace(with_merges(plan, merges, sources), left_out=left_out)
 
 
 def _write(

@@ -19,6 +19,7 @@ EXAMPLES = """
   zckpt export checkpoints llama-sft --dtype bf16 --config Llama-3.1-8B
   zckpt export checkpoints/global_step100 model.pt --format pt
   zckpt export checkpoints adapter --adapter default --dtype bf16
+  zckpt export checkpoints merged --merge default --dtype bf16 --config Llama-3.1-8B
   zckpt export checkpoints policy --strip-prefix policy. --config Llama-3.1-8B
   torchrun --nproc-per-node 8 -m zckpt export checkpoints llama-sft --dtype bf16 --config Llama-3.1-8B
 """
@@ -50,6 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="write only the module at this path, such as policy., without this prefix",
     )
     parser.add_argument("--adapter", metavar="NAME", help="write the folder of this LoRA adapter of PEFT instead")
+    parser.add_argument("--merge", metavar="NAME", help="merge this LoRA adapter of PEFT into the weights of its model")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
@@ -74,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_shard_size=arguments.max_shard_size,
             strip_prefix=arguments.strip_prefix,
             adapter=arguments.adapter,
+            merge=arguments.merge,
             overwrite=arguments.overwrite,
             progress=zckpt.ProgressBar(),
         )

@@ -78,8 +78,9 @@ def refuse_adapters(names: Iterable[str], configs: Collection[str]) -> None:
     if adapters:
         raise UnsupportedError(
             f"the model has adapters ({first_few(adapters, 5)}), which the folder of a model cannot hold",
-            hint=f"adapter={adapters[0]!r} exports one of them for PeftModel.from_pretrained; format='pt' exports all "
-            "tensors under the names that they have in the model",
+            hint=f"adapter={adapters[0]!r} exports one of them for PeftModel.from_pretrained; merge={adapters[0]!r} "
+            "exports the model with one of them merged into it; format='pt' exports all tensors under the names that "
+            "they have in the model",
         )
 
 
@@ -127,7 +128,7 @@ class Adapter:
         if not known:
             raise UnsupportedError(
                 "the model has no adapter: none of its tensors belongs to a LoRA adapter of PEFT",
-                hint="leave `adapter` out to export the model itself",
+                hint="leave `adapter` and `merge` out to export the model itself",
             )
         if adapter not in known:
             raise KeyNotFoundError(f"there is no adapter {adapter!r}", key=adapter, hint=nearest(known, adapter))
