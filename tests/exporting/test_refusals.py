@@ -63,8 +63,9 @@ def test_a_configuration_of_no_model(tmp_path: Path, model: Path) -> None:
     assert_refused(tmp_path, zckpt.FormatError, "transformers makes no model of it", config=model)
     edit(model, quantization_config={"quant_method": "fp8"})
     assert_refused(tmp_path, zckpt.UnsupportedError, "quantized", config=model)
-    (model / "config.json").write_text("{")
-    assert_refused(tmp_path, zckpt.MismatchError, "not JSON", config=model)
+    for text in ("{", "[" * 100_000):
+        (model / "config.json").write_text(text)
+        assert_refused(tmp_path, zckpt.MismatchError, "not JSON", config=model)
     (model / "config.json").unlink()
     assert_refused(tmp_path, zckpt.StorageError, "config=.* has to be the folder of the model", config=model)
 

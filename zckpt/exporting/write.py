@@ -73,10 +73,10 @@ def write_files(
             )
             elements: dict[Run, torch.Tensor] = {}
             for conversion, made_places in places.items():
-                _fill(elements, conversion.sources, sources, filler)
-                converted = dict(conversion.convert([elements[run] for run in conversion.sources]))
+                converted = _convert(conversion, elements, sources, filler)
                 for writer, offset, name in made_places:
                     put_whole(writer, offset, converted.pop(name), budget, staging)
+                converted.clear()  # What this rank does not write may be in the memory of the elements.
         budget.run(writer.sync for writer in writers)
     finally:
         for writer in writers:
@@ -98,16 +98,21 @@ def _put(writer: Writer, window: Window, filler: Filler, staging: StagingPool) -
         writer.write(stage.bytes[first : first + window.nbytes], window.start)
 
 
-def _fill(
-    elements: dict[Run, torch.Tensor], runs: Sequence[Run], sources: Mapping[str, SourceTensor], filler: Filler
-) -> None:
-    """Makes ``elements`` hold the elements of ``runs`` and of no others. What it holds already is not read again."""
-    for run in set(elements).difference(runs):
+def _convert(
+    conversion: Conversion,
+    elements: dict[Run, torch.Tensor],
+    sources: Mapping[str, SourceTensor],
+    filler: Filler,
+) -> dict[str, torch.Tensor]:
+    """Returns what the conversion makes. Afterwards, ``elements`` holds the elements that it takes and no others. What
+    ``elements`` holds before, as the last conversion has taken it too, is not read again."""
+    for run in set(elements).difference(conversion.sources):
         del elements[run]
-    new = [run for run in dict.fromkeys(runs) if run not in elements]
+    new = [run for run in dict.fromkeys(conversion.sources) if run not in elements]
     for run in new:
         elements[run] = fresh_tensor((run.stop - run.start,), TORCH_DTYPES[sources[run.source].dtype], "cpu")
     filler.fill([(run.source, run.start, elements[run]) for run in new])
+    return dict(conversion.convert([elements[run] for run in conversion.sources]))
 
 
 def put_whole(writer: Writer, offset: int, tensor: torch.Tensor, budget: Budget, staging: StagingPool) -> None:
