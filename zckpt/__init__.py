@@ -38,7 +38,7 @@ highest. Each imports only itself and the rows above it. This includes imports t
     repairing  -                the steps of zckpt.repair: find the data files, rebuild, compare, put in place
     writing    -                the steps of zckpt.write: collect, agree, write files, commit
     restoring  -                the steps of zckpt.restore: match tensors, plan, report what does not fit
-    exporting  -                the steps of zckpt.export: name and convert tensors, lay out files, write slices
+    exporting  -                the steps of zckpt.export: select, merge and convert tensors, write files
     converting -                the steps of zckpt.convert: recognize a folder, read it, write it as a checkpoint
     comparing  -                the steps of zckpt.diff: pair the tensors, plan the reads, compare values and trees
     copying    -                the steps of zckpt.cp: plan the contents of each file, write the files, commit

@@ -51,6 +51,13 @@ def test_nothing_in_a_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "touched").exists()
 
 
+def test_a_folder_without_tensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    empty = model_state(1, module={}, param_shapes=[], buffer_names=[], optimizer=None)
+    torch.save(empty, tmp_path / "source" / "mp_rank_00_model_states.pt")
+    refused(tmp_path / "source", zckpt.FormatError, "the source has no tensor of a model")
+
+
 def test_values_that_a_client_state_may_have(tmp_path: Path) -> None:
     import numpy as np
 

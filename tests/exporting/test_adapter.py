@@ -4,20 +4,24 @@ live engine."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import peft
 import pytest
 import torch
 from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import zckpt
 from tests.support import lora
+from tests.support.live_export import save_pretrained, train
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.tensors import named_parameters, persistent_buffers
-from zckpt.exporting.adapter import plan_adapter
-from zckpt.exporting.plan import SourceTensor
+from zckpt.exporting.adapter import Adapter
+from zckpt.exporting.selection import everything
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,17 +76,13 @@ def check_names(model: Any) -> None:
     parameters, aliases = named_parameters(model)
     buffers, more = persistent_buffers(model)
     tensors = {**parameters, **buffers}
-    sources = {name: SourceTensor("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
+    names = everything(tensors, {**aliases, **more})
     configs = adapter_configs(model)
     for adapter in configs:
         expected = get_peft_model_state_dict(model, model.state_dict(keep_vars=True), adapter)
-        plan = plan_adapter(sources, {**aliases, **more}, adapter, configs)
-        (file,) = plan.files
-        source_of_name = {
-            tensor.name: tensors[tensor.runs[0].source] for tensor in file.tensors.values() if tensor.runs
-        }
-        assert source_of_name.keys() == expected.keys()
-        assert all(source_of_name[key] is expected[key] for key in expected)
+        own = Adapter.find(names, adapter, configs, None).own(names)
+        assert own.keys() == expected.keys()
+        assert all(tensors[own[key]] is expected[key] for key in expected)
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT warns about what it saves and expects
@@ -98,9 +98,38 @@ def test_the_tensors_of_each_of_several_adapters_are_those_that_peft_saves(varia
     check_names(lora.make_model(variant))
 
 
-def export_adapters(directory: Path, stage: int) -> None:
-    from tests.support.live_export import save_pretrained, train
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("frozen", [True, False], ids=["with", "without"])
+@pytest.mark.parametrize("what", MODELS)
+def test_an_adapter_that_is_loaded_computes_what_was_trained_whether_frozen_weights_were_written_or_not(
+    tmp_path: Path, what: str, frozen: bool
+) -> None:
+    make, config = MODELS[what]
+    torch.manual_seed(0)
+    base = make()
+    given = torch.randint(61, (2, 8)) if hasattr(base, "config") else torch.randn(2, 3, 8, 8)
+    base_state = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    model = peft.get_peft_model(base, peft.LoraConfig(**config))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    lora.write_model(tmp_path / "ckpt", model, frozen=frozen)
+    zckpt.export(tmp_path / "ckpt", tmp_path / "adapter", adapter="default")
+    again = make()
+    again.load_state_dict(base_state)
+    loaded = peft.PeftModel.from_pretrained(again, tmp_path / "adapter")
+    outputs = [logits(some.eval(), given) for some in (model, loaded, make())]
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
 
+
+def logits(model: Any, given: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        outputs = model(given)
+    return outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+
+
+def export_adapters(directory: Path, stage: int) -> None:
     engine = lora.make_engine("several", stage)
     train(engine, 2)
     save_pretrained(engine, lora.make_model("several", seed=1), directory / "saved")
@@ -110,6 +139,45 @@ def export_adapters(directory: Path, stage: int) -> None:
     with pytest.raises(zckpt.UnsupportedError, match=r"has adapters \(default, second\)") as caught:
         zckpt.export(engine, directory / "whole")
     assert "adapter='default' exports one" in str(caught.value)
+
+
+TOKENS = torch.arange(16).view(2, 8)
+OTHERS = ("plain", "several")
+
+
+def compute_with_both_kinds(directory: Path, variant: str, stage: int) -> list[torch.Tensor]:
+    """Returns what the engine computes, what adapters of a checkpoint with frozen weights and of one without them
+    compute, and what the base model computes."""
+    engine = lora.make_engine(variant, stage)
+    train(engine, 2)
+    zckpt.write(engine, directory / "with", latest=False)
+    zckpt.write(engine, directory / "without", latest=False, exclude=["param"])
+    engine.eval()
+    outputs = [logits(engine, TOKENS)]
+    for kind in ("with", "without"):
+        zckpt.export(directory / kind, directory / f"{kind}-adapter", adapter="default", dtype="bf16")
+        folder = directory / f"{kind}-adapter"
+        loaded = peft.PeftModel.from_pretrained(base_of_engine(), folder, autocast_adapter_dtype=False)
+        outputs.append(logits(loaded.eval(), TOKENS))
+    return [*outputs, logits(base_of_engine().eval(), TOKENS)]
+
+
+def base_of_engine() -> Any:
+    base = lora.make_base()
+    for parameter in base.parameters():  # not the buffers, which DeepSpeed does not convert either
+        parameter.data = parameter.data.bfloat16()
+    return base
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.matrix), 3])
+@pytest.mark.parametrize("variant", ["embedding", *(pytest.param(name, marks=pytest.mark.matrix) for name in OTHERS)])
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_computes_what_the_engine_computes(
+    cluster: Cluster, tmp_path: Path, variant: str, stage: int
+) -> None:
+    for expected, *loaded, base in cluster.run(compute_with_both_kinds, 2, tmp_path, variant, stage):
+        assert all(torch.equal(computed, expected) for computed in loaded)
+        assert not torch.equal(base, expected)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.matrix), 3])
@@ -137,21 +205,78 @@ def test_an_adapters_folder_is_that_of_save_pretrained(cluster: Cluster, tmp_pat
 
 
 def test_adapters_that_cannot_be_exported(tmp_path: Path) -> None:
-    sources = {"a.weight": SourceTensor("F32", (2, 2))}
+    def find(names: list[str], adapter: str, **configs: str) -> None:
+        Adapter.find(everything(names, {}), adapter, configs, "/ckpt")
+
     with pytest.raises(zckpt.UnsupportedError, match="the model has no adapter"):
-        plan_adapter(sources, {}, "default", {})
-    lora_sources = {f"a.{name}": SourceTensor("F32", (2, 2)) for name in ("lora_A.first.weight", "base_layer.weight")}
+        find(["a.weight"], "default")
+    names = [f"a.{name}" for name in ("lora_A.first.weight", "lora_B.first.weight", "base_layer.weight")]
     with pytest.raises(zckpt.KeyNotFoundError, match="there is no adapter 'fist'") as missing:
-        plan_adapter(lora_sources, {}, "fist", {})
+        find(names, "fist")
     assert missing.value.hint == "the nearest are: first"
     with pytest.raises(zckpt.MismatchError, match="is not in the checkpoint") as unknown:
-        plan_adapter(lora_sources, {}, "first", {})
+        find(names, "first")
     assert "give a folder with its adapter_config.json as `config`" in str(unknown.value)
-    for text, message in [
-        ("{", "is not JSON"), ("[]", "not the configuration of an adapter"),
-        ('{"peft_type": "IA3"}', "is of the type IA3"),
-    ]:  # fmt: skip
-        with pytest.raises(zckpt.ZckptError, match=message):
-            plan_adapter(lora_sources, {}, "first", {"first": text})
     with pytest.raises(zckpt.MismatchError, match="no weights of the adapter 'other'; it has those of: first"):
-        plan_adapter(lora_sources, {}, "other", {"other": '{"peft_type": "LORA"}'})
+        find(names, "other", other='{"peft_type": "LORA"}')
+    with pytest.raises(zckpt.MismatchError, match=r"only a part of the adapter 'first': it lacks a\.lora_B"):
+        find([name for name in names if "_B" not in name], "first", first='{"peft_type": "LORA"}')
+    with pytest.raises(zckpt.MismatchError, match=r"it lacks a\.lora_magnitude_vector"):
+        find(names, "first", first='{"peft_type": "LORA", "use_dora": true}')
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "is not one of PEFT"), ("{}", "is not one of"),
+        ('{"peft_type": "LORA", "r": ' + "1" * 5000 + "}", "is not JSON"), (" " * (17 << 20), "more than 16,777,216"),
+        ('{"peft_type": "IA3", "bias": 5}', "the peft_type 'IA3'"), ('{"peft_type": ["LORA"]}', "peft_type .'LORA'"),
+        ('{"peft_type": "LORA", "bias": ["all"]}', "for 'bias' instead of none, all or lora_only"),
+        ('{"peft_type": "LORA", "target_modules": 5}', "has 5 for 'target_modules' instead of a text or a list"),
+        ('{"peft_type": "LORA", "target_modules": [["q"]]}', r"has \[\['q'\]\] for 'target_modules'"),
+        ('{"peft_type": "LORA", "target_modules": {"q": 1}}', "for 'target_modules'"),
+        ('{"peft_type": "LORA", "lora_alpha": "16"}', "for 'lora_alpha' instead of a number"),
+        ('{"peft_type": "LORA", "lora_alpha": true}', "for 'lora_alpha'"),
+        ('{"peft_type": "LORA", "lora_alpha": NaN}', "for 'lora_alpha'"),
+        ('{"peft_type": "LORA", "alpha_pattern": ["q"]}', "for 'alpha_pattern' instead of a map"),
+        ('{"peft_type": "LORA", "alpha_pattern": {"q": {}}}', "for 'alpha_pattern'"),
+        ('{"peft_type": "LORA", "use_dora": "yes"}', "for 'use_dora' instead of true or false"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["adapter", "merge"])
+def test_odd_configurations_are_errors_that_name_the_checkpoint_and_the_field(
+    tmp_path: Path, text: str, match: str, form: str
+) -> None:
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(3, 4)), peft.LoraConfig(target_modules=["0"]))
+    lora.write_model(tmp_path / "ckpt", model, configs={"default": text})
+    options: dict[str, Any] = {form: "default"}
+    with pytest.raises(zckpt.ZckptError, match=match) as caught:
+        zckpt.export(tmp_path / "ckpt", tmp_path / "out", **options)
+    assert caught.value.file == str(tmp_path / "ckpt")
+
+
+def test_a_regular_expression_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    """A hostile expression takes longer than anybody can wait, and a wrong one cannot be run at all."""
+    layers = torch.nn.ModuleDict({"a" * 60: torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(8, 4)})})
+    model = peft.get_peft_model(layers, peft.LoraConfig(target_modules=["embed_tokens"]))
+    for targets, name in (("(a|aa)+b", "hostile"), ("(", "wrong")):
+        config = json.dumps({"peft_type": "LORA", "target_modules": targets})
+        lora.write_model(tmp_path / name, model, configs={"default": config})
+        command = f"zckpt export {tmp_path / name} {tmp_path / name}-adapter --adapter default"
+        subprocess.run([sys.executable, "-m", *command.split()], check=True, timeout=600)
+        assert len(load_file(tmp_path / f"{name}-adapter" / "adapter_model.safetensors")) == 3
+
+
+def test_a_model_with_lora_layers_of_its_own_has_no_adapter(tmp_path: Path) -> None:
+    layers = {"lora_A": torch.nn.Linear(3, 2), "lora_B": torch.nn.Linear(2, 3)}
+    model = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict(layers)})
+    lora.write_model(tmp_path / "ckpt", model)
+    zckpt.export(tmp_path / "ckpt", tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == model.state_dict().keys()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_may_have_the_name_of_a_module() -> None:
+    for adapter in ("lora_A", "lora_math", "weight", "base_layer", "q_proj"):
+        model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], use_dora=True), adapter)
+        check_names(model)

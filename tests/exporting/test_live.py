@@ -26,6 +26,7 @@ from zckpt.storage.schemes import open_store
 from zckpt.testing.engine import ReferenceEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.support.cluster import Cluster
@@ -218,15 +219,19 @@ def convert(directory: Path) -> bool:
     engine, ranks = ReferenceEngine(), Ranks()
     source = EngineSource(engine, None, None, ranks)
     tensors = source.sources
-    conversion = Conversion(
-        ("weight", "embedding"), ("a", "b"), lambda given: {"a": given["weight"].T, "b": given["embedding"].flip(0)}
-    )
+    shapes = {name: tensors[name].shape for name in ("weight", "embedding")}
+
+    def convert_both(elements: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        weight, embedding = (flat.view(shape) for flat, shape in zip(elements, shapes.values(), strict=True))
+        return {"a": weight.T, "b": embedding.flip(0)}
+
+    conversion = Conversion(tuple(Run(name, 0, tensors[name].numel) for name in shapes), convert_both)
     bias = OutputTensor("bias", "BF16", (65,), (Run("bias", 0, 65),))
     files = [
-        safetensors_file("0.safetensors", [OutputTensor("a", "BF16", (65, 63), None), bias]),
-        safetensors_file("1.safetensors", [OutputTensor("b", "BF16", tensors["embedding"].shape, None)]),
+        safetensors_file("0.safetensors", [OutputTensor("a", "BF16", (65, 63), None, conversion), bias]),
+        safetensors_file("1.safetensors", [OutputTensor("b", "BF16", shapes["embedding"], None, conversion)]),
     ]
-    write_from_ranks(open_store(directory), files, [conversion], source, ranks, None)
+    write_from_ranks(open_store(directory), files, tensors, source, ranks, None)
     zckpt.export(engine, directory / "plain")
     plain, *converted = (
         load_file(directory / name) for name in ("plain/model.safetensors", "0.safetensors", "1.safetensors")

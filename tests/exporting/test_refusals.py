@@ -63,8 +63,9 @@ def test_a_configuration_of_no_model(tmp_path: Path, model: Path) -> None:
     assert_refused(tmp_path, zckpt.FormatError, "transformers makes no model of it", config=model)
     edit(model, quantization_config={"quant_method": "fp8"})
     assert_refused(tmp_path, zckpt.UnsupportedError, "quantized", config=model)
-    (model / "config.json").write_text("{")
-    assert_refused(tmp_path, zckpt.MismatchError, "not JSON", config=model)
+    for text in ("{", "[" * 100_000):
+        (model / "config.json").write_text(text)
+        assert_refused(tmp_path, zckpt.MismatchError, "not JSON", config=model)
     (model / "config.json").unlink()
     assert_refused(tmp_path, zckpt.StorageError, "config=.* has to be the folder of the model", config=model)
 
@@ -86,8 +87,16 @@ def test_wrong_arguments(tmp_path: Path, model: Path) -> None:
 
 
 def test_a_checkpoint_without_weights(tmp_path: Path) -> None:
-    write_state(tmp_path / "ckpt", parts=["exp_avg"])
-    assert_refused(tmp_path, zckpt.KeyNotFoundError, "no weights: its parts are exp_avg")
+    buffers = {"mean": [torch.ones(3)] * 3}
+    for parts, given in ((["exp_avg"], None), ([], buffers), (["exp_avg"], buffers)):
+        write_state(tmp_path / "ckpt", parts=parts, buffers=given, overwrite=True)
+        for form in ("hf", "pt"):
+            assert_refused(tmp_path, zckpt.KeyNotFoundError, "no weights: its parts are", format=form)
+        with pytest.raises(zckpt.KeyNotFoundError, match="no weights: its parts are"):
+            zckpt.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ckpt")
+        with pytest.raises(zckpt.KeyNotFoundError, match="no weights: its parts are"):
+            zckpt.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ckpt", str(tmp_path / "out"))
+        assert not (tmp_path / "out").exists()
 
 
 def test_damage_is_found_and_leaves_nothing(tmp_path: Path) -> None:

@@ -1,13 +1,29 @@
-"""Tiny models with LoRA adapters, and DeepSpeed engines over them."""
+"""Tiny models with LoRA adapters, checkpoints of them, and DeepSpeed engines over them."""
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import peft
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.states import BLOCK_BYTES, cuts, fragment
+from zckpt.engines.peft import adapter_configs
+from zckpt.engines.tensors import named_parameters, persistent_buffers
+from zckpt.format import names
+from zckpt.plan import catalog
+from zckpt.state.inventory import BUFFER, MASTER, PARAM
+from zckpt.testing.fragments import write_fragments
+from zckpt.writing.collect import pack_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from zckpt.state.inventory import Fragment
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"default": {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}},
@@ -40,6 +56,26 @@ def make_model(variant: str, seed: int = 0) -> Any:
         if "lora_B" in name:  # PEFT makes it of zeros
             torch.nn.init.normal_(parameter, std=0.02)
     return model
+
+
+def write_model(
+    path: Path, model: torch.nn.Module, *, frozen: bool = True, configs: Mapping[str, str] | None = None
+) -> None:
+    """Writes a checkpoint of a model as two ranks write it. The trained parameters are in the part ``master``, and the
+    frozen ones are in ``param``, or left out. ``configs``: the configurations of the adapters, if they are not those of
+    the model."""
+    parameters, tied_parameters = named_parameters(model)
+    buffers, tied_buffers = persistent_buffers(model)
+    fragments: list[list[Fragment]] = [[], []]
+    for name, tensor in {**parameters, **buffers}.items():
+        part = BUFFER if name in buffers else MASTER if tensor.requires_grad else PARAM
+        for rank, tier, start, stop in cuts(tensor.numel(), 2, "zero3", random.Random(0)):
+            if frozen or part != PARAM:
+                fragments[rank].append(fragment(part, name, tensor.detach(), start, stop, tier))
+    state = pack_tree({names.ADAPTERS: adapter_configs(model) if configs is None else configs}, "", fragments[0], 0)
+    stored = {f.name for of_rank in fragments for f in of_rank}
+    aliases = {alias: name for alias, name in {**tied_parameters, **tied_buffers}.items() if name in stored}
+    write_fragments(path, fragments, catalog.SaveMetadata(1, BLOCK_BYTES, aliases, state, {"created": "by a test"}))
 
 
 def make_engine(variant: str, stage: int, seed: int = 0, dtype: str = "bf16") -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.copying.copy import Copy
 from zckpt.copying.files import Selection
+from zckpt.errors import KeyNotFoundError
 from zckpt.format.digest import digest
 from zckpt.listing.contents import Contents
 from zckpt.listing.find import advised, find
@@ -72,7 +73,7 @@ def cp(
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at ``source``.
-        KeyNotFoundError: ``keys`` matches nothing.
+        KeyNotFoundError: ``keys`` is empty, or matches nothing.
         FormatError: data of the source is damaged or missing.
         CheckpointExistsError: there is already a checkpoint at ``destination``, or ``destination`` is the directory of
             a run or is inside of a checkpoint.
@@ -96,6 +97,8 @@ def cp(
         raw = manifest_bytes(reader)
         contents = Contents(decode_manifest(origin, raw), reader)
         selected_keys = None if keys is None else contents.select(keys)
+        if selected_keys == []:
+            raise KeyNotFoundError("no key is given, so the copy would have no tensor", hint="keys=None copies all")
         copy = Copy(
             contents=contents, manifest=raw, save_id=contents.manifest.save_id, target=target,
             selection=None if selected_keys is None else Selection.of(contents, selected_keys),

@@ -1,5 +1,5 @@
-"""Writes the weights of a checkpoint or engine for other programs: as the folder of a Hugging Face model, or as a
-single file for torch.load."""
+"""Writes the weights of a checkpoint or engine for other programs: as the folder of a Hugging Face model or of an
+adapter, or as a single file for torch.load."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from zckpt.api.open import open as open_path
 from zckpt.engines import group_of, is_engine
-from zckpt.errors import count
-from zckpt.exporting import adapter as adapter_plan
+from zckpt.errors import count, first_few
+from zckpt.exporting.adapter import ADAPTER_FILES, CONFIG, Adapter, plan_adapter, read_config, refuse_adapters
 from zckpt.exporting.checkpoint_source import CheckpointSource
 from zckpt.exporting.engine_source import EngineSource
 from zckpt.exporting.hugging_face import FILES, plan_hugging_face
 from zckpt.exporting.live import write_from_ranks
+from zckpt.exporting.merge import Merge, with_merges, without_adapters
 from zckpt.exporting.place import TORCH_FILE, Place
 from zckpt.exporting.plan import size_in_bytes
+from zckpt.exporting.selection import below, everything
 from zckpt.exporting.torch_file import plan_torch_file
 from zckpt.exporting.write import write_files
 from zckpt.listing.find import find
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.exporting.plan import Conversion, ExportPlan, OutputFile
+    from zckpt.exporting.plan import ExportPlan, OutputFile
     from zckpt.progress import Progress
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
@@ -52,10 +54,15 @@ class Exported:
     """The paths of all files, relative to ``path``. If ``path`` is itself a file, this is its name."""
     nbytes: int
     """The sum of the sizes of all files, in bytes."""
+    left_out: tuple[str, ...]
+    """The names of the weights and buffers of the source that were not exported, because they do not belong to the
+    module ``strip_prefix``, to the adapter ``adapter``, or to the model with the adapter ``merge``."""
 
     def __str__(self) -> str:
-        names = "\n".join(f"  {name}" for name in self.files)
-        return f"{self.path}: {count(len(self.files), 'file')}, {self.nbytes:,} bytes\n{names}"
+        lines = [f"{self.path}: {count(len(self.files), 'file')}, {self.nbytes:,} bytes", *self.files]
+        if self.left_out:
+            lines.append(f"left out: {count(len(self.left_out), 'tensor')}: {first_few(self.left_out, 3)}")
+        return "\n  ".join(lines)
 
 
 def export(
@@ -66,7 +73,9 @@ def export(
     dtype: torch.dtype | str | None = None,
     config: StrPath | None = None,
     max_shard_size: int | str = "5GB",
+    strip_prefix: str | None = None,
     adapter: str | None = None,
+    merge: str | None = None,
     overwrite: bool = False,
     budget: Budget | None = None,
     progress: Progress | None = None,
@@ -95,26 +104,34 @@ def export(
             ``model.to(dtype).save_pretrained(out)`` writes, and the tokenizer and processor files of that folder, so
             that ``from_pretrained`` loads it. Without it, tensors keep the names that they have in the model, a tied
             weight is written under one of its names, and no configuration is written. It is not needed for an engine
-            whose model is a class of transformers, because such a model has its configuration. With ``adapter``, this
-            is a folder with an ``adapter_config.json``, which is needed only if the checkpoint does not have the
-            adapter's configuration.
+            whose model is a class of transformers, because such a model has its configuration. With ``adapter`` or
+            ``merge``, the configuration of the adapter is read from the file ``adapter_config.json`` of this folder if
+            the checkpoint does not have it. With ``adapter``, nothing else is read from the folder, and its
+            configuration of the adapter is preferred.
         max_shard_size: the largest size of one file of the format "hf", as a number of bytes or a text such as "5GB".
+        strip_prefix: the path of a module in the model that was trained, such as "policy." (the dot at the end may be
+            left out). If it is given, only the tensors of this module are exported, and their names begin after the
+            path. ``config``, ``adapter`` and ``merge`` are then those of this module.
         adapter: the name of a LoRA adapter of PEFT, such as "default". If it is given, ``out`` becomes the folder of
             this adapter, as ``PeftModel.save_pretrained`` writes it and ``PeftModel.from_pretrained`` loads it.
+        merge: the name of a LoRA adapter of PEFT. If it is given, the model of the adapter is exported with the adapter
+            merged into it, as ``merge_and_unload`` does, under the names of the model without adapters. The merged
+            weights are computed in fp32 and then converted to ``dtype``, or to the dtypes of the weights of the model.
         overwrite: whether an earlier export at ``out`` is replaced.
         budget: the memory, the threads and the kind of I/O. None means the budget of the ``Checkpoint`` if ``source``
             is one, and ``Budget.from_environment()`` otherwise.
         progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
 
     Returns:
-        The path of the result, its files and their size.
+        The path of the result, its files and their size, and what was left out.
 
     Raises:
         CheckpointExistsError: there is already something at ``out`` that must not be replaced.
-        MismatchError: the configuration belongs to another model.
-        KeyNotFoundError: there is no adapter of this name.
-        UnsupportedError: transformers does not know the model or is not installed, the adapter is not LoRA, or the
-            model has adapters and ``adapter`` is not given.
+        MismatchError: the configuration belongs to another model or is broken, or weights of the adapter, or of the
+            model that it is merged into, are missing.
+        KeyNotFoundError: there is no adapter of this name, no tensor in the module ``strip_prefix``, or no weight.
+        UnsupportedError: transformers does not know the model or is not installed, the adapter is not LoRA or of a kind
+            that cannot be merged, or the model has adapters and neither ``adapter`` nor ``merge`` is given.
         ValueError: the format, the dtype or the size is unknown, or the arguments contradict each other.
         NoSpaceError: there is too little free space.
         StorageError: the operating system reports an error when it reads or writes.
@@ -125,7 +142,8 @@ def export(
     ranks = Ranks(group_of(source), call="zckpt.export")
     with ranks.undivided():
         options = ranks.together(
-            lambda: _Options.of(out, format, dtype, config, max_shard_size, adapter), "check the arguments"
+            lambda: _Options.of(out, format, dtype, config, max_shard_size, strip_prefix, adapter, merge),
+            "check the arguments",
         )
         ranks.agree([str(value) for value in (out, *options, overwrite)], "arguments")
         place_fields = ranks.first(
@@ -147,15 +165,15 @@ def export(
             ranks.together(lambda: Space(*space).refuse_lack(), "look for space")
             ranks.first(lambda: _put_small(store, plan), "write")
             if isinstance(tensors, EngineSource):
-                write_from_ranks(store, files, plan.conversions, tensors, ranks, progress)
+                write_from_ranks(store, files, plan.sources, tensors, ranks, progress)
             else:
-                ranks.together(lambda: _write(store, files, plan.conversions, tensors, ranks, progress), "write")
+                ranks.together(lambda: _write(store, files, plan, tensors, ranks, progress), "write")
             ranks.first(place.finish, "put the export in place")
         except BaseException:
             if ranks.rank == 0:
                 place.remove()
             raise
-    return Exported(place.path, tuple(sorted(sizes)), sum(sizes.values()))
+    return Exported(place.path, tuple(sorted(sizes)), sum(sizes.values()), plan.left_out)
 
 
 class _Options(NamedTuple):
@@ -165,7 +183,10 @@ class _Options(NamedTuple):
     dtype: torch.dtype | None
     config: StrPath | None
     file_bytes_max: int
+    prefix: str
+    """What the names of the exported tensors begin with. It is empty, or the path of a module with a dot at the end."""
     adapter: str | None
+    merge: str | None
 
     @classmethod
     def of(
@@ -175,7 +196,9 @@ class _Options(NamedTuple):
         dtype: torch.dtype | str | None,
         config: StrPath | None,
         max_shard_size: int | str,
+        strip_prefix: str | None,
         adapter: str | None,
+        merge: str | None,
     ) -> _Options:
         """Checks the arguments. Raises ValueError if one of them has a value that is not allowed, or if they contradict
         each other."""
@@ -187,7 +210,10 @@ class _Options(NamedTuple):
             raise ValueError("config may be given only with format 'hf': a 'pt' file has the names of the live model")
         if format == "pt" and adapter is not None:
             raise ValueError("adapter may be given only with format 'hf': its folder has a safetensors file")
-        return cls(format, dtype_of(dtype), config, size_in_bytes(max_shard_size), adapter)
+        if adapter is not None and merge is not None:
+            raise ValueError("adapter exports an adapter alone and merge exports the whole model: give one of them")
+        prefix = "" if strip_prefix is None else f"{strip_prefix.removesuffix('.')}."
+        return cls(format, dtype_of(dtype), config, size_in_bytes(max_shard_size), prefix, adapter, merge)
 
     @property
     def directory(self) -> bool:
@@ -199,7 +225,7 @@ class _Options(NamedTuple):
         """The patterns of the names of all files that the exported directory may have. None if the export is a file."""
         if not self.directory:
             return None
-        return FILES if self.adapter is None else adapter_plan.FILES
+        return FILES if self.adapter is None else ADAPTER_FILES
 
 
 def _open(
@@ -222,22 +248,33 @@ def _open(
 
 def _plan(tensors: CheckpointSource | EngineSource, options: _Options, path: str) -> ExportPlan:
     config = None if options.config is None else str(Location.of(options.config))
+    names, sources = below(everything(tensors.sources, tensors.aliases), options.prefix), tensors.sources
+    merges: dict[str, Merge] = {}
+    adapter_name, adapter = options.merge if options.adapter is None else options.adapter, None
+    if adapter_name is not None:
+        configs, file = tensors.adapters, tensors.path
+        if config is not None and (options.adapter is not None or adapter_name not in configs):
+            file = str(Location.of(config).child(CONFIG))
+            configs = {**configs, adapter_name: read_config(file)}
+        adapter = Adapter.find(names, adapter_name, configs, file)
+        names, merges = (adapter.own(names), {}) if options.merge is None else without_adapters(adapter, names, sources)
     if not options.directory:
-        return plan_torch_file(tensors.sources, tensors.aliases, Location.of(path).name)
-    if options.adapter is not None:
-        configs = tensors.adapters
-        if config is not None:
-            configs = {**configs, options.adapter: adapter_plan.read_config(config)}
-        return adapter_plan.plan_adapter(tensors.sources, tensors.aliases, options.adapter, configs)
-    adapter_plan.refuse_adapters(tensors.sources, tensors.adapters)
-    with tensors.own_config() as model_config:
-        return plan_hugging_face(tensors.sources, tensors.aliases, config or model_config, options.file_bytes_max)
+        plan = plan_torch_file(names, sources, Location.of(path).name)
+    elif options.adapter is not None and adapter is not None:
+        plan = plan_adapter(names, sources, adapter.text)
+    else:
+        refuse_adapters(names, () if adapter else tensors.adapters)
+        with tensors.own_config(options.prefix) as own_config:
+            plan = plan_hugging_face(names, sources, config or own_config, options.file_bytes_max)
+    used = {*names.values(), *(name for merge in merges.values() for name in merge.inputs)}
+    left_out = tuple(name for name in sources if name not in used)
+    return replace(with_merges(plan, merges, sources), left_out=left_out)
 
 
 def _write(
     store: Store,
     files: Sequence[OutputFile],
-    conversions: Sequence[Conversion],
+    plan: ExportPlan,
     tensors: CheckpointSource,
     ranks: Ranks,
     progress: Progress | None,
@@ -245,8 +282,8 @@ def _write(
     """Writes the files that this rank writes. The files are shared out by their sizes."""
     owners = shared_out([file.nbytes for file in files], ranks.size)
     files_of_this_rank = [file for file, owner in zip(files, owners, strict=True) if owner == ranks.rank]
-    with reported(progress, "export", tensors.nbytes(files_of_this_rank, conversions)) as tensors.advance:
-        write_files(store, files_of_this_rank, conversions, tensors, tensors.budget)
+    with reported(progress, "export", tensors.nbytes(files_of_this_rank)) as tensors.advance:
+        write_files(store, files_of_this_rank, plan.sources, tensors, tensors.budget)
 
 
 def _put_small(store: Store, plan: ExportPlan) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from zckpt.api.open import open as open_path
 from zckpt.errors import UnsupportedError, first_few, warn
+from zckpt.exporting.checkpoint_source import refuse_no_weights
 from zckpt.format import names
 from zckpt.reading.extra_state import extra_state
 from zckpt.state.inventory import unconverted
@@ -209,6 +210,7 @@ def _lazy_tensors(checkpoint: Checkpoint, exclude_frozen_parameters: bool) -> di
     read from these."""
     trained, kept = "master" in checkpoint.parts, unconverted(extra_state(checkpoint))
     parts = ("buffer", "master") if exclude_frozen_parameters and trained else ("buffer", "param", "master")
+    refuse_no_weights(checkpoint, (info for info in checkpoint.values() if info.part in parts))
     tensors = {}
     for part in parts:
         for key, info in checkpoint.items():

@@ -1,8 +1,9 @@
 """Write the weights of a checkpoint as the folder of a Hugging Face model, or as one file for torch.load.
 
 --config names the folder of the model that was trained, and needs transformers 5 or newer. With it, OUT has the files
-that save_pretrained writes, which transformers, vLLM and others load. OUT appears only once all of it is written. Under
-a launcher such as torchrun, the ranks share the work, and rank 0 prints the result.
+that save_pretrained writes, which transformers, vLLM and others load. OUT appears only once all of it is written. If
+only some of the weights and buffers are exported, the result says which ones are left out. Under a launcher such as
+torchrun, the ranks share the work, and rank 0 prints the result.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ EXAMPLES = """
   zckpt export checkpoints llama-sft --dtype bf16 --config Llama-3.1-8B
   zckpt export checkpoints/global_step100 model.pt --format pt
   zckpt export checkpoints adapter --adapter default --dtype bf16
+  zckpt export checkpoints merged --merge default --dtype bf16 --config Llama-3.1-8B
+  zckpt export checkpoints policy --strip-prefix policy. --config Llama-3.1-8B
   torchrun --nproc-per-node 8 -m zckpt export checkpoints llama-sft --dtype bf16 --config Llama-3.1-8B
 """
 
@@ -42,7 +45,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=_size,
         help="the largest size of a safetensors file, such as 500MB; default: 5GB",
     )
+    parser.add_argument(
+        "--strip-prefix",
+        metavar="PREFIX",
+        help="write only the module at this path, such as policy., without this prefix",
+    )
     parser.add_argument("--adapter", metavar="NAME", help="write the folder of this LoRA adapter of PEFT instead")
+    parser.add_argument("--merge", metavar="NAME", help="merge this LoRA adapter of PEFT into the weights of its model")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
@@ -65,7 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             config=arguments.config,
             max_shard_size=arguments.max_shard_size,
+            strip_prefix=arguments.strip_prefix,
             adapter=arguments.adapter,
+            merge=arguments.merge,
             overwrite=arguments.overwrite,
             progress=zckpt.ProgressBar(),
         )

@@ -76,7 +76,7 @@ def to_deepspeed(
 
     def measure() -> tuple[CheckpointFiller, list[tuple[int, int]], tuple[str, ...]]:
         with values_of(checkpoint.path):
-            filler = CheckpointFiller(checkpoint, plan.infos, {}, budget or checkpoint.budget, plan.copies)
+            filler = CheckpointFiller(checkpoint, plan.infos, budget or checkpoint.budget, plan.copies)
             return filler, [(file.nbytes, filler.nbytes([file])) for file in plan.files()], plan.missing()
 
     filler, sizes, missing = ranks.together(measure, "plan the folder")
@@ -87,7 +87,7 @@ def to_deepspeed(
         with reported(progress, "convert", sum(sizes[number][1] for number in own_files)) as filler.advance:
             for number, file in enumerate(plan.files()):
                 if number in own_files:
-                    write_files(open_store(directory), [file], (), filler, filler.budget)
+                    write_files(open_store(directory), [file], {}, filler, filler.budget)
 
     with ExitStack() as new_directory:
         directory_context = _new_directory(run, tag, sum(file_bytes), overwrite)

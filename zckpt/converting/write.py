@@ -19,6 +19,7 @@ from zckpt.listing.runs import refuse_place
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_data_files
 from zckpt.progress import PartOfProgress, reported
+from zckpt.state.inventory import STATE
 from zckpt.state.lineage import Lineage, Use
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.space import Space
@@ -85,7 +86,10 @@ def write_source(
         first = rank_write(0, options)
         with values_of(source.path):
             try:
-                first.describe(catalog.unpack(chain(*rank_records)))
+                records = catalog.unpack(chain(*rank_records))
+                if all(file.part == STATE for record in records for file in record.files):
+                    raise FormatError("the source has no tensor of a model or of its optimizer")
+                first.describe(records)
             except FormatError as error:
                 error.file = source.path  # The error names a file of the checkpoint, which is never written.
                 raise

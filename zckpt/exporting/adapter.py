@@ -3,53 +3,93 @@
 from __future__ import annotations
 
 import json
-import re
+import reprlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import KeyNotFoundError, MismatchError, UnsupportedError, first_few, from_os_error
 from zckpt.exporting.plan import ExportPlan, OutputTensor, Run, safetensors_file
+from zckpt.exporting.selection import first_names
 from zckpt.plan.select import nearest
-from zckpt.storage.location import Location
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from zckpt.exporting.plan import SourceTensor
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-FILES = (WEIGHTS, CONFIG)
+ADAPTER_FILES = (WEIGHTS, CONFIG)
 """The files that the export of an adapter may write."""
-_LORA = re.compile(r"(?P<layer>.+)\.lora_\w+\.(?P<adapter>[^.]+)(?:\.\w+)?")
-"""The name of a weight of a LoRA adapter. ``layer`` is the module that it belongs to."""
+CONFIG_CHARACTERS_MAX = 16 << 20
+"""The most characters of the configuration of an adapter."""
+MODEL = "base_model.model."
+"""What the names of all tensors of a ``PeftModel`` begin with."""
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 """The embedding modules whose weights PEFT saves together with an adapter that targets them."""
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e30  # This is false for NaN and infinities too.
+
+
+_SWITCH = (False, "true or false", lambda value: type(value) is bool)
+SETTINGS: Mapping[str, tuple[Any, str, Callable[[Any], bool]]] = {
+    "bias": ("none", "none, all or lora_only", lambda value: value in ("none", "all", "lora_only")),
+    "target_modules": (
+        None, "a text or a list of texts", lambda value: value is None or isinstance(value, str)
+        or (isinstance(value, list) and all(isinstance(name, str) for name in value)),
+    ),
+    "lora_alpha": (8, "a number", _is_number),
+    "alpha_pattern": (
+        {}, "a map from names of modules to numbers",
+        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    ),
+    "fan_in_fan_out": _SWITCH, "lora_bias": _SWITCH, "use_dora": _SWITCH, "use_rslora": _SWITCH,
+}  # fmt: skip
+"""The settings of an adapter that an export uses: PEFT's default, what the value has to be, and a function that checks
+it."""
+_DORA = ("lora_magnitude_vector.weight", "lora_magnitude_vector")
+"""The kind of a tensor of DoRA: how it ends in the model, and in the file of the adapter."""
+
+
+def _places(name: str) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yields each way to read the name of a tensor as that of one of a LoRA adapter: the module, the kind of the
+    tensor, the adapter, and the rest of the name."""
+    path = name.split(".")
+    for place in range(1, len(path) - 1):
+        if path[place].startswith("lora_"):
+            yield ".".join(path[:place]), path[place], path[place + 1], path[place + 2 :]
+
+
 def adapter_names(names: Iterable[str]) -> list[str]:
     """Returns the names of the LoRA adapters of a model whose tensors have these names."""
-    matches = (_LORA.fullmatch(name) for name in names)
-    return list(dict.fromkeys(match["adapter"] for match in matches if match))
+    places = (place for name in names for place in _places(name))
+    return list(
+        dict.fromkeys(
+            adapter for _, kind, adapter, rest in places if kind == "lora_embedding_A" or (kind == "lora_A" and rest)
+        )
+    )
 
 
-def refuse_adapters(sources: Iterable[str], configs: Collection[str]) -> None:
+def refuse_adapters(names: Iterable[str], configs: Collection[str]) -> None:
     """Raises UnsupportedError if the model has adapters. Its tensors are then not those of the model's configuration.
-    ``sources``: the names of the tensors. ``configs``: the names of the adapters whose configurations are known."""
-    adapters = list(dict.fromkeys([*configs, *adapter_names(sources)]))
+    ``names``: the names of the tensors. ``configs``: the names of the adapters whose configurations are known."""
+    adapters = list(dict.fromkeys([*configs, *adapter_names(names)]))
     if adapters:
         raise UnsupportedError(
             f"the model has adapters ({first_few(adapters, 5)}), which the folder of a model cannot hold",
-            hint=f"adapter={adapters[0]!r} exports one of them for PeftModel.from_pretrained; format='pt' exports all "
-            "tensors under the names that they have in the model",
+            hint=f"adapter={adapters[0]!r} exports one of them for PeftModel.from_pretrained; merge={adapters[0]!r} "
+            "exports the model with one of them merged into it; format='pt' exports all tensors under the names that "
+            "they have in the model",
         )
 
 
-def read_config(folder: str) -> str:
-    """Returns the text of the ``adapter_config.json`` in the folder of an adapter. Raises StorageError if the file
-    cannot be read, and MismatchError if it is not UTF-8."""
-    path = str(Location.of(folder).child(CONFIG))
+def read_config(path: str) -> str:
+    """Returns the text of a file ``adapter_config.json``, or the beginning of a text that is too long. Raises
+    StorageError if the file cannot be read, and MismatchError if it is not UTF-8."""
     try:
         with open(path, encoding="utf-8") as file:
-            return file.read()
+            return file.read(CONFIG_CHARACTERS_MAX + 1)
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise MismatchError(f"this is not JSON: {error}", file=path) from error
@@ -58,110 +98,148 @@ def read_config(folder: str) -> str:
         raise storage_error from error
 
 
-def plan_adapter(
-    sources: Mapping[str, SourceTensor],
-    aliases: Mapping[str, str],
-    adapter: str,
-    configs: Mapping[str, str],
-) -> ExportPlan:
-    """Plans the folder of one adapter. ``sources`` and ``aliases``: as for ``plan_hugging_face``. ``adapter``: the name
-    of the adapter. ``configs``: the texts of the known files ``adapter_config.json``, by the names of the adapters.
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter of a model."""
 
-    Raises UnsupportedError if the model has no adapter, or if this one is not LoRA; KeyNotFoundError if the model does
-    not have this adapter; and MismatchError if its configuration or its weights are missing, or if its configuration is
-    broken.
-    """
-    stored = {name: name for name in sources} | {alias: name for alias, name in aliases.items() if name in sources}
-    known = list(dict.fromkeys([*configs, *adapter_names(stored)]))
-    with_weights = adapter_names(stored)
-    if not known:
-        raise UnsupportedError(
-            "the model has no adapter: none of its tensors belongs to a LoRA adapter of PEFT",
-            hint="leave `adapter` out to export the model itself",
-        )
-    if adapter not in known:
-        raise KeyNotFoundError(f"there is no adapter {adapter!r}", key=adapter, hint=nearest(known, adapter))
-    if adapter not in configs:
-        raise MismatchError(
-            f"the configuration of the adapter {adapter!r} is not in the checkpoint",
-            hint=f"give a folder with its {CONFIG} as `config`, such as one that PeftModel.save_pretrained has made",
-        )
-    config = _parsed(configs[adapter], adapter)
-    if adapter not in with_weights:
-        others = first_few(with_weights, 5) or "none"
-        raise MismatchError(f"the source has no weights of the adapter {adapter!r}; it has those of: {others}")
-    name_of_key = _tensors(stored, adapter, with_weights, config)
-    tensors = [
-        OutputTensor(key, source.dtype, source.shape, (Run(stored[name], 0, source.numel),))
-        for key, name in name_of_key.items()
-        for source in [sources[stored[name]]]
-    ]
-    return ExportPlan((safetensors_file(WEIGHTS, tensors),), small_files={CONFIG: configs[adapter].encode()})
+    name: str
+    """The name of the adapter."""
+    text: str
+    """The text of its ``adapter_config.json``."""
+    settings: Mapping[str, Any]
+    """The settings in ``text``, with the defaults of those that it lacks."""
+    layers: Mapping[str, Mapping[str, str]]
+    """For each module that has a LoRA adapter, whichever it is, the tensors of this adapter: their names by their kind,
+    such as ``lora_A.weight``. It is empty for a module that only other adapters have."""
+    file: str | None
+    """The path of the checkpoint or the file that the configuration comes from, if there is one."""
+
+    @classmethod
+    def find(cls, names: Mapping[str, str], adapter: str, configs: Mapping[str, str], file: str | None) -> Adapter:
+        """Returns an adapter of the model with these tensors. ``configs``: the texts of the known files
+        ``adapter_config.json``, by the names of the adapters.
+
+        Raises UnsupportedError if the model has no adapter, or if this one is not LoRA; KeyNotFoundError if the model
+        does not have this adapter; and MismatchError if its configuration or some of its weights are missing, or if its
+        configuration is broken.
+        """
+        with_weights = adapter_names(names)
+        known = list(dict.fromkeys([*configs, *with_weights]))
+        if not known:
+            raise UnsupportedError(
+                "the model has no adapter: none of its tensors belongs to a LoRA adapter of PEFT",
+                hint="leave `adapter` and `merge` out to export the model itself",
+            )
+        if adapter not in known:
+            raise KeyNotFoundError(f"there is no adapter {adapter!r}", key=adapter, hint=nearest(known, adapter))
+        if adapter not in configs:
+            raise MismatchError(
+                f"the configuration of the adapter {adapter!r} is not in the checkpoint",
+                file=file,
+                hint=f"give a folder with its {CONFIG} as `config` (--config), such as one that "
+                "PeftModel.save_pretrained has made",
+            )
+        settings = _parsed(configs[adapter], adapter, file)
+        if adapter not in with_weights:
+            others = first_few(with_weights, 5) or "none"
+            raise MismatchError(
+                f"the source has no weights of the adapter {adapter!r}; it has those of: {others}", file=file
+            )
+        layers: dict[str, dict[str, str]] = {}
+        all_adapters = {adapter, *with_weights}
+        for name in names:
+            for layer, kind, owner, rest in _places(name):
+                if owner in all_adapters:
+                    kinds = layers.setdefault(layer, {})
+                    if owner == adapter:
+                        kinds[".".join([kind, *rest]).replace(*_DORA)] = name
+                    break
+        required = ("lora_A", "lora_B", *(_DORA[1:] if settings["use_dora"] else ()))
+        absent = [
+            f"{layer}.{kind}"
+            for layer, kinds in layers.items()
+            for kind in required
+            if kinds and not {kind, f"{kind}.weight", kind.replace("_", "_embedding_")}.intersection(kinds)
+        ]
+        if absent:
+            raise MismatchError(
+                f"the source has only a part of the adapter {adapter!r}: it lacks {first_few(absent, 3)}", file=file
+            )
+        return cls(adapter, configs[adapter], settings, layers, file)
+
+    def own(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Selects and names the tensors of the adapter as ``peft.get_peft_model_state_dict`` does. ``names``: the
+        tensors of the model."""
+        others: list[str] = []
+        if self.settings["bias"] == "all":
+            foreign = {*adapter_names(names)} - {self.name}
+            others = [name for name in names if name.endswith(".bias") and foreign.isdisjoint(name.split("."))]
+        elif self.settings["bias"] == "lora_only":
+            others = [name for layer in self.layers if (name := f"{layer}.base_layer.bias") in names]
+        if self._targets_an_embedding:
+            layers = {layer for layer in self.layers if layer.rpartition(".")[2] in _EMBEDDINGS}
+            others += [name for name in names if name.rpartition(".base_layer.")[0] in layers]
+        keys = {name: name for name in others}
+        first = {*first_names(names).values()}
+        for name in names:
+            module, kept, inner = name.partition(f".modules_to_save.{self.name}.")
+            if kept:
+                keys[f"{module}.{inner}"] = name
+            elif name.endswith(f".token_adapter.trainable_tokens_delta.{self.name}") and name in first:
+                keys[name] = name  # A tied module has the same tensor, which PEFT does not save a second time.
+        keys = {self._without_name(key): name for key, name in keys.items()}
+        keys |= {f"{layer}.{kind}": name for layer, kinds in self.layers.items() for kind, name in kinds.items()}
+        return {f"{MODEL}{key.removeprefix(MODEL)}": names[name] for key, name in keys.items()}
+
+    @property
+    def _targets_an_embedding(self) -> bool:
+        """Whether the adapter targets an embedding. Then PEFT saves the weights of all embeddings with adapters."""
+        targets = self.settings["target_modules"] or ()
+        if self.settings.get("trainable_token_indices") is not None or targets == "all-linear":
+            return False
+        if isinstance(targets, str):  # It is a regular expression. The modules that it matches have the adapter.
+            return any(kinds and layer.rpartition(".")[2] in _EMBEDDINGS for layer, kinds in self.layers.items())
+        return any(embedding in targets for embedding in _EMBEDDINGS)
+
+    def _without_name(self, key: str) -> str:
+        if key.endswith(f".{self.name}"):
+            return key.removesuffix(f".{self.name}")
+        path, _, last = key.rpartition(".")
+        return f"{path.removesuffix(f'.{self.name}')}.{last}"
 
 
-def _parsed(text: str, adapter: str) -> dict[str, Any]:
+def _parsed(text: str, adapter: str, file: str | None) -> dict[str, Any]:
+    """Returns the settings in a text, with the defaults of those that it lacks. Raises MismatchError if it is not the
+    configuration of an adapter, and UnsupportedError if the adapter is not LoRA."""
+    what = f"the configuration of the adapter {adapter!r}"
+    if len(text) > CONFIG_CHARACTERS_MAX:
+        raise MismatchError(f"{what} has more than {CONFIG_CHARACTERS_MAX:,} characters", file=file)
     try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise MismatchError(f"the configuration of the adapter {adapter!r} is not JSON: {error}") from error
-    if not isinstance(config, dict) or "peft_type" not in config:
-        raise MismatchError(f"this is not the configuration of an adapter of PEFT: {text[:80]!r}")
-    if config["peft_type"] != "LORA":
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MismatchError(f"{what} is not JSON: {error}", file=file) from error
+    if not isinstance(settings, dict) or "peft_type" not in settings:
+        raise MismatchError(f"{what} is not one of PEFT: {text[:80]!r}", file=file)
+    if settings["peft_type"] != "LORA":
         raise UnsupportedError(
-            f"the adapter {adapter!r} is of the type {config['peft_type']}, and only LoRA can be exported",
+            f"the adapter {adapter!r} has the peft_type {reprlib.repr(settings['peft_type'])}, and only LORA can be "
+            "exported",
+            file=file,
             hint="load the weights into the model (zckpt.open(path).state_dict()) and call its save_pretrained",
         )
-    return config
+    for name, (default, allowed, fits) in SETTINGS.items():
+        value = settings.setdefault(name, default)
+        if not fits(value):
+            raise MismatchError(f"{what} has {reprlib.repr(value)} for {name!r} instead of {allowed}", file=file)
+    return settings
 
 
-def _tensors(
-    stored: Mapping[str, str], adapter: str, adapters: Collection[str], config: Mapping[str, Any]
-) -> dict[str, str]:
-    """Selects and names the tensors of an adapter as ``peft.get_peft_model_state_dict`` does. Returns a dict from the
-    key of each tensor in the adapter's file to the name of the tensor in the model. ``stored``: maps each name in the
-    model to the name under which the tensor is in the sources.
-    """
-    with_base = {name.rpartition(".base_layer.")[0] for name in stored}
-    layers = {match["layer"] for name in stored if (match := _LORA.fullmatch(name))} & with_base
-    others = [name for name in adapters if name != adapter]
-    names = [name for name in stored if not any(f".{other}." in name or name.endswith(f".{other}") for other in others)]
-    chosen = [name for name in names if (match := _LORA.fullmatch(name)) and match["layer"] in layers]
-    bias = config.get("bias", "none")
-    if bias == "all":
-        chosen += [name for name in names if name.endswith(".bias")]
-    elif bias == "lora_only":
-        chosen += [name for layer in layers if (name := f"{layer}.base_layer.bias") in names]
-    targets = config.get("target_modules") or ()
-    if config.get("trainable_token_indices") is None:
-        chosen += [name for name in names if _is_embedding(name, layers, targets)]
-    keys = {_without_dora_suffix(name, adapter): name for name in chosen}
-    for name in names:
-        module, kept, inner = name.partition(f".modules_to_save.{adapter}.")
-        if kept:
-            keys[f"{module}.{inner}"] = name
-        elif name.endswith(f".token_adapter.trainable_tokens_delta.{adapter}") and stored[name] == name:
-            keys[name] = name  # A tied module has the same tensor, which PEFT does not save a second time.
-    return {_without_adapter(key, adapter): name for key, name in keys.items()}
-
-
-def _is_embedding(name: str, layers: Collection[str], targets: str | Collection[str]) -> bool:
-    """Returns whether the tensor is the weight of an embedding that has an adapter. PEFT saves such a weight too."""
-    layer, base, _ = name.rpartition(".base_layer.")
-    if not base or layer not in layers or layer.rpartition(".")[2] not in _EMBEDDINGS:
-        return False
-    if isinstance(targets, str):
-        path = layer.removeprefix("base_model.model.")
-        return targets != "all-linear" and re.fullmatch(targets, path) is not None
-    return any(embedding in targets for embedding in _EMBEDDINGS)
-
-
-def _without_dora_suffix(name: str, adapter: str) -> str:
-    suffix = f"lora_magnitude_vector.{adapter}.weight"
-    return name.removesuffix(".weight") if name.endswith(suffix) else name
-
-
-def _without_adapter(key: str, adapter: str) -> str:
-    if key.endswith(f".{adapter}"):
-        return key.removesuffix(f".{adapter}")
-    path, _, last = key.rpartition(".")
-    return f"{path.removesuffix(f'.{adapter}')}.{last}"
+def plan_adapter(names: Mapping[str, str], sources: Mapping[str, SourceTensor], config: str) -> ExportPlan:
+    """Plans the folder of an adapter. ``names``: what ``Adapter.own`` returns. ``config``: the text of its
+    ``adapter_config.json``."""
+    tensors = [
+        OutputTensor(name, tensor.dtype, tensor.shape, (Run(source, 0, tensor.numel),))
+        for name, source in names.items()
+        for tensor in [sources[source]]
+    ]
+    return ExportPlan((safetensors_file(WEIGHTS, tensors),), small_files={CONFIG: config.encode()})

@@ -13,7 +13,7 @@ from zckpt.format import names
 from zckpt.plan.reshard import ElementRange
 from zckpt.reading.checkpoint import Checkpoint, ReadRequest
 from zckpt.reading.extra_state import extra_state
-from zckpt.state.inventory import unconverted
+from zckpt.state.inventory import BUFFER, unconverted
 from zckpt.transfer.memory import check_cast
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.exporting.plan import Conversion, OutputFile
+    from zckpt.exporting.plan import OutputFile
     from zckpt.listing.contents import TensorInfo
     from zckpt.transfer.budget import Budget
 
@@ -37,15 +37,14 @@ class CheckpointFiller:
         self,
         checkpoint: Checkpoint,
         infos: Mapping[str, TensorInfo],
-        sources: Mapping[str, SourceTensor],
         budget: Budget,
         copies: Mapping[str, int] | None = None,
     ) -> None:
-        """``infos``: the tensors as they are stored, by name. ``sources``: the same tensors with the dtypes to which
-        they are converted. ``copies``: for some of the tensors, the number of the copy that is read. Reading takes half
-        of ``budget``. Raises FormatError (F001 to F003) if a file is missing or cut short."""
+        """``infos``: the tensors as they are stored, by name. ``copies``: for some of the tensors, the number of the
+        copy that is read. Reading takes half of ``budget``. Raises FormatError (F001 to F003) if a file is missing or
+        cut short."""
         checkpoint.contents.check_sizes(infos.values())
-        self.infos, self.sources, self._copies = infos, sources, copies or {}
+        self.infos, self._copies = infos, copies or {}
         threads = max(min(budget.threads, budget.nbytes // (2 * READ_BYTES_MIN)), 1)
         self.budget = replace(budget, threads=threads)
         """The budget for ``write_files``. It has fewer threads than the given one if its memory is too small for them
@@ -58,16 +57,12 @@ class CheckpointFiller:
         self.advance: Callable[[int], None] = lambda nbytes: None
         """A function that is called with the number of bytes that have been read since its last call."""
 
-    def nbytes(self, files: Iterable[OutputFile], conversions: Iterable[Conversion] = ()) -> int:
+    def nbytes(self, files: Iterable[OutputFile]) -> int:
         """Returns the number of bytes that are read to write ``files``."""
         tensors = [tensor for file in files for tensor in file.tensors.values()]
-        converted = {tensor.name for tensor in tensors if tensor.runs is None}
         runs = [run for tensor in tensors for run in tensor.runs or ()]
-        needed = [conversion for conversion in conversions if converted.intersection(conversion.outputs)]
-        whole = {name for conversion in needed for name in conversion.sources}
-        return sum((run.stop - run.start) * self.infos[run.source].item_bytes for run in runs) + sum(
-            self.infos[name].nbytes for name in whole
-        )
+        converted = {run for tensor in tensors if tensor.conversion for run in tensor.conversion.sources}
+        return sum((run.stop - run.start) * self.infos[run.source].item_bytes for run in (*runs, *converted))
 
     def fill(self, targets: Sequence[tuple[str, int, torch.Tensor]]) -> None:
         """Fills each target as ``Filler.fill`` requires. Raises FormatError and StorageError."""
@@ -101,28 +96,35 @@ class CheckpointSource(CheckpointFiller):
         """``dtype``: the dtype to which all floating point tensors are converted, including buffers, as
         ``model.to(dtype)`` does. None means that they keep the stored dtypes. Raises KeyNotFoundError if there are no
         weights, CastError, and the errors of ``CheckpointFiller``."""
-        self.save_id = checkpoint.manifest.save_id
+        self.save_id, self.path = checkpoint.manifest.save_id, checkpoint.path
         infos = checkpoint.weights()
-        if not infos:
-            raise KeyNotFoundError(
-                f"the checkpoint has no weights: its parts are {', '.join(checkpoint.parts) or 'none'}",
-                hint="export a checkpoint that was written with the part master or param",
-            )
+        refuse_no_weights(checkpoint, infos.values())
         self.aliases = {alias: name for alias, name in checkpoint.aliases.items() if name in infos}
         self.adapters = _adapters(checkpoint)
-        sources: dict[str, SourceTensor] = {}
+        self.sources: dict[str, SourceTensor] = {}
+        """The tensors by name, with the dtypes to which they are converted."""
         kept = unconverted(extra_state(checkpoint))
         for name, info in infos.items():
-            held_dtype = info.dtype
-            target_dtype = dtype if dtype and held_dtype.is_floating_point and name not in kept else held_dtype
-            check_cast(held_dtype, target_dtype, info.key)
-            sources[name] = SourceTensor(DTYPE_NAMES[target_dtype], info.shape)
-        super().__init__(checkpoint, infos, sources, budget)
+            converts = dtype is not None and info.dtype.is_floating_point and name not in kept
+            target_dtype = dtype if dtype is not None and converts else info.dtype
+            check_cast(info.dtype, target_dtype, info.key)
+            self.sources[name] = SourceTensor(DTYPE_NAMES[target_dtype], info.shape)
+        super().__init__(checkpoint, infos, budget)
 
     @contextmanager
-    def own_config(self) -> Iterator[str | None]:
+    def own_config(self, prefix: str) -> Iterator[str | None]:
         """Yields None, because a checkpoint does not contain the configuration of its model."""
         yield None
+
+
+def refuse_no_weights(checkpoint: Checkpoint, infos: Iterable[TensorInfo]) -> None:
+    """Raises KeyNotFoundError if none of these tensors of a checkpoint is a weight."""
+    if all(info.part == BUFFER for info in infos):
+        raise KeyNotFoundError(
+            f"the checkpoint has no weights: its parts are {', '.join(checkpoint.parts) or 'none'}",
+            file=checkpoint.path,
+            hint="take a checkpoint that was written with the part master or param",
+        )
 
 
 def _adapters(checkpoint: Checkpoint) -> dict[str, str]:
@@ -130,6 +132,6 @@ def _adapters(checkpoint: Checkpoint) -> dict[str, str]:
     FormatError."""
     root = checkpoint.state
     adapters = root.get(names.ADAPTERS, {}) if isinstance(root, dict) else {}
-    if not isinstance(adapters, dict) or not all(isinstance(text, str) for text in adapters.values()):
+    if not isinstance(adapters, dict) or not all(isinstance(text, str) for item in adapters.items() for text in item):
         raise FormatError("state: adapters is not a map from names to texts", file=checkpoint.path)
     return adapters

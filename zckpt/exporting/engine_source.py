@@ -36,6 +36,9 @@ class EngineSource:
     """The weights and persistent buffers of an engine as the source of an export. ``fragments`` are the fragments that
     this rank holds. ``sources``, ``aliases``, ``adapters`` and ``held`` are equal on all ranks."""
 
+    path = None
+    """An engine has no path."""
+
     def __init__(self, engine: object, dtype: torch.dtype | None, budget: Budget | None, ranks: Ranks) -> None:
         """``dtype``: the dtype to which floating point tensors are converted. Weights are then converted from their
         master weights. None means that all tensors keep the dtypes with which the model computes. This is collective.
@@ -82,11 +85,14 @@ class EngineSource:
             self.sources[name] = SourceTensor(DTYPE_NAMES[target_dtype], shape)
 
     @contextmanager
-    def own_config(self) -> Iterator[str | None]:
-        """Yields a temporary folder with the configuration of the model, or None if the class of the model is not one
-        of transformers."""
+    def own_config(self, prefix: str) -> Iterator[str | None]:
+        """Yields a temporary folder with the configuration of the module whose tensors have names that begin with
+        ``prefix``, or None if its class is not one of transformers. In the place of a ``PeftModel``, this is the model
+        that has the adapters."""
         transformers = sys.modules.get("transformers")
-        module: Any = self.module
+        module: Any = None if self.module is None else dict(self.module.named_modules()).get(prefix.removesuffix("."))
+        if hasattr(module, "get_base_model"):
+            module = module.get_base_model()
         if transformers is None or getattr(transformers, type(module).__name__, None) is not type(module):
             yield None
             return

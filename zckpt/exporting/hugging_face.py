@@ -12,6 +12,7 @@ import fnmatch
 import json
 import os
 import tempfile
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +35,11 @@ from zckpt.exporting.plan import (
     safetensors_files,
     split_into_files,
 )
+from zckpt.exporting.selection import first_names
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES, torch_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 INDEX = "model.safetensors.index.json"
 TAKEN_ALONG = (
@@ -53,17 +55,14 @@ FILES = ("*.safetensors", INDEX, "config.json", *TAKEN_ALONG, *MODEL_CODE)
 
 
 def plan_hugging_face(
-    sources: Mapping[str, SourceTensor],
-    aliases: Mapping[str, str],
-    folder: str | None,
-    file_bytes_max: int,
+    names: Mapping[str, str], sources: Mapping[str, SourceTensor], folder: str | None, file_bytes_max: int
 ) -> ExportPlan:
     """Plans the files of a model's folder.
 
-    ``sources``: all weights and persistent buffers, by their names in the model in memory. ``aliases``: maps the other
-    names of tied weights to their names in ``sources``. ``folder``: the folder with the configuration of the model. If
-    it is None, tensors keep their names and shapes, a tied weight has one of its names, and no configuration is
-    written. ``file_bytes_max``: the largest size of a file in bytes.
+    ``names``: maps the names of all weights and persistent buffers in the model in memory to their names in
+    ``sources``. ``folder``: the folder with the configuration of the model. If it is None, tensors keep their names and
+    shapes, a tied weight has one of its names, and no configuration is written. ``file_bytes_max``: the largest size of
+    a file in bytes.
 
     Raises MismatchError if the model of this configuration has other tensors; UnsupportedError if transformers does not
     have the class of the model, or is not installed; FormatError if no model can be made from the configuration; and
@@ -71,24 +70,24 @@ def plan_hugging_face(
     """
     small_files: dict[str, bytes] = {}
     tensors: list[OutputTensor] = []
-    conversions: tuple[Conversion, ...] = ()
     memory: dict[str, Memory] = {}
-    parameters = sum(source.numel for name, source in sources.items() if name not in aliases)
+    exported = {name: sources[source] for source, name in first_names(names).items()}
+    parameters = sum(tensor.numel for tensor in exported.values())
     model = None
     if folder is not None:
         config = _read_config(folder)
         model = _empty_model(folder, config)
         small_files = dict(_taken_along(folder, (*TAKEN_ALONG, *(MODEL_CODE if model is None else ()))))
         if model is None:
-            small_files["config.json"] = _with_dtype(config, sources)
+            small_files["config.json"] = _with_dtype(config, exported)
     if model is None:
         tensors = [
-            OutputTensor(name, source.dtype, source.shape, (Run(name, 0, source.numel),))
-            for name, source in sorted(sources.items(), key=lambda item: _natural(item[0]))
+            OutputTensor(name, tensor.dtype, tensor.shape, (Run(names[name], 0, tensor.numel),))
+            for name, tensor in sorted(exported.items(), key=lambda item: _natural(item[0]))
         ]
     else:
-        _fill(model, sources, aliases)
-        tensors, conversions, memory = convert_names(model)
+        _fill(model, names, sources)
+        tensors, memory = convert_names(model, names)
         parameters = model.num_parameters()
         small_files = {**_written_by(model), **small_files}
     groups = split_into_files(tensors, file_bytes_max, memory)
@@ -97,7 +96,7 @@ def plan_hugging_face(
         blocks = set(memory.values()) if memory else tensors
         nbytes = sum(block.nbytes for block in blocks)
         small_files[INDEX] = _index(dict(zip([file.name for file in files], groups, strict=True)), parameters, nbytes)
-    return ExportPlan(files, conversions, small_files)
+    return ExportPlan(files, small_files)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -128,7 +127,7 @@ def _read_config(folder: str) -> dict[str, Any]:
             "--config (config= in Python) has to be the folder of the model that was trained, with config.json"
         )
         raise storage_error from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MismatchError(f"this is not JSON: {error}", file=path) from error
     if not isinstance(config, dict):
         raise MismatchError("this is not the configuration of a model", file=path)
@@ -186,44 +185,65 @@ def _written_by(model: Any) -> dict[str, bytes]:
 # Names and shapes
 
 
-def _fill(model: Any, sources: Mapping[str, SourceTensor], aliases: Mapping[str, str]) -> None:
-    """Gives the model tensors without memory, which have the shapes and dtypes of ``sources`` and are tied as
-    ``aliases`` says. Raises MismatchError if the model and ``sources`` do not have the same tensors."""
+def _fill(model: Any, names: Mapping[str, str], sources: Mapping[str, SourceTensor]) -> None:
+    """Gives the model tensors without memory, which have the shapes and dtypes of ``sources`` and are tied as ``names``
+    says. Raises MismatchError if the model does not have the tensors of ``names``."""
     of_model = model.state_dict(keep_vars=True)
-    stored = {name: aliases.get(name, name) for name in (*sources, *aliases)}
+    known = {names[name] for name in of_model if name in names}
     different_shapes = [
-        f"{name} is {list(of_model[name].shape)} by the configuration, {list(sources[key].shape)} here"
-        for name, key in stored.items()
-        if name in of_model and key in sources and tuple(of_model[name].shape) != sources[key].shape
+        f"{name} is {list(tensor.shape)} by the configuration, {list(sources[names[name]].shape)} here"
+        for name, tensor in of_model.items()
+        if name in names and tuple(tensor.shape) != sources[names[name]].shape
     ]
     lines = [
-        f"{which} lacks {len(names)} tensors: {first_few(names, 5)}"
-        for which, names in [
-            ("the source", [name for name in of_model if stored.get(name) not in sources]),
-            ("the model of the configuration", [name for name in sources if name not in of_model]),
+        f"{which} lacks {len(lacking)} tensors: {first_few(lacking, 5)}"
+        for which, lacking in [
+            ("the source", [name for name in of_model if name not in names]),
+            (
+                "the model of the configuration",
+                [name for source, name in first_names(names).items() if source not in known],
+            ),
         ]
-        if names
+        if lacking
     ]
     if different_shapes:
         lines.append(f"{len(different_shapes)} shapes differ: {first_few(different_shapes, 5)}")
     if lines:
+        prefix = _unknown_prefix(names, of_model)
         raise MismatchError(
             f"this is not a {type(model).__name__} of that configuration: {'; '.join(lines)}",
             hint="give the configuration of the model that was trained, with the changes that the training has made to "
-            "it, such as a larger vocabulary; or give none: then tensors keep their names",
+            "it, such as a larger vocabulary; or give none: then tensors keep their names"
+            if prefix is None
+            else f"if this model is the module {prefix!r} of the one that was trained, export this module: "
+            f"strip_prefix={prefix!r} (--strip-prefix {prefix})",
         )
     empty = {
-        key: torch.empty(sources[key].shape, dtype=TORCH_DTYPES[sources[key].dtype], device="meta")
-        for key in {stored[name] for name in of_model}
+        source: torch.empty(sources[source].shape, dtype=TORCH_DTYPES[sources[source].dtype], device="meta")
+        for source in known
     }
-    parameters = {key: torch.nn.Parameter(tensor, requires_grad=False) for key, tensor in empty.items()}
+    parameters = {source: torch.nn.Parameter(tensor, requires_grad=False) for source, tensor in empty.items()}
     model.load_state_dict(
         {
-            name: (parameters if isinstance(tensor, torch.nn.Parameter) else empty)[stored[name]]
+            name: (parameters if isinstance(tensor, torch.nn.Parameter) else empty)[names[name]]
             for name, tensor in of_model.items()
         },
         assign=True,
     )
+
+
+def _unknown_prefix(names: Collection[str], of_model: Collection[str]) -> str | None:
+    """Returns the path, with a dot at the end, of a module that has all tensors ``of_model`` below it, or that all
+    ``names`` and none of ``of_model`` begin with. Returns None if there is no such module."""
+    first = next(iter(of_model), "")
+    for name in names:
+        prefix = name.removesuffix(first)
+        if prefix.endswith(".") and all(prefix + other in names for other in of_model):
+            return prefix
+    modules = {name.partition(".")[0] for name in names}
+    if len(modules) == 1 and modules.isdisjoint(name.partition(".")[0] for name in of_model):
+        return f"{modules.pop()}."
+    return None
 
 
 class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -265,9 +285,9 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def convert_names(model: Any) -> tuple[list[OutputTensor], tuple[Conversion, ...], dict[str, Memory]]:
-    """Returns the tensors that ``save_pretrained`` of a model on "meta" writes, in their order; the conversions that
-    make the tensors without runs; and the memory in which each tensor would be."""
+def convert_names(model: Any, names: Mapping[str, str]) -> tuple[list[OutputTensor], dict[str, Memory]]:
+    """Returns the tensors that ``save_pretrained`` of a model on "meta" writes, in their order, and the memory in which
+    each tensor would be. ``names``: maps the names of the model's tensors to the names of their sources."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -278,20 +298,22 @@ def convert_names(model: Any) -> tuple[list[OutputTensor], tuple[Conversion, ...
     views = _Views(state)
     with views:
         outputs: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
-    tensors: list[OutputTensor] = []
+    runs: dict[str, tuple[Run, ...]] = {}
     made: dict[str, frozenset[str]] = {}
     for name, tensor in outputs.items():
-        shape, strides, source = tuple(tensor.shape), tensor.stride(), views.source.get(_storage(tensor))
-        runs = None
+        source = views.source.get(_storage(tensor))
         if source is not None and _has_long_runs(tensor):
-            runs = runs_of_view(source, shape, strides, int(tensor.storage_offset()))
+            runs[name] = runs_of_view(names[source], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         else:
             made[name] = views.made_of(tensor)
-        tensors.append(OutputTensor(name, DTYPE_NAMES[tensor.dtype], shape, runs))
-    conversions = tuple(_conversions(model, state, made, {name: outputs[name].shape for name in made}))
+    conversions = _conversions(model, names, state, made, {name: outputs[name].shape for name in made})
+    tensors = [
+        OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), runs.get(name), conversions.get(name))
+        for name, tensor in outputs.items()
+    ]
     copies: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
     memory = {name: Memory(_storage(copy), copy.untyped_storage().nbytes()) for name, copy in copies.items()}
-    return tensors, conversions, memory
+    return tensors, memory
 
 
 def _has_long_runs(view: torch.Tensor) -> bool:
@@ -301,20 +323,27 @@ def _has_long_runs(view: torch.Tensor) -> bool:
 
 
 def _conversions(
-    model: Any, state: Mapping[str, torch.Tensor], made: Mapping[str, frozenset[str]], shapes: Mapping[str, torch.Size]
-) -> Iterator[Conversion]:
-    """Yields one conversion for each group of outputs that have sources in common. ``made``: the names of the sources
-    of each output. ``shapes``: the shapes of the outputs. Raises UnsupportedError if an output cannot be made from its
-    sources alone."""
+    model: Any,
+    names: Mapping[str, str],
+    state: Mapping[str, torch.Tensor],
+    made: Mapping[str, frozenset[str]],
+    shapes: Mapping[str, torch.Size],
+) -> dict[str, Conversion]:
+    """Returns the conversion that makes each output. Outputs that have tensors of the model in common are made by one
+    conversion. ``names``: the names of the sources of the model's tensors. ``made``: the names of the tensors of the
+    model that each output is made of. ``shapes``: the shapes of the outputs. Raises UnsupportedError if an output
+    cannot be made from these tensors alone."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        converted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
-        return converted
+    def converted(ordered: Sequence[str], elements: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors = {name: flat.view(state[name].shape) for name, flat in zip(ordered, elements, strict=True)}
+        outputs: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+        return outputs
 
+    conversions: dict[str, Conversion] = {}
     groups: list[tuple[set[str], list[str]]] = []
-    for name, names in made.items():
-        sources, outputs = set(names), [name]
+    for name, of_model in made.items():
+        sources, outputs = set(of_model), [name]
         for group in [group for group in groups if sources & group[0]]:
             sources |= group[0]
             outputs = group[1] + outputs
@@ -324,7 +353,7 @@ def _conversions(
         # transformers needs the sources in the order of the model. If they are converted without the other weights, the
         # outputs must be the same as with them.
         ordered = tuple(name for name in state if name in sources)
-        alone = convert({name: state[name] for name in ordered})
+        alone = converted(ordered, [state[name].view(-1) for name in ordered])
         wrong = [name for name in outputs if name not in alone or alone[name].shape != shapes[name]]
         if wrong:
             raise UnsupportedError(
@@ -333,4 +362,6 @@ def _conversions(
                 hint="load the weights into the model (model.load_state_dict(checkpoint.state_dict())) and call its "
                 "save_pretrained",
             )
-        yield Conversion(ordered, tuple(outputs), convert)
+        runs = tuple(Run(names[name], 0, state[name].numel()) for name in ordered)
+        conversions |= dict.fromkeys(outputs, Conversion(runs, partial(converted, ordered)))
+    return conversions

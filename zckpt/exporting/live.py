@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from zckpt.errors import RankError
-from zckpt.exporting.plan import Run
 from zckpt.exporting.write import put_whole
 from zckpt.plan.exchange import Messages, SlicedFiles, plan_messages
 from zckpt.plan.reshard import ElementRange
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.exporting.engine_source import EngineSource
-    from zckpt.exporting.plan import Conversion, OutputFile, SourceTensor
+    from zckpt.exporting.plan import Conversion, OutputFile, Run, SourceTensor
     from zckpt.format.index import Ints
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
@@ -50,7 +49,7 @@ _MESSAGE_ALIGNMENT_BYTES = 8
 class Shares:
     """The distribution of the files over the ranks. It is equal on every rank.
 
-    A room is memory of the rank that does a conversion. The sources of the conversion are sent to it as a whole, one
+    A room is memory of the rank that does a conversion. The elements that the conversion takes are sent to it, one run
     after the other, as if the room were one more file that the rank writes.
     """
 
@@ -66,7 +65,6 @@ class Shares:
 
 def share_files(
     files: Sequence[OutputFile],
-    conversions: Sequence[Conversion],
     sources: Mapping[str, SourceTensor],
     ranks: int,
     budget_bytes: int,
@@ -81,7 +79,6 @@ def share_files(
     # The numbers of the writers are far apart, so that the writers are on different machines if there are several.
     writer = [number * ranks // writers for number in shared_out(file_bytes, writers)]
     item_bytes = {name: TORCH_DTYPES[source.dtype].itemsize for name, source in sources.items()}
-    numel = {name: source.numel for name, source in sources.items()}
     places: list[tuple[int, int, Run]] = []
     """The number of a file, the byte of the file at which a run begins, and the run."""
     for number, file in enumerate(files):
@@ -89,14 +86,17 @@ def share_files(
             for run in tensor.runs or ():
                 places.append((number, offset, run))
                 offset += (run.stop - run.start) * item_bytes[run.source]
+    converting_ranks: dict[Conversion, set[int]] = {}
+    for number, file in enumerate(files):
+        for conversion in file.conversions:
+            converting_ranks.setdefault(conversion, set()).add(writer[number])
     rooms = {}
-    for conversion in conversions:
-        converting_ranks = {writer[number] for number in range(len(files)) if _made(files[number], conversion)}
-        for rank in sorted(converting_ranks):
+    for conversion, of_conversion in converting_ranks.items():
+        for rank in sorted(of_conversion):
             room_bytes = 0
-            for name, offset in room_places(conversion, sources):
-                places.append((len(writer), offset, Run(name, 0, numel[name])))
-                room_bytes = offset + numel[name] * item_bytes[name]
+            for run, offset in room_places(conversion, sources):
+                places.append((len(writer), offset, run))
+                room_bytes = offset + (run.stop - run.start) * item_bytes[run.source]
             rooms[len(writer)] = conversion
             writer.append(rank)
             file_bytes.append(room_bytes)
@@ -109,22 +109,12 @@ def share_files(
     return Shares(slices, rooms, list(ranges.values()), list(item_bytes.values()))
 
 
-def _made(file: OutputFile, conversion: Conversion) -> list[tuple[int, str]]:
-    """Returns the tensors of a file that a conversion makes: the byte of the file at which each begins, and its
-    name."""
-    return [
-        (offset, tensor.name)
-        for offset, tensor in file.tensors.items()
-        if tensor.runs is None and tensor.name in conversion.outputs
-    ]
-
-
-def room_places(conversion: Conversion, sources: Mapping[str, SourceTensor]) -> list[tuple[str, int]]:
-    """Returns the names of the sources of a conversion, and the byte of the room at which each begins."""
+def room_places(conversion: Conversion, sources: Mapping[str, SourceTensor]) -> list[tuple[Run, int]]:
+    """Returns the runs that a conversion takes, and the byte of the room at which each begins."""
     places, offset = [], 0
-    for name in conversion.sources:
-        places.append((name, offset))
-        nbytes = sources[name].numel * TORCH_DTYPES[sources[name].dtype].itemsize
+    for run in conversion.sources:
+        places.append((run, offset))
+        nbytes = (run.stop - run.start) * TORCH_DTYPES[sources[run.source].dtype].itemsize
         offset += -(-nbytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES
     return places
 
@@ -132,20 +122,21 @@ def room_places(conversion: Conversion, sources: Mapping[str, SourceTensor]) -> 
 def write_from_ranks(
     store: Store,
     files: Sequence[OutputFile],
-    conversions: Sequence[Conversion],
-    source: EngineSource,
+    sources: Mapping[str, SourceTensor],
+    engine: EngineSource,
     ranks: Ranks,
     progress: Progress | None,
 ) -> None:
     """Writes ``files`` to ``store``, which is a directory that all ranks share. This is collective, and ``files`` and
-    ``conversions`` have to be equal on all ranks. Afterwards the content of the files is durable, but their names are
-    not yet. Raises StorageError, and RankError if another rank has failed."""
-    smallest_budget = min(ranks.share(lambda: source.budget.nbytes, "compare the budgets"))
+    ``sources`` have to be equal on all ranks. ``sources``: all tensors of ``engine``, in the same order, with the
+    dtypes to which they are converted. Afterwards the content of the files is durable, but their names are not yet.
+    Raises StorageError, and RankError if another rank has failed."""
+    smallest_budget = min(ranks.share(lambda: engine.budget.nbytes, "compare the budgets"))
 
     def prepare() -> _RankExport:
-        shares = share_files(files, conversions, source.sources, ranks.size, smallest_budget)
-        messages = plan_messages(source.held, shares.ranges, shares.item_bytes, shares.slices, ranks.rank)
-        return _RankExport(store, files, source, shares, messages, ranks)
+        shares = share_files(files, sources, ranks.size, smallest_budget)
+        messages = plan_messages(engine.held, shares.ranges, shares.item_bytes, shares.slices, ranks.rank)
+        return _RankExport(store, files, sources, engine, shares, messages, ranks)
 
     export = ranks.together(prepare, "plan the export")
     # ``progress`` may fail on one rank alone, so it is called only in actions of ``together``.
@@ -178,17 +169,18 @@ class _RankExport:
         self,
         store: Store,
         files: Sequence[OutputFile],
-        source: EngineSource,
+        sources: Mapping[str, SourceTensor],
+        engine: EngineSource,
         shares: Shares,
         messages: Messages,
         ranks: Ranks,
     ) -> None:
-        self._store, self._files, self._sources, self._fragments = store, files, source.sources, source.fragments
+        self._store, self._files, self._sources, self._fragments = store, files, sources, engine.fragments
         self._shares, self._messages, self._ranks = shares, messages, ranks
-        self._budget = source.budget
+        self._budget = engine.budget
         self.advance: Callable[[int], None] = lambda nbytes: None
         """A function that is called with the number of bytes that this rank has written since its last call."""
-        self._dtypes = {name: TORCH_DTYPES[tensor.dtype] for name, tensor in source.sources.items()}
+        self._dtypes = {name: TORCH_DTYPES[tensor.dtype] for name, tensor in sources.items()}
         self._slices = shares.slices.own(ranks.rank)
         """The slices that this rank receives, one in each round."""
         self.rounds = shares.slices.rounds
@@ -196,6 +188,8 @@ class _RankExport:
         self.nbytes = sum(file.nbytes for number, file in enumerate(files) if writer[number] == ranks.rank)
         """The number of bytes that this rank writes."""
         self._writers: dict[int, Writer] = {}
+        self._places: dict[Conversion, list[tuple[Writer, int, str]]] = {}
+        """The tensors of this rank that each conversion makes: the file, the offset in it, and the name."""
         self._room: torch.Tensor | None = None
         self._received_turn = -1
         self._writing: _Writing | None = None
@@ -210,7 +204,9 @@ class _RankExport:
             )  # fmt: skip
         for number, file in enumerate(self._files):
             if self._shares.slices.writer[number] == self._ranks.rank:
-                self._writers[number] = self._store.create(file.name, file.nbytes, direct=self._budget.direct)
+                writer = self._writers[number] = self._store.create(file.name, file.nbytes, direct=self._budget.direct)
+                for conversion, made in file.conversions.items():
+                    self._places.setdefault(conversion, []).extend((writer, *place) for place in made)
         rank, messages = self._ranks.rank, self._messages
         buffers = []
         for of_rank in (messages.source == rank, messages.target == rank):
@@ -287,17 +283,16 @@ class _RankExport:
         return filled
 
     def _convert(self, conversion: Conversion, room: torch.Tensor) -> None:
-        tensors = {}
-        for name, first in room_places(conversion, self._sources):
-            shape, dtype = self._sources[name].shape, self._dtypes[name]
-            tensors[name] = room[first : first + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-        converted = conversion.convert(tensors)
+        elements = []
+        for run, first in room_places(conversion, self._sources):
+            dtype = self._dtypes[run.source]
+            elements.append(room[first : first + (run.stop - run.start) * dtype.itemsize].view(dtype))
+        converted = conversion.convert(elements)
         staging = host_pool(SLICE_BYTES_MIN)
         with staging.work():
-            for number, writer in self._writers.items():
-                for offset, name in _made(self._files[number], conversion):
-                    put_whole(writer, offset, converted[name], self._budget, staging)
-                    self.advance(converted[name].nbytes)
+            for writer, offset, name in self._places[conversion]:
+                put_whole(writer, offset, converted[name], self._budget, staging)
+                self.advance(converted[name].nbytes)
 
     def _wait(self) -> None:
         writing, self._writing = self._writing, None

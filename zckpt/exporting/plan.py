@@ -76,7 +76,9 @@ class OutputTensor:
     shape: tuple[int, ...]
     """The shape of the tensor."""
     runs: tuple[Run, ...] | None
-    """The runs whose elements make up the tensor, in their order. None means that a ``Conversion`` makes the tensor."""
+    """The runs whose elements make up the tensor, in their order. None means that ``conversion`` makes the tensor."""
+    conversion: Conversion | None = None
+    """The conversion that makes the tensor, under its name."""
 
     @property
     def nbytes(self) -> int:
@@ -84,16 +86,15 @@ class OutputTensor:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """A conversion of tensors that have to be in memory as a whole."""
+    """A computation that makes tensors, or parts of tensors, from elements that are in memory at the same time."""
 
-    sources: tuple[str, ...]
-    """The names of the tensors that are converted."""
-    outputs: tuple[str, ...]
-    """The names of the tensors that the conversion makes."""
-    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-    """A function that takes the sources by name, and returns the outputs by name. It may return other tensors too."""
+    sources: tuple[Run, ...]
+    """The elements that are read."""
+    convert: Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]]
+    """A function that takes the elements of each run as a 1-D tensor, and returns the outputs by name. It does not
+    change these tensors, and it may return other tensors too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,16 @@ class OutputFile:
     tensors: Mapping[int, OutputTensor]
     """The tensors, by the offset in the file at which they begin, in bytes."""
 
+    @property
+    def conversions(self) -> dict[Conversion, list[tuple[int, str]]]:
+        """The conversions that make tensors of the file: the offset in the file and the name of each of these
+        tensors."""
+        places: dict[Conversion, list[tuple[int, str]]] = {}
+        for offset, tensor in self.tensors.items():
+            if tensor.conversion is not None:
+                places.setdefault(tensor.conversion, []).append((offset, tensor.name))
+        return places
+
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
@@ -116,10 +127,12 @@ class ExportPlan:
 
     files: tuple[OutputFile, ...]
     """The files that are made of tensors."""
-    conversions: tuple[Conversion, ...] = ()
-    """The conversions that make those tensors of ``files`` that have no runs."""
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     """The contents of all other files, such as the index, by the names of the files."""
+    sources: Mapping[str, SourceTensor] = field(default_factory=dict)
+    """All tensors of the source, by name, with the dtypes in which they are read."""
+    left_out: tuple[str, ...] = ()
+    """The names of the tensors of the source that are not exported."""
 
 
 # The runs of a tensor

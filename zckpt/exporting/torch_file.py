@@ -67,16 +67,15 @@ class Instance:
     """The attributes of the object."""
 
 
-def plan_torch_file(sources: Mapping[str, SourceTensor], aliases: Mapping[str, str], name: str) -> ExportPlan:
+def plan_torch_file(names: Mapping[str, str], sources: Mapping[str, SourceTensor], file: str) -> ExportPlan:
     """Plans a file from which ``torch.load`` with ``weights_only=True`` returns a dict of all tensors. In this dict, a
-    tied weight has all of its names, which share its memory. ``sources``: the tensors by name. ``aliases``: maps the
-    other names of tied weights to their names in ``sources``. ``name``: the name of the file."""
+    tied weight has all of its names, which share its memory. ``names``: maps the names of the tensors to their names in
+    ``sources``. ``file``: the name of the file."""
     views = {
-        key: View(Storage(TORCH_DTYPES[tensor.dtype], tensor.numel, {0: Run(key, 0, tensor.numel)}), tensor.shape)
-        for key, tensor in sources.items()
+        source: View(Storage(TORCH_DTYPES[tensor.dtype], tensor.numel, {0: Run(source, 0, tensor.numel)}), tensor.shape)
+        for source, tensor in sources.items()
     }
-    tied = {alias: views[key] for alias, key in aliases.items() if key in views}
-    return ExportPlan((torch_file(name, {**views, **tied}),))
+    return ExportPlan((torch_file(file, {name: views[source] for name, source in names.items()}),))
 
 
 def torch_file(name: str, tree: object) -> OutputFile:

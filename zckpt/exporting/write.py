@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.exporting.plan import Conversion, OutputFile, SourceTensor, Window
+    from zckpt.exporting.plan import Conversion, OutputFile, Run, SourceTensor, Window
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Store, Writer
     from zckpt.transfer.budget import Budget
@@ -30,10 +30,6 @@ WINDOW_BYTES_MAX = 16 << 20
 
 class Filler(Protocol):
     """A source of tensors. Several threads may call it at the same time."""
-
-    @property
-    def sources(self) -> Mapping[str, SourceTensor]:
-        """All tensors of the source, by name."""
 
     def fill(self, targets: Sequence[tuple[str, int, torch.Tensor]]) -> None:
         """Fills each target with elements of a tensor. A target consists of the name of the tensor, the number of its
@@ -48,13 +44,14 @@ class Filler(Protocol):
 def write_files(
     store: Store,
     files: Sequence[OutputFile],
-    conversions: Sequence[Conversion],
+    sources: Mapping[str, SourceTensor],
     filler: Filler,
     budget: Budget,
 ) -> None:
-    """Writes ``files`` to ``store``. Their content is durable afterwards, but their names are not yet. Windows take one
-    half of the budget, and the other half is left to ``filler``. In addition, the tensors of one conversion at a time
-    are in memory.
+    """Writes ``files`` to ``store``. Their content is durable afterwards, but their names are not yet. ``sources``: the
+    tensors of which conversions read elements, with the dtypes in which they read them. Windows take one half of the
+    budget, and the other half is left to ``filler``. In addition, the tensors of one conversion at a time are in
+    memory.
 
     Raises StorageError, and the errors of ``filler``.
     """
@@ -64,19 +61,22 @@ def write_files(
     try:
         for file in files:
             writers.append(store.create(file.name, file.nbytes, direct=budget.direct))
-        places = {
-            tensor.name: (writer, offset)
-            for writer, file in zip(writers, files, strict=True)
-            for offset, tensor in file.tensors.items()
-        }
+        places: dict[Conversion, list[tuple[Writer, int, str]]] = {}
+        for writer, file in zip(writers, files, strict=True):
+            for conversion, made in file.conversions.items():
+                places.setdefault(conversion, []).extend((writer, *place) for place in made)
         with staging.work():
             budget.run(
                 partial(_put, writer, window, filler, staging)
                 for writer, file in zip(writers, files, strict=True)
                 for window in windows(file, window_bytes, filler.cut)
             )
-            for conversion in conversions:
-                _convert(conversion, places, filler, budget, staging)
+            elements: dict[Run, torch.Tensor] = {}
+            for conversion, made_places in places.items():
+                converted = _convert(conversion, elements, sources, filler)
+                for writer, offset, name in made_places:
+                    put_whole(writer, offset, converted.pop(name), budget, staging)
+                converted.clear()  # What this rank does not write may be in the memory of the elements.
         budget.run(writer.sync for writer in writers)
     finally:
         for writer in writers:
@@ -100,23 +100,19 @@ def _put(writer: Writer, window: Window, filler: Filler, staging: StagingPool) -
 
 def _convert(
     conversion: Conversion,
-    places: Mapping[str, tuple[Writer, int]],
+    elements: dict[Run, torch.Tensor],
+    sources: Mapping[str, SourceTensor],
     filler: Filler,
-    budget: Budget,
-    staging: StagingPool,
-) -> None:
-    outputs = [name for name in conversion.outputs if name in places]
-    if not outputs:
-        return
-    sources = filler.sources
-    tensors = {
-        name: fresh_tensor(sources[name].shape, TORCH_DTYPES[sources[name].dtype], "cpu") for name in conversion.sources
-    }
-    filler.fill([(name, 0, tensor.view(-1)) for name, tensor in tensors.items()])
-    converted = conversion.convert(tensors)
-    tensors.clear()
-    for name in outputs:
-        put_whole(*places[name], converted.pop(name), budget, staging)
+) -> dict[str, torch.Tensor]:
+    """Returns what the conversion makes. Afterwards, ``elements`` holds the elements that it takes and no others. What
+    ``elements`` holds before, as the last conversion has taken it too, is not read again."""
+    for run in set(elements).difference(conversion.sources):
+        del elements[run]
+    new = [run for run in dict.fromkeys(conversion.sources) if run not in elements]
+    for run in new:
+        elements[run] = fresh_tensor((run.stop - run.start,), TORCH_DTYPES[sources[run.source].dtype], "cpu")
+    filler.fill([(run.source, run.start, elements[run]) for run in new])
+    return dict(conversion.convert([elements[run] for run in conversion.sources]))
 
 
 def put_whole(writer: Writer, offset: int, tensor: torch.Tensor, budget: Budget, staging: StagingPool) -> None:
