@@ -386,7 +386,7 @@ def test_a_file_that_somebody_else_has_written_meanwhile_is_not_replaced(tmp_pat
 
         def end(self) -> None: ...
 
-    with pytest.raises(CheckpointExistsError, match="something else"):
+    with pytest.raises(CheckpointExistsError, match=r"no checkpoint of DeepSpeed has: thesis\.txt"):
         zckpt.convert(path, out, to="deepspeed", progress=Meanwhile())
     assert [str(entry.relative_to(out)) for entry in sorted(out.rglob("*"))] == [
         "global_step5",
@@ -401,7 +401,7 @@ def test_places_and_sources_that_are_refused(tmp_path: Path) -> None:
         zckpt.convert(path, tmp_path / "run", to="deepspeed", tag="other", overwrite=True)
     (tmp_path / "else" / "here").mkdir(parents=True)
     (tmp_path / "else" / "here" / "thesis.txt").write_text("unsaved")
-    with pytest.raises(CheckpointExistsError, match="something else"):
+    with pytest.raises(CheckpointExistsError, match=r"no checkpoint of DeepSpeed has: thesis\.txt"):
         zckpt.convert(path, tmp_path / "else", to="deepspeed", tag="here", overwrite=True)
     with pytest.raises(CheckpointExistsError, match="is a checkpoint"):
         zckpt.convert(path, path / "inside", to="deepspeed")

@@ -129,7 +129,7 @@ def export(
         )
         ranks.agree([str(value) for value in (out, *options, overwrite)], "arguments")
         place_fields = ranks.first(
-            lambda: Place.choose(out, "the export", overwrite=overwrite, patterns=options.patterns, marks=TORCH_FILE),
+            lambda: Place.choose(out, "export", overwrite=overwrite, patterns=options.patterns, marks=TORCH_FILE),
             "find the place",
         )
         place = Place(*place_fields)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from zckpt.cleaning.work import Work
 from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError
 from zckpt.format import names
-from zckpt.listing.runs import directories, is_begun, nothing_at, run_leftovers
+from zckpt.listing.leftovers import run_leftovers
+from zckpt.listing.runs import directories, is_begun, nothing_at
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.process_names import left_over
 from zckpt.storage.schemes import open_store

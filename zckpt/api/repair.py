@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from zckpt.api.open import open_checkpoint
 from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FeatureError, FormatError, VersionError, count
 from zckpt.format import names
-from zckpt.listing.runs import leftovers, not_a_checkpoint, nothing_at
+from zckpt.listing.leftovers import may_be_named
+from zckpt.listing.runs import not_a_checkpoint, nothing_at
 from zckpt.repairing.rebuilt import check_copy, check_rebuilt, copy_data, put_files, rebuild_from, structure_findings
 from zckpt.repairing.salvage import refused, the_save
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import Budget
+from zckpt.writing.leftovers import remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,12 +97,8 @@ def repair(
             "there is already a checkpoint here", file=str(target.location), hint="choose another output"
         )
     budget = budget or Budget.from_environment()
-    try:
-        with WriteLock(target) as lock:
-            return _repair(source, target, output is not None, accept_unverified, budget, lock.confirm)
-    except BaseException:
-        target.remove_if_empty("")
-        raise
+    with WriteLock(target) as lock:
+        return _repair(source, target, output is not None, accept_unverified, budget, lock.confirm)
 
 
 def _repair(
@@ -129,8 +127,8 @@ def _repair(
             check_copy(target, rebuilt, budget)
         changed, kept = put_files(target, files, confirm)
     except BaseException:
-        if elsewhere and data_dir in leftovers(target):
-            target.remove(data_dir)
+        if elsewhere and not may_be_named(target, save.save_id):
+            remove(target, {data_dir: ()})
         raise
     return RepairReport(path, changed, kept, LOST if old is None else (), rebuilt.unverified)
 

@@ -44,6 +44,9 @@ class Cleanup:
     unreadable: tuple[str, ...] = ()
     """The paths of checkpoints that ``zckpt.prune`` has left alone because they are incomplete: their manifests cannot
     be read, or some of their files are missing or have the wrong length."""
+    foreign: tuple[str, ...] = ()
+    """The paths of files, directories and links that have names of zckpt or are in its directories, and that were left
+    alone because zckpt has not made them, or not all that is in them."""
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +70,7 @@ class Cleanup:
             "in use": self.in_use,
             "unreadable": self.unreadable,
             "recoverable": self.recoverable,
+            "foreign": self.foreign,
         }
         lines += [f"{label:26}  {path}" for label, paths in remaining.items() for path in paths]
         if self.recoverable:

@@ -26,7 +26,6 @@ from zckpt.format.rules import broken
 from zckpt.listing.contents import Contents
 from zckpt.listing.other_formats import deepspeed_files, other_format
 from zckpt.storage.location import Location
-from zckpt.storage.lock import DEAD_SECONDS
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -150,30 +149,6 @@ def is_leftover(name: str) -> bool:
     """Whether an entry of a checkpoint's directory with this name is a leftover unless the manifest names it."""
     temporary = any(names.is_temporary(name, of) for of in (names.MANIFEST, names.LOCK))
     return temporary or names.is_data_dir(name)
-
-
-def leftovers(checkpoint: Store) -> list[str]:
-    """Returns the names of entries in a checkpoint's directory that writes have made and that its manifest does not
-    name. The writes died, failed or were replaced, or are under way. If the manifest cannot be read, it may name any of
-    these entries, and the list is empty. A process that removes them has to hold the lock."""
-    named = None
-    try:
-        if checkpoint.exists(names.MANIFEST):
-            with closing(checkpoint.reader()) as reader:
-                named = names.data_dir(read_manifest(checkpoint, reader).save_id)
-    except ZckptError:  # the manifest may name any of the entries
-        return []
-    return [name for name in entries_of(checkpoint) if is_leftover(name) and name != named]
-
-
-def run_leftovers(run: Store) -> list[str]:
-    """Returns the names of the temporary files of ``latest`` that dead writers have left in a run. A run has no lock,
-    so a file counts as left over when it is older than ``DEAD_SECONDS``. A commit needs such a file only for an
-    instant."""
-    temporaries = [name for name in entries_of(run) if names.is_temporary(name, names.LATEST)]
-    changed_at = {name: run.changed_at(name) for name in temporaries}
-    now = run.now() if temporaries else 0.0
-    return [name for name, at in changed_at.items() if at is not None and now - at > DEAD_SECONDS]
 
 
 def run_of(checkpoint: Store) -> Store:
