@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from zckpt.api.open import open as open_path
 from zckpt.engines import group_of, is_engine
-from zckpt.errors import count
+from zckpt.errors import count, printable
 from zckpt.exporting import adapter as adapter_plan
 from zckpt.exporting.checkpoint_source import CheckpointSource
 from zckpt.exporting.engine_source import EngineSource
@@ -54,8 +54,10 @@ class Exported:
     """The sum of the sizes of all files, in bytes."""
 
     def __str__(self) -> str:
-        names = "\n".join(f"  {name}" for name in self.files)
-        return f"{self.path}: {count(len(self.files), 'file')}, {self.nbytes:,} bytes\n{names}"
+        names = [f"  {name}" for name in self.files]
+        return "\n".join(
+            map(printable, [f"{self.path}: {count(len(self.files), 'file')}, {self.nbytes:,} bytes", *names])
+        )
 
 
 def export(

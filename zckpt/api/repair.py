@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.api.open import open_checkpoint
-from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FeatureError, FormatError, VersionError, count
+from zckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FeatureError,
+    FormatError,
+    VersionError,
+    count,
+    printable,
+)
 from zckpt.format import names
 from zckpt.listing.leftovers import may_be_named
 from zckpt.listing.runs import not_a_checkpoint, nothing_at
@@ -50,7 +58,7 @@ class RepairReport:
         lines += [f"lost        {what}" for what in self.lost]
         lines += [f"unverified  {what}" for what in self.unverified]
         verdict = f"{count(len(self.rebuilt), 'file')} rebuilt" if self.rebuilt else "nothing to repair"
-        return "\n".join([*lines, f"{self.path}: {verdict}"])
+        return "\n".join(map(printable, [*lines, f"{self.path}: {verdict}"]))
 
 
 def repair(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from zckpt.errors import printable
+
 
 @dataclass(frozen=True, slots=True)
 class Removed:
@@ -64,7 +66,7 @@ class Cleanup:
         return json.dumps({**asdict(self), "nbytes": self.nbytes, "shared_bytes": self.shared_bytes})
 
     def __str__(self) -> str:
-        lines = [f"{removed.reason:9}  {removed.nbytes:>15,}  {removed.path}" for removed in self.removed]
+        lines = [f"{removed.reason:9}  {removed.nbytes:>15,}  {printable(removed.path)}" for removed in self.removed]
         remaining = {
             "kept": self.kept,
             "in use": self.in_use,
@@ -72,7 +74,7 @@ class Cleanup:
             "recoverable": self.recoverable,
             "foreign": self.foreign,
         }
-        lines += [f"{label:26}  {path}" for label, paths in remaining.items() for path in paths]
+        lines += [f"{label:26}  {printable(path)}" for label, paths in remaining.items() for path in paths]
         if self.recoverable:
             lines.append("recoverable: the manifest is lost, or was never written, and all data are there")
             lines.append("  `zckpt repair DIR` makes a checkpoint of it, `zckpt gc --discard DIR` removes it")

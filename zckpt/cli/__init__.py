@@ -18,6 +18,7 @@ import argparse
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,14 @@ name of the command."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. Errors go to stderr."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = make_parser(argv).parse_args(argv)
+    with output.guarded():
+        arguments = make_parser(argv).parse_args(argv)
+    # The script of `run` prints what it likes.
+    with nullcontext() if arguments.command == "run" else output.guarded():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         status: int = _command(arguments.command).run(arguments)
         sys.stdout.flush()

@@ -12,6 +12,7 @@ import json
 from dataclasses import asdict
 
 import zckpt
+from zckpt.cli import output
 from zckpt.cli.launched import launched
 
 EXAMPLES = """
@@ -67,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
             max_shard_size=arguments.max_shard_size,
             adapter=arguments.adapter,
             overwrite=arguments.overwrite,
-            progress=zckpt.ProgressBar(),
+            progress=output.progress_bar(),
         )
         if rank == 0:
-            print(json.dumps(asdict(exported)) if arguments.json else exported)
+            output.print_text(json.dumps(asdict(exported)) if arguments.json else exported)
     return 0

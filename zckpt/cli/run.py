@@ -10,7 +10,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import zckpt
+from zckpt.cli import output
 from zckpt.cli.prune import at_least_1
+from zckpt.errors import printable
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     sys.path[0] = os.getcwd() if arguments.module else os.path.dirname(os.path.realpath(script))
     problem = _no_module(script) if arguments.module else _no_script(script)
     if problem:
-        print(f"zckpt run: {problem}", file=sys.stderr)
+        _print(problem)
         return 2
     attached: list[str] = []
 
@@ -98,7 +100,7 @@ def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _print(message: str) -> None:
-    print(f"zckpt run: {message}", file=sys.stderr, flush=True)
+    output.print_text(f"zckpt run: {printable(message)}", sys.stderr)
 
 
 def _no_script(path: str) -> str | None:
