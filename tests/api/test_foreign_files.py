@@ -18,7 +18,7 @@ import zckpt
 from tests.support.faults import BROKEN, Fault, faulty, kill
 from tests.support.forks import fork, result_of
 from tests.support.litter import tree, write_steps
-from tests.support.states import write_state, write_through
+from tests.support.states import engine_state, write_state, write_through
 from zckpt.cli import main
 from zckpt.format.data_file import BEGINNING_BYTES, SECTOR_BYTES, is_begun
 
@@ -318,18 +318,7 @@ def test_a_write_that_is_killed_at_any_operation_leaves_nothing_foreign(tmp_path
 
 
 def write_run(path: Path) -> None:
-    state = {
-        "counters": {"global_steps": 5, "global_samples": 40, "micro_steps": 5, "skipped_steps": 0},
-        "deepspeed": {"stage": 3, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16"},
-        "optimizer": {
-            "class": "AdamW",
-            "param_groups": [{"params": ["a"], "lr": 0.1}],
-            "states": [{"params": ["a"], "moments": ["exp_avg", "exp_avg_sq"], "values": {"step": 5}}],
-        },
-        "scaler": None,
-        "scheduler": None,
-    }
-    write_state(path / "global_step5", 2, {"a": (3, 5)}, engine_state=state)
+    write_state(path / "global_step5", 2, {"a": (3, 5)}, engine_state=engine_state("a"))
     (path / "latest").write_text("global_step5\n")
 
 

@@ -14,7 +14,7 @@ from tests.support.crashes import Half
 from tests.support.faults import NO_SPACE, Fault, faulty
 from tests.support.litter import tree
 from tests.support.plain_engine import Engine, engines_are_adapters
-from tests.support.states import write_state
+from tests.support.states import engine_state, write_state
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 
@@ -27,17 +27,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("engines_are_adapters")
 
 TAKING_SPACE = ("make_directories", "claim", "create", "write", "sync", "put", "prepare", "sync_names", "commit")
-STATE = {
-    "counters": {"global_steps": 5, "global_samples": 40, "micro_steps": 5, "skipped_steps": 0},
-    "deepspeed": {"stage": 3, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16"},
-    "optimizer": {
-        "class": "AdamW",
-        "param_groups": [{"params": ["a"], "lr": 0.1}],
-        "states": [{"params": ["a"], "moments": ["exp_avg", "exp_avg_sq"], "values": {"step": 5}}],
-    },
-    "scaler": None,
-    "scheduler": None,
-}
 CALLS: dict[str, Callable[[Path, Path], object]] = {
     "write": lambda source, out: zckpt.write(Engine(), out),
     "write in the background": lambda source, out: zckpt.write(Engine(), out, background=True).wait(),
@@ -56,7 +45,7 @@ CALLS: dict[str, Callable[[Path, Path], object]] = {
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("source")
     for name in ("c", "lost"):
-        write_state(path / name, 2, {"a": (30, 50)}, engine_state=STATE)
+        write_state(path / name, 2, {"a": (30, 50)}, engine_state=engine_state("a"))
     zckpt.convert(path / "c", path / "stock", to="deepspeed")
     next((path / "lost").glob("data-*/index.bin")).unlink()
     return path

@@ -22,7 +22,7 @@ import torch
 
 import zckpt
 from tests.support.litter import SHAPES, directory_names
-from tests.support.states import write_state, write_through
+from tests.support.states import engine_state, write_state, write_through
 from zckpt.cli import COMMANDS, main
 
 pytestmark = pytest.mark.linux  # other systems refuse such names
@@ -31,17 +31,6 @@ EVIL = "a\x1b]0;owned\x07\x1b[2J\r\x9b\u202e\u2028\nkept  \t\x85" + os.fsdecode(
 SHOWN = r"a\x1b]0;owned\x07\x1b[2J\r\x9b\u202e\u2028\nkept  \t\x85\udcff\udcfe"
 TEXT = EVIL.encode(errors="ignore").decode()
 """A text that a checkpoint can contain."""
-STATE = {
-    "counters": {"global_steps": 5, "global_samples": 40, "micro_steps": 5, "skipped_steps": 0},
-    "deepspeed": {"stage": 3, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16"},
-    "optimizer": {
-        "class": "AdamW",
-        "param_groups": [{"params": ["w"], "lr": 0.1}],
-        "states": [{"params": ["w"], "moments": ["exp_avg", "exp_avg_sq"], "values": {"step": 5}}],
-    },
-    "scaler": None,
-    "scheduler": None,
-}
 RUN, CHECKPOINT, BROKEN, GONE = f"{EVIL}run", f"{EVIL}run/{EVIL}2", f"{EVIL}broken/c", f"{EVIL}gone"
 CASES: dict[str, list[list[str]]] = {
     "info": [[RUN], [RUN, "--json"], [CHECKPOINT], [CHECKPOINT, "--json"], [BROKEN], [GONE], [EVIL]],
@@ -74,7 +63,9 @@ CASES: dict[str, list[list[str]]] = {
 def furnish(path: Path) -> None:
     for step in (1, 2):
         place = path / RUN / f"{EVIL}{step}"
-        write_state(place, 1, SHAPES, step=step, engine_state=STATE, client_state={TEXT: TEXT}, latest=False)
+        write_state(
+            place, 1, SHAPES, step=step, engine_state=engine_state("w"), client_state={TEXT: TEXT}, latest=False
+        )
         os.utime(path / RUN / f"{EVIL}{step}" / "manifest.msgpack", (1e9 + step,) * 2)
     for name in ("rank-00000/master.safetensors", f"{EVIL}/notes"):
         left = path / RUN / f"{EVIL}{len(name)}" / "data-0123456789abcdef" / name
