@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
   deepspeed --module zckpt run train.py --epochs 3
-  torchrun --nproc-per-node 8 -m zckpt run -m trainer.main
+  torchrun --nproc-per-node 8 -m zckpt run --require-engine -m trainer.main
 """
 
 
@@ -43,6 +43,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--no-reuse", action="store_true", help="write all files anew, and share none with an earlier checkpoint"
+    )
+    parser.add_argument(
+        "--require-engine",
+        action="store_true",
+        help="end with the exit status 2 if the script ends without an error and has made no DeepSpeed engine",
     )
     parser.add_argument("script", help="the script, as you would give it to python")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the script")
@@ -71,25 +76,24 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     local_rank = [] if arguments.local_rank is None else [f"--local_rank={arguments.local_rank}"]
     sys.argv = [script, *local_rank, *arguments.arguments]
-    succeeded = False
     try:
         if arguments.module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script, run_name="__main__")
-        succeeded = True
     except SystemExit as exit_of_script:
-        succeeded = exit_of_script.code in (None, 0)
-        raise
+        if exit_of_script.code not in (None, 0):
+            raise
     except (Exception, KeyboardInterrupt) as error:
         # The error is reported as python reports it without this command: only with the frames of the script.
         error.__traceback__ = _frames_of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
-    finally:
-        if succeeded and not attached and os.environ.get("RANK", "0") == "0":
-            _print("nothing was attached: the script made no engine by deepspeed.initialize")
-    return 0
+    if attached:
+        return 0
+    if arguments.require_engine or os.environ.get("RANK", "0") == "0":
+        _print("nothing was attached: the script made no engine by deepspeed.initialize")
+    return 2 if arguments.require_engine else 0
 
 
 def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
