@@ -44,7 +44,7 @@ def gc(path: StrPath, *, dry_run: bool = False, discard: StrPath | Collection[St
         CheckpointNotFoundError: ``path`` is not a directory, or ``discard`` names no checkpoint in it.
         CheckpointExistsError: a checkpoint that ``discard`` names has a manifest.
         StorageError: the operating system reports an error when it reads or removes something.
-        UnsupportedError: the path is a URL, and there is no store for its scheme.
+        UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
     """
     run = open_store(path)
     entries = run.entries()

@@ -89,7 +89,7 @@ def repair(
         CheckpointExistsError: there is already a checkpoint at ``output``.
         VersionError: the checkpoint has another major version of the format.
         FeatureError: the checkpoint uses a feature that this version of zckpt does not know.
-        UnsupportedError: a path is a URL, and there is no store for its scheme.
+        UnsupportedError: a path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
         StorageError: the operating system reports an error when it reads or writes, or the copy differs from what was
             written. Nothing of the copy is left then.
     """

@@ -46,7 +46,7 @@ def validate(
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
         ValueError: ``level`` is unknown.
-        UnsupportedError: the path is a URL, and there is no store for its scheme.
+        UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
         StorageError: the operating system reports an error when it reads.
         RankError: another rank has failed or is lost, or the ranks have different paths.
     """
