@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.api.open import open_checkpoint
 from zckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -16,6 +15,7 @@ from zckpt.errors import (
     printable,
 )
 from zckpt.format import names
+from zckpt.listing.find import open_contents
 from zckpt.listing.leftovers import may_be_named
 from zckpt.listing.runs import not_a_checkpoint, nothing_at
 from zckpt.repairing.rebuilt import check_copy, check_rebuilt, copy_data, put_files, rebuild_from, structure_findings
@@ -114,7 +114,7 @@ def _repair(
 ) -> RepairReport:
     path = str(target.location)
     old, finding = _manifest(source)
-    if old is not None and not elsewhere and not structure_findings(open_checkpoint(source, budget)):
+    if old is not None and not elsewhere and not structure_findings(open_contents(source), budget):
         return RepairReport(path, ())
     save = the_save(source, old, finding)
     rebuilt = rebuild_from(source, save, old, budget)
@@ -145,7 +145,7 @@ def _manifest(store: Store) -> tuple[Manifest | None, str]:
     """Returns the manifest and an empty text, or None and what is wrong with the manifest. Raises VersionError and
     FeatureError, because another version of zckpt may be able to read such a manifest."""
     try:
-        return open_checkpoint(store).manifest, ""
+        return open_contents(store).manifest, ""
     except (VersionError, FeatureError):
         raise
     except CheckpointNotFoundError:

@@ -50,6 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from zckpt.reporting.page import find_libraries
+
+    find_libraries()  # If a package is missing, this says so before torch is imported.
     with launched() as rank:
         path = zckpt.report(
             arguments.paths,

@@ -18,7 +18,6 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError, printable
-from zckpt.reporting.page_data import to_json
 from zckpt.validation.report import WHAT
 from zckpt.version import __version__
 
@@ -58,6 +57,8 @@ def find_libraries() -> Libraries:
 def render(data: PageData, libraries: Libraries) -> bytes:
     """Returns the bytes of the page."""
     import jinja2
+
+    from zckpt.reporting.page_data import to_json  # imported late, because ``find_libraries`` needs no torch
 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
