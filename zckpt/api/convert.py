@@ -119,7 +119,7 @@ def convert(
             hint = "copy it with zckpt.cp (zckpt cp), or convert it with to='deepspeed' (--to deepspeed)"
             if to == "deepspeed":
                 hint = "convert it to a checkpoint of zckpt first: to='zckpt' (without --to)"
-            raise UnsupportedError(f"{folder.path} is {_DESCRIPTIONS[folder.format]}", hint=hint)
+            raise UnsupportedError(f"{printable(folder.path)} is {_DESCRIPTIONS[folder.format]}", hint=hint)
         return folder
 
     with ranks.undivided():

@@ -17,6 +17,7 @@ from zckpt.errors import (
     StorageError,
     ZckptError,
     first_few,
+    printable,
 )
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
@@ -192,7 +193,7 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
     ``latest`` says whether the file ``latest`` will be written. If so, the error is also raised if a directory is in
     the place of this file.
     """
-    in_it = (inner.location.path_from(target.location) for inner in _checkpoints(target))
+    in_it = (printable(inner.location.path_from(target.location)) for inner in _checkpoints(target))
     below = "the file `latest`" if names.LATEST in entries_of(target) else next(in_it, None)
     if below is not None:
         raise CheckpointExistsError(
@@ -200,12 +201,13 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
             file=str(target.location),
             hint=f"write to a directory in it: {target.location.child('global_step<N>')}",
         )
-    place = _checkpoint_above(target, max(target.location.path_from(run.location).count("/") + 1, DEPTH_MAX))
-    if place is not None:
+    above = _checkpoint_above(target, max(target.location.path_from(run.location).count("/") + 1, DEPTH_MAX))
+    if above is not None:
+        place = printable(str(above))
         raise CheckpointExistsError(
             f"{place} is a checkpoint, which would hide one in a directory of it", file=str(target.location),
             hint=f"write elsewhere, or move what {place} has of this checkpoint (manifest.msgpack, data-*) to a "
-            f"directory of its own, such as {place.child('global_step<N>')}",
+            f"directory of its own, such as {place}/global_step<N>",
         )  # fmt: skip
     if latest and run.exists(names.LATEST) and names.LATEST in run.directories():
         raise CheckpointExistsError(
@@ -221,7 +223,7 @@ def refuse_in_checkpoint(path: StrPath) -> None:
     place = _checkpoint_above(open_store(Location.of(path).resolved()), DEPTH_MAX)
     if place is not None:
         raise CheckpointExistsError(
-            f"{place} is a checkpoint, in which nothing else may be written", file=os.fspath(path),
+            f"{printable(str(place))} is a checkpoint, in which nothing else may be written", file=os.fspath(path),
             hint="give a path outside of it",
         )  # fmt: skip
 
@@ -324,7 +326,7 @@ def what_is_whole(checkpoint: Store) -> str:
     whole = whole_neighbours(checkpoint)
     if not whole:
         return "the run has no other checkpoint that is whole"
-    return f"of the run's other checkpoints these are whole, newest first: {', '.join(whole)}"
+    return f"of the run's other checkpoints these are whole, newest first: {', '.join(map(printable, whole))}"
 
 
 def nothing_at(store: Store) -> CheckpointNotFoundError:
@@ -335,7 +337,8 @@ def nothing_at(store: Store) -> CheckpointNotFoundError:
     if is_of_trainer(run.location.name):
         run = run.parent
     checkpoints = _newest_first(run)
-    hint = f"the checkpoints in {run.location} are, newest first: {_listed(checkpoints, run)}" if checkpoints else ""
+    place = printable(str(run.location))
+    hint = f"the checkpoints in {place} are, newest first: {_listed(checkpoints, run)}" if checkpoints else ""
     if str(store.location).startswith("~"):
         hint = "here ~ is the name of a directory: give the whole path of the home directory instead"
     return CheckpointNotFoundError(
