@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 class ZckptError(Exception):
     """The base class of every error that zckpt raises on purpose.
 
-    ``str(error)`` contains the message, those of the attributes below that are known, and the hint. An attribute is
-    None if it is not known.
+    ``str(error)`` contains the message, those of the attributes below that are known, and the hint, as far as they are
+    printable. An attribute is None if it is not known.
     """
 
     message: str
@@ -92,9 +92,9 @@ class ZckptError(Exception):
             ("key", self.key),
             ("rank", self.rank),
         ]
-        known = ", ".join(f"{name} {value}" for name, value in facts if value is not None)
+        known = ", ".join(f"{name} {printable(str(value))}" for name, value in facts if value is not None)
         text = f"{self.message} ({known})" if known else self.message
-        return f"{text}\n  {self.hint}" if self.hint else text
+        return printable(f"{text}\n  {self.hint}" if self.hint else text, keep="\n")
 
 
 class CheckpointNotFoundError(ZckptError, FileNotFoundError):
@@ -194,7 +194,19 @@ def warn(message: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "zckpt":
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(printable(message, keep="\n"), stacklevel=level)
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Returns a text in which every character that is neither printable nor in ``keep`` is replaced by its escape
+    sequence in Python, such as ``\\n``. A checkpoint may come from a stranger, who could hide terminal commands in the
+    names in it. A name may also have bytes that are not UTF-8, which most streams refuse."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def count(number: int, what: str) -> str:
@@ -203,11 +215,13 @@ def count(number: int, what: str) -> str:
 
 
 def first_few(things: Sequence[object], count: int, rest: str = " and {} more") -> str:
-    """Returns the first ``count`` of ``things`` for a message, separated by commas.
+    """Returns the first ``count`` of ``things`` for a message, separated by commas, as far as they are printable.
 
     If there are more of them, ``rest`` follows. Their number takes the place of ``{}`` in it.
     """
-    return ", ".join(map(str, things[:count])) + (rest.format(len(things) - count) if len(things) > count else "")
+    return ", ".join(printable(str(thing)) for thing in things[:count]) + (
+        rest.format(len(things) - count) if len(things) > count else ""
+    )
 
 
 OPEN_FILES_HINT = (

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,14 +47,19 @@ class Progress(Protocol):
 class ProgressBar:
     """A progress bar on standard error. It is shown only on rank 0, and only if standard error is a terminal."""
 
+    def __init__(self, file: TextIO | None = None) -> None:
+        """``file``: a stream that takes the place of standard error."""
+        self._file = file
+
     def begin(self, action: str, nbytes: int) -> None:
         from tqdm import tqdm
 
         # With None, tqdm shows the bar only on a terminal.
         hidden = True if os.environ.get("RANK", "0") != "0" else None
         self._bar: Any = tqdm(
-            total=nbytes, desc=f"zckpt {action}", unit="B", unit_scale=True, unit_divisor=1024, disable=hidden
-        )
+            total=nbytes, desc=f"zckpt {action}", unit="B", unit_scale=True, unit_divisor=1024, disable=hidden,
+            file=self._file, dynamic_ncols=True,
+        )  # fmt: skip
 
     def advance(self, nbytes: int) -> None:
         self._bar.update(nbytes)

@@ -93,6 +93,12 @@ def assert_converted(run: Path, by_deepspeed: dict[str, torch.Tensor]) -> None:
     assert whole["head.weight"] is whole["embed.weight"]
 
 
+WITH_ENGINE = """
+from tests.support.models import make_engine
+make_engine()
+"""
+
+
 def run_command(arguments: list[str]) -> Any:
     os.chdir(SCRIPTS)
     stderr = io.StringIO()
@@ -132,6 +138,23 @@ def test_a_script_gets_the_same_name_path_and_arguments_as_from_python(
         ("--engine" in after),
         not died and "--engine" not in after,
     )
+
+
+@pytest.mark.parametrize(
+    ("ending", "engine"), [("", False), ("raise SystemExit", False), ("raise SystemExit(5)", False), ("", True)]
+)
+def test_a_script_without_an_engine_is_an_error_if_one_is_required(
+    cluster: Cluster, tmp_path: Path, ending: str, engine: bool
+) -> None:
+    """This is so on every rank, whatever the others do. An error of the script keeps its own exit status."""
+    script = tmp_path / "train.py"
+    script.write_text(f"{WITH_ENGINE if engine else ''}\n{ending}")
+    failed = 5 if "5" in ending else 0
+    for options, status in (([], failed), (["--require-engine"], failed or (0 if engine else 2))):
+        ended = cluster.run(run_command, 2, ["run", *options, str(script), str(tmp_path / "none")], init=False)
+        assert [of_rank[0] or 0 for of_rank in ended] == [status] * 2
+        told = [of_rank[3].count("nothing was attached") for of_rank in ended]
+        assert told == ([0, 0] if engine or failed else [1, 1 if options else 0])
 
 
 @pytest.mark.parametrize("script", [[str(SCRIPTS / "show.py")], ["-m", "show"]])

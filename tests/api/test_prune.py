@@ -126,7 +126,7 @@ def test_the_manifest_is_removed_durably_before_the_data(tmp_path: Path) -> None
     order = [name for name, _ in done]
     assert done[order.index("remove")] == ("remove", "manifest.msgpack")
     assert order.index("sync_names") < len(order) - 1 - order[::-1].index("remove")
-    assert number == 3
+    assert number > 5
 
 
 @pytest.mark.linux

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.states import engine_state, write_state
 from zckpt.cli import COMMANDS, main, make_parser
 
 SOUND = Path(__file__).parents[1] / "broken" / "sound"
@@ -124,6 +125,51 @@ def test_only_arguments_that_are_required_are_asked_for(capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             main(command)
         assert f"are required: {missing}\n" in capsys.readouterr().err
+
+
+DASHES: dict[str, tuple[list[str], list[str]]] = {
+    "info": ([], ["-run"]),
+    "ls": (["--long"], ["-run", "master/*"]),
+    "show": ([], ["-run", "master/w"]),
+    "state": ([], ["-run", "client_state"]),
+    "diff": (["--json"], ["-run", "-run/-1"]),
+    "report": (["--out=-page.html"], ["-run"]),
+    "cp": ([], ["-run", "-copy"]),
+    "validate": ([], ["-run"]),
+    "repair": ([], ["-run/-1"]),
+    "gc": ([], ["-run"]),
+    "prune": (["--keep-last", "1"], ["-run"]),
+    "export": ([], ["-run", "-export"]),
+    "convert": (["--to", "deepspeed"], ["-run", "-stock"]),
+    "completion": ([], ["bash"]),
+}
+"""The options of each command, and positional arguments that begin with a dash."""
+
+
+@pytest.mark.parametrize("command", DASHES)
+def test_what_follows_two_dashes_is_no_option(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_state(tmp_path / "-run" / "-1", 1, {"w": (3,)}, engine_state=engine_state("w"), client_state={"a": 1})
+    options, positional = DASHES[command]
+    assert main([command, *options, "--", *positional]) == 0
+    capsys.readouterr()
+    for wrong in ([*options, "--no-such", "--", *positional], [*options, "--", *positional, *positional, "-more"]):
+        if command in ("ls", "show", "diff", "cp", "report") and wrong[-1] == "-more":
+            continue  # it takes any number of them
+        with pytest.raises(SystemExit):
+            main([command, *wrong])
+        assert f"unrecognized arguments: {'--no-such' if '--no-such' in wrong else ''}" in capsys.readouterr().err
+
+
+def test_a_script_whose_name_begins_with_a_dash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-script.py").write_text("import sys; print(sys.argv)")
+    ended = zckpt("run", "--", "-script.py", "--json", "--")
+    assert ended.returncode == 0
+    assert ended.stdout.endswith("['-script.py', '--json', '--']\n")
+    assert {*DASHES} == {*COMMANDS} - {"run"}
 
 
 def test_other_formats_are_named_by_every_command(

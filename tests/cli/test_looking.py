@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.support.litter import write_steps
+from tests.support.litter import litter, write_steps
 from tests.support.states import Written, write_state
 from zckpt.cli import main
 from zckpt.format import names
@@ -364,16 +364,47 @@ def test_the_state_of_a_rank_is_verified(tmp_path: Path, capsys: pytest.CaptureF
 # Imports
 
 
-def test_commands_that_read_no_tensors_do_not_import_torch(written: Written) -> None:
+def test_commands_that_read_no_tensors_do_not_import_torch(written: Written, tmp_path: Path) -> None:
+    """Neither do commands that fail before they would read tensors, or because a package is missing."""
+    write_steps(tmp_path, 1, 2)
+    litter(tmp_path / "s2")
+    (tmp_path / "s2" / "manifest.msgpack").unlink()  # gc and prune find out that zckpt.repair could rebuild it
     code = """
 import sys
 from zckpt.cli import main
-path = sys.argv[1]
-for words in ("info", "info --json", "ls --long", "ls --tree", "ls --json", "state", "state --json", "state --rank 1"):
-    assert main([*words.split(), path]) == 0
+sys.modules["jinja2"] = None  # importing it raises
+path, run, file = sys.argv[1:]
+for words, place, status in (
+    ("info", path, 0), ("info --json", path, 0), ("ls --long", path, 0), ("ls --tree", path, 0), ("ls --json", path, 0),
+    ("state", path, 0), ("state --json", path, 0), ("state --rank 1", path, 0),
+    ("gc --dry-run", run, 0), ("gc", run, 0), ("gc", path + "x", 2),
+    ("prune --keep-last 1", run, 0), ("prune --keep-last 1", path, 2),
+    ("validate --level structure", path, 0), ("validate --level structure --json", path, 0),
+    ("validate", file, 2), ("validate --level deep", path + "x", 2), ("report", path, 2),
+):
+    assert main([*words.split(), place]) == status, words
     assert "torch" not in sys.modules, words
 """
-    subprocess.run([sys.executable, "-c", code, str(written.path)], check=True, stdout=subprocess.DEVNULL)
+    file = tmp_path / "file"
+    file.touch()
+    arguments = [str(path) for path in (written.path, tmp_path, file)]
+    shown = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
+    assert shown.stderr.count("the path is a file") == 1
+    assert "a report needs plotly, itables and jinja2" in shown.stderr
+    assert f"recoverable                 {tmp_path / 's2'}" in shown.stdout
+
+
+def test_the_structure_is_checked_without_torch_as_with_it(tmp_path: Path) -> None:
+    """A process that checks the structure alone finds what one finds that has imported torch."""
+    written = write_state(tmp_path / "c", WORLD_SIZE)
+    (file,) = written.path.glob("data-*/rank-00001/master.safetensors")
+    raw = bytearray(file.read_bytes())
+    raw[100] ^= 1
+    file.write_bytes(raw)
+    command = [sys.executable, "-m", "zckpt", "validate", "--level", "structure", "--json", str(written.path)]
+    alone = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert alone.returncode == 1
+    assert json.loads(alone.stdout) == json.loads(zckpt.validate(written.path, level="structure").to_json())
 
 
 # Texts from a checkpoint

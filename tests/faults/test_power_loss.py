@@ -64,7 +64,8 @@ def lose_power(
     """Loses power after each operation, in many ways, and checks the steps of the checkpoints then.
 
     ``names`` are the paths of the checkpoints. ``allowed`` has the steps that they may have. At the end, they must have
-    the greatest of its elements. Returns the number of different trees.
+    the greatest of its elements. Everything that is left over must be recognised as zckpt's. Returns the number of
+    different trees.
     """
     choice = random.Random(seed)
     seen: dict[bytes, tuple[int, ...]] = {}
@@ -77,6 +78,8 @@ def lose_power(
             if key not in seen:
                 make(tree, target)
                 seen[key] = tuple(found_step(target / name) for name in names)
+                for path in (target / name for name in names):
+                    assert not path.exists() or zckpt.gc(path, dry_run=True).foreign == ()
             steps = seen[key]
             assert steps in allowed, (number, ops[number : number + 1], steps)
             assert number < len(ops) or steps == max(allowed), "the write had returned"

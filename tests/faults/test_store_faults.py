@@ -111,7 +111,7 @@ def write(engine: Engine, path: Path, overwrite: bool, background: bool) -> None
         zckpt.write(engine, path, overwrite=overwrite, budget=SMALL)
 
 
-LEFT = ("c/data-0123456789abcdef/rank-00000/x", "c/manifest.msgpack.01234567.tmp", "latest.89abcdef.tmp")
+LEFT = ("c/data-0123456789abcdef/rank-00000/digests.bin", "c/manifest.msgpack.01234567.tmp", "latest.89abcdef.tmp")
 KEPT = ("c/data-0123/x", "c/manifest.msgpack.tmp", "c/mine.01234567.tmp", "latest.tmp", "data-0123456789abcdef/x")
 
 

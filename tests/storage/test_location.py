@@ -6,12 +6,19 @@ import ntpath
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import zckpt
+from tests.support.states import write_state, write_through
+from zckpt.cli import main
 from zckpt.storage.location import Location
+from zckpt.storage.scratch import scratch_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.mark.parametrize(
@@ -37,6 +44,35 @@ def test_a_url_that_pathlib_has_changed_is_refused() -> None:
     assert Location.of(Path("at:12/c")).path == os.path.join("at:12", "c")
 
 
+@pytest.mark.skipif(os.sep == "\\", reason="there, these are paths")
+@pytest.mark.parametrize("path", ["C:\\served", "c:/served/run", "\\\\host\\share", "D:\\"])
+def test_a_path_of_windows_is_refused_elsewhere_and_makes_no_directory(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = write_state(tmp_path / "c", 1, {"w": (2,)}).path
+    calls: list[Callable[[], object]] = [
+        lambda: write_through(Path(path), torch.ones(2)),
+        lambda: zckpt.cp(source, path),
+        lambda: zckpt.export(source, path),
+        lambda: zckpt.export(source, Path(path), format="pt"),
+        lambda: zckpt.convert(source, path, to="deepspeed"),
+        lambda: zckpt.report(source, path),
+        lambda: zckpt.repair(source, output=path),
+        lambda: zckpt.open(path),
+        lambda: zckpt.gc(path),
+        lambda: scratch_directory(path),
+    ]
+    for call in calls:
+        with pytest.raises(zckpt.UnsupportedError, match="is a path of Windows, and this is another system"):
+            call()
+    assert main(["cp", str(source), path]) == 2
+    assert repr(f"./{path}") in capsys.readouterr().err
+    assert sorted(os.listdir()) == ["c", "latest"]
+    zckpt.cp(source, f"./{path}x")
+    assert zckpt.open(f"./{path}x").step == 5
+
+
 def test_the_topmost_location_is_its_own_parent() -> None:
     assert Location.of("s3://bucket").parent == Location.of("s3://")
     assert Location.of("s3://").parent == Location.of("s3://")
@@ -45,7 +81,7 @@ def test_the_topmost_location_is_its_own_parent() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["run", "run/c", "../run/c", "/run/c", ".", "C:/run", "a:b", "x:/y", "s3:/bucket", "é\n"]
+    "path", ["run", "run/c", "../run/c", "/run/c", ".", "./C:/run", "a:b", "a\\b", "./x:\\y", "s3:/bucket", "é\n"]
 )
 def test_a_path_of_a_file_system_is_what_the_system_makes_of_it(path: str) -> None:
     location = Location.of(path)

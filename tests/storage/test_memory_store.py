@@ -102,7 +102,7 @@ def test_leftovers_and_older_checkpoints_are_removed(disk: Disk) -> None:
         zckpt.write(trained(step), f"{RUN}/step{step}")
     store = open_store(f"{RUN}/step3")
     store.make_directories("data-0123456789abcdef/rank-00000")
-    store.put("data-0123456789abcdef/rank-00000/junk", bytes(100))
+    store.put("data-0123456789abcdef/rank-00000/master.safetensors", bytes(100))
     for clean in (zckpt.gc, partial(zckpt.prune, keep_last=2)):
         dry = clean(RUN, dry_run=True)
         done = clean(RUN)
@@ -151,6 +151,8 @@ def test_errors_name_what_is_there(disk: Disk) -> None:
 def test_one_writer_at_a_time() -> None:
     with WriteLock(open_store(f"{RUN}/c")), pytest.raises(zckpt.LockedError, match=f"{RUN}/c/write.lock"):
         zckpt.write(trained(1), f"{RUN}/c")
+    assert not open_store(RUN).exists(""), "the directories that the lock has made are gone with it"
+    zckpt.write(trained(1), f"{RUN}/c")
     assert not zckpt.gc(RUN).in_use
 
 

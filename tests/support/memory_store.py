@@ -16,13 +16,13 @@ from zckpt.errors import StorageError
 from zckpt.format.names import temporary
 from zckpt.format.rules import broken
 from zckpt.storage.contract import IOCount, StoredFile
+from zckpt.storage.location import Location
 from zckpt.storage.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zckpt.storage.buffers import Bytes
-    from zckpt.storage.location import Location
 
 
 @dataclass
@@ -149,11 +149,18 @@ class MemoryStore:
             above = self.disk.get(full.rpartition("/")[0], file)
             return above is None and self.disk.setdefault(full, file) is file
 
-    def make_directories(self, path: str) -> None:
+    def make_directories(self, path: str) -> list[Location]:
         parts = self.full(path).split("/")
+        made: list[Location] = []
         for number in range(len(parts) + 1):
-            if self.disk.setdefault("/".join(parts[:number]), None) is not None:
+            above = "/".join(parts[:number])
+            with _LOCK:
+                if above not in self.disk:
+                    self.disk[above] = None
+                    made.insert(0, Location(self.location.scheme, above))
+            if self.disk[above] is not None:
                 raise self._error("a file is in the way", path)
+        return made
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> MemoryWriter:
         file = File(b"")

@@ -93,10 +93,10 @@ class Recorder:
         self.note("fsync", self.paths[fd])
         os.fsync(fd)
 
-    def makedirs(self, path: str, exist_ok: bool) -> None:
-        if not os.path.isdir(path):
+    def mkdir(self, path: str) -> None:
+        if not os.path.lexists(path):
             self.note("mkdir", path)
-        os.makedirs(path, exist_ok=exist_ok)
+        os.mkdir(path)
 
     def link(self, path: str, to: str) -> None:
         if not os.path.lexists(to):

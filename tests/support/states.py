@@ -164,6 +164,23 @@ def is_tensor_name(name: str) -> bool:
     return True
 
 
+def engine_state(names: Sequence[str]) -> dict[str, Any]:
+    """Returns the state of an engine with ZeRO-3 in bf16, whose optimizer has these parameters. With it, a checkpoint
+    can be converted to DeepSpeed's format."""
+    moments = ["exp_avg", "exp_avg_sq"]
+    return {
+        "counters": {"global_steps": 5, "global_samples": 40, "micro_steps": 5, "skipped_steps": 0},
+        "deepspeed": {"stage": 3, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16"},
+        "optimizer": {
+            "class": "AdamW",
+            "param_groups": [{"params": [*names], "lr": 0.1}],
+            "states": [{"params": [*names], "moments": moments, "values": {"step": 5}}],
+        },
+        "scaler": None,
+        "scheduler": None,
+    }
+
+
 class EngineOfAnAdapter:
     """An engine of which a test needs nothing but that it is one."""
 

@@ -11,7 +11,7 @@ from zckpt.converting.deepspeed import read_deepspeed
 from zckpt.converting.hugging_face import read_hugging_face
 from zckpt.converting.to_deepspeed import to_deepspeed
 from zckpt.converting.write import write_source
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, printable
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
@@ -43,7 +43,7 @@ class Converted:
 
     def __str__(self) -> str:
         lines = [f"{self.path}: converted from {self.found_format}"]
-        return "\n".join([*lines, *(f"  missing: {item}" for item in self.missing)])
+        return "\n".join(map(printable, [*lines, *(f"  missing: {item}" for item in self.missing)]))
 
 
 def convert(
@@ -119,7 +119,7 @@ def convert(
             hint = "copy it with zckpt.cp (zckpt cp), or convert it with to='deepspeed' (--to deepspeed)"
             if to == "deepspeed":
                 hint = "convert it to a checkpoint of zckpt first: to='zckpt' (without --to)"
-            raise UnsupportedError(f"{folder.path} is {_DESCRIPTIONS[folder.format]}", hint=hint)
+            raise UnsupportedError(f"{printable(folder.path)} is {_DESCRIPTIONS[folder.format]}", hint=hint)
         return folder
 
     with ranks.undivided():

@@ -81,7 +81,7 @@ def cp(
         RankError: another rank has failed or is lost, or the ranks have different arguments.
         NoSpaceError: there is too little free space for the copy.
         StorageError: the operating system reports an error when it reads or writes.
-        UnsupportedError: a path is a URL, and there is no store for its scheme.
+        UnsupportedError: a path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
     """
     ranks = Ranks(call="zckpt.cp")
     copies: list[Copy] = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from zckpt.api.open import open as open_path
 from zckpt.engines import group_of, is_engine
-from zckpt.errors import count, first_few
+from zckpt.errors import count, first_few, printable
 from zckpt.exporting.adapter import ADAPTER_FILES, CONFIG, Adapter, plan_adapter, read_config, refuse_adapters
 from zckpt.exporting.checkpoint_source import CheckpointSource
 from zckpt.exporting.engine_source import EngineSource
@@ -62,7 +62,7 @@ class Exported:
         lines = [f"{self.path}: {count(len(self.files), 'file')}, {self.nbytes:,} bytes", *self.files]
         if self.left_out:
             lines.append(f"left out: {count(len(self.left_out), 'tensor')}: {first_few(self.left_out, 3)}")
-        return "\n  ".join(lines)
+        return "\n  ".join(map(printable, lines))
 
 
 def export(
@@ -147,7 +147,7 @@ def export(
         )
         ranks.agree([str(value) for value in (out, *options, overwrite)], "arguments")
         place_fields = ranks.first(
-            lambda: Place.choose(out, "the export", overwrite=overwrite, patterns=options.patterns, marks=TORCH_FILE),
+            lambda: Place.choose(out, "export", overwrite=overwrite, patterns=options.patterns, marks=TORCH_FILE),
             "find the place",
         )
         place = Place(*place_fields)

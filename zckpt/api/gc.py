@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from zckpt.cleaning.work import Work
 from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError
 from zckpt.format import names
-from zckpt.listing.runs import directories, is_begun, nothing_at, run_leftovers
+from zckpt.listing.leftovers import run_leftovers
+from zckpt.listing.runs import directories, is_begun, nothing_at
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.process_names import left_over
 from zckpt.storage.schemes import open_store
@@ -43,7 +44,7 @@ def gc(path: StrPath, *, dry_run: bool = False, discard: StrPath | Collection[St
         CheckpointNotFoundError: ``path`` is not a directory, or ``discard`` names no checkpoint in it.
         CheckpointExistsError: a checkpoint that ``discard`` names has a manifest.
         StorageError: the operating system reports an error when it reads or removes something.
-        UnsupportedError: the path is a URL, and there is no store for its scheme.
+        UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
     """
     run = open_store(path)
     entries = run.entries()

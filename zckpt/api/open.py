@@ -39,7 +39,7 @@ def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa:
         FormatError: the checkpoint is damaged. This error, and the FormatError of every later load, names the newest
             complete checkpoints of the same run.
         StorageError: the operating system reports an error when it reads.
-        UnsupportedError: the path is a URL, and there is no store for its scheme.
+        UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
     """
     store = find(path)
     with advised(store):

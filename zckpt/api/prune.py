@@ -77,7 +77,7 @@ def prune(run: StrPath, *, keep_last: int, keep_every: int | None = None, dry_ru
         CheckpointNotFoundError: there is no such directory, or it is the directory of one checkpoint.
         FormatError: ``latest`` cannot be read.
         StorageError: the operating system reports an error when it reads or removes something.
-        UnsupportedError: the path is a URL, and there is no store for its scheme.
+        UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
         ValueError: a number is not a whole number of 1 or more.
     """
     check_counts(keep_last=keep_last, keep_every=keep_every)

@@ -5,15 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.api.open import open_checkpoint
-from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FeatureError, FormatError, VersionError, count
+from zckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FeatureError,
+    FormatError,
+    VersionError,
+    count,
+    printable,
+)
 from zckpt.format import names
-from zckpt.listing.runs import leftovers, not_a_checkpoint, nothing_at
+from zckpt.listing.find import open_contents
+from zckpt.listing.leftovers import may_be_named
+from zckpt.listing.runs import not_a_checkpoint, nothing_at
 from zckpt.repairing.rebuilt import check_copy, check_rebuilt, copy_data, put_files, rebuild_from, structure_findings
 from zckpt.repairing.salvage import refused, the_save
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import Budget
+from zckpt.writing.leftovers import remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +58,7 @@ class RepairReport:
         lines += [f"lost        {what}" for what in self.lost]
         lines += [f"unverified  {what}" for what in self.unverified]
         verdict = f"{count(len(self.rebuilt), 'file')} rebuilt" if self.rebuilt else "nothing to repair"
-        return "\n".join([*lines, f"{self.path}: {verdict}"])
+        return "\n".join(map(printable, [*lines, f"{self.path}: {verdict}"]))
 
 
 def repair(
@@ -79,7 +89,7 @@ def repair(
         CheckpointExistsError: there is already a checkpoint at ``output``.
         VersionError: the checkpoint has another major version of the format.
         FeatureError: the checkpoint uses a feature that this version of zckpt does not know.
-        UnsupportedError: a path is a URL, and there is no store for its scheme.
+        UnsupportedError: a path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
         StorageError: the operating system reports an error when it reads or writes, or the copy differs from what was
             written. Nothing of the copy is left then.
     """
@@ -95,12 +105,8 @@ def repair(
             "there is already a checkpoint here", file=str(target.location), hint="choose another output"
         )
     budget = budget or Budget.from_environment()
-    try:
-        with WriteLock(target) as lock:
-            return _repair(source, target, output is not None, accept_unverified, budget, lock.confirm)
-    except BaseException:
-        target.remove_if_empty("")
-        raise
+    with WriteLock(target) as lock:
+        return _repair(source, target, output is not None, accept_unverified, budget, lock.confirm)
 
 
 def _repair(
@@ -108,7 +114,7 @@ def _repair(
 ) -> RepairReport:
     path = str(target.location)
     old, finding = _manifest(source)
-    if old is not None and not elsewhere and not structure_findings(open_checkpoint(source, budget)):
+    if old is not None and not elsewhere and not structure_findings(open_contents(source), budget):
         return RepairReport(path, ())
     save = the_save(source, old, finding)
     rebuilt = rebuild_from(source, save, old, budget)
@@ -129,8 +135,8 @@ def _repair(
             check_copy(target, rebuilt, budget)
         changed, kept = put_files(target, files, confirm)
     except BaseException:
-        if elsewhere and data_dir in leftovers(target):
-            target.remove(data_dir)
+        if elsewhere and not may_be_named(target, save.save_id):
+            remove(target, {data_dir: ()})
         raise
     return RepairReport(path, changed, kept, LOST if old is None else (), rebuilt.unverified)
 
@@ -139,7 +145,7 @@ def _manifest(store: Store) -> tuple[Manifest | None, str]:
     """Returns the manifest and an empty text, or None and what is wrong with the manifest. Raises VersionError and
     FeatureError, because another version of zckpt may be able to read such a manifest."""
     try:
-        return open_checkpoint(store).manifest, ""
+        return open_contents(store).manifest, ""
     except (VersionError, FeatureError):
         raise
     except CheckpointNotFoundError:

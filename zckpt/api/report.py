@@ -96,9 +96,7 @@ def report(
         return find_libraries()
 
     libraries = ranks.together(prepare, "prepare the page")
-    place_fields = ranks.first(
-        lambda: Place.choose(out, "the page", overwrite=overwrite, marks=_PAGE), "find the place"
-    )
+    place_fields = ranks.first(lambda: Place.choose(out, "page", overwrite=overwrite, marks=_PAGE), "find the place")
     place = Place(*place_fields)
     directories = ranks.first(lambda: _find(all_paths), "find the checkpoints")
     reports = [validate(directory, level=level, budget=budget, progress=progress) for directory in directories]

@@ -6,20 +6,21 @@ from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zckpt.api.open import open_checkpoint
 from zckpt.errors import CheckpointNotFoundError, FormatError
-from zckpt.listing.find import find
+from zckpt.listing.find import find, open_contents
 from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
+from zckpt.transfer.budget import Budget
 from zckpt.validation.check import Share, check_checkpoint
 from zckpt.validation.report import LEVELS, Finding, Level, Report, in_order
-from zckpt.validation.values import Values
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
-    from zckpt.transfer.budget import Budget
+    from zckpt.validation.report import Observation
 
 
 def validate(
@@ -46,7 +47,7 @@ def validate(
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
         ValueError: ``level`` is unknown.
-        UnsupportedError: the path is a URL, and there is no store for its scheme.
+        UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
         StorageError: the operating system reports an error when it reads.
         RankError: another rank has failed or is lost, or the ranks have different paths.
     """
@@ -77,34 +78,46 @@ def _find(path: str) -> tuple[str, str, tuple[Any, ...]]:
     empty strings and the fields of the finding."""
     try:
         store = find(path)
-        return str(store.location), open_checkpoint(store).manifest.save_id, ()
+        return str(store.location), open_contents(store).manifest.save_id, ()
     except FormatError as error:
         return "", "", astuple(Finding.of(error))
 
 
 _Checked = tuple[list[tuple[Any, ...]], bytes, int, int]
-"""The result of one rank: the fields of each finding, the packed ``Values``, the number of files of the checkpoint, and
-the number of bytes that the rank has read."""
+"""The result of one rank: the fields of each finding, the packed ``Values`` or no bytes, the number of files of the
+checkpoint, and the number of bytes that the rank has read."""
 
 
 def _check(path: str, level: Level, share: Share, budget: Budget | None, progress: Progress | None) -> _Checked:
     try:
-        checkpoint = open_checkpoint(open_store(path), budget)
+        contents = open_contents(open_store(path))
     except (CheckpointNotFoundError, FormatError) as error:  # Another process has replaced the checkpoint meanwhile.
-        return [("", error.message)], Values({}).pack(), 0, 0
-    findings, values, bytes_read = check_checkpoint(checkpoint, level, share, progress)
-    manifest = checkpoint.manifest
+        return [("", error.message)], b"", 0, 0
+    budget = budget or Budget.from_environment()
+    findings, values, bytes_read = check_checkpoint(contents, budget, level, share, progress)
+    manifest = contents.manifest
     files = 2 + manifest.world_size + len(manifest.files)  # manifest, index, digest tables, data files
-    return [astuple(finding) for finding in findings], values.pack(), files, bytes_read
+    return [astuple(finding) for finding in findings], values, files, bytes_read
 
 
 def _join(path: str, level: Level, checked: list[_Checked]) -> Report:
     findings: list[Finding] = []
-    values = Values({})
+    values = []
     files = bytes_read = 0
     for rank_findings, rank_values, rank_files, rank_bytes in checked:
         findings += [Finding(*fields) for fields in rank_findings]
-        values.add(rank_values)
+        values += [rank_values] if rank_values else []
         files = max(files, rank_files)
         bytes_read += rank_bytes
-    return Report(path, level, in_order(findings), values.observations(), files, bytes_read)
+    return Report(path, level, in_order(findings), _observations(values), files, bytes_read)
+
+
+def _observations(values_of_ranks: Sequence[bytes]) -> tuple[Observation, ...]:
+    if not values_of_ranks:
+        return ()
+    from zckpt.validation.values import Values  # imported late, because only the level "deep" has values
+
+    values = Values({})
+    for packed in values_of_ranks:
+        values.add(packed)
+    return values.observations()

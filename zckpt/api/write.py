@@ -9,6 +9,7 @@ from zckpt.api.background import PendingWrite, wait
 from zckpt.api.prune import remove_older
 from zckpt.engines import group_of
 from zckpt.errors import warn
+from zckpt.listing.leftovers import left_alone
 from zckpt.offloading.away import away
 from zckpt.ranks.collectives import Ranks
 from zckpt.state.inventory import PARAM
@@ -223,11 +224,15 @@ def _finish(prepared: Preparation, ranks: Ranks, snapshot: Snapshot) -> None:
 
 
 def _remove_older(prepared: Preparation, keep_last: int) -> None:
-    """Removes older checkpoints of the run. Gives a warning if that fails."""
+    """Removes older checkpoints of the run. Gives a warning if that fails, or if something in them is not zckpt's."""
     try:
-        remove_older(str(prepared.run.location), keep_last, prepared.options.keep_every, written=prepared.written)
+        keep_every, written = prepared.options.keep_every, prepared.written
+        cleanup = remove_older(str(prepared.run.location), keep_last, keep_every, written=written)
     except Exception as error:  # The new checkpoint is committed, so the write must not fail.
         warn(f"{prepared.target} is written, but older checkpoints could not be removed: {error}")
+    else:
+        if cleanup.foreign:
+            warn(left_alone(cleanup.foreign))
 
 
 def _continue_in_background(pending: PendingWrite, prepared: Preparation, ranks: Ranks) -> None:

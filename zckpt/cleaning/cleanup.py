@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from zckpt.errors import printable
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -49,6 +51,9 @@ class Cleanup:
     unreadable: tuple[str, ...] = ()
     """The paths of checkpoints that ``zckpt.prune`` has left alone because they are incomplete: their manifests cannot
     be read, or some of their files are missing or have the wrong length."""
+    foreign: tuple[str, ...] = ()
+    """The paths of files, directories and links that have names of zckpt or are in its directories, and that were left
+    alone because zckpt has not made them, or not all that is in them."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -72,14 +77,15 @@ class Cleanup:
         return json.dumps({**asdict(self), **computed})
 
     def __str__(self) -> str:
-        lines = [f"{removed.reason:9}  {removed.nbytes:>15,}  {removed.path}" for removed in self.removed]
-        lines += [f"{'kept':26}  {path}  ({reason})" for path, reason in self.reasons.items()]
+        lines = [f"{removed.reason:9}  {removed.nbytes:>15,}  {printable(removed.path)}" for removed in self.removed]
+        lines += [f"{'kept':26}  {printable(path)}  ({reason})" for path, reason in self.reasons.items()]
         remaining = {
             "in use": self.in_use,
             "unreadable": self.unreadable,
             "recoverable": self.recoverable,
+            "foreign": self.foreign,
         }
-        lines += [f"{label:26}  {path}" for label, paths in remaining.items() for path in paths]
+        lines += [f"{label:26}  {printable(path)}" for label, paths in remaining.items() for path in paths]
         if self.recoverable:
             lines.append("recoverable: the manifest is lost, or was never written, and all data are there")
             lines.append("  `zckpt repair DIR` makes a checkpoint of it, `zckpt gc --discard DIR` removes it")

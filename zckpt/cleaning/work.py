@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 from zckpt.cleaning.cleanup import Cleanup, Removed
-from zckpt.errors import FormatError, LockedError, StorageError
+from zckpt.errors import LockedError, StorageError
 from zckpt.format import names
-from zckpt.listing.runs import is_of_trainer, leftovers, read_latest, read_manifest
+from zckpt.listing.leftovers import is_file, leftovers, look, named_files
+from zckpt.listing.runs import is_of_trainer, read_latest
 from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock
-from zckpt.writing.leftovers import prepared_manifests, recoverable
+from zckpt.writing.leftovers import prepared_manifests, recoverable, remove_found
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -41,31 +41,36 @@ class Work:
         """The number of hard links that are left of each file of which one was removed."""
         self.in_use: list[str] = []
         self.recoverable: list[str] = []
+        self.foreign: list[str] = []
 
     def result(
         self, checkpoints: int, reasons: Mapping[str, str] | None = None, unreadable: Sequence[str] = ()
     ) -> Cleanup:
         """Returns the result of the clean-up. The arguments are the fields of ``Cleanup`` of the same names."""
-        removed, in_use = tuple(self.removed), tuple(self.in_use)
-        recoverable, dry_run = tuple(self.recoverable), self.dry_run
-        return Cleanup(removed, in_use, dry_run, recoverable, checkpoints, reasons or {}, tuple(unreadable))
+        return Cleanup(
+            tuple(self.removed), tuple(self.in_use), self.dry_run, tuple(self.recoverable), checkpoints, reasons or {},
+            tuple(unreadable), tuple(dict.fromkeys(self.foreign)),
+        )  # fmt: skip
 
     def clean(self, store: Store, unwanted_in: Store | None = None, save_id: str = "") -> None:
         """Removes the leftovers of one checkpoint. If ``unwanted_in`` is given, removes the checkpoint itself too.
         ``unwanted_in``: the run of the checkpoint. ``save_id``: the save id of the checkpoint. If another process has
         committed another checkpoint there meanwhile, that one stays, and is recorded as in use."""
         path = str(store.location)
-        remains, holder = leftovers(store), read_lock(store)
-        if unwanted_in is None and not remains and (holder is None or not is_lock(holder)):
-            return  # There is nothing to do, and taking the lock could make a write fail that is about to begin.
-        if holder is not None and is_alive(store, holder):
+        left, holder, is_discarded = leftovers(store), read_lock(store), store.location in self.discarded
+        # If there is nothing to do, no lock is taken, because that could make a write fail that is about to begin.
+        idle = not (unwanted_in or left.own or is_discarded) and (holder is None or not is_lock(holder))
+        if idle and not left.foreign:
+            return
+        if not idle and holder is not None and is_alive(store, holder):
             self.in_use.append(path)
             return
-        complete = recoverable(store) if store.location not in self.discarded else []
+        self.foreign += [str(store.location.child(name)) for name in left.foreign]
+        complete = [] if is_discarded else recoverable(store)
         if complete:
             self.recoverable.append(path)
-            if complete == remains:
-                return
+        if idle or (complete and {*left.own} <= {*complete}):
+            return
         if self.dry_run:
             self._clean(store, unwanted_in, save_id)
             return
@@ -83,36 +88,42 @@ class Work:
         self.remove(store, prepared, "leftover")
         complete = recoverable(store)
         if store.location in self.discarded:
-            self.remove(store, complete, "discarded")
-        remains = [name for name in leftovers(store) if name not in {*complete, *prepared}]
+            self.remove(store, complete, "discarded", ())
+        left = leftovers(store)
+        remains = [name for name in left.own if name not in {*complete, *prepared}]
         self.remove(store, remains, "leftover")
         if unwanted_in is None or is_latest(unwanted_in, store):
             return
-        if _save_id(store) != save_id:
+        if left.manifest is None or left.manifest.save_id != save_id:
             self.in_use.append(str(store.location))
         else:
             parent = store.parent
             # Trainer gives each checkpoint a directory ``checkpoint-<N>`` of its own, which has its own ``latest``.
             if is_of_trainer(parent.location.name) and is_latest(parent, store):
                 self.remove(parent, [names.LATEST], "retention")
-            data = [name for name in sorted(store.entries() or ()) if names.is_data_dir(name) or names.is_old(name)]
-            self.remove(store, [names.MANIFEST, *(name for name in data if name not in remains)], "retention")
+            self.remove(store, [names.MANIFEST], "retention")
+            self.remove(store, [names.data_dir(save_id)], "retention", named_files(left.manifest))
+            old = [name for name in sorted(store.entries() or ()) if names.is_old(name)]
+            self.remove(store, [name for name in old if is_file(store, name)], "retention")
 
-    def remove(self, store: Store, entries: Sequence[str], reason: str) -> None:
-        """Removes these entries of a directory in the given order. The removal of a manifest is durable before the
-        entries after it are removed."""
+    def remove(self, store: Store, entries: Sequence[str], reason: str, named: Collection[str] | None = None) -> None:
+        """Removes these entries of a directory in the given order, except what is foreign in them. ``named``: the
+        argument of ``look``. The removal of a manifest is durable before the entries after it are removed."""
         for name in entries:
-            stored, path = store.files(name), str(store.location.child(name))
+            found, path = look(store, name, named), str(store.location.child(name))
+            stored = [file for own in found.files for file in store.files(own)]
+            self.foreign += [str(store.location.child(foreign)) for foreign in found.foreign]
             if not self.dry_run:
-                store.remove(name)
+                remove_found(store, found)
                 if name == names.MANIFEST:
                     store.sync_names("")
                     if store.exists(name):
                         raise StorageError("cannot remove the manifest", file=path)
-                elif store.exists(name):
+                elif store.exists(name) and look(store, name, named).files:
                     continue  # It could not be removed. A later clean-up will find it again.
-            freed, shared = self._freed(stored)
-            self.removed.append(Removed(path, freed, shared, reason))
+            if found.files or not found.foreign:
+                freed, shared = self._freed(stored)
+                self.removed.append(Removed(path, freed, shared, reason))
 
     def _freed(self, stored: Sequence[StoredFile]) -> tuple[int, int]:
         """Returns the number of bytes of removed files whose disk space is freed, and the number of bytes of removed
@@ -126,12 +137,3 @@ class Work:
             else:
                 freed += file.nbytes
         return freed, shared
-
-
-def _save_id(store: Store) -> str | None:
-    """Returns the save id of the checkpoint in this directory, or None if its manifest is missing or damaged."""
-    try:
-        with closing(store.reader()) as reader:
-            return read_manifest(store, reader).save_id
-    except FormatError:
-        return None

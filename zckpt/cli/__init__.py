@@ -18,6 +18,7 @@ import argparse
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,14 @@ name of the command."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. Errors go to stderr."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = make_parser(argv).parse_args(argv)
+    with output.guarded():
+        arguments = make_parser(argv).parse_args(argv)
+    # The script of `run` prints what it likes.
+    with nullcontext() if arguments.command == "run" else output.guarded():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         status: int = _command(arguments.command).run(arguments)
         sys.stdout.flush()
@@ -99,8 +107,14 @@ def make_parser(configured: Collection[str] = tuple(COMMANDS)) -> argparse.Argum
     return parser
 
 
+_POSITIONAL = "\0"
+"""Marks an argument behind ``--``, which is positional even if it begins with ``-``. No argument of a process contains
+this character."""
+
+
 class _CommandParser(argparse.ArgumentParser):
-    """A parser that also accepts options between positional arguments, as in ``zckpt ls PATH --long GLOB``."""
+    """A parser that also accepts options between positional arguments, as in ``zckpt ls PATH --long GLOB``, and takes
+    what is behind ``--`` for positional arguments, which argparse forgets when it looks for options first."""
 
     _intermixed = False
 
@@ -109,10 +123,17 @@ class _CommandParser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
         # argparse calls this method again from within, once for the options and once for the positional arguments.
         self._intermixed = True
+        if "--" in args:
+            place = args.index("--")
+            args = [*args[:place], *(f"{_POSITIONAL}{argument}" for argument in args[place + 1 :])]
         try:
-            return self.parse_known_intermixed_args(args, namespace)
+            namespace, unknown = self.parse_known_intermixed_args(args, namespace)
         finally:
             self._intermixed = False
+        return namespace, [argument.removeprefix(_POSITIONAL) for argument in unknown]
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        return super()._get_value(action, arg_string.removeprefix(_POSITIONAL))
 
 
 def _command(name: str) -> Any:

@@ -9,6 +9,7 @@ import argparse
 import sys
 
 import zckpt.cli
+from zckpt.cli import output
 
 EXAMPLES = """
   zckpt completion bash > ~/.local/share/bash-completion/completions/zckpt
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
-        print("zckpt completion: this needs the package shtab: pip install 'zckpt[completion]'", file=sys.stderr)
+        output.print_text("zckpt completion: this needs the package shtab: pip install 'zckpt[completion]'", sys.stderr)
         return 2
     parser = zckpt.cli.make_parser()
     for action in parser._actions:
@@ -33,5 +34,5 @@ def run(arguments: argparse.Namespace) -> int:
                 for argument in command._get_positional_actions():
                     if argument.choices is None and argument.dest != "keys":
                         argument.complete = shtab.FILE
-    print(shtab.complete(parser, arguments.shell))
+    output.print_text(shtab.complete(parser, arguments.shell))
     return 0

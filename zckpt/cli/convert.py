@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import zckpt
+from zckpt.cli import output
 from zckpt.cli.launched import launched
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     with launched() as rank:
         converted = zckpt.convert(
             arguments.source, arguments.destination, to=arguments.to, tag=arguments.tag, stage=arguments.stage,
-            world_size=arguments.world_size, overwrite=arguments.overwrite, progress=zckpt.ProgressBar(),
+            world_size=arguments.world_size, overwrite=arguments.overwrite, progress=output.progress_bar(),
         )  # fmt: skip
         if rank == 0:
-            print(json.dumps(asdict(converted)) if arguments.json else converted)
+            output.print_text(json.dumps(asdict(converted)) if arguments.json else converted)
     return 0

@@ -12,7 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import zckpt
+from zckpt.cli import output
 from zckpt.cli.launched import launched
+from zckpt.errors import printable
 
 if TYPE_CHECKING:
     import argparse
@@ -46,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
             verify=not arguments.no_verify,
             overwrite=arguments.overwrite,
             share=not arguments.no_share,
-            progress=zckpt.ProgressBar(),
+            progress=output.progress_bar(),
         )
         if rank == 0:
-            print(path)
+            output.print_text(printable(path))
     return 0

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.keys or None,
             rtol=arguments.rtol,
             atol=arguments.atol,
-            progress=zckpt.ProgressBar(),
+            progress=output.progress_bar(),
         )
         if rank == 0:
             output.print_text(difference.to_json() if arguments.json else difference)

@@ -13,6 +13,7 @@ import json
 from dataclasses import asdict
 
 import zckpt
+from zckpt.cli import output
 from zckpt.cli.launched import launched
 
 EXAMPLES = """
@@ -78,8 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
             adapter=arguments.adapter,
             merge=arguments.merge,
             overwrite=arguments.overwrite,
-            progress=zckpt.ProgressBar(),
+            progress=output.progress_bar(),
         )
         if rank == 0:
-            print(json.dumps(asdict(exported)) if arguments.json else exported)
+            output.print_text(json.dumps(asdict(exported)) if arguments.json else exported)
     return 0

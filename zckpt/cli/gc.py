@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import zckpt
+from zckpt.cli import output
 
 if TYPE_CHECKING:
     import argparse
@@ -33,5 +34,5 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     cleanup = zckpt.gc(arguments.path, dry_run=arguments.dry_run, discard=arguments.discard)
-    print(cleanup.to_json() if arguments.json else cleanup)
+    output.print_text(cleanup.to_json() if arguments.json else cleanup)
     return 0

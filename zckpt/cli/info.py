@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from zckpt.cli import output
+from zckpt.errors import printable
 
 if TYPE_CHECKING:
     import argparse
@@ -61,7 +62,7 @@ def _print_checkpoint(checkpoint: CheckpointSummary) -> None:
             ("save id", checkpoint.save_id),
         ]
     )
-    print()
+    output.print_text("")
     output.print_table(
         ("part", "tensors", "elements", "size", "dtype"),
         (
@@ -74,7 +75,7 @@ def _print_checkpoint(checkpoint: CheckpointSummary) -> None:
 
 def _print_run(run: RunSummary) -> None:
     output.print_fields([("run", run.path), ("latest", run.latest or "there is no file `latest`")])
-    print()
+    output.print_text("")
     output.print_table(
         ("checkpoint", "step", "ranks", "size", "age", ""),
         (
@@ -92,9 +93,8 @@ def _print_run(run: RunSummary) -> None:
     )
     leftovers = [*run.leftovers, *(f"{entry.path}/{name}" for entry in run.checkpoints for name in entry.leftovers)]
     if leftovers:
-        print("\nleft by writers that have died or are still writing; `zckpt gc` removes what is not in use:")
-        for name in leftovers:
-            print(f"  {output.printable(name)}")
+        told = "\nleft by writers that have died or are still writing; `zckpt gc` removes what is not in use:"
+        output.print_text("\n".join([told, *(f"  {printable(name)}" for name in leftovers)]))
 
 
 def _in_one_line(problem: str) -> str:

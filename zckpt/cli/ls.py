@@ -103,7 +103,7 @@ def _print_rows(rows: Sequence[Row], names: dict[str, list[str]], *, long: bool)
         for info, holders in rows
     )
     output.print_table(headings, cells, numbers=("size",))
-    print(f"\n{_total(rows)}")
+    output.print_text(f"\n{_total(rows)}")
 
 
 def _total(rows: Sequence[Row]) -> str:

@@ -1,14 +1,22 @@
-"""Prints the results of commands: tables, trees, sizes and ages for people, and JSON for scripts."""
+"""Prints the results of commands: tables, trees, sizes and ages for people, and JSON for scripts.
+
+Only this module prints. Within ``guarded``, nothing else can print what is not printable either, such as warnings,
+argparse and tracebacks.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any, TextIO
 
-from zckpt.errors import count
+from zckpt.errors import count, printable
+from zckpt.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from rich.tree import Tree
 
@@ -40,20 +48,47 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, allow_nan=False))
 
 
-def printable(text: str) -> str:
-    """Returns a text in which every character that is not printable is replaced by its escape sequence in Python, such
-    as ``\\n``. A checkpoint may come from a stranger, who could hide terminal commands in the names in it."""
-    if text.isprintable():
-        return text
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
+class _Guard(io.TextIOBase):
+    """Passes text on to a stream, as far as it is printable and the stream can encode it. Everything else becomes
+    escape sequences."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        self.stream.write(printable(text, keep="\n").encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def close(self) -> None:
+        """Does nothing, because the stream belongs to somebody else."""
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Lets stdout and stderr take only printable text, whoever prints."""
+    with redirect_stdout(_Guard(sys.stdout)), redirect_stderr(_Guard(sys.stderr)):
+        yield
+
+
+def progress_bar() -> ProgressBar:
+    """Returns a progress bar. It has no text of a checkpoint, and draws its line with characters that are not
+    printable, so it is not guarded."""
+    return ProgressBar(sys.stderr.stream if isinstance(sys.stderr, _Guard) else sys.stderr)
 
 
 def print_text(text: object, file: TextIO | None = None) -> None:
-    """Prints a text line by line, with characters that are not printable replaced as by ``printable``."""
-    for line in str(text).splitlines():
-        print(printable(line), file=file)
+    """Prints a text of one line or several, with characters that are not printable replaced as by ``printable``."""
+    print(printable(str(text), keep="\n"), file=file)
 
 
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:

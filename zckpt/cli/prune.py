@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 import zckpt
+from zckpt.cli import output
 
 EXAMPLES = """
   zckpt prune checkpoints --keep-last 3 --dry-run
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     cleanup = zckpt.prune(
         arguments.path, keep_last=arguments.keep_last, keep_every=arguments.keep_every, dry_run=arguments.dry_run
     )
-    print(cleanup.to_json() if arguments.json else cleanup)
+    output.print_text(cleanup.to_json() if arguments.json else cleanup)
     return 0
 
 

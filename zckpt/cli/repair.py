@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import zckpt
+from zckpt.cli import output
 
 if TYPE_CHECKING:
     import argparse
@@ -28,5 +29,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(zckpt.repair(arguments.path, output=arguments.output, accept_unverified=arguments.accept_unverified))
+    report = zckpt.repair(arguments.path, output=arguments.output, accept_unverified=arguments.accept_unverified)
+    output.print_text(report)
     return 0

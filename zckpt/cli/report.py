@@ -12,7 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import zckpt
+from zckpt.cli import output
 from zckpt.cli.launched import launched
+from zckpt.errors import printable
 
 if TYPE_CHECKING:
     import argparse
@@ -48,6 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from zckpt.reporting.page import find_libraries
+
+    find_libraries()  # If a package is missing, this says so before torch is imported.
     with launched() as rank:
         path = zckpt.report(
             arguments.paths,
@@ -55,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
             statistics=not arguments.no_statistics,
             level=arguments.level,
             overwrite=arguments.overwrite,
-            progress=zckpt.ProgressBar(),
+            progress=output.progress_bar(),
         )
         if rank == 0:
-            print(path)
+            output.print_text(printable(path))
     return 0

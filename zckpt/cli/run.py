@@ -10,14 +10,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import zckpt
+from zckpt.cli import output
 from zckpt.cli.prune import at_least_1
+from zckpt.errors import printable
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 EXAMPLES = """
   deepspeed --module zckpt run train.py --epochs 3
-  torchrun --nproc-per-node 8 -m zckpt run -m trainer.main
+  torchrun --nproc-per-node 8 -m zckpt run --require-engine -m trainer.main
 """
 
 
@@ -42,6 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-reuse", action="store_true", help="write all files anew, and share none with an earlier checkpoint"
     )
+    parser.add_argument(
+        "--require-engine",
+        action="store_true",
+        help="end with the exit status 2 if the script ends without an error and has made no DeepSpeed engine",
+    )
     parser.add_argument("script", help="the script, as you would give it to python")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the script")
 
@@ -51,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     sys.path[0] = os.getcwd() if arguments.module else os.path.dirname(os.path.realpath(script))
     problem = _no_module(script) if arguments.module else _no_script(script)
     if problem:
-        print(f"zckpt run: {problem}", file=sys.stderr)
+        _print(problem)
         return 2
     attached: list[str] = []
 
@@ -69,25 +76,24 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     local_rank = [] if arguments.local_rank is None else [f"--local_rank={arguments.local_rank}"]
     sys.argv = [script, *local_rank, *arguments.arguments]
-    succeeded = False
     try:
         if arguments.module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script, run_name="__main__")
-        succeeded = True
     except SystemExit as exit_of_script:
-        succeeded = exit_of_script.code in (None, 0)
-        raise
+        if exit_of_script.code not in (None, 0):
+            raise
     except (Exception, KeyboardInterrupt) as error:
         # The error is reported as python reports it without this command: only with the frames of the script.
         error.__traceback__ = _frames_of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
-    finally:
-        if succeeded and not attached and os.environ.get("RANK", "0") == "0":
-            _print("nothing was attached: the script made no engine by deepspeed.initialize")
-    return 0
+    if attached:
+        return 0
+    if arguments.require_engine or os.environ.get("RANK", "0") == "0":
+        _print("nothing was attached: the script made no engine by deepspeed.initialize")
+    return 2 if arguments.require_engine else 0
 
 
 def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
@@ -98,7 +104,7 @@ def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _print(message: str) -> None:
-    print(f"zckpt run: {message}", file=sys.stderr, flush=True)
+    output.print_text(f"zckpt run: {printable(message)}", sys.stderr)
 
 
 def _no_script(path: str) -> str | None:

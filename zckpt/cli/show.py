@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _statistics(path: str, keys: Sequence[str]) -> tuple[list[TensorInfo], list[Statistics]]:
     """Returns the selected tensors, and the statistics of each. All ranks share the work."""
-    from zckpt.progress import ProgressBar, reported
+    from zckpt.progress import reported
     from zckpt.ranks.collectives import Ranks, check_equal
     from zckpt.reading.statistics import Statistics, statistics, stretches
 
@@ -63,7 +63,7 @@ def _statistics(path: str, keys: Sequence[str]) -> tuple[list[TensorInfo], list[
     def share_of_this_rank() -> tuple[str, list[tuple[Any, ...]]]:
         share = list(stretches(checkpoint, infos))[ranks.rank :: ranks.size]
         nbytes = sum((stretch.stop - stretch.start) * infos[stretch.number].item_bytes for stretch in share)
-        with reported(ProgressBar(), "show", nbytes) as advance:
+        with reported(output.progress_bar(), "show", nbytes) as advance:
             of_tensors = statistics(checkpoint, infos, share, advance)
         return checkpoint.manifest.save_id, [astuple(of_tensor) for of_tensor in of_tensors]
 
@@ -99,7 +99,7 @@ def _print_one(info: TensorInfo, statistics: Statistics) -> None:
             *zip(_NUMBERS, _numbers(statistics), strict=True),
         ]
     )
-    print()
+    output.print_text("")
     output.print_table(
         ("rank", "tier", "copy", "elements", "bytes of the file", "file"),
         (

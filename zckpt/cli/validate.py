@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import zckpt
+from zckpt.cli import output
 from zckpt.cli.launched import launched
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with launched() as rank:
-        report = zckpt.validate(arguments.path, level=arguments.level, progress=zckpt.ProgressBar())
+        report = zckpt.validate(arguments.path, level=arguments.level, progress=output.progress_bar())
         if rank == 0:
-            print(report.to_json() if arguments.json else report)
+            output.print_text(report.to_json() if arguments.json else report)
     return 0 if report.ok else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from zckpt.errors import count
+from zckpt.errors import count, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,4 +111,4 @@ class Difference:
         if self.only_in_a or self.only_in_b:
             verdict += f", {len(self.only_in_a)} more only in a, {len(self.only_in_b)} only in b"
         compared = count(self.compared, "tensor")
-        return "\n".join([*lines, f"{compared} compared: {verdict} ({self.bytes_read:,} bytes read)"])
+        return "\n".join([*map(printable, lines), f"{compared} compared: {verdict} ({self.bytes_read:,} bytes read)"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from zckpt.errors import CheckpointNotFoundError, FormatError, UnsupportedError, first_few, from_os_error
+from zckpt.errors import CheckpointNotFoundError, FormatError, UnsupportedError, first_few, from_os_error, printable
 from zckpt.format import names
 from zckpt.listing import other_formats
 from zckpt.listing.runs import read_latest
@@ -56,9 +56,10 @@ def _unknown(path: str, entries: list[str]) -> Exception:
     """Returns the error for a folder that is in no format that zckpt can convert."""
     other = other_formats.other_format(entries)
     if other is not None:
-        return UnsupportedError(f"{path} is {other.what}", hint=other.hint)
+        return UnsupportedError(f"{printable(path)} is {other.what}", hint=other.hint)
     if any(map(names.is_data_dir, entries)):
-        return UnsupportedError(f"{path} holds the data of a write of zckpt that never committed", hint=_GIVE)
+        what = "holds the data of a write of zckpt that never committed"
+        return UnsupportedError(f"{printable(path)} {what}", hint=_GIVE)
     return CheckpointNotFoundError(
         f"there is no checkpoint of a known format: it has {first_few(entries, 5) or 'no entries'}",
         file=path,

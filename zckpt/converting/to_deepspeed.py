@@ -15,28 +15,23 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from zckpt.converting.deepspeed_plan import FolderPlan
 from zckpt.converting.source import values_of
-from zckpt.errors import CheckpointExistsError, from_os_error
+from zckpt.errors import CheckpointExistsError
 from zckpt.exporting.checkpoint_source import CheckpointFiller
+from zckpt.exporting.place import Place
 from zckpt.exporting.write import write_files
 from zckpt.format import names
-from zckpt.listing.other_formats import deepspeed_files
-from zckpt.listing.runs import refuse_in_checkpoint
+from zckpt.listing.other_formats import DEEPSPEED_FILES
 from zckpt.plan.share import shared_out
 from zckpt.progress import reported
-from zckpt.storage.files import put_in_place, take_back
-from zckpt.storage.process_names import remove_left_over, temporary
 from zckpt.storage.schemes import open_store
 from zckpt.storage.space import Space
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
     from zckpt.reading.checkpoint import Checkpoint
@@ -72,7 +67,7 @@ def to_deepspeed(
     tag = f"global_step{checkpoint.step}" if tag is None else tag
     run = os.path.abspath(destination)
     plan = ranks.together(lambda: FolderPlan(checkpoint, stage, world_size), "plan the folder")
-    ranks.first(lambda: _check_place(run, tag, overwrite), "look at the destination")
+    place = Place(*ranks.first(lambda: _place(run, tag, overwrite), "look at the destination"))
 
     def measure() -> tuple[CheckpointFiller, list[tuple[int, int]], tuple[str, ...]]:
         with values_of(checkpoint.path):
@@ -87,27 +82,33 @@ def to_deepspeed(
         with reported(progress, "convert", sum(sizes[number][1] for number in own_files)) as filler.advance:
             for number, file in enumerate(plan.files()):
                 if number in own_files:
-                    write_files(open_store(directory), [file], {}, filler, filler.budget)
+                    write_files(place.store, [file], {}, filler, filler.budget)
 
-    with ExitStack() as new_directory:
-        directory_context = _new_directory(run, tag, sum(file_bytes), overwrite)
-        directory = ranks.first(lambda: new_directory.enter_context(directory_context), "make a directory")
+    try:
+        ranks.first(place.begin, "make a directory")
+        space = ranks.first(lambda: Space.of(place.store, sum(file_bytes)), "look for space")
+        ranks.together(lambda: Space(*space).refuse_lack(), "look for space")
         ranks.together(write, "convert")
-        ranks.first(new_directory.close, "put the folder in place")
+        ranks.first(lambda: _finish(place, run, tag), "put the folder in place")
+    except BaseException:
+        if ranks.rank == 0:
+            place.remove()
+        raise
     return os.path.join(run, tag), missing
 
 
-def _check_place(run: str, tag: str, overwrite: bool) -> None:
-    """Raises ValueError or CheckpointExistsError unless a folder of this name may be made in the directory ``run``."""
+def _place(run: str, tag: str, overwrite: bool) -> Place:
+    """Returns the place of a folder with this name in the directory ``run``. Raises ValueError or CheckpointExistsError
+    if the folder may not be made there."""
     if tag in ("", ".", "..", "latest") or tag != os.path.basename(tag).strip() or "\n" in tag or "\0" in tag:
         raise ValueError(f"tag must be the name of a directory, got {tag!r}")
-    target = os.path.join(run, tag)
-    refuse_in_checkpoint(run)
-    for directory in (run, target):
-        if os.path.lexists(os.path.join(directory, names.MANIFEST)):
-            raise CheckpointExistsError(
-                "this is a checkpoint of zckpt", file=directory, hint="choose another destination or tag"
-            )
+    _check_latest(run)
+    folder, what = os.path.join(run, tag), "checkpoint of DeepSpeed"
+    return Place.choose(folder, what, overwrite=overwrite, patterns=DEEPSPEED_FILES)
+
+
+def _check_latest(run: str) -> None:
+    """Raises CheckpointExistsError if the file ``latest`` in the directory ``run`` names a checkpoint of zckpt."""
     latest_tag = ""
     with suppress(OSError, UnicodeDecodeError), open(os.path.join(run, names.LATEST)) as file:
         latest_tag = file.read().strip()
@@ -115,63 +116,16 @@ def _check_place(run: str, tag: str, overwrite: bool) -> None:
         raise CheckpointExistsError(
             "this is a run of zckpt, whose file `latest` would be replaced", file=run, hint="choose another destination"
         )
-    if os.path.lexists(target):
-        entries = os.listdir(target) if os.path.isdir(target) else [""]
-        if entries and not deepspeed_files(entries):
-            raise CheckpointExistsError(
-                "something else than a checkpoint of DeepSpeed is here", file=target, hint="choose another tag"
-            )
-        if not overwrite:
-            raise CheckpointExistsError(
-                "a checkpoint of DeepSpeed is here already", file=target,
-                hint="choose another tag, or replace it with overwrite=True (--overwrite)",
-            )  # fmt: skip
 
 
-@contextmanager
-def _new_directory(run: str, tag: str, nbytes: int, overwrite: bool) -> Iterator[str]:
-    """A context whose value is a new directory, which the caller fills with ``nbytes`` bytes. When the context ends,
-    the directory is put at ``<run>/<tag>``, and ``latest`` is made to name it. If the context ends by an error, the
-    directory is removed, and what was there before is still there. Raises CheckpointExistsError, NoSpaceError and
-    StorageError."""
-    target, store, made_directories = os.path.join(run, tag), open_store(run), _missing(run)
-    # A process that is killed leaves this directory behind. Its name shows that the folder is not complete, and the
-    # next conversion into this run removes it.
-    directory, latest, placed = temporary(target), None, False
+def _finish(place: Place, run: str, tag: str) -> None:
+    """Puts the folder in place, and makes ``latest`` name it. Raises CheckpointExistsError, NoSpaceError and
+    StorageError. Then what was there before is still there."""
+    store = open_store(run)
+    latest = store.prepare(names.LATEST, tag.encode(), secrets.token_hex(4))
     try:
-        remove_left_over(store)
-        store.make_directories(os.path.basename(directory))
-        Space.of(open_store(directory), nbytes).refuse_lack()
-        yield directory
-        store.sync_names(os.path.basename(directory))
-        latest = store.prepare(names.LATEST, tag.encode(), secrets.token_hex(4))
-        _check_place(run, tag, overwrite)  # Another process may have put something there in the meantime.
-        try:
-            put_in_place(directory, target)
-        except OSError as error:
-            raise from_os_error(error, "rename", directory) from error
-        placed = True
-        store.sync_names("")
-        store.commit(names.LATEST, latest)
+        _check_latest(run)  # Another process may have written a checkpoint there in the meantime.
+        place.finish(lambda: store.commit(names.LATEST, latest))
     except BaseException:
-        with suppress(OSError):  # Only the first error is reported.
-            if placed:
-                take_back(directory, target)
-        shutil.rmtree(directory, ignore_errors=True)
-        with suppress(OSError):
-            if latest is not None:
-                os.unlink(os.path.join(run, latest))
-        for path in made_directories:
-            with suppress(OSError):  # The directory is not empty if another process has put something there.
-                os.rmdir(path)
+        store.remove(latest)
         raise
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def _missing(path: str) -> list[str]:
-    """Returns ``path`` and all directories above it that do not exist, the innermost one first."""
-    directories = []
-    while not os.path.lexists(path):
-        directories.append(path)
-        path = os.path.dirname(path)
-    return directories

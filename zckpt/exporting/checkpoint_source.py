@@ -105,8 +105,7 @@ class CheckpointSource(CheckpointFiller):
         """The tensors by name, with the dtypes to which they are converted."""
         kept = unconverted(extra_state(checkpoint))
         for name, info in infos.items():
-            converts = dtype is not None and info.dtype.is_floating_point and name not in kept
-            target_dtype = dtype if dtype is not None and converts else info.dtype
+            target_dtype = dtype if dtype and info.dtype.is_floating_point and name not in kept else info.dtype
             check_cast(info.dtype, target_dtype, info.key)
             self.sources[name] = SourceTensor(DTYPE_NAMES[target_dtype], info.shape)
         super().__init__(checkpoint, infos, budget)

@@ -50,7 +50,7 @@ TAKEN_ALONG = (
 use."""
 MODEL_CODE = ("*.py",)
 """Patterns of the files that are copied too if the class of the model is not one of transformers."""
-FILES = ("*.safetensors", INDEX, "config.json", *TAKEN_ALONG, *MODEL_CODE)
+FILES = ("model.safetensors", "model-*-of-*.safetensors", INDEX, "config.json", *TAKEN_ALONG, *MODEL_CODE)
 """Patterns of all files that the export of a model may write."""
 
 

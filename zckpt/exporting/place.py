@@ -1,10 +1,11 @@
-"""Puts an export, or the page of a report, in place. It has a temporary name until it is complete, and then gets its
-own name in a single step."""
+"""Puts an export, a checkpoint in DeepSpeed's own format, or the page of a report in place. It has a temporary name
+until it is complete, and then gets its own name in a single step."""
 
 from __future__ import annotations
 
-import fnmatch
 import os
+import stat
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,13 +17,13 @@ from zckpt.storage.process_names import remove_left_over, temporary
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
 
-_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors")
-"""Patterns of the files with weights. Every exported directory has at least one of them."""
+_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors", "*_states.pt")
+"""Patterns of the files with weights. Every directory that is written has at least one of them."""
 TORCH_FILE = (b"PK\3\4", b"/data.pkl")
 """Bytes that are near the beginning of every file that ``torch.save`` writes."""
 _BEGINNING_BYTES = 4096
@@ -37,13 +38,15 @@ class Place(NamedTuple):
     prepared: str
     """The temporary path of the file or directory until it is complete."""
     what: str
-    """The name that errors use for the file or directory, such as "the export"."""
+    """What errors call the file or directory, such as "export"."""
     overwrite: bool
     """Whether an earlier file or directory of the same kind may be replaced."""
-    patterns: Sequence[str] | None = None
-    """Patterns of the names of the files that the directory may have. None means that it is a file."""
-    marks: Sequence[bytes] = ()
+    patterns: Sequence[str] | None
+    """Patterns of the paths of the files that the directory may have. None means that it is a file."""
+    marks: Sequence[bytes]
     """For a file, bytes that are near the beginning of every file of the same kind."""
+    made: list[Location]
+    """The directories that ``begin`` has made, the innermost first."""
 
     @classmethod
     def choose(
@@ -60,12 +63,14 @@ class Place(NamedTuple):
         location = Location.of(out)
         if location.scheme:
             raise UnsupportedError(
-                f"{what} can be written only to a file system", file=str(location), hint="give a path instead of a URL"
+                f"the {what} can be written only to a file system",
+                file=str(location),
+                hint="give a path instead of a URL",
             )
         path = str(location.absolute())
         if os.path.islink(path):
             path = os.path.realpath(path)
-        place = cls(path, temporary(path), what, overwrite, patterns, marks)
+        place = cls(path, temporary(path), what, overwrite, patterns, marks, [])
         place.check()
         return place
 
@@ -86,7 +91,7 @@ class Place(NamedTuple):
         if os.path.isdir(path) != (self.patterns is not None):
             there, this = ("a directory", "a file") if self.patterns is None else ("a file", "a directory")
             raise CheckpointExistsError(
-                f"there is {there}, and {self.what} is {this}", file=path, hint="give another path"
+                f"there is {there}, and the {self.what} is {this}", file=path, hint="give another path"
             )
         if self.patterns is None:
             if not _has_marks(path, self.marks):
@@ -96,15 +101,15 @@ class Place(NamedTuple):
                 )  # fmt: skip
         else:
             try:
-                names = sorted(os.listdir(path))
+                names, has_code = sorted(os.listdir(path)), _has_code(path)
+                foreign = [*_foreign(path, [name for name in self.patterns if has_code or not name.endswith(".py")])]
             except OSError as error:
                 raise from_os_error(error, "list", path) from error
             if not names:
                 return
-            foreign = [name for name in names if not _is_exported(path, name, self.patterns)]
-            if foreign or not any(_matches(name, _WEIGHTS) for name in names):
+            if foreign or not any(fnmatch(name, pattern) for name in names for pattern in _WEIGHTS):
                 raise CheckpointExistsError(
-                    f"the directory has files that no export has written: {first_few(foreign or names, 5)}", file=path,
+                    f"the directory has files that no {self.what} has: {first_few(foreign or names, 5)}", file=path,
                     hint="give a path at which nothing exists yet, or move these files away",
                 )  # fmt: skip
         if not self.overwrite:
@@ -118,12 +123,12 @@ class Place(NamedTuple):
         """Makes the directory of ``store``, and removes temporary files that dead processes have left beside the place.
         Raises StorageError."""
         remove_left_over(open_store(os.path.dirname(self.path)))
-        self.store.make_directories("")
+        self.made.extend(self.store.make_directories(""))
 
-    def finish(self) -> None:
-        """Renames the temporary file or directory to ``path``, where it replaces an earlier one. Raises StorageError,
-        and the errors of ``check``, because another process may have put something there meanwhile. After an error,
-        ``path`` is as it was before."""
+    def finish(self, then: Callable[[], None] = lambda: None) -> None:
+        """Renames the temporary file or directory to ``path``, where it replaces an earlier one, and calls ``then``.
+        Raises StorageError, what ``then`` raises, and the errors of ``check``, because another process may have put
+        something there meanwhile. After an error, ``path`` is as it was before."""
         self.store.sync_names("")
         self.check()
         try:
@@ -132,27 +137,39 @@ class Place(NamedTuple):
             raise from_os_error(error, "rename", self.prepared) from error
         try:
             open_store(os.path.dirname(self.path)).sync_names("")
+            then()
         except BaseException:
             files.take_back(self.prepared, self.path)
             raise
         self.remove()
 
     def remove(self) -> None:
-        """Removes what is at the temporary path. After ``finish``, this is what was at ``path`` before."""
+        """Removes what is at the temporary path. After ``finish``, this is what was at ``path`` before. Also removes
+        each directory that ``begin`` has made and that is empty."""
         open_store(self.prepared).remove("")
+        while self.made:
+            open_store(self.made.pop(0)).remove_if_empty("")
 
 
-def _is_exported(directory: str, name: str, patterns: Sequence[str]) -> bool:
-    """Returns whether an export may have written this file. An export writes the code of a model only together with a
-    configuration that names this code."""
-    if not (os.path.isfile(os.path.join(directory, name)) and _matches(name, patterns)):
-        return False
+def _has_code(directory: str) -> bool:
+    """Returns whether a model's folder may have the code of the model. An export writes it only together with a
+    configuration that names it."""
     config = Path(directory, "config.json")
-    return not name.endswith(".py") or (config.is_file() and b'"auto_map"' in config.read_bytes())
+    return config.is_file() and b'"auto_map"' in config.read_bytes()
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+def _foreign(directory: str, patterns: Sequence[str]) -> Iterator[str]:
+    """Yields the path, relative to the directory, of everything in it that is not a file whose path matches one of the
+    patterns. Raises OSError."""
+    for name in sorted(os.listdir(directory)):
+        parted = [pattern.partition("/") for pattern in patterns]
+        below = [rest for first, _, rest in parted if fnmatch(name, first)]
+        path = os.path.join(directory, name)
+        mode = os.lstat(path).st_mode
+        if stat.S_ISDIR(mode) and any(below):
+            yield from (f"{name}/{entry}" for entry in _foreign(path, [*filter(None, below)]))
+        elif not (stat.S_ISREG(mode) and "" in below):
+            yield name
 
 
 def _has_marks(path: str, marks: Sequence[bytes]) -> bool:

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zckpt.errors import FormatError
 from zckpt.format import names
 from zckpt.format.digest import block_count
 from zckpt.format.dtypes import ITEM_BYTES
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 LENGTH_BYTES = 8
 """The size of the first field of a data file, which has the length of the header text."""
+BEGINNING_BYTES = DATA_ALIGNMENT_BYTES
+"""The number of bytes by which ``is_begun`` recognises a data file. No header is shorter."""
+SECTOR_BYTES = 512
+"""The smallest number of bytes that a disk writes as a whole."""
 FILLER_BYTES_MAX = DATA_ALIGNMENT_BYTES - 1
 """The most bytes of a filler."""
 
@@ -169,6 +174,23 @@ def header_bytes(prefix: bytes, file: str) -> int:
     if data_start % DATA_ALIGNMENT_BYTES:
         raise broken("S003", f"the data begins at byte {data_start}", file=file, start=0, stop=LENGTH_BYTES)
     return data_start
+
+
+def is_begun(beginning: bytes) -> bool:
+    """Returns whether a file is a data file that a writer has written, or has begun to write.
+
+    ``beginning`` has the first BEGINNING_BYTES bytes of the file, or all of them if there are fewer. If the writer has
+    died, any bytes of the header may be missing: then the file ends before them, or they are zeros. There are no zeros
+    in the text of a whole header.
+    """
+    text = beginning[LENGTH_BYTES:]
+    if not any(beginning[:SECTOR_BYTES]):
+        return True
+    try:
+        header_bytes(beginning[:LENGTH_BYTES].ljust(LENGTH_BYTES, b"\0"), "")
+    except FormatError:
+        return False
+    return len(beginning) < BEGINNING_BYTES or 0 in text or b'"zckpt.' in text
 
 
 def decode_header(raw: bytes, file_bytes: int, data_file: DataFileId) -> Header:

@@ -17,6 +17,10 @@ LATEST = "latest"
 """The name of the file in a run that names one of its checkpoints."""
 LOCK = "write.lock"
 """The name of the lock."""
+INDEX = "index.bin"
+"""The name of the index, in the data directory."""
+DIGESTS = "digests.bin"
+"""The name of the digest table of a rank, in the directory of the rank."""
 FILLER_PREFIX = "@"
 """The first character of the names of fillers."""
 METADATA = "__metadata__"
@@ -36,7 +40,7 @@ LINEAGE = "lineage"
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
 _SAVE_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _TEMPORARY = re.compile(r"\.[0-9a-f]{8}\.tmp", re.ASCII)
-_OLD = re.compile(r"manifest\.msgpack\.[0-9a-f]{8}\.old", re.ASCII)
+_OLD = re.compile(r"\.[0-9a-f]{8}\.old", re.ASCII)
 _RANK = re.compile(r"rank-([0-9]{5,7})", re.ASCII)
 _PIECE = re.compile(r"(?s)(.*)@([0-9]{1,19}):([0-9]{1,19})", re.ASCII)
 _RANGE_SUFFIX = re.compile(r"@[0-9]+:[0-9]+\Z", re.ASCII)
@@ -129,14 +133,14 @@ def is_temporary(name: str, of: str) -> bool:
     return name.startswith(of) and _TEMPORARY.fullmatch(name[len(of) :]) is not None
 
 
-def is_old(name: str) -> bool:
-    """Returns whether a file with this name is a damaged manifest that a repair has put aside."""
-    return _OLD.fullmatch(name) is not None
+def is_old(name: str, of: str = MANIFEST) -> bool:
+    """Returns whether a file with this name is a damaged file ``of`` that a repair has put aside."""
+    return name.startswith(of) and _OLD.fullmatch(name[len(of) :]) is not None
 
 
 def index_path(save_id: str) -> str:
     """Returns the path of the index."""
-    return f"{data_dir(save_id)}/index.bin"
+    return f"{data_dir(save_id)}/{INDEX}"
 
 
 def rank_dir(save_id: str, rank: int) -> str:
@@ -147,12 +151,13 @@ def rank_dir(save_id: str, rank: int) -> str:
 def split_rank_dir(name: str) -> int | None:
     """Returns the rank if this is the name of a rank's directory, otherwise None."""
     match = _RANK.fullmatch(name)
-    return int(match[1]) if match else None
+    rank = int(match[1]) if match else None
+    return rank if rank is not None and name == f"rank-{rank:05d}" else None
 
 
 def digests_path(save_id: str, rank: int) -> str:
     """Returns the path of the digest table of one rank."""
-    return f"{rank_dir(save_id, rank)}/digests.bin"
+    return f"{rank_dir(save_id, rank)}/{DIGESTS}"
 
 
 def data_file_path(save_id: str, rank: int, part: str, tier: Tier) -> str:

@@ -42,6 +42,13 @@ _MEGATRON = OtherFormat(
     "a checkpoint of Megatron-LM",
     "export its weights as a Hugging Face model, which `zckpt convert SOURCE DESTINATION` reads",
 )
+DEEPSPEED_FILES = ("*[_-]model_states.pt", "*_optim_states.pt", "offloaded_tensors/rank*/*.swp")
+"""Patterns of the files of a checkpoint in DeepSpeed's own format, as ``zckpt.exporting.place`` reads them.
+
+DeepSpeed 0.16 to 0.19 gives every file a name that ends in ``_model_states.pt``, ``-model_states.pt`` or
+``_optim_states.pt`` (``MODEL_FILE_SUFFIX`` and ``OPTIM_FILE_SUFFIX`` in ``deepspeed/checkpoint/constants.py``), and
+copies NVMe swap files to the directory ``offloaded_tensors``."""
+_DEEPSPEED = re.compile(r"(?s).*([_-]model|_optim)_states\.pt|offloaded_tensors")
 _WEIGHTS = re.compile(
     r"(model|pytorch_model)((-\d+-of-\d+)?\.(safetensors|bin)|\.(safetensors|bin)\.index\.json)", re.ASCII
 )
@@ -61,10 +68,5 @@ def other_format(entries: Collection[str]) -> OtherFormat | None:
 
 
 def deepspeed_files(names: Iterable[str]) -> list[str]:
-    """Returns those of the entries of one directory that belong to a checkpoint in DeepSpeed's own format, sorted.
-
-    DeepSpeed 0.16 to 0.19 gives every file of a checkpoint a name that ends in ``_states.pt`` (``MODEL_FILE_SUFFIX``
-    and ``OPTIM_FILE_SUFFIX`` in ``deepspeed/checkpoint/constants.py``), and copies NVMe swap files to the directory
-    ``offloaded_tensors``.
-    """
-    return sorted(name for name in names if name.endswith("_states.pt") or name == "offloaded_tensors")
+    """Returns those of the entries of one directory that belong to a checkpoint in DeepSpeed's own format, sorted."""
+    return sorted(filter(_DEEPSPEED.fullmatch, names))

@@ -17,6 +17,7 @@ from zckpt.errors import (
     StorageError,
     ZckptError,
     first_few,
+    printable,
 )
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
@@ -27,7 +28,6 @@ from zckpt.listing.contents import Contents
 from zckpt.listing.other_formats import deepspeed_files, other_format
 from zckpt.state.lineage import Lineage, Use
 from zckpt.storage.location import Location
-from zckpt.storage.lock import DEAD_SECONDS
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -153,30 +153,6 @@ def is_leftover(name: str) -> bool:
     return temporary or names.is_data_dir(name)
 
 
-def leftovers(checkpoint: Store) -> list[str]:
-    """Returns the names of entries in a checkpoint's directory that writes have made and that its manifest does not
-    name. The writes died, failed or were replaced, or are under way. If the manifest cannot be read, it may name any of
-    these entries, and the list is empty. A process that removes them has to hold the lock."""
-    named = None
-    try:
-        if checkpoint.exists(names.MANIFEST):
-            with closing(checkpoint.reader()) as reader:
-                named = names.data_dir(read_manifest(checkpoint, reader).save_id)
-    except ZckptError:  # the manifest may name any of the entries
-        return []
-    return [name for name in entries_of(checkpoint) if is_leftover(name) and name != named]
-
-
-def run_leftovers(run: Store) -> list[str]:
-    """Returns the names of the temporary files of ``latest`` that dead writers have left in a run. A run has no lock,
-    so a file counts as left over when it is older than ``DEAD_SECONDS``. A commit needs such a file only for an
-    instant."""
-    temporaries = [name for name in entries_of(run) if names.is_temporary(name, names.LATEST)]
-    changed_at = {name: run.changed_at(name) for name in temporaries}
-    now = run.now() if temporaries else 0.0
-    return [name for name, at in changed_at.items() if at is not None and now - at > DEAD_SECONDS]
-
-
 def run_of(checkpoint: Store) -> Store:
     """Returns the directory of the run that a checkpoint belongs to. It is the nearest of the ``DEPTH_MAX`` directories
     above it that has a ``latest``, or, if none has one, the directory that the checkpoint is in. For a checkpoint in a
@@ -218,7 +194,7 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
     ``latest`` says whether the file ``latest`` will be written. If so, the error is also raised if a directory is in
     the place of this file.
     """
-    in_it = (inner.location.path_from(target.location) for inner in _checkpoints(target))
+    in_it = (printable(inner.location.path_from(target.location)) for inner in _checkpoints(target))
     below = "the file `latest`" if names.LATEST in entries_of(target) else next(in_it, None)
     if below is not None:
         raise CheckpointExistsError(
@@ -226,12 +202,13 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
             file=str(target.location),
             hint=f"write to a directory in it: {target.location.child('global_step<N>')}",
         )
-    place = _checkpoint_above(target, max(target.location.path_from(run.location).count("/") + 1, DEPTH_MAX))
-    if place is not None:
+    above = _checkpoint_above(target, max(target.location.path_from(run.location).count("/") + 1, DEPTH_MAX))
+    if above is not None:
+        place = printable(str(above))
         raise CheckpointExistsError(
             f"{place} is a checkpoint, which would hide one in a directory of it", file=str(target.location),
             hint=f"write elsewhere, or move what {place} has of this checkpoint (manifest.msgpack, data-*) to a "
-            f"directory of its own, such as {place.child('global_step<N>')}",
+            f"directory of its own, such as {place}/global_step<N>",
         )  # fmt: skip
     if latest and run.exists(names.LATEST) and names.LATEST in run.directories():
         raise CheckpointExistsError(
@@ -247,7 +224,7 @@ def refuse_in_checkpoint(path: StrPath) -> None:
     place = _checkpoint_above(open_store(Location.of(path).resolved()), DEPTH_MAX)
     if place is not None:
         raise CheckpointExistsError(
-            f"{place} is a checkpoint, in which nothing else may be written", file=os.fspath(path),
+            f"{printable(str(place))} is a checkpoint, in which nothing else may be written", file=os.fspath(path),
             hint="give a path outside of it",
         )  # fmt: skip
 
@@ -351,7 +328,7 @@ def what_is_whole(checkpoint: Store) -> str:
     whole = whole_neighbours(checkpoint)
     if not whole:
         return "the run has no other checkpoint that is whole"
-    return f"of the run's other checkpoints these are whole, newest first: {', '.join(whole)}"
+    return f"of the run's other checkpoints these are whole, newest first: {', '.join(map(printable, whole))}"
 
 
 def nothing_at(store: Store) -> CheckpointNotFoundError:
@@ -362,7 +339,8 @@ def nothing_at(store: Store) -> CheckpointNotFoundError:
     if is_of_trainer(run.location.name):
         run = run.parent
     checkpoints = _newest_first(run)
-    hint = f"the checkpoints in {run.location} are, newest first: {_listed(checkpoints, run)}" if checkpoints else ""
+    place = printable(str(run.location))
+    hint = f"the checkpoints in {place} are, newest first: {_listed(checkpoints, run)}" if checkpoints else ""
     if str(store.location).startswith("~"):
         hint = "here ~ is the name of a directory: give the whole path of the home directory instead"
     return CheckpointNotFoundError(

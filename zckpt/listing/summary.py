@@ -12,15 +12,14 @@ from zckpt.errors import FormatError, StorageError, ZckptError
 from zckpt.format import names
 from zckpt.format.dtypes import ITEM_BYTES, TORCH_NAMES
 from zckpt.listing.find import find, open_contents
+from zckpt.listing.leftovers import leftovers, run_leftovers
 from zckpt.listing.runs import (
     check_lengths,
     committed_at,
     directories,
     entries_of,
     is_begun,
-    leftovers,
     read_latest,
-    run_leftovers,
 )
 from zckpt.state.inventory import STATE
 from zckpt.storage.lock import is_alive, is_lock, read_lock, who
@@ -166,7 +165,7 @@ def _begun(store: Store, path: str, contents: Contents | None, problem: str | No
         "run": None if lineage is None else lineage.run,
         "problem": problem,
         "locked_by": _locked_by(store),
-        "leftovers": tuple(leftovers(store)),
+        "leftovers": tuple(leftovers(store).own),
     }
 
 

@@ -11,8 +11,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgpack
-import torch
-import torch.distributed as dist
 
 from zckpt.errors import OPEN_FILES_HINT, RankError
 from zckpt.ranks.heartbeat import Lives, meet, timeout_seconds
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    import torch
+    import torch.distributed as dist
     from torch._C._distributed_c10d import Store
 
 if sys.platform != "win32":  # Windows has no such limits
@@ -61,6 +61,13 @@ process ("terminate called without an active exception")."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_recent))  # The end of the interpreter must not free them either.
 
 
+def _world() -> object:
+    """Returns the default process group of the job, or None if there is none. A process that has not imported torch has
+    none, and need not wait for torch to be imported."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist.group.WORLD if dist is not None and dist.is_available() else None
+
+
 @dataclass(frozen=True)
 class _Group:
     """A group of gloo. The engine's own group may be one of NCCL, which cannot send host memory. torch.distributed does
@@ -74,7 +81,9 @@ class _Group:
 def _group(members: tuple[int, ...], rank: int, background: bool, call: str) -> _Group:
     """Returns the group of these ranks. It is made once for each process and job, because all ranks have to make it
     together. After a rank was lost, it is made anew."""
-    world = dist.group.WORLD
+    import torch.distributed as dist
+
+    world = _world()
     for stale in [key for key, (made_for, _) in list(_groups.items()) if made_for is not world]:
         if stale[1] == background:  # A write in the background may still use a group of a world that is gone.
             _groups.pop(stale)[1].lives.close()
@@ -95,6 +104,8 @@ def _group(members: tuple[int, ...], rank: int, background: bool, call: str) -> 
 
 def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], lives: Lives) -> dist.ProcessGroupGloo:
     """Makes a new gloo group. A thread makes it, so that nobody has to wait for a rank that cannot connect."""
+    import torch.distributed as dist
+
     made: list[dist.ProcessGroupGloo] = []
     errors: list[Exception] = []
 
@@ -143,7 +154,9 @@ class Ranks:
     ) -> None:
         members: tuple[int, ...] = (0,)
         number = 0
-        if dist.is_available() and dist.is_initialized():
+        if _world() is not None:
+            import torch.distributed as dist
+
             members = tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
             number = dist.get_rank()
         self._connect(members, number, background, call)
@@ -154,7 +167,7 @@ class Ranks:
         self.rank = members.index(number)
         self.size = len(members)
         self._interrupts = Interrupts()
-        self._world = dist.group.WORLD if dist.is_available() else None
+        self._world = _world()
         self._group = None if self.size == 1 else _group(members, self.rank, background, call)
 
     def foreground(self, call: str) -> Ranks:
@@ -162,7 +175,7 @@ class Ranks:
         its process groups since, this is this process alone."""
         ranks = object.__new__(Ranks)
         number = self.members[self.rank]
-        same = self._world is not None and self._world is dist.group.WORLD
+        same = self._world is not None and self._world is _world()
         ranks._connect(self.members if same else (number,), number, False, call)
         return ranks
 
@@ -211,6 +224,8 @@ class Ranks:
             raise
 
     def _gather(self, group: _Group, data: bytes) -> list[bytes]:
+        import torch
+
         def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
             # The group's own method: torch.distributed's refuses a group that was destroyed by its users
             gathered = [torch.zeros_like(mine) for _ in range(self.size)]

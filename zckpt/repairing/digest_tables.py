@@ -15,8 +15,6 @@ from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, ReadFile, blocks, dig
 from zckpt.plan import rebuild
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import entry_ranges
-from zckpt.transfer.read import read_op
-from zckpt.transfer.staging import host_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,6 +69,10 @@ def fit_tables(
 
 def compute_tables(reader: Reader, places: Places, budget: Budget) -> dict[int, bytes]:
     """Computes the digest tables of all ranks from all of their data."""
+    # Imported late, because zckpt.gc and zckpt.prune read tables only, and need no torch.
+    from zckpt.transfer.read import read_op
+    from zckpt.transfer.staging import host_pool
+
     block_bytes, first_blocks = places.block_bytes, places.first_blocks
     tables = {
         rank: bytearray(DIGEST_BYTES * sum(file.header.first_blocks(block_bytes)[-1] for file in files_of_rank))

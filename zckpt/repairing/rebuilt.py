@@ -17,7 +17,6 @@ from zckpt.format.digest import digest
 from zckpt.format.rules import broken
 from zckpt.listing.contents import Contents, read_header
 from zckpt.plan import catalog, rebuild
-from zckpt.reading.checkpoint import Checkpoint
 from zckpt.repairing.digest_tables import Places, compute_tables, differences, fit_tables, read_if_there, read_tables
 from zckpt.repairing.salvage import refused
 from zckpt.state.inventory import MASTER, PARAM
@@ -122,9 +121,7 @@ def check_rebuilt(store: Store, rebuilt: Rebuilt, budget: Budget) -> None:
     files."""
     with closing(store.reader()) as reader:
         overlaid = _Overlaid(reader, rebuilt.files)
-        findings = structure_findings(
-            Checkpoint(str(store.location), Contents(manifest_format.decode(rebuilt.manifest), overlaid), budget)
-        )
+        findings = structure_findings(Contents(manifest_format.decode(rebuilt.manifest), overlaid), budget)
     if rebuilt.unverified:  # headers and data that differ from their digests are kept as they are
         findings = [finding for finding in findings if finding.rule != "D003"]
     if findings:
@@ -132,9 +129,9 @@ def check_rebuilt(store: Store, rebuilt: Rebuilt, budget: Budget) -> None:
         raise refused(store, sorted(map(str, findings)), hint)
 
 
-def structure_findings(checkpoint: Checkpoint) -> list[Finding]:
-    """Returns what is wrong with the checkpoint, apart from its data."""
-    return check_checkpoint(checkpoint, "structure", Share())[0]
+def structure_findings(contents: Contents, budget: Budget) -> list[Finding]:
+    """Returns what is wrong with a checkpoint, apart from its data."""
+    return check_checkpoint(contents, budget, "structure", Share())[0]
 
 
 class _Overlaid:

@@ -63,7 +63,7 @@ def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[Fo
     with closing(checkpoint.reader()) as reader:
         for directory in checkpoint.child(data_dir).directories():
             rank, place = names.split_rank_dir(directory), f"{data_dir}/{directory}"
-            if rank is None or place != names.rank_dir(save_id, rank):
+            if rank is None:
                 continue
             ranks.add(rank)
             for name in sorted(checkpoint.child(place).entries() or ()):

@@ -1,8 +1,9 @@
 """Makes the page of zckpt.report: one HTML file that contains its data, its scripts and its styles.
 
 Names of tensors, paths and messages come from checkpoints, and a checkpoint may be malicious. So the template escapes
-all of them. The data for the scripts are compressed and encoded in base64, so that nothing in them can end a script.
-The security policy in the head of the page allows only the page's own scripts, and no network.
+all of them, and what is not printable in them. The data for the scripts are compressed and encoded in base64, so that
+nothing in them can end a script. The security policy in the head of the page allows only the page's own scripts, and no
+network.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from zckpt.errors import UnsupportedError
-from zckpt.reporting.page_data import to_json
+from zckpt.errors import UnsupportedError, printable
 from zckpt.validation.report import WHAT
 from zckpt.version import __version__
 
@@ -58,7 +58,12 @@ def render(data: PageData, libraries: Libraries) -> bytes:
     """Returns the bytes of the page."""
     import jinja2
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    from zckpt.reporting.page_data import to_json  # imported late, because ``find_libraries`` needs no torch
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )  # fmt: skip
     folder = files("zckpt.reporting") / "template"
     template, style, script = ((folder / name).read_text("utf-8") for name in ("page.html", "page.css", "page.js"))
     text = environment.from_string(template).render(
@@ -76,7 +81,7 @@ def render(data: PageData, libraries: Libraries) -> bytes:
             "datatables": _packed(libraries.datatables),
         },
     )
-    return text.encode(errors="replace")  # A path may have bytes that are not UTF-8.
+    return text.encode()
 
 
 def _packed(raw: bytes) -> str:

@@ -255,10 +255,11 @@ class Store(Creator, Protocol):
 
     # New files (``create`` is above)
 
-    def make_directories(self, path: str) -> None:
-        """Makes the directory ``path`` and all directories above it, and makes their names durable. Does nothing if the
-        directory exists. After an error, no new directory is left. zckpt calls this before it makes files in a
-        directory."""
+    def make_directories(self, path: str) -> list[Location]:
+        """Makes the directory ``path`` and all directories above it, and makes their names durable. Returns those that
+        this very call has made, the innermost first, and none that was there or that another process has made at the
+        same time. After an error, no new directory is left. zckpt calls this before it makes files in a directory, and
+        removes the directories that a failed call has made if they are empty."""
 
     def share(self, path: str, source: Location) -> bool:
         """Makes a new file at ``path`` that has the bytes of the file ``source``, without writing them: the two files

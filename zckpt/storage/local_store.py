@@ -20,12 +20,11 @@ from zckpt.storage.contract import StoredFile
 from zckpt.storage.files import BINARY, UNSUPPORTED, free_bytes, is_impossible_name, is_link, sync_data
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
+from zckpt.storage.location import Location
 from zckpt.system import linux
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from zckpt.storage.location import Location
 
 RENAME_WAIT_SECONDS = 5.0
 """How long a rename waits on Windows for other processes that have the file open, in seconds."""
@@ -97,26 +96,16 @@ class LocalStore:
     def free_bytes(self) -> int | None:
         return free_bytes(self._root)
 
-    def make_directories(self, path: str) -> None:
-        path = self._full(path)
-        missing = []
-        while not os.path.isdir(path):
-            missing.append(path)
-            path = os.path.dirname(path) or "."
-        # A writer that died may have made the deepest existing directory without syncing its name.
-        if os.access(os.path.dirname(path) or ".", os.R_OK):
-            _fsync_directory(os.path.dirname(path) or ".")
+    def make_directories(self, path: str) -> list[Location]:
+        made: list[str] = []
         try:
-            for directory in reversed(missing):
-                try:
-                    os.makedirs(directory, exist_ok=True)
-                except OSError as error:
-                    raise from_os_error(error, "create the directory", directory) from error
-                _fsync_directory(os.path.dirname(directory) or ".")
+            while not _make_missing(self._full(path), made):
+                pass
         except BaseException:
-            for directory in missing:
+            for directory in made:
                 _quietly(os.rmdir, directory)
             raise
+        return [Location("", directory) for directory in made]
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> LocalWriter:
         return LocalWriter(self._full(path), reserved_bytes, direct)
@@ -274,6 +263,30 @@ class LocalStore:
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, path) if path else self._root
+
+
+def _make_missing(path: str, made: list[str]) -> bool:
+    """Makes a directory and those above it that do not exist, and adds those that it has made to the front of ``made``.
+    Returns False if another process, whose write has failed, has removed one of them meanwhile."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path) or "."
+    # A writer that died may have made the deepest existing directory without syncing its name.
+    if os.access(os.path.dirname(path) or ".", os.R_OK):
+        _fsync_directory(os.path.dirname(path) or ".")
+    for directory in reversed(missing):
+        above = os.path.dirname(directory) or "."
+        try:
+            os.mkdir(directory)
+            made.insert(0, directory)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not os.path.isdir(above):
+                return False
+            if not (isinstance(error, FileExistsError) and os.path.isdir(directory)):
+                raise from_os_error(error, "create the directory", directory) from error
+        _fsync_directory(above)
+    return True
 
 
 def _share_blocks(path: str, source: str) -> bool:

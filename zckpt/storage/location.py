@@ -22,6 +22,10 @@ _WITH_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL | re.IGNORECA
 _WITH_LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:[/\\]", re.IGNORECASE)
 """Matches the text that ``pathlib`` makes of a path with a scheme: one of the two slashes is missing."""
 
+_OF_WINDOWS = re.compile(r"[a-z]:[/\\]|\\\\", re.IGNORECASE)
+"""Matches an absolute path of Windows, which begins with a drive or the name of a host. Elsewhere, it would be the name
+of a directory in the working directory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Location:
@@ -39,7 +43,8 @@ class Location:
     @staticmethod
     def of(path: StrPath) -> Location:
         """Returns the location of a path that a user has passed. Raises TypeError for a value that is not a path,
-        ValueError for an empty path, and UnsupportedError for a ``Path`` that may have been made from a URL."""
+        ValueError for an empty path, and UnsupportedError for a ``Path`` that may have been made from a URL, and for an
+        absolute path of Windows on another system."""
         text: object = os.fspath(path)
         if not isinstance(text, str):
             raise TypeError(f"a path must be a str or a Path, got {type(text).__name__}")
@@ -49,6 +54,11 @@ class Location:
             raise UnsupportedError(
                 f"{text!r} looks like a URL, of which pathlib has taken a slash away",
                 hint="give a URL, or a directory of that name, as a string",
+            )
+        if os.sep == "/" and _OF_WINDOWS.match(text):
+            raise UnsupportedError(
+                f"{text!r} is a path of Windows, and this is another system",
+                hint=f"give a path of this system; a directory of this name is {f'./{text}'!r}",
             )
         match = _WITH_SCHEME.fullmatch(text)
         return Location(*match.groups()) if match else Location("", text)

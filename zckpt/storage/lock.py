@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import LockedError, MissingFileError, ZckptError
 from zckpt.format import names
+from zckpt.storage.schemes import open_store
 from zckpt.system import linux
 from zckpt.system.threads import Worker, stop
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from zckpt.storage.contract import Store
+    from zckpt.storage.location import Location
 
 HEARTBEAT_SECONDS = 10.0
 """How often a writer touches its lock, in seconds."""
@@ -60,6 +62,8 @@ class WriteLock:
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         self._data = json.dumps(holder).encode()
+        self._made: list[Location] = []
+        """The directories that ``acquire`` has made, the innermost first."""
         self._released = threading.Event()
         # The thread is a daemon, so that holding a lock keeps no process alive.
         self._heart = Worker(self._beat, "zckpt-heartbeat", daemon=True)
@@ -72,12 +76,11 @@ class WriteLock:
             self._heart.start()
         except BaseException:
             self.release()
-            self._store.remove_if_empty("")
             raise
 
     def _acquire(self) -> None:
         for _ in range(_ATTEMPTS):  # other processes may take or release the lock at the same time
-            self._store.make_directories("")
+            self._made = [*self._store.make_directories(""), *self._made]
             _held.add(self.save_id)
             if self._store.claim(names.LOCK, self._data):
                 # A writer that counts as dead may still be alive, may have checked its lock for the last time, and may
@@ -103,13 +106,16 @@ class WriteLock:
             raise _locked(self._store, "another process has taken over here, for this one gave no sign", holder or b"")
 
     def release(self) -> None:
-        """Releases the lock. May be called several times. Raises nothing but an interrupt."""
+        """Releases the lock, and removes each directory that ``acquire`` has made and that is empty. May be called
+        several times. Raises nothing but an interrupt."""
         self._released.set()
         stop([self._heart])
         if self.save_id in _held:
             _held.discard(self.save_id)
             with suppress(ZckptError):  # the lock that stays counts as dead later
                 self._store.withdraw(names.LOCK, self._data)
+        while self._made:
+            open_store(self._made.pop(0)).remove_if_empty("")
 
     def __enter__(self) -> Self:
         self.acquire()

@@ -81,8 +81,10 @@ class StoreContract:
         assert store.parent.directories() == [store.location.name]
 
     def test_directories_exist_for_everybody_once_made(self, store: Store) -> None:
-        for _ in range(2):
-            store.make_directories("data/rank")
+        names = ["rank", "data", store.location.name, store.parent.location.name]
+        for expected in (names, []):
+            made = store.make_directories("data/rank")
+            assert [location.name for location in made[:4]] == expected, "those that this call has made"
             assert store.exists("data")
             assert store.exists("data/rank")
         assert store.entries() == ["data"]

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from zckpt.progress import Progress, reported
-from zckpt.transfer.staging import host_pool
 from zckpt.validation.file_checks import DataChecks, check_files
 from zckpt.validation.index_checks import check_index
 from zckpt.validation.report import Finding, failures
-from zckpt.validation.values import Values, derived_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from zckpt.errors import FormatError
     from zckpt.format.manifest import Manifest
-    from zckpt.reading.checkpoint import Checkpoint
+    from zckpt.listing.contents import Contents
+    from zckpt.transfer.budget import Budget
     from zckpt.validation.report import Level
 
 Unit = tuple[int, int, int]
@@ -49,21 +49,23 @@ class Share:
 
 
 def check_checkpoint(
-    checkpoint: Checkpoint, level: Level, share: Share, progress: Progress | None = None
-) -> tuple[list[Finding], Values, int]:
-    """Checks one share of everything but the manifest, which the checkpoint has read already.
+    contents: Contents, budget: Budget, level: Level, share: Share, progress: Progress | None = None
+) -> tuple[list[Finding], bytes, int]:
+    """Checks one share of everything but the manifest, which has been read already. The level "structure" does not
+    import torch.
 
     Args:
-        checkpoint: the checkpoint.
+        contents: the contents of the checkpoint.
+        budget: the memory, the threads and the kind of I/O.
         level: how much to check.
         share: the share of this process.
         progress: an object that is told the number of bytes that have been checked.
 
     Returns:
-        The findings, in no order; what the values are like; and the number of bytes that were read.
+        The findings, in no order; the packed ``Values`` at the level "deep", and no bytes at the others; and the number
+        of bytes that were read.
     """
-    before = checkpoint.reader.count.bytes_read
-    contents, manifest = checkpoint.contents, checkpoint.manifest
+    before, manifest = contents.reader.count.bytes_read, contents.manifest
     units = list(share.units(manifest.world_size))
     with_data, is_first = level != "structure", share.number == 0
     findings: list[Finding] = []
@@ -75,10 +77,16 @@ def check_checkpoint(
     errors, sound = check_index(contents)
     if is_first:
         note(errors)
-    values = Values(derived_weights(contents) if level == "deep" and sound else {})
-    staging = host_pool(checkpoint.batch_bytes)
+    values = data = None
     with reported(progress, "validate", _data_bytes(manifest, units) if with_data else 0) as advance:
-        data = DataChecks(checkpoint, staging, values if level == "deep" else None, note, advance)
+        if with_data:
+            from zckpt.reading.checkpoint import Checkpoint
+            from zckpt.transfer.staging import host_pool
+            from zckpt.validation.values import Values, derived_weights
+
+            values = Values(derived_weights(contents) if sound else {}) if level == "deep" else None
+            staging = host_pool(budget.batch_bytes(manifest.block_bytes))
+            data = DataChecks(contents, budget.direct, staging, values, note, advance)
 
         def tasks() -> Iterator[Callable[[], None]]:
             """Yields the reads of all data files, rank by rank. The headers of one rank are parsed while the data of
@@ -89,17 +97,18 @@ def check_checkpoint(
                 errors, headers = check_files(contents, rank, pieces)
                 if k == 0:
                     note(errors)
-                if with_data and headers:
+                if data is not None and headers:
                     if k == 0:
                         advance(sum(header.data_start for header in headers.values()))
                     yield from islice(data.reads(headers), k, None, n)
 
-        with staging.work():
-            checkpoint.budget.run(tasks())
+        with nullcontext() if data is None else data.staging.work():
+            budget.run(tasks())
         if with_data and sound:
+            checkpoint = Checkpoint("", contents, budget)
             trees = [partial(checkpoint.rank_state, rank) for rank, k, _ in units if k == 0]
             note(failures(*trees, *([lambda: checkpoint.state] if is_first else [])))
-    return findings, values, checkpoint.reader.count.bytes_read - before
+    return findings, b"" if values is None else values.pack(), contents.reader.count.bytes_read - before
 
 
 def _data_bytes(manifest: Manifest, units: Iterable[Unit]) -> int:

@@ -16,7 +16,6 @@ from zckpt.format.names import digests_path, piece_name, split_piece_name
 from zckpt.format.rules import broken
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import entry_ranges
-from zckpt.transfer.read import read_op
 from zckpt.validation.report import failures
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from zckpt.listing.contents import Contents
     from zckpt.plan.coalesce import ReadOp
     from zckpt.plan.reshard import FilePieces
-    from zckpt.reading.checkpoint import Checkpoint
     from zckpt.storage.buffers import Bytes
     from zckpt.transfer.staging import StagingPool
     from zckpt.validation.values import Values
@@ -135,8 +133,10 @@ def _check_table(
 class DataChecks:
     """Reads the data of files and checks them. Several threads do this."""
 
-    checkpoint: Checkpoint
-    """The checkpoint."""
+    contents: Contents
+    """The contents of the checkpoint."""
+    direct: bool
+    """Whether to read past the page cache if possible."""
     staging: StagingPool
     """The buffers into which data are read."""
     values: Values | None
@@ -148,13 +148,13 @@ class DataChecks:
 
     def reads(self, headers: Mapping[int, Header]) -> Iterator[Callable[[], None]]:
         """Yields a task for each read of the data of some files. To be called inside of ``staging.work``."""
-        block_bytes = self.checkpoint.manifest.block_bytes
-        files = {number: self.checkpoint.contents.read_file(number, verify=True) for number in headers}
+        manifest = self.contents.manifest
+        files = {number: self.contents.read_file(number, verify=True) for number in headers}
         entries = [(header, entry) for header in headers.values() for entry in header.entries]
         ops = plan_reads(
-            entry_ranges(headers, block_bytes),
-            data_starts=self.checkpoint.manifest.files.data_start,
-            block_bytes=block_bytes,
+            entry_ranges(headers, manifest.block_bytes),
+            data_starts=manifest.files.data_start,
+            block_bytes=manifest.block_bytes,
             verify=True,
             batch_bytes=self.staging.batch_bytes,
         )
@@ -162,12 +162,12 @@ class DataChecks:
 
     def _read(self, op: ReadOp, file: ReadFile, entries: Sequence[tuple[Header, Entry]]) -> None:
         """Reads the bytes of one operation and checks them."""
+        from zckpt.transfer.read import read_op  # imported late, because the level "structure" needs no torch
 
         def look(data: Bytes) -> None:
             self.note(failures(*self._checks(op, file, entries, data)))
 
-        reader, direct = self.checkpoint.reader, self.checkpoint.budget.direct
-        self.note(failures(partial(read_op, reader, op, file, self.staging, direct, look)))
+        self.note(failures(partial(read_op, self.contents.reader, op, file, self.staging, self.direct, look)))
         self.advance(op.nbytes)
 
     def _checks(

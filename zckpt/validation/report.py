@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from zckpt.errors import FormatError, count
+from zckpt.errors import FormatError, count, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -49,7 +49,7 @@ class Finding:
     def __str__(self) -> str:
         span = f" bytes [{self.start}, {self.stop})" if self.start is not None else ""
         key = f" ({self.key})" if self.key else ""
-        return f"{self.rule}  {self.file or ''}{span}{key}: {self.message}"
+        return printable(f"{self.rule}  {self.file or ''}{span}{key}: {self.message}")
 
 
 WHAT = {
@@ -73,7 +73,7 @@ class Observation:
     """The number of unusual elements. It is 1 for the kind "unlike_master", which is about the whole tensor."""
 
     def __str__(self) -> str:
-        return f"note  {self.key}: {self.count:,} {WHAT[self.kind]}"
+        return printable(f"note  {self.key}: {self.count:,} {WHAT[self.kind]}")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Report:
         verdict = "valid" if self.ok else count(len(self.findings), "finding")
         notes = f", {count(len(self.observations), 'note')}" if self.observations else ""
         summary = f"{self.path}: {verdict}{notes} ({count(self.files, 'file')}, {self.bytes_read:,} bytes read)"
-        return "\n".join([*map(str, self.findings), *map(str, self.observations), summary])
+        return "\n".join([*map(str, self.findings), *map(str, self.observations), printable(summary)])
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:

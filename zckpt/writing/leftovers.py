@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zckpt.errors import CheckpointExistsError, StorageError
+from zckpt.errors import CheckpointExistsError, StorageError, warn
 from zckpt.format import names
-from zckpt.listing.runs import entries_of, leftovers
+from zckpt.listing.leftovers import is_file, left_alone, leftovers, look
+from zckpt.listing.runs import entries_of
 from zckpt.repairing.salvage import is_complete
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
+    from zckpt.listing.leftovers import Found, Leftovers
     from zckpt.storage.contract import Store
+    from zckpt.storage.location import Location
 
 
 def recoverable(checkpoint: Store) -> list[str]:
@@ -27,12 +30,14 @@ def recoverable(checkpoint: Store) -> list[str]:
     ]
 
 
-def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str] = ()) -> None:
+def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str] = ()) -> Leftovers:
     """Removes the leftovers of a checkpoint for a new write. The caller holds the lock of the checkpoint. Files that
     cannot be removed stay. A save that could be repaired stays until the new write has committed. ``dead`` has the save
-    ids of the writers whose lock was taken over. They have not committed, so nobody misses their data.
+    ids of the writers whose lock was taken over. They have not committed, so nobody misses their data. What is foreign
+    stays, and a warning says so.
 
-    Raises CheckpointExistsError if there is a save that could be repaired, unless it is to be overwritten.
+    Returns what there was. Raises CheckpointExistsError if there is a save that could be repaired, unless it is to be
+    overwritten.
     """
     for name in prepared_manifests(checkpoint):
         checkpoint.remove(name)
@@ -44,13 +49,39 @@ def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str]
             hint="zckpt.repair makes a manifest of its data; write elsewhere, or replace it with "
             "overwrite=True (--overwrite)",
         )
-    for name in leftovers(checkpoint):
-        if name not in kept:
-            checkpoint.remove(name)
+    left = leftovers(checkpoint)
+    remove(checkpoint, {name: None for name in left.own if name not in kept})
+    if left.foreign:
+        warn(left_alone([checkpoint.location.child(name) for name in left.foreign]))
+    return left
 
 
 def prepared_manifests(checkpoint: Store) -> list[str]:
     """Returns the names of the temporary manifests of writers that died, or that were taken for dead. After these files
     are removed, none of these writers can commit any more, so no manifest will name the files that ``leftovers`` finds
     then."""
-    return [name for name in entries_of(checkpoint) if names.is_temporary(name, names.MANIFEST)]
+    temporaries = [name for name in entries_of(checkpoint) if names.is_temporary(name, names.MANIFEST)]
+    return [name for name in temporaries if is_file(checkpoint, name)]
+
+
+def remove(checkpoint: Store, entries: Mapping[str, Collection[str] | None]) -> None:
+    """Removes entries of a checkpoint's directory. The value of each is the argument ``named`` of ``look``. What cannot
+    be looked at or removed stays. What is foreign stays too, and a warning says so."""
+    foreign: list[Location] = []
+    for name, named in entries.items():
+        try:
+            found = look(checkpoint, name, named)
+        except StorageError:
+            continue
+        remove_found(checkpoint, found)
+        foreign += [checkpoint.location.child(path) for path in found.foreign]
+    if foreign:
+        warn(left_alone(foreign))
+
+
+def remove_found(store: Store, found: Found) -> None:
+    """Removes what ``look`` has found, except what is foreign."""
+    for path in found.files:
+        store.remove(path)
+    for path in found.directories:
+        store.remove_if_empty(path)

@@ -11,8 +11,9 @@ from zckpt.errors import CheckpointExistsError, RankError, StorageError, first_f
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import digest
+from zckpt.listing.leftovers import is_file, may_be_named, named_files, run_leftovers
 from zckpt.listing.other_formats import deepspeed_files
-from zckpt.listing.runs import latest_name, leftovers, run_leftovers
+from zckpt.listing.runs import latest_name
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_writes
 from zckpt.progress import logged, reported
@@ -24,11 +25,11 @@ from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.staging import pool_for
 from zckpt.transfer.write import run_writes
 from zckpt.writing.collect import tensors_of
-from zckpt.writing.leftovers import clear_for_write
+from zckpt.writing.leftovers import clear_for_write, remove
 from zckpt.writing.reuse import SameFile, read_back
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.plan.layout import DataFilePlan
     from zckpt.storage.contract import Store
@@ -73,9 +74,9 @@ class RankWrite:
     _index: bytes = field(default=b"", init=False)
     _begun: bool = field(default=False, init=False)
     """Whether this write has made the directory of the new data. Only then may it remove the directory."""
-    _replaced: list[str] = field(default_factory=list, init=False)
+    _replaced: Mapping[str, Collection[str] | None] = field(default_factory=dict, init=False)
     """The names of the files and directories that are removed after the commit: those of an older checkpoint, and those
-    of DeepSpeed's own checkpoint."""
+    of DeepSpeed's own checkpoint. The value of each is the argument ``named`` of ``look``."""
 
     def shared_bytes(self) -> int:
         """Returns how many bytes of this rank's files the store may share with existing files, which are those of an
@@ -121,13 +122,14 @@ class RankWrite:
                 "there is already a checkpoint here", file=str(store.location),
                 hint="write elsewhere, or replace it with overwrite=True (--overwrite)",
             )  # fmt: skip
-        clear_for_write(store, overwrite=overwrite, dead=lock.dead)
+        left = clear_for_write(store, overwrite=overwrite, dead=lock.dead)
         run = store.parent
         for name in run_leftovers(run):
             run.remove(name)
         for dead_save in lock.dead:
             prepared = names.temporary(names.LATEST, names.prepared_digits(dead_save))
-            if names.is_temporary(prepared, names.LATEST):  # the save id is from a file that anybody may have made
+            # The save id is from a file that anybody may have made.
+            if names.is_temporary(prepared, names.LATEST) and is_file(run, prepared):
                 run.remove(prepared)
         data_dir = names.data_dir(self.save_id)
         if store.exists(data_dir):  # a copy has the save id of its source
@@ -135,7 +137,9 @@ class RankWrite:
                 "the data of the same save are here already", file=str(store.location.child(data_dir)),
                 hint="`zckpt validate` says whether they are whole; to copy them again, remove this directory first",
             )  # fmt: skip
-        self._replaced = [*(name for name in store.entries() or () if names.is_data_dir(name)), *foreign]
+        data = [name for name in store.entries() or () if names.is_data_dir(name) and name not in left.foreign]
+        named = {} if left.manifest is None else {names.data_dir(left.manifest.save_id): named_files(left.manifest)}
+        self._replaced = {name: named.get(name) for name in [*data, *foreign]}
         self._begun = True
         store.make_directories(data_dir)
         return Space.of(store, self.needed_bytes)
@@ -230,16 +234,15 @@ class RankWrite:
                 except StorageError as error:
                     error.hint = f"{store.location} is committed and whole; the file `latest` does not name it yet"
                     raise
-        for name in self._replaced:
-            store.remove(name)
+        remove(store, self._replaced)
 
     def remove(self) -> None:
         """Removes what this write has made, unless the checkpoint is committed. It is called after a failure, and may
         be called several times."""
         if self.lock is not None:
             lock, self.lock = self.lock, None
-            data_dir = names.data_dir(self.save_id)
-            if self._begun and data_dir in leftovers(self.store):
-                self.store.remove(data_dir)
-            lock.release()
-            self.store.remove_if_empty("")
+            try:
+                if self._begun and not may_be_named(self.store, self.save_id):
+                    remove(self.store, {names.data_dir(self.save_id): ()})
+            finally:
+                lock.release()
