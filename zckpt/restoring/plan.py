@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.contract import Selection
 from zckpt.format.names import CLIENT_STATE
-from zckpt.listing.runs import newest_full, run_of
+from zckpt.listing.runs import newest_full
 from zckpt.plan.select import part_of
 from zckpt.restoring.matching import Match, match
 from zckpt.restoring.mismatch import summary, told
@@ -162,8 +162,8 @@ def plan_restore(
     left_out = checkpoint.contents.left_out
     if left_out and "optimizer" in trees and (request.strict or request.all_moments):
         problems = [f"the checkpoint leaves out {', '.join(left_out)}, without which training cannot go on"]
-        full = newest_full(run_of(open_store(checkpoint.path)))
-        resume = f"resume from {full}, the newest one that holds all" if full else "no whole one of the run holds all"
+        full = newest_full(open_store(checkpoint.path))
+        resume = f"resume from {full}, the newest one that holds all" if full else "no other one of the run holds all"
         hint = f"{resume}; {request.caller.weights.format(parts=json.dumps(weights))}"
     return RestorePlan(adapter, checkpoint, matched, restoring, client_state, own_state, problems, hint, warnings)
 
