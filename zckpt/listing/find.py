@@ -50,7 +50,7 @@ def find(path: StrPath) -> Store:
             if has_manifest(store, name):
                 return checkpoint
         except FormatError as error:
-            error.hint = what_is_here(store)
+            error.hint = f"{error.hint}; {what_is_here(store)}" if error.hint else what_is_here(store)
             raise
         other = other_format(checkpoint.entries() or ())
         if other is not None:

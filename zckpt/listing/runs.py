@@ -287,8 +287,10 @@ def _of_same_run(checkpoint: Store) -> list[Store]:
 
 
 def _newest_first(checkpoints: Iterable[Store]) -> list[Store]:
-    """Returns the checkpoints sorted, the one that was committed last first."""
-    return sorted(checkpoints, key=lambda store: (committed_at(store), str(store.location)), reverse=True)
+    """Returns the checkpoints sorted, the one that was committed last first. Those whose manifest cannot be opened,
+    because it is a link, are left out."""
+    committed = ((committed_at(store), str(store.location), store) for store in checkpoints)
+    return [store for at, _, store in sorted(committed, key=lambda entry: entry[:2], reverse=True) if at]
 
 
 def _checkpoints(run: Store) -> list[Store]:
