@@ -21,7 +21,7 @@ from zckpt.listing.find import find
 from zckpt.listing.other_formats import deepspeed_files
 from zckpt.listing.runs import is_full
 from zckpt.ranks.collectives import Ranks
-from zckpt.restoring.plan import Caller, Request, engine_state
+from zckpt.restoring.plan import Caller, Request, check_settings, engine_state
 from zckpt.state.inventory import RESERVED_PARTS
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         keep_every: int | None
         full_every: int | None
         reuse: Literal["latest"] | None
+        settings: Literal["checkpoint", "engine"]
 
 
 _WEIGHTS = ("master", "param", "buffer")
@@ -49,7 +50,9 @@ _LOAD = Caller(
     "engine.load_checkpoint",
     "load_module_strict=False",
     "load_module_only=True restores the weights alone",
-    "load_optimizer_states=False also the counters, and the scheduler unless load_lr_scheduler_states=False",
+    "load_optimizer_states=False also the counters, with load_lr_scheduler_states=False if the scheduler does not fit",
+    'zckpt.attach(zckpt.detach(engine), settings="engine")',
+    "load_lr_scheduler_states=False",
 )
 _METHODS = ("save_checkpoint", "load_checkpoint")
 _MARK = "_zckpt_attaches"
@@ -64,6 +67,7 @@ def attach(
     keep_every: int | None = None,
     full_every: int | None = None,
     reuse: Literal["latest"] | None = "latest",
+    settings: Literal["checkpoint", "engine"] = "checkpoint",
 ) -> Any:
     """Makes ``save_checkpoint`` and ``load_checkpoint`` of a DeepSpeed engine use zckpt.
 
@@ -115,6 +119,9 @@ def attach(
             each weight, such as the moments of Adam. With Adam they take a third of the bytes. None means that all
             checkpoints are full.
         reuse: None writes all files anew. "latest" has the same meaning as for ``zckpt.write``.
+        settings: whether ``load_checkpoint`` restores the settings of the checkpoint, or the engine keeps its own, such
+            as a new learning rate, as for ``zckpt.restore``. With ``load_lr_scheduler_states=False`` the scheduler
+            stays where it is.
 
     Returns:
         The engine.
@@ -129,10 +136,10 @@ def attach(
             f"{type(engine).__name__} has no {' and '.join(_METHODS)}",
             hint="attach the engine that deepspeed.initialize returns; any other one: zckpt.write and zckpt.restore",
         )
-    options = _write_options(background, replace_deepspeed, keep_last, keep_every, full_every, reuse)
+    options = _write_options(background, replace_deepspeed, keep_last, keep_every, full_every, reuse, settings)
     if saves_of(engine) is None:
         original: Callable[..., Any] = engine.load_checkpoint
-        saves = Saves(engine, full_every or 1)
+        saves = Saves(engine, full_every or 1, settings)
         engine.save_checkpoint = functools.partial(_save_checkpoint, engine, options, saves)
         engine.load_checkpoint = functools.partial(_load_checkpoint, engine, original, saves)
     return engine
@@ -145,9 +152,11 @@ def _write_options(
     keep_every: int | None = None,
     full_every: int | None = None,
     reuse: str | None = "latest",
+    settings: str = "checkpoint",
 ) -> WriteOptions:
     """Returns the options of the writes of an attached engine. Raises ValueError."""
     check_counts(full_every=full_every)
+    check_settings(settings)
     if reuse not in ("latest", None):
         raise ValueError(f"reuse must be 'latest' or None, got {reuse!r}")
     options = WriteOptions(
@@ -353,8 +362,9 @@ def _load_checkpoint(
 
     parts, trees = ranks.together(choose, "open the checkpoint")
     request = Request(
-        parts=parts, state=trees, strict=load_module_strict, own_client_state=True, caller=_LOAD, all_moments=True
-    )
+        parts=parts, state=trees, strict=load_module_strict, own_client_state=True, caller=_LOAD, all_moments=True,
+        settings=saves.settings,
+    )  # fmt: skip
     restored, _ = restore_engine(engine, path, request)
     if not weights_only:
         saves.end(0)

@@ -42,6 +42,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-reuse", action="store_true", help="write all files anew, and share none with an earlier checkpoint"
     )
+    parser.add_argument(
+        "--settings",
+        choices=["checkpoint", "engine"],
+        default="checkpoint",
+        help="with `engine`, a resume keeps the settings of the script, such as a new learning rate or weight decay",
+    )
     parser.add_argument("script", help="the script, as you would give it to python")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the script")
 
@@ -65,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     zckpt.attach_all(
         background=arguments.background or None, full_every=arguments.full_every,
         reuse=None if arguments.no_reuse else "latest", replace_deepspeed=arguments.replace_deepspeed,
-        on_attach=on_attach,
+        settings=arguments.settings, on_attach=on_attach,
     )  # fmt: skip
     local_rank = [] if arguments.local_rank is None else [f"--local_rank={arguments.local_rank}"]
     sys.argv = [script, *local_rank, *arguments.arguments]

@@ -212,6 +212,13 @@ class Selection:
     it."""
     rng: bool
     """Whether the random number generators are restored too. If not, they are not changed."""
+    strict: bool = True
+    """Whether it is a problem if only a part of a tree fits the engine. If not, the engine keeps the rest of its own
+    values."""
+    keeps_settings: bool = False
+    """Whether the engine keeps its own settings: those of its optimizer, such as the learning rate and the weight
+    decay, and those of its scheduler. Values that are counted while the engine trains are no settings. The scheduler
+    goes to the step of the checkpoint in its own schedule."""
 
 
 class Batch(NamedTuple):

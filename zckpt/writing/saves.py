@@ -9,7 +9,9 @@ _SAVES = "_zckpt_saves"
 class Saves:
     """The count of the saves of one attached engine. All ranks count alike."""
 
-    def __init__(self, engine: object, full_every: int) -> None:
+    def __init__(self, engine: object, full_every: int, settings: str = "checkpoint") -> None:
+        self.settings = settings
+        """Whose settings the engine has after a load: those of the "checkpoint" or those of the "engine"."""
         self._full_every = full_every
         self._number: int | None = None
         """The number of the last save. A full save has the number 0. None means that the next save is full."""

@@ -40,6 +40,10 @@ COUNTING_TOGETHER = frozenset({"FusedAdam"})
 """The classes of optimizers that count the steps of all tensors of a param group in one state only: that of the last
 tensor that was updated."""
 
+COUNTED = frozenset({"step", "k", "d", "d_max", "d_numerator", "weight_sum", "lr_max", "scheduled_lr"})
+"""The entries of param groups that optimizers change themselves while they train: those of pytorch_optimizer,
+D-Adaptation, Prodigy and schedule-free ones. They are no settings."""
+
 
 def inner(optimizer: Any) -> Any:
     """Returns the optimizer to which Muon leaves the parameters that are not matrices. Returns None for any other
@@ -125,10 +129,13 @@ class Saved:
 
     ``bound``: what ``capture_bound`` returned on this same rank, or None if there was no such rank. ``kept``: the
     parameters whose weights are not restored. What was saved for them is ignored, as if the checkpoint did not have
-    them.
+    them. ``keeps_settings``: as in ``Selection``.
     """
 
-    def __init__(self, tree: Any, bound: Any = None, kept: Collection[str] = ()) -> None:
+    def __init__(
+        self, tree: Any, bound: Any = None, kept: Collection[str] = (), *, keeps_settings: bool = False
+    ) -> None:
+        self._keeps_settings = keeps_settings
         has_no_class = isinstance(tree, Mapping) and tree.get("class", "") is None
         self.optimizer_class = None if has_no_class else _member(tree, "class", str, "optimizer")
         self.inner_class = _member(tree, "inner_class", str, "optimizer") if "inner_class" in tree else None
@@ -172,16 +179,28 @@ class Saved:
         """Returns whether the optimizer had any state for the parameter when it was saved."""
         return name in self._state_of
 
-    def settings(self, names: Sequence[str], unknown: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    def group_of(self, names: Iterable[str]) -> int | None:
+        """Returns the index of the first param group that had one of ``names`` when it was saved."""
+        group = next((self._group_of[name] for name in names if name in self._group_of), None)
+        return next((index for index, saved in enumerate(self.groups) if saved is group), None)
+
+    def restores(self, key: str, live: Collection[str]) -> bool:
+        """Returns whether the entry ``key`` of a param group is restored. ``live``: the entries that the live group
+        has."""
+        return key != "params" and (not self._keeps_settings or key in COUNTED or key not in live)
+
+    def settings(
+        self, names: Sequence[str], unknown: Collection[str], live: Collection[str]
+    ) -> tuple[dict[str, Any], list[str]]:
         """Returns the settings that all of ``names`` had in their param groups when they were saved, and the reasons
         why they cannot be restored. Parameters that are kept, and those in ``unknown``, need not have had settings.
-        They get the settings of the others."""
-        optional = self._kept.union(unknown)
+        They get the settings of the others. ``live``: as in ``restores``."""
+        optional = self._kept.union(names if self._keeps_settings else unknown)
         groupless = [name for name in names if name not in self._group_of and name not in optional]
         if groupless:
             return {}, [f"{first_few(groupless, 1)}: in no param group of the checkpoint"]
         groups = _distinct(self._group_of.get(name) for name in names)
-        saved = [{key: value for key, value in group.items() if key != "params"} for group in groups if group]
+        saved = [{key: group[key] for key in group if self.restores(key, live)} for group in groups if group]
         if not saved:
             return {}, []
         first = saved[0]
@@ -258,7 +277,7 @@ def problems(
             reasons.append(f"optimizer: {saved_class} in the checkpoint, {live_class} in the engine")
     names = _by_group(flats)
     for index in range(len(optimizer.param_groups)):
-        reasons += _settings(saved, index, names, unknown)[1]
+        reasons += _settings(saved, index, names, unknown, optimizer)[1]
     for flat, state, reasons_of_state in _states(saved, optimizer, flats):
         if state is None:
             continue
@@ -283,7 +302,7 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[FlatBuffer], unknown: 
     reasons."""
     names = _by_group(flats)
     for index, group in enumerate(optimizer.param_groups):
-        for key, value in _settings(saved, index, names, unknown)[0].items():
+        for key, value in _settings(saved, index, names, unknown, optimizer)[0].items():
             group[key] = _placed(value, group.get(key), torch.device("cpu"))
     for flat, saved_state, _ in _states(saved, optimizer, flats):
         if saved_state is None:
@@ -313,15 +332,30 @@ def _by_group(flats: Sequence[FlatBuffer]) -> dict[int, list[str]]:
     return names
 
 
+def matching_groups(saved: Saved, optimizer: Any, flats: Sequence[FlatBuffer]) -> list[int | None]:
+    """Returns for each live param group the index of the saved one, or None if the checkpoint does not have it."""
+    names = _by_group(flats)
+    indices = range(len(optimizer.param_groups))
+    return [saved.group_of(names[index]) if index in names else _without_trained(saved, index) for index in indices]
+
+
+def _without_trained(saved: Saved, index: int) -> int | None:
+    """Returns ``index`` if the saved param group of that index has only frozen parameters, and otherwise None. A live
+    group of frozen parameters is known only by its index."""
+    return index if index < len(saved.groups) and not saved.groups[index]["params"] else None
+
+
 def _settings(
-    saved: Saved, index: int, names: Mapping[int, Sequence[str]], unknown: Collection[str]
+    saved: Saved, index: int, names: Mapping[int, Sequence[str]], unknown: Collection[str], optimizer: Any
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns what ``Saved.settings`` returns for the live param group ``index``."""
+    live = optimizer.param_groups[index]
     if index in names:
-        return saved.settings(names[index], unknown)
-    # All parameters of the group are frozen, so it is known only by its index.
-    group = saved.groups[index] if index < len(saved.groups) else {"params": ["?"]}
-    return ({} if group["params"] else {key: value for key, value in group.items() if key != "params"}), []
+        return saved.settings(names[index], unknown, live)
+    if _without_trained(saved, index) is None:
+        return {}, []
+    group = saved.groups[index]
+    return {key: value for key, value in group.items() if saved.restores(key, live)}, []
 
 
 def _states(
