@@ -437,6 +437,6 @@ def test_a_restore_from_a_missing_path_fails_on_all_ranks(failed_restores: list[
 def test_an_attached_engine_writes_with_the_defaults_of_write() -> None:
     of_write = inspect.signature(zckpt.write).parameters
     defaults = {field.name: field.default for field in dataclasses.fields(WriteOptions)}
-    assert defaults.keys() - of_write.keys() == {"run", "each_client_state", "replace_foreign"}
+    assert defaults.keys() - of_write.keys() == {"run", "each_client_state", "leave_out", "replace_foreign"}
     assert of_write.keys() - defaults.keys() == {"engine", "path"}
     assert all(of_write[name].default == defaults[name] for name in of_write.keys() & defaults.keys())

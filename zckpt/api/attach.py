@@ -7,26 +7,31 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+import torch.distributed as dist
+
 from zckpt.api import frameworks, zero_to_fp32
 from zckpt.api.background import wait
 from zckpt.api.open import open as open_path
 from zckpt.api.restore import restore_engine
 from zckpt.api.write import write_engine
 from zckpt.engines import adapt, group_of
-from zckpt.engines.registered import registered
+from zckpt.engines.hooks import after_calls
+from zckpt.engines.registered import registered, with_registered
 from zckpt.errors import FormatError, MismatchError, TagError, UnsupportedError, ZckptError, warn
 from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.listing.find import find
 from zckpt.listing.other_formats import deepspeed_files
-from zckpt.listing.runs import is_full
+from zckpt.listing.runs import is_full, latest_name
 from zckpt.ranks.collectives import Ranks
 from zckpt.restoring.plan import Caller, Request, check_settings, engine_state
 from zckpt.state.inventory import RESERVED_PARTS
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import flag
+from zckpt.writing.collect import what_is_left_out
 from zckpt.writing.options import WriteOptions, check_counts
+from zckpt.writing.prepare import LEFT_OUT, tell
 from zckpt.writing.saves import Saves, forget_saves, saves_of
 
 if TYPE_CHECKING:
@@ -78,7 +83,7 @@ def attach(
       offload than those of the checkpoint.
     - The path that ``load_checkpoint`` returns is the directory of the checkpoint.
     - A failure on one rank raises an error on every rank.
-    - A tag that ``latest`` cannot name, such as ``../best``, raises ValueError.
+    - A tag that ``latest`` cannot name, such as ``../best``, is saved without a change to ``latest``, with a warning.
     - ``custom_load_fn`` raises UnsupportedError for a zckpt checkpoint.
 
     A folder in DeepSpeed's own format is loaded by DeepSpeed. ``load_checkpoint`` does not restore random number
@@ -93,6 +98,13 @@ def attach(
     load with the same number of ranks returns to each rank its own. A load with another number of ranks returns the
     ``client_state`` of rank 0 to every rank, with a warning. A save in the middle of gradient accumulation leaves the
     gradients out, as DeepSpeed does, with a warning. An engine without an optimizer saves its weights and buffers.
+
+    What ``zckpt.write`` would refuse, such as a function in ``client_state`` or in the state of a scheduler, is left
+    out of the checkpoint. A warning names each such value once: those of the scheduler and the optimizer's settings at
+    this call, those of the optimizer's state and of registered objects after the first step, and those of
+    ``client_state`` at the save. After a load, the engine keeps its own values in their place. If the ranks have
+    different values of which one is saved for all, such as one that an optimizer computes from its own partition, that
+    of rank 0 is saved, with a warning.
 
     With ``full_every``, a checkpoint is full if it holds the whole state. The first save is full, and the count begins
     anew with each full checkpoint that is saved or loaded. A run that was stopped and resumed therefore has its full
@@ -127,7 +139,8 @@ def attach(
         The engine.
 
     Raises:
-        UnsupportedError: the object has no methods ``save_checkpoint`` and ``load_checkpoint``.
+        UnsupportedError: the object has no methods ``save_checkpoint`` and ``load_checkpoint``, or zckpt could not save
+            and restore everything in the engine. The error names the mode.
         ValueError: a number is not a whole number of 1 or more, or an argument or the environment variable has a value
             that is not allowed.
     """
@@ -138,11 +151,48 @@ def attach(
         )
     options = _write_options(background, replace_deepspeed, keep_last, keep_every, full_every, reuse, settings)
     if saves_of(engine) is None:
+        adapter = adapt(engine)
+        adapter.refuse_unsupported(drop_gradients=True)
         original: Callable[..., Any] = engine.load_checkpoint
         saves = Saves(engine, full_every or 1, settings)
         engine.save_checkpoint = functools.partial(_save_checkpoint, engine, options, saves)
         engine.load_checkpoint = functools.partial(_load_checkpoint, engine, original, saves)
+        _tell_what_is_left_out(engine, None)
+        _after_first_step(engine, adapter.step, functools.partial(_check_after_step, engine, saves))
     return engine
+
+
+def _after_first_step(engine: Any, step: int, action: Callable[[], None]) -> None:
+    """Arranges that ``action`` is called once, after the step of the engine that follows ``step``."""
+
+    def once() -> None:
+        if adapt(engine).step != step:  # It was not only a step of gradient accumulation.
+            undo()
+            action()
+
+    undo = after_calls([(engine, "step", once)])
+
+
+def _check_after_step(engine: Any, saves: Saves) -> None:
+    """Tells what saves cannot keep. Some states of the optimizer, and registered objects, exist only after a step."""
+    if saves_of(engine) is not saves:  # The engine was detached.
+        return
+    try:
+        adapt(engine).refuse_unsupported(drop_gradients=True)
+        _tell_what_is_left_out(engine, with_registered(engine, None))
+    except Exception as error:  # A save raises it again. The training goes on until then.
+        warn(f"save_checkpoint of this engine is going to fail: {error}")
+
+
+def _tell_what_is_left_out(engine: Any, states: Mapping[str, Any] | None) -> None:
+    """Gives a warning about what saves leave out. ``states``: those of the registered objects."""
+    if _is_first(engine):
+        tell(engine, LEFT_OUT, what_is_left_out(adapt(engine), states))
+
+
+def _is_first(engine: Any) -> bool:
+    """Returns whether this is the first rank of the engine, which gives the warnings."""
+    return not dist.is_initialized() or dist.get_rank(group_of(engine)) == 0
 
 
 def _write_options(
@@ -160,7 +210,8 @@ def _write_options(
     if reuse not in ("latest", None):
         raise ValueError(f"reuse must be 'latest' or None, got {reuse!r}")
     options = WriteOptions(
-        overwrite=True, pending_gradients="drop", each_client_state=True, replace_foreign=replace_deepspeed,
+        overwrite=True, pending_gradients="drop", each_client_state=True, leave_out=True,
+        replace_foreign=replace_deepspeed,
         background=flag("ZCKPT_BACKGROUND", False) if background is None else background, keep_last=keep_last,
         keep_every=keep_every, reuse=reuse,
     )  # fmt: skip
@@ -193,6 +244,8 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
     - Trainer resumes only from complete checkpoints.
     - Trainer, Accelerate and Lightning remove an older checkpoint only when a newer one is complete.
 
+    DeepSpeed itself goes on to save and load an engine that zckpt does not support, and a warning says so.
+
     This imports DeepSpeed. Calling it a second time changes nothing.
 
     Args:
@@ -212,9 +265,14 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         engine, *others = original(*args, **kwargs)
-        attach(engine, **options)
-        if on_attach is not None:
-            on_attach(engine)
+        try:
+            attach(engine, **options)
+        except UnsupportedError as error:
+            if _is_first(engine):
+                warn(f"DeepSpeed itself saves and loads this engine: {error}")
+        else:
+            if on_attach is not None:
+                on_attach(engine)
         return (engine, *others)
 
     setattr(initialize, _MARK, True)
@@ -245,6 +303,8 @@ def _save_checkpoint(
     tags = ranks.share(checked_tag, "save a checkpoint")
     ranks.together(lambda: _check_tags(engine, tags, ranks), "agree on a tag")
     path, step = str(Location.of(save_dir).child(tags[0])), engine.global_steps
+    if save_latest:
+        save_latest = ranks.together(lambda: _may_be_latest(path, save_dir, ranks), "agree on a tag")
     number = saves.begin(path, step)
     wait()  # The write before this one has to be committed, because its checkpoint may be the full one.
     if number:
@@ -267,6 +327,21 @@ def _save_checkpoint(
     write_engine(engine, path, options)
     saves.end(number, path, step)
     ranks.together(lambda: _warn_of_gradients(engine) if ranks.rank == 0 else None, "end the save")
+    return True
+
+
+def _may_be_latest(path: str, save_dir: StrPath, ranks: Ranks) -> bool:
+    """Returns whether ``latest`` can name the checkpoint. If not, rank 0 gives a warning. Raises ValueError if the
+    checkpoint would take the place of the file ``latest``."""
+    place, run = Location.of(path).absolute(), Location.of(save_dir).absolute()
+    try:
+        latest_name(place, run)
+    except ValueError as error:
+        if place.path_from(run).split("/")[0] == names.LATEST:
+            raise
+        if ranks.rank == 0:
+            warn(f"the checkpoint is saved, but `latest` does not name it, so pass its tag to load it: {error}")
+        return False
     return True
 
 

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     finally:
         if succeeded and not attached and os.environ.get("RANK", "0") == "0":
-            _print("nothing was attached: the script made no engine by deepspeed.initialize")
+            _print("nothing was attached: the script made no engine by deepspeed.initialize that zckpt supports")
     return 0
 
 

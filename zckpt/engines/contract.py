@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     from zckpt.state.inventory import Fragment, Holding, Inventory
 
 
+_LEFT_OUT = "left out by zckpt"
+
+
+def left_out(reason: str) -> dict[str, str]:
+    """Returns what trees of an engine have in the place of a value that could not be saved. ``reason``: why."""
+    return {_LEFT_OUT: reason}
+
+
+def is_left_out(value: object) -> bool:
+    """Returns whether a value of a tree is one that ``left_out`` has returned."""
+    return isinstance(value, dict) and value.keys() == {_LEFT_OUT}
+
+
 class EngineAdapter(Protocol):
     """Reads and restores one live engine on one rank. Ranks are numbered within the engine's own group of ranks
     (``group_of``).
@@ -127,6 +140,9 @@ class EngineAdapter(Protocol):
         Trees contain None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, dense tensors and
         NumPy arrays, of exactly these types. Keys are strings or 64-bit integers. The trees are read back with the same
         types, and with tensors in host memory.
+
+        A save may leave out entries of maps that it cannot keep, instead of failing. Then the tree that is read back
+        has what ``left_out`` returns in their place, and the engine has to keep its own values.
 
         The trees may share memory with the engine, so use them before training continues.
         """

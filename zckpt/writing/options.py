@@ -26,7 +26,7 @@ def check_counts(**counts: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """The arguments of ``zckpt.write``, whose docstring explains them, and three that an attached engine needs."""
+    """The arguments of ``zckpt.write``, whose docstring explains them, and four that an attached engine needs."""
 
     parts: Collection[str] | None = None
     exclude: Collection[str] = ()
@@ -49,6 +49,8 @@ class WriteOptions:
     each_client_state: bool = False
     """What is written if the ranks have different client_state. True: that of each rank, in the tree of the rank, under
     the key ``client_state``. False: only that of rank 0, and a warning says so."""
+    leave_out: bool = False
+    """Whether what cannot be saved is left out, and a warning says so. If not, it is an error."""
     replace_foreign: bool = False
     """Whether the files of DeepSpeed's own checkpoint in the target are removed after the commit. If not, they cause a
     CheckpointExistsError before a byte is written."""

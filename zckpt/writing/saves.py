@@ -12,6 +12,8 @@ class Saves:
     def __init__(self, engine: object, full_every: int, settings: str = "checkpoint") -> None:
         self.settings = settings
         """Whose settings the engine has after a load: those of the "checkpoint" or those of the "engine"."""
+        self.told: set[str] = set()
+        """The paths of the values that the saves change or leave out, and of which a warning has told."""
         self._full_every = full_every
         self._number: int | None = None
         """The number of the last save. A full save has the number 0. None means that the next save is full."""

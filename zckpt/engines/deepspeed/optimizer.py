@@ -16,16 +16,23 @@ tree of their rank, and ``"bound": ["factors"]`` in the entry of ``states`` name
     [{"params": ["a.weight", ...], "geometry": {...}, "values": {"factors": <tensor>}}, ...]
 
 Muon leaves some parameters to another optimizer inside it, whose class is in ``"inner_class": "FusedAdam"``.
+
+A numpy scalar is kept as the number of Python that equals it. If it has fewer than 64 bits, arithmetic with it is less
+precise than with that number, so ``"numpy": [[0, "lr", "float32"], ...]`` has the index of the group, the key and the
+dtype. For a list or tuple, it has a list of the dtypes of the items, and null for items of other types.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
+from zckpt.engines.contract import is_left_out
 from zckpt.engines.deepspeed.flats import FlatBuffer, bound, geometry, is_bound, moments, numbers
 from zckpt.errors import FormatError, first_few
 
@@ -43,6 +50,9 @@ tensor that was updated."""
 COUNTED = frozenset({"step", "k", "d", "d_max", "d_numerator", "weight_sum", "lr_max", "scheduled_lr"})
 """The entries of param groups that optimizers change themselves while they train: those of pytorch_optimizer,
 D-Adaptation, Prodigy and schedule-free ones. They are no settings."""
+
+NARROW: dict[str, type[np.generic]] = {"float16": np.float16, "float32": np.float32}
+"""The types of numpy scalars with which arithmetic is less precise than with numbers of Python."""
 
 
 def inner(optimizer: Any) -> Any:
@@ -88,7 +98,14 @@ def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
             candidates.append(entry)
         entry["params"].extend(flat.names)
     inner_entry = {} if inner(optimizer) is None else {"inner_class": type(inner(optimizer)).__name__}
-    return {"class": type(optimizer).__name__, **inner_entry, "param_groups": groups, "states": states}
+    narrow = [
+        [index, key, dtype]
+        for index, group in enumerate(groups)
+        for key, value in group.items()
+        if (dtype := _narrow_dtype(value)) is not None
+    ]
+    numpy_entry = {"numpy": narrow} if narrow else {}
+    return {"class": type(optimizer).__name__, **inner_entry, **numpy_entry, "param_groups": groups, "states": states}
 
 
 def capture_bound(optimizer: Any, flats: Sequence[FlatBuffer]) -> list[dict[str, Any]]:
@@ -139,16 +156,24 @@ class Saved:
         has_no_class = isinstance(tree, Mapping) and tree.get("class", "") is None
         self.optimizer_class = None if has_no_class else _member(tree, "class", str, "optimizer")
         self.inner_class = _member(tree, "inner_class", str, "optimizer") if "inner_class" in tree else None
-        self.groups = _members(tree, "param_groups")
+        self.groups: list[Mapping[str, Any]] = [_without_left_out(group) for group in _members(tree, "param_groups")]
+        for entry in _member(tree, "numpy", list, "optimizer") if "numpy" in tree else ():
+            match entry:
+                case [int() as index, str() as key, dtype] if 0 <= index < len(self.groups):
+                    group = self.groups[index]
+                    self.groups[index] = {**group, key: _narrowed(group.get(key), dtype)}
+                case _:
+                    raise FormatError(f"state: optimizer.numpy has {entry!r}")
         self._group_of = {name: group for group in self.groups for name in group["params"]}
         self._state_of: dict[str, Mapping[str, Any]] = {}
-        for entry in _members(tree, "states"):
+        for entry in map(dict, _members(tree, "states")):
             _names(entry, "moments", "optimizer.states")
             step = _member(entry, "values", dict, "optimizer.states").get("step", 0)
             if type(step) is int and not 0 <= step < 2**31:
                 raise FormatError(f"state: optimizer.states.values.step is {step!r}")
             if "bound" in entry:
                 _names(entry, "bound", "optimizer.states")
+            entry["values"] = _without_left_out(entry["values"])
             self._state_of.update(dict.fromkeys(entry["params"], entry))
         self._counted = self._state_of
         if (self.inner_class or self.optimizer_class) in COUNTING_TOGETHER:
@@ -158,10 +183,10 @@ class Saved:
             {name: entry for name, entry in by_name.items() if name not in self._kept}
             for by_name in (self._group_of, self._state_of, self._counted)
         )
-        self._bound = {}
+        self._bound: dict[tuple[str, ...], Mapping[str, Any]] = {}
         for entry in [] if bound is None else _members({"bound": bound}, "bound"):
-            _member(entry, "values", dict, "optimizer.bound")
-            self._bound[tuple(entry["params"])] = entry
+            values = _without_left_out(_member(entry, "values", dict, "optimizer.bound"))
+            self._bound[tuple(entry["params"])] = {**entry, "values": values}
 
     @staticmethod
     def has_bound(tree: Any) -> bool:
@@ -190,7 +215,7 @@ class Saved:
         return key != "params" and (not self._keeps_settings or key in COUNTED or key not in live)
 
     def settings(
-        self, names: Sequence[str], unknown: Collection[str], live: Collection[str]
+        self, names: Sequence[str], unknown: Collection[str], live: Collection[str] = ()
     ) -> tuple[dict[str, Any], list[str]]:
         """Returns the settings that all of ``names`` had in their param groups when they were saved, and the reasons
         why they cannot be restored. Parameters that are kept, and those in ``unknown``, need not have had settings.
@@ -384,7 +409,8 @@ def _placed(value: Any, present: Any, device: torch.device) -> Any:
     """Returns a copy of ``value`` whose tensors are on ``device``. If ``present`` is a tensor of the same shape and
     dtype, its memory is used for the copy.
 
-    A function stands for a tensor or an array that has not been read yet.
+    A function stands for a tensor or an array that has not been read yet. If ``present`` is a numpy scalar that can
+    have the value of a number of Python, so is the copy.
     """
     if callable(value):
         value = value()
@@ -393,11 +419,49 @@ def _placed(value: Any, present: Any, device: torch.device) -> Any:
             return present.copy_(value)
         return value.detach().to(device, copy=True)
     if isinstance(value, (list, tuple)):
-        return type(value)(_placed(item, None, device) for item in value)
+        alike = isinstance(present, (list, tuple)) and len(present) == len(value)
+        items = zip(value, present if alike else [None] * len(value), strict=True)
+        return type(value)(_placed(*pair, device) for pair in items)
     if isinstance(value, dict):
         placed = copy(value)  # The copy has the same class, such as OrderedDict.
         placed.update({key: _placed(item, None, device) for key, item in value.items()})
         return placed
+    return like(value, present)
+
+
+def _without_left_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if not is_left_out(value)}
+
+
+def _narrow_dtype(value: Any) -> Any:
+    """Returns the name of the dtype if the value is a numpy scalar of ``NARROW``, a list of such names if it is a list
+    or tuple with such scalars, and otherwise None."""
+    if isinstance(value, (list, tuple)):
+        dtypes = [*map(_narrow_dtype, value)]
+        return dtypes if any(dtypes) else None
+    return type(value).__name__ if type(value) in NARROW.values() else None
+
+
+def _narrowed(value: Any, dtype: Any) -> Any:
+    """Returns a saved value as the numpy scalars that it was. ``dtype``: what ``_narrow_dtype`` has returned. Raises
+    FormatError if it cannot have returned this."""
+    if dtype is None:
+        return value
+    if isinstance(dtype, list) and isinstance(value, (list, tuple)) and len(dtype) == len(value):
+        return type(value)(map(_narrowed, value, dtype))
+    if isinstance(dtype, str) and dtype in NARROW and type(value) is float:
+        return NARROW[dtype](value)
+    raise FormatError(f"state: optimizer.numpy has {dtype!r} for {value!r}")
+
+
+def like(value: Any, present: Any) -> Any:
+    """Returns a number of Python as a numpy scalar, if ``present`` is one and its type has an equal number. Returns all
+    other values unchanged."""
+    if isinstance(present, (np.bool_, np.number)) and type(value) in (bool, int, float):
+        with suppress(OverflowError), np.errstate(all="ignore"):
+            same = type(present)(value)
+            if _equal(same.item(), value):
+                return same
     return value
 
 

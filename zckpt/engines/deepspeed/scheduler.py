@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from zckpt.engines.contract import is_left_out
+from zckpt.engines.deepspeed.optimizer import like
 from zckpt.errors import FormatError
 
 if TYPE_CHECKING:
@@ -70,8 +72,7 @@ class SavedScheduler:
         ``param_groups``: those of the optimizer, with the settings that were restored."""
         if self._scheduler is None:
             return
-        live = self._scheduler.state_dict()
-        self._scheduler.load_state_dict({key: self._fitted(value, live.get(key)) for key, value in self._state.items()})
+        self._scheduler.load_state_dict(self._fitted(dict(self._state), self._scheduler.state_dict()))
         if hasattr(self._scheduler, "_last_lr") and "_last_lr" not in self._state:
             # DeepSpeed's own schedulers save only a step number. Without this, get_last_lr() would return the learning
             # rates of the first step.
@@ -108,14 +109,17 @@ class SavedScheduler:
         return self._is_by_group(saved, live) or any(self._differs_in_groups(*pair) for pair in _inside(saved, live))
 
     def _fitted(self, saved: Any, live: Any) -> Any:
-        """Returns a saved value, with entries for the live param groups in lists by param group."""
+        """Returns a saved value, with entries for the live param groups in lists by param group, and with the types of
+        numbers that the scheduler has now. What the save has left out is as it is now."""
+        if is_left_out(saved):
+            return live
         if self._is_by_group(saved, live):
             return [live[number] if group is None else saved[group] for number, group in enumerate(self._groups)]
         if type(saved) is dict and isinstance(live, Mapping):
             return {key: self._fitted(value, live.get(key)) for key, value in saved.items()}
         if type(saved) is list and isinstance(live, list) and len(saved) == len(live):
             return [self._fitted(*pair) for pair in zip(saved, live, strict=True)]
-        return saved
+        return like(saved, live)
 
 
 def _inside(saved: object, live: object) -> Iterable[tuple[object, object]]:
