@@ -105,6 +105,7 @@ def save_what_can_be_saved(directory: str) -> None:
         assert "the key (0, 1) of client_state.args as '(0, 1)'" in replaced
         assert "client_state.args.callbacks, since client_state.args.callbacks[1]: builtin" in left_out
         assert "client_state.args.model.kind: type" in left_out
+        assert "fetch" not in left_out, "this was said before, though rank 1 has it too"
         assert saves[1] == []
         assert said_later == [left_out.partition(": ")[0] + ": client_state.late, since client_state.late[0]: "
                               "builtin_function_or_method cannot be kept"]  # fmt: skip

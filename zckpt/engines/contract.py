@@ -38,6 +38,11 @@ def is_left_out(value: object) -> bool:
     return isinstance(value, dict) and value.keys() == {_LEFT_OUT}
 
 
+def without_left_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a map of a tree without the values that could not be saved."""
+    return {key: value for key, value in values.items() if not is_left_out(value)}
+
+
 class EngineAdapter(Protocol):
     """Reads and restores one live engine on one rank. Ranks are numbered within the engine's own group of ranks
     (``group_of``).

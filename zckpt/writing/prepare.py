@@ -228,14 +228,18 @@ class Preparation:
 
 
 def tell(engine: object, message: str, changes: Mapping[str, str]) -> None:
-    """Gives one warning about ``changes``, which have a text for each path of a value. If the engine is attached, this
-    tells only once of each path."""
+    """Gives one warning about ``changes``, which have a text for each path of a value. It tells only once of a value
+    that several ranks have, and, if the engine is attached, of one that several saves have."""
     saves = saves_of(engine)
     told = set() if saves is None else saves.told
-    new = [said for path, said in changes.items() if path not in told]
-    told.update(changes)
+    new: dict[str, str] = {}
+    for path, said in changes.items():
+        place = path.partition("]")[2] if path.startswith("rank_state[") else path
+        if place not in told:
+            new.setdefault(place, said)
+    told.update(new)
     if new:
-        warn(f"{message}: {first_few(new, SHOWN_MAX)}")
+        warn(f"{message}: {first_few([*new.values()], SHOWN_MAX)}")
 
 
 def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:

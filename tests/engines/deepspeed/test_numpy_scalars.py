@@ -12,7 +12,7 @@ import torch
 
 import zckpt
 from tests.support.models import make_engine, train
-from tests.support.runs import AFTER, BEFORE, everything, inner
+from tests.support.runs import AFTER, BEFORE, everything, inner, settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,3 +123,25 @@ def restore_generators(directory: str) -> None:
 
 def test_any_global_generator_of_numpy_is_restored(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(restore_generators, 1, str(tmp_path))
+
+
+def write_narrow(directory: str) -> None:
+    engine = make(SETUPS["2"] | {"dtype": "bf16"}, set_in_the_first_step, np.float32, 0)
+    go_on(engine, set_in_the_first_step, np.float32, range(BEFORE))
+    zckpt.write(engine, f"{directory}/run/c")
+
+
+def load_narrow(directory: str) -> None:
+    engine = make(SETUPS["2"] | {"dtype": "bf16"}, set_in_each_step, np.float64, 1)
+    assert engine.load_checkpoint(f"{directory}/deepspeed/c")[0] is not None
+    resumed = make(SETUPS["2"] | {"dtype": "bf16"}, set_in_each_step, np.float64, 2)
+    zckpt.restore(resumed, f"{directory}/run/c")
+    assert settings(engine)["groups"] == settings(resumed)["groups"]
+    steps = range(BEFORE, BEFORE + AFTER)
+    assert go_on(engine, set_in_the_first_step, None, steps) == go_on(resumed, set_in_the_first_step, None, steps)
+
+
+def test_deepspeed_resumes_from_a_conversion_with_numpy_scalars(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(write_narrow, 2, str(tmp_path))
+    zckpt.convert(tmp_path / "run", tmp_path / "deepspeed" / "c", to="deepspeed")
+    cluster.run(load_narrow, 2, str(tmp_path))

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from zckpt.engines.contract import is_left_out
+from zckpt.engines.contract import without_left_out
 from zckpt.engines.deepspeed.flats import FlatBuffer, bound, geometry, is_bound, moments, numbers
 from zckpt.errors import FormatError, first_few
 
@@ -156,7 +156,7 @@ class Saved:
         has_no_class = isinstance(tree, Mapping) and tree.get("class", "") is None
         self.optimizer_class = None if has_no_class else _member(tree, "class", str, "optimizer")
         self.inner_class = _member(tree, "inner_class", str, "optimizer") if "inner_class" in tree else None
-        self.groups: list[Mapping[str, Any]] = [_without_left_out(group) for group in _members(tree, "param_groups")]
+        self.groups: list[Mapping[str, Any]] = [without_left_out(group) for group in _members(tree, "param_groups")]
         for entry in _member(tree, "numpy", list, "optimizer") if "numpy" in tree else ():
             match entry:
                 case [int() as index, str() as key, dtype] if 0 <= index < len(self.groups):
@@ -173,7 +173,7 @@ class Saved:
                 raise FormatError(f"state: optimizer.states.values.step is {step!r}")
             if "bound" in entry:
                 _names(entry, "bound", "optimizer.states")
-            entry["values"] = _without_left_out(entry["values"])
+            entry["values"] = without_left_out(entry["values"])
             self._state_of.update(dict.fromkeys(entry["params"], entry))
         self._counted = self._state_of
         if (self.inner_class or self.optimizer_class) in COUNTING_TOGETHER:
@@ -185,7 +185,7 @@ class Saved:
         )
         self._bound: dict[tuple[str, ...], Mapping[str, Any]] = {}
         for entry in [] if bound is None else _members({"bound": bound}, "bound"):
-            values = _without_left_out(_member(entry, "values", dict, "optimizer.bound"))
+            values = without_left_out(_member(entry, "values", dict, "optimizer.bound"))
             self._bound[tuple(entry["params"])] = {**entry, "values": values}
 
     @staticmethod
@@ -427,10 +427,6 @@ def _placed(value: Any, present: Any, device: torch.device) -> Any:
         placed.update({key: _placed(item, None, device) for key, item in value.items()})
         return placed
     return like(value, present)
-
-
-def _without_left_out(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if not is_left_out(value)}
 
 
 def _narrow_dtype(value: Any) -> Any:
