@@ -242,7 +242,7 @@ def _load_best_model(original: Callable[..., None], trainer: Any) -> None:
 
 
 def _load_scheduler(original: Callable[..., None], trainer: Any, checkpoint: Any) -> None:
-    with _own_schedules(trainer.model_wrapped, [trainer.lr_scheduler]):
+    with _own_schedules(trainer.model_wrapped, [] if checkpoint is None else [trainer.lr_scheduler]):
         original(trainer, checkpoint)
 
 
@@ -254,7 +254,8 @@ def _own_schedules(engine: Any, schedulers: Sequence[Any]) -> Iterator[None]:
     if saves is None or saves.settings != "engine":
         yield
         return
-    own = [getattr(scheduler, "scheduler", scheduler) for scheduler in schedulers]  # without the wrapper of Accelerate
+    unwrapped = [getattr(scheduler, "scheduler", scheduler) for scheduler in schedulers]  # from those of Accelerate
+    own = [scheduler for scheduler in unwrapped if scheduler is not engine.lr_scheduler]
     states = [scheduler.state_dict() for scheduler in own]
     yield
     for scheduler, state in zip(own, states, strict=True):

@@ -235,12 +235,15 @@ def _hint(
             "into the model yourself, from zckpt.open(path).state_dict()"
         )
 
+    if not misfits and not against:
+        return None
+
     def works(changed: Selection) -> bool:
         return saved is not None and not adapter.restoring(changed).problems()
 
     in_part = f"{caller.in_part} leaves out what does not fit, and converts what is frozen on one side only"
     relaxed = replace(selection, strict=False)
-    if works(relaxed) and (misfits or against):
+    if works(relaxed):
         return in_part
     hints = []
     others = {name: tree for name, tree in selection.state.items() if name != "scheduler"}
