@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 needs_steps = pytest.mark.skipif(not local_reader.CAN_OPEN_BY_COMPONENT, reason="opens no file component by component")
+on_posix = pytest.mark.skipif(sys.platform == "win32", reason="not every user of Windows may make links")
 either_way = pytest.mark.usefixtures("_way")
 
 
@@ -95,6 +96,7 @@ def test_the_way_to_a_checkpoint_may_have_links(tmp_path: Path, written: Written
     assert open_store(tmp_path).directories() == ["run"], "though they are not listed"
 
 
+@on_posix
 @either_way
 def test_a_checkpoint_in_the_cache_of_the_hub_is_read(tmp_path: Path, written: Written) -> None:
     snapshot = cached(written.path.parent, tmp_path / "hub")
@@ -158,6 +160,7 @@ ASTRAY = [
 ]
 
 
+@on_posix
 @either_way
 @pytest.mark.parametrize("how", ASTRAY)
 def test_links_in_the_cache_of_the_hub_lead_only_to_its_blobs(tmp_path: Path, written: Written, how: str) -> None:
@@ -169,6 +172,7 @@ def test_links_in_the_cache_of_the_hub_lead_only_to_its_blobs(tmp_path: Path, wr
     assert {finding.rule for finding in zckpt.validate(snapshot / "c").findings} == {"F002"}
 
 
+@on_posix
 def test_an_error_about_a_link_says_how_to_copy_what_it_leads_to(tmp_path: Path, written: Written) -> None:
     for place in places(written):
         if (written.path / place).is_file():
