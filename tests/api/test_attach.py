@@ -15,6 +15,7 @@ import torch
 from deepspeed.runtime.config import ValidationMode
 
 import zckpt
+from tests.support.hub import cached
 from tests.support.models import batch, make_engine, train
 from tests.support.runs import AFTER, BEFORE, assert_same, logical, settings, tensors_of, weights
 from zckpt.api import attach as attaching
@@ -255,6 +256,26 @@ def test_deepspeeds_files_are_replaced_on_request_and_an_engine_without_optimize
     cluster: Cluster, tmp_path: Path
 ) -> None:
     cluster.run(save_over_deepspeeds_and_without_an_optimizer, 1, str(tmp_path))
+
+
+def save_and_load_from_the_hub(directory: str) -> None:
+    engine, snapshot = zckpt.attach(make_engine()), ""
+    train(engine, 2)
+    engine.save_checkpoint(f"{directory}/run")
+    if engine.global_rank == 0:
+        snapshot = str(cached(Path(directory, "run"), Path(directory, "hub")))
+    names = [snapshot]
+    torch.distributed.broadcast_object_list(names)
+    attached, restored = zckpt.attach(make_engine(seed=1)), make_engine(seed=2)
+    assert attached.load_checkpoint(names[0])[0] == f"{names[0]}/global_step2"
+    zckpt.restore(restored, names[0])
+    for other in (attached, restored):
+        assert_same(tensors_of(engine), tensors_of(other))
+    assert train(engine, 1, 2) == train(attached, 1, 2) == train(restored, 1, 2)
+
+
+def test_a_checkpoint_from_the_hub_is_loaded_from_its_cache(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(save_and_load_from_the_hub, 2, str(tmp_path))
 
 
 def save_without_frozen(directory: str) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ newest full one, and prune keeps it."""
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -83,6 +84,27 @@ def test_a_resume_takes_full_checkpoints(cluster: Cluster, tmp_path: Path, in_ba
         assert "exp_avg, exp_avg_sq, without which training cannot go on" in message
         assert f"resume from {tmp_path / 'again7'}, the newest one that holds all" in message
         assert "load_module_only=True restores the weights alone" in message
+
+
+def save_and_load_as_accelerate(run: str) -> None:
+    """Saves under the names of two models, as Accelerate does. Every third save is full."""
+    engine = zckpt.attach(make_engine(), full_every=3)
+    for number in range(4):
+        train(engine, 1, number)
+        for name in ("pytorch_model", "pytorch_model_1"):
+            engine.save_checkpoint(f"{run}/checkpoint_{number}", name)
+    other = zckpt.attach(make_engine(seed=1))
+    for name, asked, full in (("pytorch_model", 2, 3), ("pytorch_model_1", 3, 1)):
+        with pytest.raises(zckpt.MismatchError, match="leaves out exp_avg") as caught:
+            other.load_checkpoint(f"{run}/checkpoint_{asked}", name)
+        (told,) = re.findall("resume from (.*), the newest one that holds all", str(caught.value))
+        assert told == f"{run}/checkpoint_{full}"
+        other.load_checkpoint(told, name)
+        assert other.global_steps == full + 1
+
+
+def test_the_newest_full_checkpoint_of_accelerate_is_in_another_directory(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(save_and_load_as_accelerate, 1, str(tmp_path))
 
 
 def save_to_one_tag(run: str) -> None:

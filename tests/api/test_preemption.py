@@ -68,6 +68,29 @@ def until_preempted(run: str, who: list[int], step: int, *, times: int = 1, back
     return {"status": status, "step": engine.global_steps, "losses": losses, "earlier": len(earlier)}
 
 
+def train_until(last: zckpt.Preemption, engine: Any) -> None:
+    for step in range(1000):
+        train(engine, 1, step)
+        if last.requested:
+            return
+        time.sleep(0.02)
+
+
+def preempted_with_what_cannot_be_kept(run: str) -> None:
+    engine = make_engine(stage=2)
+    with pytest.raises((TypeError, zckpt.RankError), match="client_state must be a dict"):
+        zckpt.on_preemption(engine, client_state=[1])  # type: ignore[arg-type]
+    last = zckpt.on_preemption(engine, f"{run}/last", client_state={"epoch": 3, "fn": print}, exit=False)
+    send()
+    with pytest.warns(UserWarning, match=r"left out of the checkpoints .*: client_state.fn: builtin_function"):
+        train_until(last, engine)
+    assert zckpt.open(run).state["client_state"] == {"epoch": 3}
+
+
+def test_what_cannot_be_kept_does_not_prevent_the_last_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(preempted_with_what_cannot_be_kept, 1, str(tmp_path))
+
+
 def resume(run: str, steps: int) -> list[float]:
     engine = make_engine(stage=2, scheduler=True, seed=1)
     zckpt.restore(engine, os.path.join(run, "checkpoints"))

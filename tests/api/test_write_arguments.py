@@ -4,10 +4,17 @@ place where the checkpoint would hide others."""
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from datetime import UTC, date, datetime
+from argparse import Namespace
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from enum import Enum, IntEnum, StrEnum
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -69,6 +76,54 @@ def test_tensors_without_values_are_refused_by_name(tmp_path: Path) -> None:
         assert everything(tmp_path) == {}
 
 
+class Number(Enum):
+    ONE = 1
+    NONE = None
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+class Pair(NamedTuple):
+    a: int
+    b: float
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict as that of many frameworks for hyperparameters."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@dataclass
+class Settings:
+    lr: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    mode: Number = Number.ONE
+    made_later: int = field(init=False)
+
+
+class Odd(Mapping[str, Any]):
+    """A map that cannot be read."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise RuntimeError("no")
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError("no")
+
+    def __len__(self) -> int:
+        return 1
+
+
+ITSELF = SimpleNamespace(items=[])
+ITSELF.items += [ITSELF, ITSELF]
 NESTED = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
 
 
@@ -82,7 +137,14 @@ NESTED = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
         ({"sparse": torch.eye(2).to_sparse()}, "client_state.sparse is a tensor of layout torch.sparse_coo"),
         ({"nested": NESTED}, "client_state.nested is a tensor of layout nested"),
         ({"words": [torch.zeros(1), "a", object()]}, "client_state.words[2]: object"),
-        ({True: 1}, "client_state has the key True"),
+        ({"maps": {print: 1}}, "client_state.maps has the key <built-in function print>"),
+        ({"maps": {(0, print): 1}}, "client_state.maps has the key (0, <built-in function print>)"),
+        ({"twice": {(0, 1): 1, "(0, 1)": 2}}, "client_state.twice has the key (0, 1)"),
+        ({"twice": {1: 1, Number.ONE: 2}}, "client_state.twice has the key <Number.ONE: 1>"),
+        ({"kind": torch.nn.ReLU}, "client_state.kind: type"),
+        ({"args": Namespace(fn=partial(int))}, "client_state.args.fn: partial"),
+        ({"odd": Odd()}, "client_state.odd: Odd cannot be kept: RuntimeError('no')"),
+        ({"itself": ITSELF}, "client_state.itself.items[0] is a value that contains itself"),
         ({"mask": np.ma.masked_array([1.0, 2.0], [False, True])}, "client_state.mask: MaskedArray"),
         ({"long": np.zeros(2, np.longdouble)}, "client_state.long: ndarray"),
         ({"meta": torch.empty(2, device="meta")}, "client_state.meta is on the device meta"),
@@ -97,26 +159,92 @@ def test_client_state_that_cannot_be_kept_stops_the_write(
     assert everything(tmp_path) == {}
 
 
-PLAIN: dict[str, tuple[Any, Any]] = {
+QUIET: dict[str, tuple[Any, Any]] = {
     "numpy": ([np.float32(0.1), np.int64(-3), np.bool_(True), np.str_("a")], [float(np.float32(0.1)), -3, True, "a"]),
     "size": (torch.Size([2, 3]), (2, 3)),
+    "default": (defaultdict(list, {"k": [np.int8(1)]}), {"k": [1]}),
+    "pair": (Pair(1, np.float64(2)), (1, 2.0)),
+    "enum": ([Level.HIGH, Colour.RED], [3, "red"]),
+    "bytes": (bytearray(b"x"), b"x"),
+    "keys": ({np.int64(1): 1, np.str_("a"): 2, Level.HIGH: 3}, {1: 1, "a": 2, 3: 3}),
+    "subclass": (AttributeDict(a=AttributeDict(b=1)), {"a": {"b": 1}}),
+    "proxy": (MappingProxyType({"a": 1}), {"a": 1}),
     "path": (PurePosixPath("/data/x"), "/data/x"),
     "time": (datetime(2026, 1, 2, 3, tzinfo=UTC), "2026-01-02T03:00:00+00:00"),
     "date": (date(2026, 1, 2), "2026-01-02"),
     "set": ({"b", "a"}, ["a", "b"]),
     "frozen": (frozenset({2, (1,)}), [2, (1,)]),
-    "default": (defaultdict(list, {"k": [np.int8(1)]}), {"k": [1]}),
 }  # fmt: skip
+"""For values that come back in a plain form without a warning: what is given, and what comes back."""
+TOLD: dict[str, tuple[Any, Any, str]] = {
+    "delta": (timedelta(hours=1, microseconds=1), 3600.000001, "timedelta) as float"),
+    "namespace": (Namespace(lr=np.float64(1), inner=SimpleNamespace(a=[1])), {"lr": 1.0, "inner": {"a": [1]}},
+                  "Namespace) as dict"),
+    "enum": (Number.ONE, 1, "Number) as int"),
+    "nothing": (Number.NONE, None, "Number) as NoneType"),
+    "dataclass": (Settings(), {"lr": 1.0, "betas": (0.9, 0.99), "mode": 1}, "Settings) as dict"),
+    "dtype": (torch.bfloat16, "torch.bfloat16", "dtype) as str"),
+    "device": (torch.device("cuda", 1), "cuda:1", "device) as str"),
+    "decimal": (Decimal("1.50"), "1.50", "Decimal) as str"),
+    "deque": (deque([1, Number.ONE]), [1, 1], "deque) as list"),
+    "texts": (np.array([["a"], ["b"]]), [["a"], ["b"]], "ndarray) as list"),
+    "objects": (np.array([1, "a"], dtype=object), [1, "a"], "ndarray) as list"),
+    "tuple key": ({(0, "a"): 1}, {"(0, 'a')": 1}, "the key (0, 'a') of client_state['tuple key'] as \"(0, 'a')\""),
+    "float key": ({0.5: 1}, {"0.5": 1}, "the key 0.5 of client_state['float key'] as '0.5'"),
+    "other keys": ({None: 1, True: 2, Path("a"): 3}, {"None": 1, "True": 2, "a": 3}, "the key None of"),
+}  # fmt: skip
+"""For values that come back in another form: what is given, what comes back, and what the warning says."""
+
+
+def kept(path: Path, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    zckpt.write(Engine(), path, client_state=client_state, overwrite=True)
+    state: dict[str, Any] = zckpt.open(path).state["client_state"]
+    return state
+
+
+def same(a: object, b: object) -> bool:
+    """Returns whether two values are equal and have the same types, with all that is in them."""
+    return repr(a) == repr(b)
 
 
 def test_client_state_is_converted_to_plain_values(tmp_path: Path) -> None:
-    zckpt.write(Engine(), tmp_path / "c", client_state={key: given for key, (given, _) in PLAIN.items()})
-    actual = zckpt.open(tmp_path).state["client_state"]
-    for key, (_, kept) in PLAIN.items():
-        assert (actual[key], type(actual[key])) == (kept, type(kept)), key
+    actual = kept(tmp_path / "c", {key: given for key, (given, _) in QUIET.items()})
+    for key, (_, expected) in QUIET.items():
+        assert same(actual[key], expected), key
+
+
+def test_client_state_is_converted_to_plain_values_with_one_warning(tmp_path: Path) -> None:
+    for key, (given, expected, said) in TOLD.items():
+        with pytest.warns(UserWarning, match="come back in a plain form") as warned:
+            actual = kept(tmp_path / "c", {key: given, "list": [1]})
+        assert same(actual[key], expected), key
+        assert said in str(warned[0].message)
+        assert len(warned) == 1
+        assert warned[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"client_state.delta \(timedelta\) as float, .* and [0-9]+ more$") as warned:
+        kept(tmp_path / "c", {key: given for key, (given, *_) in TOLD.items()})
+    assert len(warned) == 1
+
+
+def test_values_of_an_engine_come_back_unchanged(tmp_path: Path) -> None:
+    for value in ({1}, Path("x"), Level.HIGH, Namespace(), {(0, 1): 2}, {0.5: 1}, AttributeDict()):
+        engine = Engine()
+        with mock.patch.object(engine, "state", lambda value=value: {"seen": value}), pytest.raises(zckpt.StateError):
+            zckpt.write(engine, tmp_path / "d")
+    assert everything(tmp_path) == {}
     engine = Engine()
-    with mock.patch.object(engine, "state", {"seen": {1}}.copy), pytest.raises(zckpt.StateError, match="seen: set"):
-        zckpt.write(engine, tmp_path / "d")  # values of an engine must come back unchanged
+    numbers = {"a": np.float64(0.1), "b": [np.int32(1)], np.int64(2): np.bool_(True)}
+    with mock.patch.object(engine, "state", return_value={"seen": numbers}):
+        zckpt.write(engine, tmp_path / "d")
+    assert same(zckpt.open(tmp_path / "d").state["engine"]["seen"], {"a": 0.1, "b": [1], 2: True})
+
+
+def test_a_configuration_of_omegaconf_is_kept_as_it_was_written(tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    written = {"a": [1, {"b": "${c}"}], "c": "???", "d": None}
+    actual = kept(tmp_path / "c", {"hparams": omegaconf.OmegaConf.create(written)})
+    assert same(actual["hparams"], written)
+    assert omegaconf.OmegaConf.create(actual["hparams"]) == omegaconf.OmegaConf.create(written)
 
 
 def test_an_unknown_part_to_leave_out_is_an_error(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import torch
 
 import zckpt
 from tests.support.litter import SHAPES, directory_names
-from tests.support.states import engine_state, write_state, write_through
+from tests.support.states import EngineOfAnAdapter, engine_state, write_state, write_through
 from zckpt.cli import COMMANDS, main
 
 pytestmark = pytest.mark.linux  # other systems refuse such names
@@ -165,9 +165,10 @@ def test_the_page_of_a_report_has_only_printable_text(furnished: Path, monkeypat
 
 def test_warnings_are_printable_too(tmp_path: Path) -> None:
     """A process, as a user starts it, whose streams are strict. It prunes all that it has to."""
-    write_through(tmp_path / EVIL / "source", torch.ones(3), latest=False)
+    engine = EngineOfAnAdapter()
+    write_through(tmp_path / EVIL / "source", torch.ones(3), latest=False, engine=engine)
     for step in (1, 2):
-        write_through(tmp_path / EVIL / f"{EVIL}{step}", torch.ones(3), step=step, latest=False)
+        write_through(tmp_path / EVIL / f"{EVIL}{step}", torch.ones(3), step=step, latest=False, engine=engine)
     for data in (tmp_path / EVIL).glob("*1/data-*"):
         (data / EVIL).touch()
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}

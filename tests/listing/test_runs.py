@@ -104,8 +104,18 @@ def test_the_output_of_a_trainer_lists_its_checkpoints(tmp_path: Path) -> None:
         write(folder, f"global_step{number}", latest=True)
         os.utime(folder / f"global_step{number}" / "manifest.msgpack", (1e9 + number,) * 2)
         (folder / "trainer_state.json").write_text("{}")
-    assert "newest first: checkpoint-10/global_step10, checkpoint-5/global_step5" in said(tmp_path)
+    listed = "newest first: checkpoint-10/global_step10, checkpoint-5/global_step5"
+    assert listed in said(tmp_path)
     assert zckpt.open(tmp_path / "checkpoint-5").step == 0
+    for model in ({"config.json", "model.safetensors"}, {"adapter_config.json", "adapter_model.safetensors"}):
+        for name in model:
+            (tmp_path / name).write_bytes(b"{}")  # as trainer.save_model() leaves them
+        text = said(tmp_path)
+        assert listed in text
+        assert "this is" not in text
+        assert ("beside them is a Hugging Face model" in text) == ("config.json" in model)
+        for name in model:
+            (tmp_path / name).unlink()
 
 
 def test_checkpoints_in_directories_of_a_run(tmp_path: Path) -> None:

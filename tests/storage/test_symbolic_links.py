@@ -1,10 +1,13 @@
-"""Nothing outside of a checkpoint is read through links inside it, on any system."""
+"""Nothing outside of a checkpoint is read through links inside it, on any system. In the cache of the Hugging Face Hub,
+only the blobs of the repository are read through links."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,9 @@ from unittest import mock
 import pytest
 
 import zckpt
+from tests.support.hub import cached
 from tests.support.states import Written, same_all, write_state
+from zckpt.cli import main
 from zckpt.format import names
 from zckpt.storage import local_reader
 from zckpt.storage.schemes import open_store
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 
 
 needs_steps = pytest.mark.skipif(not local_reader.CAN_OPEN_BY_COMPONENT, reason="opens no file component by component")
+on_posix = pytest.mark.skipif(sys.platform == "win32", reason="not every user of Windows may make links")
 either_way = pytest.mark.usefixtures("_way")
 
 
@@ -88,6 +94,98 @@ def test_the_way_to_a_checkpoint_may_have_links(tmp_path: Path, written: Written
     link(tmp_path / "other", tmp_path / "run")
     assert same_all(zckpt.open(tmp_path / "other").load(), written.full)
     assert open_store(tmp_path).directories() == ["run"], "though they are not listed"
+
+
+@on_posix
+@either_way
+def test_a_checkpoint_in_the_cache_of_the_hub_is_read(tmp_path: Path, written: Written) -> None:
+    snapshot = cached(written.path.parent, tmp_path / "hub")
+    link(tmp_path / "elsewhere", tmp_path / "hub")
+    for run in (snapshot, tmp_path / "elsewhere" / snapshot.relative_to(tmp_path / "hub")):
+        assert same_all(read(run), written.full)
+        assert zckpt.validate(run).ok
+    for command in ("info", "ls", "validate"):
+        assert main([command, str(snapshot)]) == 0
+    zckpt.cp(snapshot, tmp_path / "copy")
+    assert same_all(read(tmp_path / "copy"), written.full)
+    assert not any(path.is_symlink() for path in (tmp_path / "copy").rglob("*"))
+
+
+def lead_astray(snapshot: Path, how: str, outside: Path) -> None:
+    """Changes a cache of the Hub so that a link in it leads to ``outside``, which has the right bytes."""
+    blobs, index = snapshot.parent.parent / "blobs", next(snapshot.glob("c/data-*/index.bin"))
+    blob = blobs / index.readlink().name
+    shutil.copy(index, outside)
+    match how:
+        case "a file elsewhere":
+            relink(index, outside)
+        case "a file elsewhere, through blobs":
+            relink(index, blobs / ".." / ".." / ".." / outside.name)
+        case "a file in another repository":
+            (snapshot.parents[2] / "models--other" / "blobs").mkdir(parents=True)
+            relink(index, Path(shutil.copy(outside, snapshot.parents[2] / "models--other" / "blobs")))
+        case "a file in a folder of blobs":
+            (blobs / "more").mkdir()
+            relink(index, Path(shutil.copy(outside, blobs / "more")))
+        case "a file in the snapshot":
+            relink(index, Path(shutil.copy(outside, snapshot)))
+        case "a linked blob":
+            relink(blob, outside)
+        case "linked blobs":
+            blobs.rename(outside.parent / "moved")
+            link(blobs, outside.parent / "moved")
+        case "a linked folder":
+            index.parent.rename(outside.parent / "moved")
+            link(index.parent, outside.parent / "moved")
+        case "no file":
+            blob.unlink()
+            blob.mkdir()
+
+
+def relink(path: Path, to: Path) -> None:
+    path.unlink()
+    path.symlink_to(os.path.relpath(to, path.parent) if ".." not in to.parts else to)
+
+
+ASTRAY = [
+    "a file elsewhere",
+    "a file elsewhere, through blobs",
+    "a file in another repository",
+    "a file in a folder of blobs",
+    "a file in the snapshot",
+    "a linked blob",
+    "linked blobs",
+    "a linked folder",
+    "no file",
+]
+
+
+@on_posix
+@either_way
+@pytest.mark.parametrize("how", ASTRAY)
+def test_links_in_the_cache_of_the_hub_lead_only_to_its_blobs(tmp_path: Path, written: Written, how: str) -> None:
+    snapshot = cached(written.path.parent, tmp_path / "hub")
+    lead_astray(snapshot, how, tmp_path / "outside")
+    with pytest.raises(zckpt.FormatError) as caught:
+        read(snapshot)
+    assert caught.value.rule == "F002"
+    assert {finding.rule for finding in zckpt.validate(snapshot / "c").findings} == {"F002"}
+
+
+@on_posix
+def test_an_error_about_a_link_says_how_to_copy_what_it_leads_to(tmp_path: Path, written: Written) -> None:
+    for place in places(written):
+        if (written.path / place).is_file():
+            target = tmp_path / place.replace("/", "_")
+            (written.path / place).rename(target)
+            link(written.path / place, target)
+    for path in (written.path, written.path.parent):
+        with pytest.raises(zckpt.FormatError) as caught:
+            zckpt.open(path)
+        assert "give one of the checkpoints" not in str(caught.value), "each of them fails alike"
+        assert "`cp -rL`" in str(caught.value)
+    subprocess.run(["cp", "-rL", written.path.parent, tmp_path / "copy"], check=True)
+    assert same_all(read(tmp_path / "copy"), written.full)
 
 
 def make_pipe(path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAMW = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
@@ -53,6 +53,7 @@ class Factored(torch.optim.Optimizer):
 OPTIMIZERS: dict[str, Any] = {
     "adamw": {"type": "AdamW", "params": ADAMW},  # that of DeepSpeed in C++
     "torch_adamw": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+    "slow_adamw": {"type": "AdamW", "params": {**ADAMW, "lr": 3e-3, "betas": [0.8, 0.9]}},
     "sgd": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
     "lion": {"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.01}},
     "adagrad": {"type": "Adagrad", "params": {"lr": 1e-2, "weight_decay": 0.01}},
@@ -187,7 +188,7 @@ def make_engine(
     frozen: bool = False,
     seed: int = 0,
     optimizer: str = "adamw",
-    scheduler: bool = False,
+    scheduler: bool | Callable[[Any], Any] = False,
     config: Mapping[str, Any] | None = None,
     swap: str = "",
     mpu: Any = None,
@@ -203,7 +204,7 @@ def make_engine(
         frozen: whether the first quarter of the parameters is frozen.
         seed: the seed of the weights and of the random state of each rank.
         optimizer: a name in ``OPTIMIZERS``.
-        scheduler: whether there is a scheduler of the learning rate.
+        scheduler: whether there is a scheduler of the learning rate, or a function that makes it from the optimizer.
         config: more settings of DeepSpeed's configuration. They replace those of the same names.
         swap: the folder for the files of NVMe offload.
         mpu: an object that names the engine's ranks, if the engine does not have all ranks.
@@ -239,12 +240,13 @@ def make_engine(
         settings["optimizer"] = chosen
     if optimizer == "muon":
         torch.compiler.set_stance("force_eager")  # compiling takes longer than training here
-    if scheduler:
+    if scheduler is True:
         settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
     engine, *_ = deepspeed.initialize(
         model=module,
         model_parameters=split if groups else trained,
         optimizer=None if isinstance(chosen, dict) else chosen,
+        lr_scheduler=None if isinstance(scheduler, bool) else scheduler,
         config=settings,
         mpu=mpu,
     )

@@ -7,26 +7,31 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+import torch.distributed as dist
+
 from zckpt.api import frameworks, zero_to_fp32
 from zckpt.api.background import wait
 from zckpt.api.open import open as open_path
 from zckpt.api.restore import restore_engine
 from zckpt.api.write import write_engine
 from zckpt.engines import adapt, group_of
-from zckpt.engines.registered import registered
+from zckpt.engines.hooks import after_calls
+from zckpt.engines.registered import registered, with_registered
 from zckpt.errors import FormatError, MismatchError, TagError, UnsupportedError, ZckptError, warn
 from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.listing.find import find
 from zckpt.listing.other_formats import deepspeed_files
-from zckpt.listing.runs import can_resume
+from zckpt.listing.runs import can_resume, latest_name
 from zckpt.ranks.collectives import Ranks
-from zckpt.restoring.plan import Caller, Request, engine_state
+from zckpt.restoring.plan import Caller, Request, check_settings, engine_state
 from zckpt.state.inventory import RESERVED_PARTS
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import flag
+from zckpt.writing.collect import what_is_left_out
 from zckpt.writing.options import WriteOptions, check_counts
+from zckpt.writing.prepare import LEFT_OUT, tell
 from zckpt.writing.saves import Saves, forget_saves, saves_of
 
 if TYPE_CHECKING:
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
         keep_every: int | None
         full_every: int | None
         reuse: Literal["latest"] | None
+        settings: Literal["checkpoint", "engine"]
 
 
 _WEIGHTS = ("master", "param", "buffer")
@@ -49,7 +55,9 @@ _LOAD = Caller(
     "engine.load_checkpoint",
     "load_module_strict=False",
     "load_module_only=True restores the weights alone",
-    "load_optimizer_states=False also the counters, and the scheduler unless load_lr_scheduler_states=False",
+    "load_optimizer_states=False also the counters, with load_lr_scheduler_states=False if the scheduler does not fit",
+    'zckpt.attach(zckpt.detach(engine), settings="engine")',
+    "load_lr_scheduler_states=False",
 )
 _METHODS = ("save_checkpoint", "load_checkpoint")
 _MARK = "_zckpt_attaches"
@@ -64,6 +72,7 @@ def attach(
     keep_every: int | None = None,
     full_every: int | None = None,
     reuse: Literal["latest"] | None = "latest",
+    settings: Literal["checkpoint", "engine"] = "checkpoint",
 ) -> Any:
     """Makes ``save_checkpoint`` and ``load_checkpoint`` of a DeepSpeed engine use zckpt.
 
@@ -74,7 +83,7 @@ def attach(
       offload than those of the checkpoint.
     - The path that ``load_checkpoint`` returns is the directory of the checkpoint.
     - A failure on one rank raises an error on every rank.
-    - A tag that ``latest`` cannot name, such as ``../best``, raises ValueError.
+    - A tag that ``latest`` cannot name, such as ``../best``, is saved without a change to ``latest``, with a warning.
     - ``custom_load_fn`` raises UnsupportedError for a zckpt checkpoint.
 
     A folder in DeepSpeed's own format is loaded by DeepSpeed. ``load_checkpoint`` does not restore random number
@@ -91,6 +100,13 @@ def attach(
     gradients out, as DeepSpeed does, with a warning. What a module adds to its ``state_dict`` and no checkpoint can
     hold, such as an object, is left out too, with a warning. An engine without an optimizer saves its weights and
     buffers.
+
+    What ``zckpt.write`` would refuse, such as a function in ``client_state`` or in the state of a scheduler, is left
+    out of the checkpoint. A warning names each such value once: those of the scheduler and the optimizer's settings at
+    this call, those of the optimizer's state and of registered objects after the first step, and those of
+    ``client_state`` at the save. After a load, the engine keeps its own values in their place. If the ranks have
+    different values of which one is saved for all, such as one that an optimizer computes from its own partition, that
+    of rank 0 is saved, with a warning.
 
     With ``full_every``, a checkpoint is full if it holds the whole state. The first save into a directory is full, and
     the count begins anew with each full checkpoint that is saved there or loaded. Directories whose paths differ only
@@ -118,12 +134,16 @@ def attach(
             each weight, such as the moments of Adam. With Adam they take a third of the bytes. None means that all
             checkpoints are full.
         reuse: None writes all files anew. "latest" has the same meaning as for ``zckpt.write``.
+        settings: whether ``load_checkpoint`` restores the settings of the checkpoint, or the engine keeps its own, such
+            as a new learning rate, as for ``zckpt.restore``. With ``load_lr_scheduler_states=False`` the scheduler
+            stays where it is.
 
     Returns:
         The engine.
 
     Raises:
-        UnsupportedError: the object has no methods ``save_checkpoint`` and ``load_checkpoint``.
+        UnsupportedError: the object has no methods ``save_checkpoint`` and ``load_checkpoint``, or zckpt could not save
+            and restore everything in the engine. The error names the mode.
         ValueError: a number is not a whole number of 1 or more, or an argument or the environment variable has a value
             that is not allowed.
     """
@@ -132,13 +152,50 @@ def attach(
             f"{type(engine).__name__} has no {' and '.join(_METHODS)}",
             hint="attach the engine that deepspeed.initialize returns; any other one: zckpt.write and zckpt.restore",
         )
-    options = _write_options(background, replace_deepspeed, keep_last, keep_every, full_every, reuse)
+    options = _write_options(background, replace_deepspeed, keep_last, keep_every, full_every, reuse, settings)
     if saves_of(engine) is None:
+        adapter = adapt(engine)
+        adapter.refuse_unsupported(drop_gradients=True)
         original: Callable[..., Any] = engine.load_checkpoint
-        saves = Saves(engine, full_every or 1)
+        saves = Saves(engine, full_every or 1, settings)
         engine.save_checkpoint = functools.partial(_save_checkpoint, engine, options, saves)
         engine.load_checkpoint = functools.partial(_load_checkpoint, engine, original, saves)
+        _tell_what_is_left_out(engine, None)
+        _after_first_step(engine, adapter.step, functools.partial(_check_after_step, engine, saves))
     return engine
+
+
+def _after_first_step(engine: Any, step: int, action: Callable[[], None]) -> None:
+    """Arranges that ``action`` is called once, after the step of the engine that follows ``step``."""
+
+    def once() -> None:
+        if adapt(engine).step != step:  # It was not only a step of gradient accumulation.
+            undo()
+            action()
+
+    undo = after_calls([(engine, "step", once)])
+
+
+def _check_after_step(engine: Any, saves: Saves) -> None:
+    """Tells what saves cannot keep. Some states of the optimizer, and registered objects, exist only after a step."""
+    if saves_of(engine) is not saves:  # The engine was detached.
+        return
+    try:
+        adapt(engine).refuse_unsupported(drop_gradients=True)
+        _tell_what_is_left_out(engine, with_registered(engine, None))
+    except Exception as error:  # A save raises it again. The training goes on until then.
+        warn(f"save_checkpoint of this engine is going to fail: {error}")
+
+
+def _tell_what_is_left_out(engine: Any, states: Mapping[str, Any] | None) -> None:
+    """Gives a warning about what saves leave out. ``states``: those of the registered objects."""
+    if _is_first(engine):
+        tell(engine, LEFT_OUT, what_is_left_out(adapt(engine), states))
+
+
+def _is_first(engine: Any) -> bool:
+    """Returns whether this is the first rank of the engine, which gives the warnings."""
+    return not dist.is_initialized() or dist.get_rank(group_of(engine)) == 0
 
 
 def _write_options(
@@ -148,9 +205,11 @@ def _write_options(
     keep_every: int | None = None,
     full_every: int | None = None,
     reuse: str | None = "latest",
+    settings: str = "checkpoint",
 ) -> WriteOptions:
     """Returns the options of the writes of an attached engine. Raises ValueError."""
     check_counts(full_every=full_every)
+    check_settings(settings)
     if reuse not in ("latest", None):
         raise ValueError(f"reuse must be 'latest' or None, got {reuse!r}")
     options = WriteOptions(
@@ -187,6 +246,8 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
     - Trainer resumes only from complete checkpoints.
     - Trainer, Accelerate and Lightning remove an older checkpoint only when a newer one is complete.
 
+    DeepSpeed itself goes on to save and load an engine that zckpt does not support, and a warning says so.
+
     This imports DeepSpeed. Calling it a second time changes nothing.
 
     Args:
@@ -206,9 +267,14 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         engine, *others = original(*args, **kwargs)
-        attach(engine, **options)
-        if on_attach is not None:
-            on_attach(engine)
+        try:
+            attach(engine, **options)
+        except UnsupportedError as error:
+            if _is_first(engine):
+                warn(f"DeepSpeed itself saves and loads this engine: {error}")
+        else:
+            if on_attach is not None:
+                on_attach(engine)
         return (engine, *others)
 
     setattr(initialize, _MARK, True)
@@ -239,6 +305,8 @@ def _save_checkpoint(
     tags = ranks.share(checked_tag, "save a checkpoint")
     ranks.together(lambda: _check_tags(engine, tags, ranks), "agree on a tag")
     path, step = str(Location.of(save_dir).child(tags[0])), engine.global_steps
+    if save_latest:
+        save_latest = ranks.together(lambda: _may_be_latest(path, save_dir, ranks), "agree on a tag")
     number = saves.begin(save_dir, path, step)
     wait()  # The write before this one has to be committed, because its checkpoint may be the full one.
     if number:
@@ -261,6 +329,21 @@ def _save_checkpoint(
     write_engine(engine, path, options)
     saves.end(number, save_dir, path, step)
     ranks.together(lambda: _warn_of_gradients(engine) if ranks.rank == 0 else None, "end the save")
+    return True
+
+
+def _may_be_latest(path: str, save_dir: StrPath, ranks: Ranks) -> bool:
+    """Returns whether ``latest`` can name the checkpoint. If not, rank 0 gives a warning. Raises ValueError if the
+    checkpoint would take the place of the file ``latest``."""
+    place, run = Location.of(path).absolute(), Location.of(save_dir).absolute()
+    try:
+        latest_name(place, run)
+    except ValueError as error:
+        if place.path_from(run).split("/")[0] == names.LATEST:
+            raise
+        if ranks.rank == 0:
+            warn(f"the checkpoint is saved, but `latest` does not name it, so pass its tag to load it: {error}")
+        return False
     return True
 
 
@@ -357,7 +440,7 @@ def _load_checkpoint(
     parts, trees = ranks.together(choose, "open the checkpoint")
     request = Request(
         parts=parts, state=trees, strict=load_module_strict, own_client_state=True, caller=_LOAD, all_moments=True,
-        leave_out=True,
+        leave_out=True, settings=saves.settings,
     )  # fmt: skip
     restored, _ = restore_engine(engine, path, request)
     if not weights_only:

@@ -1,5 +1,5 @@
-"""Adapts Trainer, Accelerate and Lightning to checkpoints of zckpt: from which checkpoints they resume, and when they
-remove older ones."""
+"""Adapts Trainer, Accelerate and Lightning to checkpoints of zckpt: from which checkpoints they resume, with which
+settings, and when they remove older ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zckpt.api import background
 from zckpt.engines import group_of
+from zckpt.engines.deepspeed.scheduler import SavedScheduler
 from zckpt.engines.hooks import workers_ignore
 from zckpt.errors import warn
 from zckpt.format import names
@@ -38,7 +40,7 @@ from zckpt.storage.schemes import open_store
 from zckpt.writing.saves import saves_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -248,6 +250,34 @@ def _load_best_model(original: Callable[..., None], trainer: Any) -> None:
         engine.load_checkpoint = load
 
 
+def _load_scheduler(original: Callable[..., None], trainer: Any, checkpoint: Any) -> None:
+    with _own_schedules(trainer.model_wrapped, [] if checkpoint is None else [trainer.lr_scheduler]):
+        original(trainer, checkpoint)
+
+
+@contextmanager
+def _own_schedules(engine: Any, schedulers: Sequence[Any]) -> Iterator[None]:
+    """In this context, a framework loads the state of schedulers that the engine does not have. If the engine keeps its
+    own settings, so do they: each goes to the step that was loaded in its own schedule."""
+    saves = saves_of(engine)
+    if saves is None or saves.settings != "engine":
+        yield
+        return
+    unwrapped = [getattr(scheduler, "scheduler", scheduler) for scheduler in schedulers]  # from those of Accelerate
+    own = [scheduler for scheduler in unwrapped if scheduler is not engine.lr_scheduler]
+    states = [scheduler.state_dict() for scheduler in own]
+    yield
+    for scheduler, state in zip(own, states, strict=True):
+        loaded = scheduler.state_dict()
+        scheduler.load_state_dict(state)
+        saved = SavedScheduler({"class": type(scheduler).__name__, "state": loaded}, scheduler, (), None)
+        problems = saved.problems(strict=False, keeps_settings=True)
+        if problems:
+            scheduler.load_state_dict(loaded)
+            warn(f"{problems[0]}; it has the settings of the checkpoint")
+        saved.take_steps(keeps_settings=True)
+
+
 # These replace methods of JITCheckpointCallback, with which Trainer saves after SIGTERM. In transformers, each rank
 # saves when it has received the signal itself, even if DeepSpeed has ended a step that Trainer has not counted yet. The
 # functions below make all ranks save at the end of the same step.
@@ -322,6 +352,11 @@ def _save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **op
     return result
 
 
+def _load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **options: Any) -> Any:
+    with _own_schedules(next(iter(accelerator._models), None), accelerator._schedulers):
+        return original(accelerator, *args, **options)
+
+
 def _remove_checkpoint(original: Callable[..., None], strategy: Any, filepath: Any) -> None:
     """Postpones the removal until the write in the background is committed, and as long as training can be resumed from
     no newer checkpoint. Lightning removes older checkpoints after it has saved a new one."""
@@ -350,7 +385,11 @@ _REPLACEMENTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
     ),
     "transformers.trainer": (
         "Trainer",
-        {"_save_checkpoint": _save_checkpoint, "_load_best_model": _load_best_model},
+        {
+            "_save_checkpoint": _save_checkpoint,
+            "_load_best_model": _load_best_model,
+            "_load_optimizer_and_scheduler": _load_scheduler,
+        },
     ),
     "transformers.trainer_jit_checkpoint": (
         "JITCheckpointCallback",
@@ -363,7 +402,7 @@ _REPLACEMENTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
             "on_train_end": _end_training,
         },
     ),
-    "accelerate.accelerator": ("Accelerator", {"save_state": _save_state}),
+    "accelerate.accelerator": ("Accelerator", {"save_state": _save_state, "load_state": _load_state}),
     **{
         f"{package}.strategies.strategy": ("Strategy", {"remove_checkpoint": _remove_checkpoint})
         for package in ("lightning.pytorch", "pytorch_lightning")

@@ -8,12 +8,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from zckpt.api.background import wait
-from zckpt.api.write import write
+from zckpt.api.write import write_engine
 from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls, before_calls, workers_ignore
 from zckpt.errors import ZckptError, warn
 from zckpt.ranks.collectives import Ranks
 from zckpt.ranks.last_step import LastStep
+from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -130,7 +131,8 @@ def on_preemption(
             f"run/global_step{engine.global_steps}"``. None means ``checkpoints/global_step<N>``, even if other
             checkpoints are in another directory.
         signals: the numbers of the signals.
-        client_state: as for ``zckpt.write``, or a function that returns it after the last step.
+        client_state: as for ``zckpt.write``, or a function that returns it after the last step. What cannot be kept is
+            left out, with a warning.
         exit: whether the process ends after the checkpoint, on all ranks. Its exit status is 128 plus the number of the
             signal, such as 143 for SIGTERM. With False, ``Preemption.requested`` is True after the last step, and the
             signals have their former handlers again.
@@ -140,9 +142,12 @@ def on_preemption(
 
     Raises:
         ValueError: one of the signals cannot be handled, or this is not the main thread.
+        TypeError: ``client_state`` is neither a dict nor a function.
         UnsupportedError: zckpt does not support engines of this kind.
         RankError: another rank has failed or is lost.
     """
+    if not callable(client_state):
+        WriteOptions(client_state=client_state).checked()  # raises an error now, and not after the signal
     path_or_function = path if path is None or callable(path) else os.fspath(path)
 
     def write_last() -> str:
@@ -152,6 +157,9 @@ def on_preemption(
             warn(f"a write in the background has failed: {error}")
         state = client_state() if callable(client_state) else client_state
         last_path = path_or_function() if callable(path_or_function) else path_or_function
-        return write(engine, last_path, client_state=state, overwrite=True, pending_gradients="drop")
+        options = WriteOptions(
+            client_state=state, overwrite=True, replace_foreign=True, pending_gradients="drop", leave_out=True
+        )
+        return str(write_engine(engine, last_path, options))
 
     return Preemption(engine, write_last, signals, exit)

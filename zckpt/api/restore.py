@@ -23,7 +23,7 @@ from zckpt.plan.select import by_part, several
 from zckpt.progress import Progress, logged, reported
 from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
 from zckpt.reading.checkpoint import ReadRequest
-from zckpt.restoring.plan import Request, RestorePlan, plan_restore
+from zckpt.restoring.plan import Request, RestorePlan, check_settings, plan_restore
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 from zckpt.system.threads import beside
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         strict: bool
         state: Collection[str] | None
         rng: bool
+        settings: Literal["checkpoint", "engine"]
         verify: bool | None
         budget: Budget | None
         progress: Progress | None
@@ -118,6 +119,7 @@ def restore(
     strict: bool = True,
     state: Collection[str] | None = None,
     rng: bool = False,
+    settings: Literal["checkpoint", "engine"] = "checkpoint",
     with_rank_state: bool = False,
     verify: bool | None = None,
     budget: Budget | None = None,
@@ -152,11 +154,17 @@ def restore(
             all parts that the engine has.
         strict: whether the checkpoint and the engine must have the same tensors. With False, tensors that are missing,
             unexpected or of another shape are left out, and the engine keeps its own values of them. A warning says how
-            many they are, and the result names them. If weights are to be restored, at least one of them has to fit.
+            many they are, and the result names them. If weights are to be restored, at least one of them has to fit. A
+            param group that the checkpoint does not have keeps its settings, and its entries in the scheduler.
         state: the names of the trees of non-tensor state that are restored: "counters", "optimizer", "scaler",
             "scheduler". None means all of them, or none if ``parts`` is given.
         rng: whether the random number generators of every rank are restored too, which needs the world size of the
             writer.
+        settings: "checkpoint" restores the settings too. With "engine", the engine keeps its own: every entry of its
+            param groups, such as a new learning rate, betas or weight decay, and its own scheduler. The moments, the
+            steps, the counters and the loss scale come from the checkpoint. The scheduler takes as many steps as that
+            of the checkpoint had taken, so the learning rate is the one of the engine's own schedule at this step.
+            Entries of param groups that an optimizer changes itself, such as ``d`` of Prodigy, are restored.
         with_rank_state: whether the state that each rank of the writer had alone is returned too.
         verify: whether every block is compared with its digest. None means yes, unless the environment has
             ZCKPT_VERIFY=0.
@@ -179,8 +187,8 @@ def restore(
         StorageError: the operating system reports an error when it reads.
     """
     request = Request(
-        parts=several(parts), strict=strict, state=several(state), rng=rng, verify=verify, budget=budget,
-        progress=progress, with_rank_state=with_rank_state,
+        parts=several(parts), strict=strict, state=several(state), rng=rng, settings=settings, verify=verify,
+        budget=budget, progress=progress, with_rank_state=with_rank_state,
     )  # fmt: skip
     restored, ranks = restore_engine(engine, path, request)
     return (restored, ranks) if with_rank_state else restored
@@ -193,9 +201,10 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Res
     plans: list[RestorePlan] = []
 
     def arguments() -> dict[str, object]:
+        check_settings(request.settings)
         return comparable(
             path=str(Location.of(path).absolute()), parts=request.parts, strict=request.strict, state=request.state,
-            rng=request.rng,
+            rng=request.rng, settings=request.settings,
         )  # fmt: skip
 
     def prepare() -> list[str]:

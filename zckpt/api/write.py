@@ -101,9 +101,14 @@ def write(
         exclude: the names of parts that are left out, such as ``param``, which holds frozen weights. If a tied tensor
             is left out, so are all of its names.
         client_state: values of the caller that are saved too: plain values, arrays, and tensors on any device. Those of
-            rank 0 are saved, and a warning says if another rank passes different ones. Some types change: a numpy
-            scalar comes back as a Python number or string, ``torch.Size`` as a tuple, a path as a string, a date or
-            time as a string in ISO 8601, a set as a sorted list, and a ``defaultdict`` as a dict.
+            rank 0 are saved, and a warning says if another rank passes different ones. Other values come back in a
+            plain form: numpy scalars and subclasses of str, int, float, bytes, list, tuple and dict as the plain type,
+            also ``torch.Size`` and namedtuples; an enum as its value; a dataclass, a ``Namespace`` and any map as a
+            dict; a configuration of OmegaConf as it was written; a set as a sorted list, a deque and an array of texts
+            or objects as a list; a path, ``Decimal``, UUID, dtype and device as text; a date or time as text in ISO
+            8601, and a ``timedelta`` as seconds. Keys that are neither strings nor integers become text, such as
+            ``"(0, 1)"``. One warning names the values whose plain form is not equal to them, except numpy scalars,
+            paths, dates, times and sets.
         rank_state: values of this rank that are saved too, such as the position of its data loader. They may have the
             same types as those of ``client_state``. Those of each rank are saved. Ranks are numbered within the
             engine's process group.
@@ -141,7 +146,8 @@ def write(
     Raises:
         UnsupportedError: the engine has a state that cannot be saved and restored completely, or the state exceeds a
             limit of the format.
-        StateError: a value cannot be saved, or the optimizers of the ranks differ in settings that are saved only once.
+        StateError: a value cannot be saved, such as a function, or the optimizers of the ranks differ in settings that
+            are saved only once.
         DeviceError: copying from a device fails.
         OffloadedError: a state that ``zckpt.offload`` moved to disk is lost.
         ValueError: the engine does not have one of the parts, ``latest`` cannot name ``path``, or an argument has a

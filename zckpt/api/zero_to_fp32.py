@@ -222,7 +222,7 @@ def _lazy_tensors(checkpoint: Checkpoint, exclude_frozen_parameters: bool) -> di
 
 def _read(tensors: Mapping[str, LazyTensor]) -> dict[str, torch.Tensor]:
     """Reads all tensors in one pass. All names of a tied weight get the same object."""
-    by_key = {lazy.key: torch.empty(lazy.shape, dtype=lazy.dtype) for lazy in tensors.values()}
+    by_key = {lazy.key: torch.empty(lazy.shape, dtype=lazy.dtype, device="cpu") for lazy in tensors.values()}
     for checkpoint in {id(lazy._checkpoint): lazy._checkpoint for lazy in tensors.values()}.values():
         checkpoint.load(by_key.__contains__, out=by_key)
     return {name: by_key[lazy.key] for name, lazy in tensors.items()}

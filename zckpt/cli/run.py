@@ -49,6 +49,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="end with the exit status 2 if the script ends without an error and has made no DeepSpeed engine",
     )
+    parser.add_argument(
+        "--settings",
+        choices=["checkpoint", "engine"],
+        default="checkpoint",
+        help="with `engine`, a resume keeps the settings of the script, such as a new learning rate or weight decay",
+    )
     parser.add_argument("script", help="the script, as you would give it to python")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the script")
 
@@ -72,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     zckpt.attach_all(
         background=arguments.background or None, full_every=arguments.full_every,
         reuse=None if arguments.no_reuse else "latest", replace_deepspeed=arguments.replace_deepspeed,
-        on_attach=on_attach,
+        settings=arguments.settings, on_attach=on_attach,
     )  # fmt: skip
     local_rank = [] if arguments.local_rank is None else [f"--local_rank={arguments.local_rank}"]
     sys.argv = [script, *local_rank, *arguments.arguments]
@@ -92,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     if attached:
         return 0
     if arguments.require_engine or os.environ.get("RANK", "0") == "0":
-        _print("nothing was attached: the script made no engine by deepspeed.initialize")
+        _print("nothing was attached: the script made no engine by deepspeed.initialize that zckpt supports")
     return 2 if arguments.require_engine else 0
 
 

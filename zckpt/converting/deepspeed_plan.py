@@ -17,6 +17,7 @@ import torch
 
 from zckpt.converting.deepspeed_flats import flats, natural_order, offsets_of, round_robin
 from zckpt.converting.deepspeed_folder import STOCK
+from zckpt.engines.contract import without_left_out
 from zckpt.engines.deepspeed import optimizer, scaler
 from zckpt.engines.deepspeed.flats import cut_alone, partition_numel
 from zckpt.engines.deepspeed.restoring import counters_of, subtree
@@ -161,7 +162,7 @@ class FolderPlan:
             "frozen_param_shapes": OrderedDict(_sizes(frozen)) if setup.stage >= 2 else None,
             "shared_params": self._aliases(PARAM) if setup.stage else None,
             "frozen_param_fragments": OrderedDict(self._frozen(rank)) if setup.stage >= 2 else None,
-            "lr_scheduler": None if scheduler is None else dict(subtree(scheduler, "state")),
+            "lr_scheduler": None if scheduler is None else without_left_out(subtree(scheduler, "state")),
             "data_sampler": None,
             "random_ltd": None,
             **{name: counters[name] for name in ("skipped_steps", "global_steps", "global_samples")},

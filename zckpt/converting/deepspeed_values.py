@@ -47,7 +47,7 @@ class FlatValues:
     """The place of each parameter in the flat buffer."""
     state: Mapping[str, Any]
     """The optimizer's state of the flat buffer."""
-    master: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    master: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     """The master weights. The tensor has no elements if they are in a swap file."""
 
     def data(self, part: str) -> torch.Tensor | FileRange | None:

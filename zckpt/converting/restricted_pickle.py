@@ -336,8 +336,8 @@ class _Unpickler(pickle._Unpickler):
         if not natural or last >= storage.numel or len(sizes) > NDIM_MAX:
             raise FormatError("a tensor goes beyond the end of its storage", file=self._path, hint=COPY_AGAIN)
         if last < 0:
-            return torch.empty(sizes, dtype=storage.dtype)
-        return torch.empty(0, dtype=storage.dtype).set_(storage.data, offset, sizes, strides)
+            return torch.empty(sizes, dtype=storage.dtype, device="cpu")
+        return torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage.data, offset, sizes, strides)
 
     def _build(self) -> None:
         """Sets the state of an object. This is allowed only for inert objects, because for others it would run the code

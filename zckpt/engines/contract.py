@@ -25,6 +25,24 @@ if TYPE_CHECKING:
     from zckpt.state.inventory import Fragment, Holding, Inventory
 
 
+_LEFT_OUT = "left out by zckpt"
+
+
+def left_out(reason: str) -> dict[str, str]:
+    """Returns what trees of an engine have in the place of a value that could not be saved. ``reason``: why."""
+    return {_LEFT_OUT: reason}
+
+
+def is_left_out(value: object) -> bool:
+    """Returns whether a value of a tree is one that ``left_out`` has returned."""
+    return isinstance(value, dict) and value.keys() == {_LEFT_OUT}
+
+
+def without_left_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a map of a tree without the values that could not be saved."""
+    return {key: value for key, value in values.items() if not is_left_out(value)}
+
+
 class EngineAdapter(Protocol):
     """Reads and restores one live engine on one rank. Ranks are numbered within the engine's own group of ranks
     (``group_of``).
@@ -137,6 +155,9 @@ class EngineAdapter(Protocol):
         NumPy arrays, of exactly these types. Keys are strings or 64-bit integers. The trees are read back with the same
         types, and with tensors in host memory.
 
+        A save may leave out entries of maps that it cannot keep, instead of failing. Then the tree that is read back
+        has what ``left_out`` returns in their place, and the engine has to keep its own values.
+
         The trees may share memory with the engine, so use them before training continues.
         """
 
@@ -231,6 +252,13 @@ class Selection:
     it."""
     rng: bool
     """Whether the random number generators are restored too. If not, they are not changed."""
+    strict: bool = True
+    """Whether it is a problem if only a part of a tree fits the engine. If not, the engine keeps the rest of its own
+    values."""
+    keeps_settings: bool = False
+    """Whether the engine keeps its own settings: those of its optimizer, such as the learning rate and the weight
+    decay, and those of its scheduler. Values that are counted while the engine trains are no settings. The scheduler
+    goes to the step of the checkpoint in its own schedule."""
 
 
 class Batch(NamedTuple):

@@ -4,30 +4,27 @@ and on the current device."""
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from zckpt.errors import FormatError, UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from zckpt.errors import FormatError
 
 
 def capture(device: torch.device) -> dict[str, Any]:
     """Returns the states of the generators as plain values: {"python", "numpy", "torch", "device": [one per device in
-    use]}.
-
-    Raises UnsupportedError if the global generator of NumPy has been replaced by one that is not MT19937.
-    """
+    use]}. For a global generator of NumPy that is not MT19937, "numpy" is the state as NumPy gives it."""
     version, words, gauss = random.getstate()
-    kind, key, position, has_gauss, cached = np.random.get_state()
-    if kind != "MT19937":
-        raise UnsupportedError(f"the global NumPy generator is {kind}; only MT19937 is supported")
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)
+    if numpy["bit_generator"] == "MT19937":
+        state = numpy["state"]
+        has_gauss, cached = int(numpy["has_gauss"]), float(numpy["gauss"])
+        numpy = {"words": _words(state["key"]), "position": int(state["pos"]), "has_gauss": has_gauss, "gauss": cached}
     return {
         "python": {"version": version, "words": _words(words), "gauss": gauss},
-        "numpy": {"words": _words(key), "position": int(position), "has_gauss": int(has_gauss), "gauss": float(cached)},
+        "numpy": numpy,
         "torch": to_bytes(torch.get_rng_state()),
         "device": [] if device.type == "cpu" else [to_bytes(torch.get_device_module(device).get_rng_state(device))],
     }
@@ -41,6 +38,8 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
         random.setstate((python["version"], tuple(_unpacked(python["words"]).tolist()), python["gauss"]))
         np.random.set_state(
             ("MT19937", _unpacked(numpy["words"]), numpy["position"], numpy["has_gauss"], numpy["gauss"])
+            if "words" in numpy
+            else _read(numpy)
         )
         torch.set_rng_state(to_tensor(state["torch"]))
         if device.type != "cpu":
@@ -48,6 +47,13 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
                 torch.get_device_module(device).set_rng_state(to_tensor(saved), device)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FormatError(f"not a random number generator's state: {error}") from error
+
+
+def _read(state: Any) -> Any:
+    """Returns the state of a generator of NumPy with the arrays that functions in it return."""
+    if isinstance(state, Mapping):
+        return {key: _read(value) for key, value in state.items()}
+    return state() if callable(state) else state
 
 
 def to_bytes(state: torch.Tensor) -> bytes:

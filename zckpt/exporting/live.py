@@ -211,7 +211,7 @@ class _RankExport:
         buffers = []
         for of_rank in (messages.source == rank, messages.target == rank):
             per_turn = np.bincount(messages.turn[of_rank], _padded(messages.nbytes[of_rank]))
-            buffers.append(torch.empty(int(per_turn.max(initial=0)), dtype=torch.uint8))
+            buffers.append(torch.empty(int(per_turn.max(initial=0)), dtype=torch.uint8, device="cpu"))
         self._sent, self._received = buffers
         self._stage = fresh_tensor((self._shares.slices.slice_bytes + PAGE_BYTES,), torch.uint8, "cpu")
 
@@ -255,7 +255,7 @@ class _RankExport:
         self._received_turn = -1
         if file in self._shares.rooms:
             if first == 0:
-                self._room = torch.empty(self._shares.slices.file_bytes[file], dtype=torch.uint8)
+                self._room = torch.empty(self._shares.slices.file_bytes[file], dtype=torch.uint8, device="cpu")
             assert self._room is not None
             self._unpack(self._room[first : first + nbytes])
             if first + nbytes == len(self._room):
@@ -351,7 +351,7 @@ def _elements(fragment: Fragment, start: int, numel: int) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
         return data[start : start + numel]
     dtype = TORCH_DTYPES[fragment.dtype]
-    elements = torch.empty(numel, dtype=dtype)
+    elements = torch.empty(numel, dtype=dtype, device="cpu")
     file_range = data.narrow(start * dtype.itemsize, numel * dtype.itemsize)
     read_from(file_range.path, file_range.offset, byte_tensor(elements).numpy())
     return elements

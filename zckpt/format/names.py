@@ -83,8 +83,13 @@ def check_tensor_name(name: object, *, file: str | None = None) -> None:
 
 def check_part_name(part: object, *, file: str | None = None) -> None:
     """Raises FormatError (N003) unless ``part`` is a valid name of a part."""
-    if not (isinstance(part, str) and _PART.fullmatch(part)):
+    if not is_part_name(part):
         raise broken("N003", f"part name {part!r}", file=file)
+
+
+def is_part_name(part: object) -> bool:
+    """Whether ``part`` is a valid name of a part."""
+    return isinstance(part, str) and _PART.fullmatch(part) is not None
 
 
 def check_save_id(save_id: object, *, file: str | None = None) -> None:

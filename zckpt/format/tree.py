@@ -32,10 +32,10 @@ _INTEGER = re.compile(rf"-?[1-9][0-9]{{0,{TREE_INTEGER_DIGITS_MAX - 1}}}", re.AS
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-_PLAIN_TYPES = (bool, int, float, str, bytes, list, tuple, dict)
+PLAIN_TYPES = (bool, int, float, str, bytes, list, tuple, dict)
 _KEPT = (
-    f"keep None, plain values ({', '.join(kind.__name__ for kind in _PLAIN_TYPES)}), tensors and arrays; in "
-    "client_state and rank_state also numpy scalars, paths, dates, times and sets"
+    f"keep None, plain values ({', '.join(kind.__name__ for kind in PLAIN_TYPES)}), tensors and arrays; in "
+    "client_state and rank_state also numpy scalars, paths and what else the docstring of zckpt.write names"
 )
 
 
@@ -46,7 +46,12 @@ class Plain(NamedTuple):
     """The value to pack."""
 
 
-def pack(value: object, path: str, put: Callable[[str, object], tuple[int, str] | Plain | None]) -> bytes:
+def pack(
+    value: object,
+    path: str,
+    put: Callable[[str, object], tuple[int, str] | Plain | None],
+    put_key: Callable[[str, object], str | int | None] = lambda path, key: None,
+) -> bytes:
     """Returns the bytes of a tree.
 
     Args:
@@ -55,6 +60,8 @@ def pack(value: object, path: str, put: Callable[[str, object], tuple[int, str] 
         put: is called with the path and the value of everything that is not a plain value. It stores a tensor or array
             and returns its extension type and name, or returns a plain value to pack instead, or None if the value
             cannot be kept.
+        put_key: is called with the path of a map and each key in it that is not a plain one. It returns a plain key to
+            pack instead, or None if the key cannot be kept.
 
     Returns:
         The packed tree.
@@ -62,16 +69,22 @@ def pack(value: object, path: str, put: Callable[[str, object], tuple[int, str] 
     Raises:
         StateError: a tree cannot contain a value. The error names its path.
     """
-    encoder = _Encoder(put)
+    encoder = _Encoder(put, put_key)
     return encoder.packed(encoder.encode(value, path, 0), path)
 
 
 class _Encoder:
     """Packs one tree, and counts what it takes."""
 
-    def __init__(self, put: Callable[[str, object], tuple[int, str] | Plain | None]) -> None:
-        self.put = put
+    def __init__(
+        self,
+        put: Callable[[str, object], tuple[int, str] | Plain | None],
+        put_key: Callable[[str, object], str | int | None],
+    ) -> None:
+        self.put, self.put_key = put, put_key
         self.nbytes = self.encoded_bytes = self.containers = 0
+        self.around: set[int] = set()
+        """The ids of the values around the one that is encoded now."""
 
     def packed(self, value: object, path: str) -> bytes:
         """Packs a value that has been encoded. Raises StateError if the tree has too many bytes now."""
@@ -111,6 +124,17 @@ class _Encoder:
             if abs(value) > _INTEGER_MAX:
                 raise StateError(f"{path} is an integer of more than {TREE_INTEGER_DIGITS_MAX} digits", key=path)
             return value if value in _I64 else msgpack.ExtType(INTEGER, str(value).encode())
+        if id(value) in self.around:
+            raise StateError(f"{path} is a value that contains itself", key=path)
+        self.around.add(id(value))
+        try:
+            return self.encode_composed(value, path, depth)
+        finally:
+            self.around.discard(id(value))
+
+    def encode_composed(self, value: object, path: str, depth: int) -> object:
+        """Does the work of ``encode`` for a value that is not a single plain one."""
+        kind = type(value)
         if isinstance(value, (list, tuple)) and kind in (list, tuple):
             self.containers += 1
             items = [self.encode(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
@@ -119,12 +143,13 @@ class _Encoder:
             self.containers += 1
             items_by_key = {}
             for key, item in value.items():
-                if not _is_key(key):
+                kept = key if is_key(key) else self.put_key(path, key)
+                if kept is None or kept in items_by_key or (kept != key and kept in value):
                     raise StateError(
                         f"{path} has the key {key!r}: only strings and 64-bit integers can be kept", key=path
                     )
-                self.encode(key, path, depth)
-                items_by_key[key] = self.encode(item, _below(path, key), depth + 1)
+                self.encode(kept, path, depth)
+                items_by_key[kept] = self.encode(item, below(path, key), depth + 1)
             if kind is dict:
                 return items_by_key
             self.containers += 1
@@ -133,7 +158,7 @@ class _Encoder:
         if isinstance(stored, Plain):
             return self.encode(stored.value, path, depth)
         if stored is None:
-            base = next((above.__name__ for above in kind.__mro__ if above in _PLAIN_TYPES), None)
+            base = next((above.__name__ for above in kind.__mro__ if above in PLAIN_TYPES), None)
             raise StateError(
                 f"{path}: {kind.__name__}{f', a subclass of {base},' if base else ''} cannot be kept",
                 key=path,
@@ -153,11 +178,11 @@ def with_entry(packed: bytes, key: str, value: object) -> bytes:
     unpacker.feed(packed)
     header = packer.pack_map_header(unpacker.read_map_header() + 1)
     raw: bytes = header + packed[unpacker.tell() :] + packer.pack(key) + packer.pack(value)
-    _Encoder(lambda path, leaf: None).check(len(raw), "")
+    _Encoder(lambda path, leaf: None, lambda path, key: None).check(len(raw), "")
     return raw
 
 
-def _below(path: str, key: object) -> str:
+def below(path: str, key: object) -> str:
     """Returns the path of the value of ``key`` in the map at ``path``."""
     if isinstance(key, str) and _IDENTIFIER.fullmatch(key):
         return f"{path}.{key}" if path else key
@@ -200,7 +225,7 @@ class _Decoder:
         if self.nbytes > TREE_BYTES_MAX:
             raise broken("T004", f"the tree has more than {TREE_BYTES_MAX} bytes", file=self.file)
         try:
-            value = packed.unpack(raw, self.containers, is_key=_is_key, ext_hook=partial(self._extension, depth))
+            value = packed.unpack(raw, self.containers, is_key=is_key, ext_hook=partial(self._extension, depth))
         except FormatError:
             raise
         except packed.TooManyError as error:
@@ -236,7 +261,7 @@ class _Decoder:
         raise broken("T001", f"extension type {code}", file=self.file)
 
 
-def _is_key(key: object) -> bool:
+def is_key(key: object) -> bool:
     """Whether ``key`` may be the key of a map in a tree."""
     return type(key) is str or (type(key) is int and key in _I64)
 

@@ -53,7 +53,7 @@ def find(path: StrPath) -> Store:
             if has_manifest(store, name):
                 return _newer_of_trainer(store, checkpoint) or checkpoint
         except FormatError as error:
-            error.hint = what_is_here(store)
+            error.hint = f"{error.hint}; {what_is_here(store)}" if error.hint else what_is_here(store)
             raise
         other = other_format(checkpoint.entries() or ())
         if other is not None:

@@ -31,7 +31,7 @@ from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from zckpt.format.manifest import Manifest
     from zckpt.storage.contract import Reader, Store
@@ -50,6 +50,8 @@ WHOLE_MAX = 3
 _TRAINER = re.compile(r"checkpoint-[0-9]+", re.ASCII)
 """The name of a directory that Hugging Face's Trainer makes in its output directory. Each is a run of one
 checkpoint."""
+_ACCELERATE = re.compile(r"checkpoint_[0-9]+", re.ASCII)
+"""The name of a directory that Accelerate makes for one save if it names the directories itself."""
 
 NOTHING_CHANGED = "nothing was changed"
 
@@ -245,21 +247,36 @@ def whole_neighbours(checkpoint: Store) -> list[str]:
     error: a checkpoint that cannot be looked at does not count as whole.
     """
     location = checkpoint.location.absolute()
-    others = (other for other in _newest_first(run_of(checkpoint)) if other.location != location)
+    others = (other for other in _of_same_run(checkpoint) if other.location != location)
     whole = islice(filter(if_whole, islice(others, COMPARED_MAX)), WHOLE_MAX)
     return [str(other.location) for other in whole]
 
 
-def _newest_first(run: Store) -> list[Store]:
-    """Returns the checkpoints of a run, the one that was committed last first."""
-    return sorted(
-        _checkpoints(run), key=lambda checkpoint: (committed_at(checkpoint), str(checkpoint.location)), reverse=True
-    )
+def _of_same_run(checkpoint: Store) -> list[Store]:
+    """Returns the checkpoints of the run that ``checkpoint`` belongs to, the one that was committed last first. In each
+    directory that Accelerate makes for a save, the checkpoint of a model has the same name. So the run is the
+    checkpoints of this name in all of these directories."""
+    location = checkpoint.location.absolute()
+    if not _ACCELERATE.fullmatch(location.parent.name):
+        return _newest_first(_checkpoints(run_of(checkpoint)))
+    saves = open_store(location.parent.parent)
+    same = [saves.child(f"{name}/{location.name}") for name in saves.directories() if _ACCELERATE.fullmatch(name)]
+    return _newest_first(store for store in same[:DIRECTORIES_MAX] if store.exists(names.MANIFEST))
+
+
+def _newest_first(checkpoints: Iterable[Store]) -> list[Store]:
+    """Returns the checkpoints sorted, the one that was committed last first. Those whose manifest cannot be opened,
+    because it is a link, are left out."""
+    committed = ((committed_at(store), str(store.location), store) for store in checkpoints)
+    return [store for at, _, store in sorted(committed, key=lambda entry: entry[:2], reverse=True) if at]
 
 
 def _checkpoints(run: Store) -> list[Store]:
-    looked_at = islice(directories(run), DIRECTORIES_MAX)
-    return [directory for directory, entries in looked_at if names.MANIFEST in entries]
+    return [directory for directory, entries in _searched(run) if names.MANIFEST in entries]
+
+
+def _searched(run: Store) -> Iterator[tuple[Store, list[str]]]:
+    return islice(directories(run), DIRECTORIES_MAX)
 
 
 def committed_at(store: Store) -> float:
@@ -272,15 +289,16 @@ def committed_at(store: Store) -> float:
         return 0.0
 
 
-def newest_to_resume(run: Store, lineage: Lineage) -> str | None:
-    """Returns the absolute path of the newest whole checkpoint in the directory of a run from which training can go on,
-    and which belongs to the same run as ``lineage``. If it is in a Trainer's ``checkpoint-<N>``, the path is that of
-    this directory. It reads no tensor."""
-    for checkpoint in _newest_first(run):
-        if can_resume(checkpoint, lineage.run):
-            place = checkpoint.location.absolute()
-            return str(place.parent if is_of_trainer(place.parent.name) else place)
-    return None
+def newest_to_resume(checkpoint: Store, lineage: Lineage) -> str | None:
+    """Returns the absolute path of the newest whole checkpoint in the directory of the run of ``checkpoint`` from which
+    training can go on, and which has the same run as ``lineage``. If Trainer or Accelerate has made a directory for
+    this checkpoint, the path is that of this directory. It reads no tensor."""
+    resumable = next((store for store in _of_same_run(checkpoint) if can_resume(store, lineage.run)), None)
+    if resumable is None:
+        return None
+    place = resumable.location.absolute()
+    of_framework = is_of_trainer(place.parent.name) or _ACCELERATE.fullmatch(place.parent.name)
+    return str(place.parent if of_framework else place)
 
 
 def can_resume(checkpoint: Store, run: str | None = None) -> bool:
@@ -338,7 +356,7 @@ def nothing_at(store: Store) -> CheckpointNotFoundError:
     run = store.parent
     if is_of_trainer(run.location.name):
         run = run.parent
-    checkpoints = _newest_first(run)
+    checkpoints = _newest_first(_checkpoints(run))
     place = printable(str(run.location))
     hint = f"the checkpoints in {place} are, newest first: {_listed(checkpoints, run)}" if checkpoints else ""
     if str(store.location).startswith("~"):
@@ -351,30 +369,39 @@ def nothing_at(store: Store) -> CheckpointNotFoundError:
 def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> CheckpointNotFoundError:
     """Returns the error, with ``message``, for a directory with these entries, in which nobody has begun a checkpoint.
     It says what is there instead."""
-    other = other_format(entries)
-    if other is not None:
+    other, here = other_format(entries), _ours_in(store)
+    if other is not None and not here:
         return CheckpointNotFoundError(f"this is {other.what}", file=str(store.location), hint=other.hint)
-    return CheckpointNotFoundError(message, file=str(store.location), hint=what_is_here(store))
+    # Trainer's save_model() puts a model into the directory that has the checkpoints.
+    beside = "" if other is None else f"; beside them is {other.what}: {other.hint}"
+    return CheckpointNotFoundError(message, file=str(store.location), hint=what_is_here(store) + beside)
 
 
 def what_is_here(run: Store) -> str:
     """Returns the hint of an error that says that ``run`` is not a checkpoint. It names the checkpoints that are in
     this directory, and says what to do."""
-    searched = list(islice(directories(run), DIRECTORIES_MAX))
-    committed = _newest_first(run)
-    others = [directory for directory, entries in searched if is_begun(entries) and names.MANIFEST not in entries]
-    told = [
-        ("give one of the checkpoints that are here, newest first: ", committed),
-        ("these have no manifest, which zckpt.repair may be able to rebuild: ", others),
-    ]
-    if committed or others:
-        return "; ".join(what + _listed(which, run) for what, which in told if which)
-    foreign = [(directory, other) for directory, entries in searched if (other := other_format(entries))]
+    ours = _ours_in(run)
+    if ours:
+        return ours
+    foreign = [(directory, other) for directory, entries in _searched(run) if (other := other_format(entries))]
     if foreign:
         kind = foreign[0][1]
         listed = _listed([directory for directory, other in foreign if other is kind], run)
         return f"{kind.what} is in {listed}; {kind.hint}"
     return "no checkpoint is here; give the directory of a checkpoint or run"
+
+
+def _ours_in(run: Store) -> str:
+    """Returns the clause for a hint that names the checkpoints of zckpt in this directory. It is empty if there are
+    none."""
+    begun = [(directory, entries) for directory, entries in _searched(run) if is_begun(entries)]
+    committed = _newest_first(directory for directory, entries in begun if names.MANIFEST in entries)
+    others = [directory for directory, entries in begun if names.MANIFEST not in entries]
+    told = [
+        ("give one of the checkpoints that are here, newest first: ", committed),
+        ("these have no manifest, which zckpt.repair may be able to rebuild: ", others),
+    ]
+    return "; ".join(what + _listed(which, run) for what, which in told if which)
 
 
 def _listed(stores: Sequence[Store], run: Store) -> str:

@@ -220,7 +220,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.contents.check_sizes(infos.values())
         # torch.set_rng_state reads from the start of the storage of its tensor, so each tensor has a storage of its
         # own.
-        tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
+        tensors = {name: torch.empty(info.shape, dtype=info.dtype, device="cpu") for name, info in infos.items()}
         if infos:
             self._load(infos, existing=tensors)
         return unpack(lambda ext, name: _leaf(ext, tensors[name]) if name in tensors else None)

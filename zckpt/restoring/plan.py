@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.contract import Selection
 from zckpt.format.names import CLIENT_STATE
-from zckpt.listing.runs import newest_to_resume, run_of
+from zckpt.listing.runs import newest_to_resume
 from zckpt.plan.select import part_of
 from zckpt.restoring.matching import Match, match
 from zckpt.restoring.mismatch import summary, told
@@ -36,6 +36,16 @@ class Caller(NamedTuple):
     counters: str = ""
     """How the counters are restored with the weights, but without the state of the optimizer. Empty if the function
     cannot do this."""
+    settings: str = 'settings="engine"'
+    """How the engine keeps its own settings."""
+    scheduler: str = "state={trees}"
+    """How the scheduler stays as it is. ``{trees}`` stands for all trees of state but the scheduler."""
+
+
+def check_settings(settings: str) -> None:
+    """Raises ValueError for an argument ``settings`` that is not allowed."""
+    if settings not in ("checkpoint", "engine"):
+        raise ValueError(f"settings must be 'checkpoint' or 'engine', got {settings!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +56,7 @@ class Request:
     strict: bool = True
     state: Collection[str] | None = None
     rng: bool = False
+    settings: str = "checkpoint"
     verify: bool | None = None
     budget: Budget | None = None
     progress: Progress | None = None
@@ -112,7 +123,7 @@ def plan_restore(
     rank_state = checkpoint.rank_state(rank, lazy=True) if needs_rank_state and same_size else None
     selection = Selection(
         stored=names, wanted=matched.filled, restored=matched.sources.keys(), kept=matched.weights_kept, state=state,
-        rank_state=rank_state, rng=request.rng,
+        rank_state=rank_state, rng=request.rng, strict=request.strict, keeps_settings=request.settings == "engine",
     )  # fmt: skip
     restoring = adapter.restoring(selection)
 
@@ -159,12 +170,12 @@ def plan_restore(
         if not request.strict:
             warnings += _fits_in_part(checkpoint, matched, trees)
     weights = [part for part in names if part in (MASTER, PARAM, BUFFER)]
-    hint = _hint(matched, weights, misfits, roles, against, saved, request.caller)
+    hint = _hint(adapter, selection, matched, weights, misfits, roles, against, saved, request.caller)
     left_out = checkpoint.contents.left_out
     if left_out and "optimizer" in trees and (request.strict or request.all_moments):
         problems = [f"the checkpoint leaves out {', '.join(left_out)}, without which training cannot go on"]
-        full = newest_to_resume(run_of(open_store(checkpoint.path)), checkpoint.contents.lineage)
-        resume = f"resume from {full}, the newest one that holds all" if full else "no whole one of the run holds all"
+        full = newest_to_resume(open_store(checkpoint.path), checkpoint.contents.lineage)
+        resume = f"resume from {full}, the newest one that holds all" if full else "no other one of the run holds all"
         hint = f"{resume}; {request.caller.weights.format(parts=json.dumps(weights))}"
     return RestorePlan(adapter, checkpoint, matched, restoring, client_state, own_state, problems, hint, warnings)
 
@@ -206,6 +217,8 @@ def _fits_in_part(checkpoint: Checkpoint, matched: Match, trees: Collection[str]
 
 
 def _hint(
+    adapter: EngineAdapter,
+    selection: Selection,
     matched: Match,
     weights: Sequence[str],
     misfits: Sequence[str],
@@ -214,19 +227,41 @@ def _hint(
     saved: object,
     caller: Caller,
 ) -> str | None:
-    """Returns the hint for the problems, if there is one. ``weights`` has the parts of the checkpoint that have weights
-    and buffers. The other arguments are the variables of ``plan_restore``."""
+    """Returns the hint for the problems, if there is one. What it says has been tried, as far as that can be done
+    without reading a tensor. ``weights`` has the parts of the checkpoint that have weights and buffers. The other
+    arguments are the variables of ``plan_restore``."""
     if matched.restores_nothing:
         return (
             "no weight at all would be restored: make the engine of the model that was saved, or copy the weights "
             "into the model yourself, from zckpt.open(path).state_dict()"
         )
-    hints = [caller.weights.format(parts=json.dumps(weights))] if against and weights else []
-    if hints and saved is not None and caller.counters:
-        hints.append(caller.counters)
-    misfitting = {*map(part_of, (*matched.differences, *matched.no_place)), *([MASTER] if roles else [])}
-    if misfits and (not against or misfitting.intersection(weights)):
-        hints.append(f"{caller.in_part} leaves out what does not fit, and converts what is frozen on one side only")
+
+    if not misfits and not against:
+        return None
+
+    def works(changed: Selection) -> bool:
+        return saved is not None and not adapter.restoring(changed).problems()
+
+    in_part = f"{caller.in_part} leaves out what does not fit, and converts what is frozen on one side only"
+    relaxed = replace(selection, strict=False)
+    if works(relaxed):
+        return in_part
+    hints = []
+    others = {name: tree for name, tree in selection.state.items() if name != "scheduler"}
+    remedies = (
+        (f"{caller.settings} keeps the settings and the schedule of the engine", {"keeps_settings": True}),
+        (f"{caller.scheduler.format(trees=json.dumps([*others]))} leaves the scheduler as it is", {"state": others}),
+    )
+    for said, changes in remedies if against else ():
+        if works(replace(relaxed if misfits else selection, **changes)):
+            hints.append(f"{in_part}; with it, {said}" if misfits else said)
+            break
+    if against and weights:
+        misfitting = {*map(part_of, (*matched.differences, *matched.no_place)), *([MASTER] if roles else [])}
+        those_that_fit = f", those that fit with {caller.in_part}" if misfitting.intersection(weights) else ""
+        hints.append(caller.weights.format(parts=json.dumps(weights)) + those_that_fit)
+        if saved is not None and caller.counters:
+            hints.append(caller.counters)
     if saved is None:
         hints.append("zckpt.open(path).state_dict() has the weights too")
     return "; ".join(hints) or None

@@ -1,9 +1,11 @@
-"""Reads the files below one local directory, without following any link below it."""
+"""Reads the files below one local directory. Below it, no link is followed, except those of the Hugging Face Hub's
+cache."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import threading
 from collections import OrderedDict
@@ -41,6 +43,12 @@ the path at the same time."""
 _REFUSED_LINK = {errno.ELOOP, errno.EMLINK, getattr(errno, "EFTYPE", errno.ELOOP), errno.ENOTDIR, errno.ENXIO}
 """The error numbers by which systems refuse to open a link, or something that is neither a file nor a directory: ELOOP
 on Linux and macOS, EMLINK on FreeBSD, EFTYPE on NetBSD, ENOTDIR for a component of the path, and ENXIO for a socket."""
+_HUB_REPOSITORY = re.compile(r"(?:models|datasets|spaces)--.+")
+"""The name of a repository's directory in the cache of the Hugging Face Hub."""
+_NO_LINKS = (
+    "zckpt follows links to a checkpoint, but not inside of it: copy it with `cp -rL`, which copies what they lead to, "
+    "or download it with snapshot_download(..., local_dir=...)"
+)
 
 
 class LocalReader:
@@ -186,11 +194,18 @@ class LocalReader:
         self.close()
 
     def _open(self, path: str, more_flags: int) -> int:
-        """Opens a file below the root without following a link below the root. ``more_flags`` are added to those of
-        ``os.open``."""
+        """Opens a file below the root without following a link below the root, except one of the Hub's cache.
+        ``more_flags`` are added to those of ``os.open``."""
         open_file = _open_by_component if CAN_OPEN_BY_COMPONENT else _open_after_checks
+        names, flags = path.split("/"), os.O_RDONLY | BINARY | more_flags
         try:
-            fd = open_file(self.root, path.split("/"), os.O_RDONLY | BINARY | more_flags)
+            try:
+                fd = open_file(self.root, names, flags)
+            except OSError as error:
+                blob = _hub_blob(self.root, names) if error.errno in _REFUSED_LINK else None
+                if blob is None:
+                    raise
+                fd = open_file(*blob, flags)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
                 raise broken("F002", "not a regular file", file=self._full(path))
@@ -200,12 +215,33 @@ class LocalReader:
             if is_impossible_name(error):
                 raise broken("F001", "no file can have this name", file=self._full(path)) from error
             if error.errno in _REFUSED_LINK or (error.errno == errno.EOPNOTSUPP and not more_flags):  # a socket on BSD
-                raise broken("F002", "a link or not a regular file", file=self._full(path)) from error
+                above = (os.path.join(self.root, *names[:count]) for count in range(1, len(names) + 1))
+                hint = _NO_LINKS if any(map(os.path.islink, above)) else None
+                raise broken("F002", "a link or not a regular file", file=self._full(path), hint=hint) from error
             raise from_os_error(error, "open", self._full(path)) from error
         return fd
 
     def _full(self, path: str) -> str:
         return os.path.join(self.root, path)
+
+
+def _hub_blob(root: str, names: Sequence[str]) -> tuple[str, Sequence[str]] | None:
+    """Returns the file that a link of the Hub's cache stands for, as a directory and the names of the components below
+    it. Returns None for every other path.
+
+    In this cache, ``<repository>/snapshots/<revision>/<path>`` is a link to ``<repository>/blobs/<digest>``. The caller
+    follows no further link, so nothing outside of the repository's directory is read.
+    """
+    directory = os.path.join(os.path.realpath(root), *names[:-1])
+    repository = directory.rpartition(f"{os.sep}snapshots{os.sep}")[0]
+    if not _HUB_REPOSITORY.fullmatch(os.path.basename(repository)) or os.path.realpath(directory) != directory:
+        return None
+    try:
+        target = os.path.join(directory, os.readlink(os.path.join(directory, names[-1])))
+    except OSError:  # It is not a link.
+        return None
+    blobs, name = os.path.split(os.path.normpath(target))
+    return (repository, ["blobs", name]) if blobs == os.path.join(repository, "blobs") else None
 
 
 def _open_by_component(root: str, names: Sequence[str], flags: int) -> int:

@@ -169,7 +169,8 @@ class ReferenceRestoring:
         if "counters" in state:
             engine.steps = _member(state, "counters", "steps", int)
         if "optimizer" in state:
-            engine.learning_rate = _member(state, "optimizer", "learning_rate", float)
+            if not self._selection.keeps_settings:
+                engine.learning_rate = _member(state, "optimizer", "learning_rate", float)
             engine.beta_powers.copy_(_member(state, "optimizer", "beta_powers", torch.Tensor))
         if rank_state is not None and self._selection.rng:
             engine.generator.set_state(rng.to_tensor(rank_state.get("generator")))

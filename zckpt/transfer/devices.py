@@ -103,7 +103,7 @@ def pinned_memory(nbytes: int) -> torch.Tensor:
     Raises DeviceError if so much cannot be pinned.
     """
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         raise DeviceError(
             f"cannot pin {nbytes} bytes of host memory: {_first_sentence(error)}",

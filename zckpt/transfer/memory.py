@@ -92,7 +92,9 @@ def aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int) -> torch.Tens
 
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a contiguous tensor as a 1-D uint8 tensor that shares its memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def lies_in_order(tensor: torch.Tensor) -> bool:

@@ -121,7 +121,7 @@ def _odd(values: torch.Tensor, never_negative: bool) -> dict[str, int]:
     return {kind: count for kind, mask in counts.items() if (count := int(mask.sum()))}
 
 
-_NONE = torch.zeros(0, dtype=torch.bool)
+_NONE = torch.zeros(0, dtype=torch.bool, device="cpu")
 _POWERS = np.full(_CHUNK, _BASE, np.uint64).cumprod(dtype=np.uint64)
 
 

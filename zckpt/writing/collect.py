@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from zckpt.engines.contract import left_out
 from zckpt.errors import StateError
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
@@ -19,7 +21,7 @@ from zckpt.state.lineage import Use, use_of
 from zckpt.transfer.devices import check_devices, synchronize
 from zckpt.transfer.memory import host_bytes
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
-from zckpt.writing.plain import plain
+from zckpt.writing.plain import Sieve, is_told, number, number_key, plain, plain_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -90,20 +92,67 @@ def tensors_of(fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:
     return (fragment.data for fragment in fragments if isinstance(fragment.data, torch.Tensor))
 
 
-def pack_tree(value: object, path: str, fragments: list[Fragment], rank: int) -> bytes:
-    """Returns a tree in packed form. The tensors and arrays in it are added to ``fragments``."""
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What of the trees of one rank is not written as it is."""
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    """The values of the caller that are replaced and of which a warning tells: the path of each, and in words its type
+    and that of the plain value."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """The values that are left out: the path of each, and in words the path and the reason."""
+
+
+def pack_tree(
+    value: object,
+    path: str,
+    fragments: list[Fragment],
+    rank: int,
+    changes: Changes | None = None,
+    *,
+    leave_out: bool = False,
+) -> bytes:
+    """Returns a tree in packed form. The tensors and arrays in it are added to ``fragments``, and what is not kept as
+    it is to ``changes``. ``leave_out``: whether what cannot be kept is left out. If not, it raises StateError."""
+    first, changes = len(fragments), changes or Changes()
 
     def keep(tensor: torch.Tensor) -> str:
         name = f"tree/{rank}/{len(fragments)}"
         fragments.append(_state_fragment(name, tensor))
         return name
 
-    return _packed(value, path, keep)
+    try:
+        return _packed(value, path, keep, changes.replaced)
+    except StateError:
+        if not leave_out:
+            raise
+    del fragments[first:]
+    return _packed(_sieve(changes).sifted(value, path), path, keep, changes.replaced)
 
 
-def add_rank_tree(value: object, fragments: list[Fragment], rank: int) -> None:
-    """Adds the tree of one rank, and the tensors and arrays in it, to ``fragments``."""
-    packed = pack_tree(value, f"rank_state[{rank}]", fragments, rank)
+def kept_client_state(client_state: Mapping[str, Any], changes: Changes) -> Mapping[str, Any]:
+    """Returns the client_state of one rank without what cannot be kept. ``changes`` gets what is left out."""
+    root = {names.CLIENT_STATE: dict(client_state)}
+    kept: dict[str, Mapping[str, Any]] = _sieve(changes).sifted(root, "")
+    return kept[names.CLIENT_STATE]
+
+
+def what_is_left_out(adapter: EngineAdapter, client_rank_state: Mapping[str, Any] | None) -> dict[str, str]:
+    """Returns what a save of the engine would leave out now, as in ``Changes``. ``client_rank_state``: the states of
+    its registered objects."""
+    changes = Changes()
+    of_rank = {**adapter.rank_state(), names.CLIENT_RANK_STATE: client_rank_state}
+    for value, path in (({"engine": adapter.state()}, ""), (of_rank, "rank_state[0]")):
+        _sieve(changes).sifted(value, path)
+    return changes.left_out
+
+
+def add_rank_tree(
+    value: object, fragments: list[Fragment], rank: int, changes: Changes | None = None, *, leave_out: bool = False
+) -> None:
+    """Adds the tree of one rank, and the tensors and arrays in it, to ``fragments``. The other arguments are those of
+    ``pack_tree``."""
+    packed = pack_tree(value, f"rank_state[{rank}]", fragments, rank, changes, leave_out=leave_out)
     fragments.append(_state_fragment(f"rank/{rank}", torch.frombuffer(bytearray(packed), dtype=torch.uint8)))
 
 
@@ -116,16 +165,20 @@ def fingerprint(client_state: Mapping[str, Any]) -> bytes:
     return digest(_packed({names.CLIENT_STATE: dict(client_state)}, "", keep))
 
 
-def _packed(value: object, path: str, keep: Callable[[torch.Tensor], str]) -> bytes:
-    """Returns a tree in packed form. ``keep`` stores a tensor and returns its name. In the values that the caller has
-    given, some values are replaced as ``plain`` says. The values of an engine are never replaced, because the engine
-    has to get back what it had."""
-    given = tuple(f"{path}.{key}" if path else key for key in (names.CLIENT_STATE, names.CLIENT_RANK_STATE))
+_GIVEN = re.compile(rf"(rank_state\[\d+\]\.)?({names.CLIENT_STATE}|{names.CLIENT_RANK_STATE})\b", re.ASCII)
+"""Matches the path of a value that the caller has given."""
+
+
+def _packed(
+    value: object, path: str, keep: Callable[[torch.Tensor], str] | None = None, replaced: dict[str, str] | None = None
+) -> bytes:
+    """Returns a tree in packed form. ``keep`` stores a tensor and returns its name. Without it, no tensor is stored,
+    and this only finds out whether the tree can be kept. ``replaced``: as in ``Changes``."""
 
     def put(where: str, leaf: object) -> tuple[int, str] | tree.Plain | None:
         # Only this very type: a subclass, such as a masked array, has more than its elements.
         if type(leaf) is np.ndarray and leaf.dtype in _NUMPY_DTYPES:
-            return tree.NDARRAY, keep(torch.from_numpy(np.array(leaf)))
+            return tree.NDARRAY, keep(torch.from_numpy(np.array(leaf))) if keep else ""
         if isinstance(leaf, torch.Tensor):
             if leaf.is_nested or leaf.layout != torch.strided:
                 raise StateError(
@@ -135,11 +188,35 @@ def _packed(value: object, path: str, keep: Callable[[torch.Tensor], str]) -> by
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.dtype in DTYPE_NAMES:
                 _check_has_values(leaf, where)
                 synchronize(check_devices([leaf]))
-                return tree.TENSOR, keep(leaf.detach().resolve_conj().resolve_neg().contiguous())
-        value = plain(leaf) if where.startswith(given) else None
-        return None if value is None else tree.Plain(value)
+                return tree.TENSOR, keep(leaf.detach().resolve_conj().resolve_neg().contiguous()) if keep else ""
+        kept = _replacement(where, leaf)
+        if kept is not None and replaced is not None and is_told(kept.value, leaf):
+            replaced[where] = f"{where} ({type(leaf).__name__}) as {type(kept.value).__name__}"
+        return kept
 
-    return tree.pack(value, path, put)
+    def put_key(where: str, key: object) -> str | int | None:
+        kept = (plain_key if _GIVEN.match(where) else number_key)(key)
+        if kept is not None and replaced is not None and kept != key:
+            replaced[tree.below(where, key)] = f"the key {key!r} of {where} as {kept!r}"
+        return kept
+
+    return tree.pack(value, path, put, put_key)
+
+
+def _sieve(changes: Changes) -> Sieve:
+    def mark(path: str, reason: str) -> object | None:
+        return None if _GIVEN.match(path) else left_out(reason)
+
+    return Sieve(_packed, _replacement, mark, changes.left_out)
+
+
+def _replacement(where: str, value: object) -> tree.Plain | None:
+    """Returns the plain value that takes the place of a value in a tree, or None. An engine has to get back what it
+    had, so only its numpy scalars are replaced, by equal numbers."""
+    try:
+        return (plain if _GIVEN.match(where) else number)(value)
+    except Exception as error:  # It comes from the class of the value.
+        raise StateError(f"{where}: {type(value).__name__} cannot be kept: {error!r}", key=where) from error
 
 
 def _state_fragment(name: str, tensor: torch.Tensor) -> Fragment:
@@ -153,14 +230,15 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
         for key, item in value.items():
             yield from _leaves(item, f"{path}.{key}")
     elif isinstance(value, (list, tuple)) and not all(isinstance(item, str) for item in value):
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{number}]")
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
     elif isinstance(value, torch.Tensor):
         _check_has_values(value, path)
         exact = value.item() if value.numel() == 1 else digest(host_bytes(value.detach().cpu().contiguous())).hex()
         yield path, f"{exact} ({value.dtype})"
     else:
-        yield path, repr(value)
+        kept = number(value)
+        yield path, repr(value if kept is None else kept.value)
 
 
 def _check_has_values(tensor: torch.Tensor, path: str) -> None:

@@ -50,8 +50,7 @@ class WriteOptions:
     """What is written if the ranks have different client_state. True: that of each rank, in the tree of the rank, under
     the key ``client_state``. False: only that of rank 0, and a warning says so."""
     leave_out: bool = False
-    """Whether state that modules add to their ``state_dict`` by themselves, and that cannot be saved, is left out. If
-    not, it causes an UnsupportedError before a byte is written."""
+    """Whether what cannot be saved is left out, and a warning says so. If not, it is an error."""
     replace_foreign: bool = False
     """Whether the files of DeepSpeed's own checkpoint in the target are removed after the commit. If not, they cause a
     CheckpointExistsError before a byte is written."""

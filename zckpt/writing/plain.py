@@ -1,36 +1,107 @@
-"""Replaces values that the format has no type for (numpy scalars, paths, dates, sets) by plain Python values."""
+"""Replaces values that the format has no type for, such as numpy scalars, configurations and enums, by plain ones, and
+leaves out values that cannot be kept."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from datetime import date, datetime, time
+import dataclasses
+import sys
+from argparse import Namespace
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
 from pathlib import PurePath
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import numpy as np
 import torch
 
+from zckpt.errors import StateError
+from zckpt.format import tree
 
-def plain(value: object) -> object | None:
-    """Returns a plain Python value that replaces ``value``. Returns None if the format has a type for ``value``, or if
-    nothing can replace it.
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-    A numpy scalar becomes a number, a string or bytes of Python, ``torch.Size`` a tuple, a path a string, a date or
-    time a string in ISO 8601, a set a sorted list, and a ``defaultdict`` a dict.
-    """
+_AS_TEXT = (PurePath, Decimal, UUID, torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype)
+_USUAL = (np.generic, PurePath, date, time, set, frozenset)
+_BASES: dict[type, Callable[[Any], object]] = {
+    bytearray: bytes,
+    bytes: bytes.__bytes__,
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+    tuple: tuple,
+    list: list,
+    deque: list,
+}
+"""For types whose subclasses are replaced: the function that returns the plain value of an object of a subclass."""
+ROOT_DEPTH = 1
+"""The depth of the values in a tree that are never left out as a whole, such as the client_state."""
+
+
+def number(value: object) -> tree.Plain | None:
+    """Returns the value of Python that equals a numpy scalar. Returns None for all other values, and for a scalar that
+    no value of Python equals, such as a long double."""
+    item = value.item() if isinstance(value, np.generic) else None
+    return tree.Plain(item) if type(item) in (bool, int, float, str, bytes) else None
+
+
+def plain(value: object) -> tree.Plain | None:
+    """Returns a plain value that replaces ``value``, and in which there may be other values to replace. Returns None if
+    the format has a type for ``value``, or if nothing can replace it. The docstring of ``zckpt.write`` says which
+    values are replaced."""
+    if value is None or type(value) in tree.PLAIN_TYPES:
+        return None
     if isinstance(value, np.generic):
-        item = value.item()  # A long double, a date or a record becomes none of the types below.
-        return item if type(item) in (bool, int, float, str, bytes) else None
-    if isinstance(value, torch.Size):
-        return tuple(value)
-    if isinstance(value, PurePath):
-        return str(value)
+        return number(value)
+    if isinstance(value, Enum):
+        return tree.Plain(value.value)
+    omegaconf: Any = sys.modules.get("omegaconf")
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
+        return tree.Plain(omegaconf.OmegaConf.to_container(value))  # Interpolations stay as they were written.
+    if isinstance(value, Mapping):
+        return tree.Plain(dict(value))
+    if isinstance(value, (Namespace, SimpleNamespace)):
+        return tree.Plain(dict(vars(value)))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in dataclasses.fields(value))
+        return tree.Plain({name: getattr(value, name) for name in names if hasattr(value, name)})
+    if isinstance(value, _AS_TEXT):
+        return tree.Plain(str(value))
     if isinstance(value, (datetime, date, time)):
-        return value.isoformat()
-    if type(value) in (set, frozenset):
-        return _sorted(value)  # type: ignore[arg-type]
-    if type(value) is defaultdict:
-        return dict(value)
-    return None
+        return tree.Plain(value.isoformat())
+    if isinstance(value, timedelta):
+        return tree.Plain(value.total_seconds())
+    if isinstance(value, (set, frozenset)):
+        return tree.Plain(_sorted(value))
+    if type(value) is np.ndarray and value.dtype.kind in "OSU":
+        return tree.Plain(value.tolist())
+    return next((tree.Plain(convert(value)) for base, convert in _BASES.items() if isinstance(value, base)), None)
+
+
+def number_key(key: object) -> str | int | None:
+    """Returns the plain key that equals a numpy scalar, or None for every other key."""
+    kept = number(key)
+    return kept.value if kept is not None and tree.is_key(kept.value) else None  # type: ignore[return-value]
+
+
+def plain_key(key: object) -> str | int | None:
+    """Returns a plain key that replaces ``key``, or None if nothing can replace it."""
+    while (kept := plain(key)) is not None:
+        key = kept.value
+    if tree.is_key(key):
+        return key  # type: ignore[return-value]
+    return repr(key) if _has_text(key) else None
+
+
+def _has_text(key: object) -> bool:
+    """Whether the ``repr`` of a key is short, and always the same for an equal key."""
+    if type(key) is tuple:
+        return all(map(_has_text, key))
+    return key is None or type(key) in (bool, float, str) or tree.is_key(key)
 
 
 def _sorted(values: set[object] | frozenset[object]) -> list[object]:
@@ -40,3 +111,59 @@ def _sorted(values: set[object] | frozenset[object]) -> list[object]:
         return sorted(values)  # type: ignore[type-var]
     except TypeError:
         return sorted(values, key=lambda value: (type(value).__name__, repr(value)))
+
+
+def is_told(kept: object, value: object) -> bool:
+    """Returns whether a warning says that the plain value ``kept`` replaces ``value``: if the two are not equal, except
+    for values that are usual in a state and have one usual plain form."""
+    try:
+        return not isinstance(value, _USUAL) and not bool(kept == value)
+    except Exception:  # The value may be of any class.
+        return True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sieve:
+    """Removes from a tree what cannot be kept. Each such value goes with the map entry that it is in, so a list stays
+    whole or goes as a whole."""
+
+    pack: Callable[[object, str], object]
+    """Packs the value that is at a path. Raises StateError if it cannot be kept."""
+    replacement: Callable[[str, object], tree.Plain | None]
+    """Returns the plain value that takes the place of the value at a path, or None."""
+    mark: Callable[[str, str], object | None]
+    """Returns what a map has in the place of an entry that goes, or None if it has nothing. The arguments are the path
+    of the entry and the reason."""
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The entries that went: the path of each, and in words the path and the reason."""
+
+    def sifted(self, value: Any, path: str, depth: int = 0) -> Any:
+        """Returns the value at ``path`` without what cannot be kept. ``depth``: its level in the tree. Raises
+        StateError if nothing of it can be kept."""
+        try:
+            self.pack(value, path)
+            return value
+        except StateError as error:
+            # The parts of a value that is too deep or too large are not tried one by one.
+            if error.rule is not None and depth > ROOT_DEPTH:
+                raise
+            simpler = self.replacement(path, value)
+            if simpler is not None:
+                return self.sifted(simpler.value, path, depth)
+            if type(value) in (list, tuple):
+                return type(value)([self.sifted(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)])
+            if type(value) not in (dict, OrderedDict, Counter):
+                raise
+        kept = type(value)()
+        for key, item in value.items():
+            entry = tree.below(path, key)
+            try:
+                if not tree.is_key(key):
+                    self.pack({**dict.fromkeys(filter(tree.is_key, value)), **dict.fromkeys(kept), key: None}, path)
+                kept[key] = self.sifted(item, entry, depth + 1)
+            except StateError as error:
+                self.left_out[entry] = error.message if error.key == entry else f"{entry}, since {error.message}"
+                mark = self.mark(entry, error.message)
+                if mark is not None and tree.is_key(key):
+                    kept[key] = mark
+        return kept

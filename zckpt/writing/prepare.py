@@ -32,9 +32,10 @@ from zckpt.system import linux
 from zckpt.system.available import available_bytes
 from zckpt.transfer.budget import Budget
 from zckpt.version import __version__
-from zckpt.writing.collect import add_rank_tree, collect, fingerprint, pack_tree
+from zckpt.writing.collect import Changes, add_rank_tree, collect, fingerprint, kept_client_state, pack_tree
 from zckpt.writing.rank_write import RankWrite
 from zckpt.writing.reuse import LATEST, SameFile, earlier_checkpoint, reused
+from zckpt.writing.saves import saves_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
     from zckpt.writing.options import WriteOptions
+
+SHOWN_MAX = 5
+"""The largest number of values that a warning names."""
+LEFT_OUT = "these values are left out of the checkpoints of this engine, because they cannot be kept"
 
 
 class Facts(NamedTuple):
@@ -79,6 +84,9 @@ class Planned(NamedTuple):
     them."""
     shared_bytes: int
     """How many bytes of the rank's files may be shared with existing files, and need no space then."""
+    replaced: Mapping[str, str]
+    left_out: Mapping[str, str]
+    """What of the trees of the rank is not kept as it is, as in ``Changes``."""
 
 
 class Preparation:
@@ -111,6 +119,9 @@ class Preparation:
         if options.latest:
             latest_name(self._store.location, self.run.location)
         self._client_rank_state = with_registered(self._engine, options.rank_state)
+        changes = self._changes = Changes()
+        if options.leave_out and options.client_state is not None:
+            options = self.options = replace(options, client_state=kept_client_state(options.client_state, changes))
         collected = self._collected = collect(adapter, options)
         packed, earlier, run, first = b"", "", "", self._rank == 0
         if first:
@@ -122,7 +133,7 @@ class Preparation:
                 root[names.ADAPTERS] = adapters
             if collected.left_out:
                 root[names.LEFT_OUT] = collected.left_out
-            packed = pack_tree(root, "", collected.fragments, 0)
+            packed = pack_tree(root, "", collected.fragments, 0, changes, leave_out=options.leave_out)
             self._lock = WriteLock(self._store)
             earlier = earlier_checkpoint(options.reuse, self._engine, self.run)
             run = run_of_next_write(self._engine)
@@ -169,7 +180,7 @@ class Preparation:
                 )
         if self._client_rank_state is not None:
             rank_state = {**rank_state, names.CLIENT_RANK_STATE: self._client_rank_state}
-        add_rank_tree(rank_state, collected.fragments, rank)
+        add_rank_tree(rank_state, collected.fragments, rank, self._changes, leave_out=options.leave_out)
         first = facts[0].buffers  # a replicated buffer is stored once
         fragments = [f for f in collected.fragments if f.copy == 0 or collected.buffers[f.key] != first.get(f.key)]
         save_id = facts[0].save_id
@@ -184,7 +195,10 @@ class Preparation:
         )  # fmt: skip
         differ = any(of_rank.scalars != facts[0].scalars for of_rank in facts)
         rank_record = catalog.pack(catalog.rank_record(rank, data_files))
-        return Planned(rank_record, collected.scalars if differ else {}, self.write.shared_bytes())
+        return Planned(
+            rank_record, collected.scalars if differ else {}, self.write.shared_bytes(), self._changes.replaced,
+            self._changes.left_out,
+        )  # fmt: skip
 
     def _reused(
         self, data_files: Sequence[DataFilePlan], earlier: str
@@ -205,8 +219,13 @@ class Preparation:
         plans = [Planned(*values) for values in plans_of_ranks]
         note_write(self._engine, self._run_of_write)
         if any(of_rank.scalars for of_rank in plans):
-            raise _differing([of_rank.scalars for of_rank in plans])
+            error = _differing([of_rank.scalars for of_rank in plans])
+            if not self.options.leave_out:
+                raise error
+            if self._rank == 0:
+                warn(f"{error.message}: the checkpoint has that of rank 0, which every rank gets in a resume")
         if self._rank == 0:
+            self._tell_changes(plans)
             rank_records = catalog.unpack(of_rank.rank_record for of_rank in plans)
             self.write.describe(rank_records, sum(of_rank.shared_bytes for of_rank in plans))
             refuse_place(self._store, self.run, latest=self.options.latest)
@@ -233,6 +252,11 @@ class Preparation:
         """The identity of the run and the save id of the checkpoint."""
         return self._run_of_write, self.write.save_id
 
+    def _tell_changes(self, plans: Sequence[Planned]) -> None:
+        replaced = {path: said for of_rank in plans for path, said in of_rank.replaced.items()}
+        tell(self._engine, "some values come back in a plain form", replaced)
+        tell(self._engine, LEFT_OUT, {path: said for of_rank in plans for path, said in of_rank.left_out.items()})
+
     def commit(self, digests: Sequence[bytes]) -> None:
         """On rank 0, commits as ``RankWrite.commit`` does."""
         self.write.commit(digests)
@@ -256,6 +280,21 @@ def _check_engines(facts: Sequence[Facts], options: WriteOptions, rank: int) -> 
         if rank == 0:
             warn(f"{message}, or its copy of the weights differs")
         return
+
+
+def tell(engine: object, message: str, changes: Mapping[str, str]) -> None:
+    """Gives one warning about ``changes``, which have a text for each path of a value. It tells only once of a value
+    that several ranks have, and, if the engine is attached, of one that several saves have."""
+    saves = saves_of(engine)
+    told = set() if saves is None else saves.told
+    new: dict[str, str] = {}
+    for path, said in changes.items():
+        place = path.partition("]")[2] if path.startswith("rank_state[") else path
+        if place not in told:
+            new.setdefault(place, said)
+    told.update(new)
+    if new:
+        warn(f"{message}: {first_few([*new.values()], SHOWN_MAX)}")
 
 
 def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:

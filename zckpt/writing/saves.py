@@ -13,7 +13,11 @@ _SAVES = "_zckpt_saves"
 class Saves:
     """The count of the saves of one attached engine, for each directory that it saves to. All ranks count alike."""
 
-    def __init__(self, engine: object, full_every: int) -> None:
+    def __init__(self, engine: object, full_every: int, settings: str = "checkpoint") -> None:
+        self.settings = settings
+        """Whose settings the engine has after a load: those of the "checkpoint" or those of the "engine"."""
+        self.told: set[str] = set()
+        """The paths of the values that the saves change or leave out, and of which a warning has told."""
         self._full_every = full_every
         self._numbers: dict[str, int] = {}
         """The number of the last save to each directory. A full save has the number 0. The next save is full if there

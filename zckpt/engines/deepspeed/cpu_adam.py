@@ -73,13 +73,14 @@ def _kernel(optimizer: Any) -> Any:
     """Returns a function of step, beta1 and beta2 that calls the C++ Adam behind ``optimizer`` with empty tensors.
     Returns None if there is no C++ Adam."""
     optimizer = inner(optimizer) or optimizer
-    empty = [torch.empty(0) for _ in range(4)]
+    empty = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in range(4)]
     classes = {base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("deepspeed.ops.adam.")}
     if "DeepSpeedCPUAdam" in classes:
         op, opt_id = optimizer.ds_opt_adam, optimizer.opt_id
         return lambda step, beta1, beta2: op.adam_update(opt_id, step, 0.0, beta1, beta2, 1e-8, 0.0, True, *empty)
     if "FusedAdam" in classes:
-        op, mode, flag = optimizer.multi_tensor_adam, optimizer.adam_w_mode, torch.zeros(1, dtype=torch.int32)
+        op, mode = optimizer.multi_tensor_adam, optimizer.adam_w_mode
+        flag = torch.zeros(1, dtype=torch.int32, device="cpu")
         lists = [[tensor] for tensor in empty]
         return lambda step, beta1, beta2: op(65536, flag, lists, 0.0, beta1, beta2, 1e-8, step, mode, 1, 0.0)
     return None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines.tensors import dtype_name
-from zckpt.format.names import Tier
+from zckpt.format.names import Tier, is_part_name
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileRange, Fragment
 
 if TYPE_CHECKING:
@@ -237,6 +237,8 @@ def _is_moment(flat: FlatBuffer, key: str, value: Any) -> bool:
     # torch keeps `step` as a tensor of shape (), which is also the shape of a parameter without dimensions.
     if not isinstance(value, torch.Tensor) or key == "step" or key in RESERVED_PARTS or _is_leftover(key):
         return False
+    if not is_part_name(key):
+        return False
     if flat.files and value.shape == flat.master.shape:
         return True  # Both are in swap files now, so both tensors have no elements.
     return tuple(value.shape) == flat.moment_shape(key)
@@ -247,10 +249,10 @@ _LEFTOVER = "_offload_buffer"
 one by the key of the tensor that it stages, followed by this suffix."""
 
 
-def _is_leftover(key: str) -> bool:
-    return key.endswith(_LEFTOVER)
+def _is_leftover(key: object) -> bool:
+    return isinstance(key, str) and key.endswith(_LEFTOVER)
 
 
-def part_of_state(key: str) -> str:
+def part_of_state(key: object) -> str:
     """Returns the part to which an entry of the optimizer's state belongs, whether it is a moment or not."""
-    return key.removesuffix(_LEFTOVER)
+    return str(key).removesuffix(_LEFTOVER)

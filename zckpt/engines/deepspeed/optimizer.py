@@ -16,16 +16,23 @@ tree of their rank, and ``"bound": ["factors"]`` in the entry of ``states`` name
     [{"params": ["a.weight", ...], "geometry": {...}, "values": {"factors": <tensor>}}, ...]
 
 Muon leaves some parameters to another optimizer inside it, whose class is in ``"inner_class": "FusedAdam"``.
+
+A numpy scalar is kept as the number of Python that equals it. If it has fewer than 64 bits, arithmetic with it is less
+precise than with that number, so ``"numpy": [[0, "lr", "float32"], ...]`` has the index of the group, the key and the
+dtype. For a list or tuple, it has a list of the dtypes of the items, and null for items of other types.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
+from zckpt.engines.contract import without_left_out
 from zckpt.engines.deepspeed.flats import FlatBuffer, bound, geometry, is_bound, moments, numbers
 from zckpt.errors import FormatError, first_few
 
@@ -39,6 +46,13 @@ optimizer is offloaded."""
 COUNTING_TOGETHER = frozenset({"FusedAdam"})
 """The classes of optimizers that count the steps of all tensors of a param group in one state only: that of the last
 tensor that was updated."""
+
+COUNTED = frozenset({"step", "k", "d", "d_max", "d_numerator", "weight_sum", "lr_max", "scheduled_lr"})
+"""The entries of param groups that optimizers change themselves while they train: those of pytorch_optimizer,
+D-Adaptation, Prodigy and schedule-free ones. They are no settings."""
+
+NARROW: dict[str, type[np.generic]] = {"float16": np.float16, "float32": np.float32}
+"""The types of numpy scalars with which arithmetic is less precise than with numbers of Python."""
 
 
 def inner(optimizer: Any) -> Any:
@@ -84,7 +98,14 @@ def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
             candidates.append(entry)
         entry["params"].extend(flat.names)
     inner_entry = {} if inner(optimizer) is None else {"inner_class": type(inner(optimizer)).__name__}
-    return {"class": type(optimizer).__name__, **inner_entry, "param_groups": groups, "states": states}
+    narrow = [
+        [index, key, dtype]
+        for index, group in enumerate(groups)
+        for key, value in group.items()
+        if (dtype := _narrow_dtype(value)) is not None
+    ]
+    numpy_entry = {"numpy": narrow} if narrow else {}
+    return {"class": type(optimizer).__name__, **inner_entry, **numpy_entry, "param_groups": groups, "states": states}
 
 
 def capture_bound(optimizer: Any, flats: Sequence[FlatBuffer]) -> list[dict[str, Any]]:
@@ -125,23 +146,34 @@ class Saved:
 
     ``bound``: what ``capture_bound`` returned on this same rank, or None if there was no such rank. ``kept``: the
     parameters whose weights are not restored. What was saved for them is ignored, as if the checkpoint did not have
-    them.
+    them. ``keeps_settings``: as in ``Selection``.
     """
 
-    def __init__(self, tree: Any, bound: Any = None, kept: Collection[str] = ()) -> None:
+    def __init__(
+        self, tree: Any, bound: Any = None, kept: Collection[str] = (), *, keeps_settings: bool = False
+    ) -> None:
+        self._keeps_settings = keeps_settings
         has_no_class = isinstance(tree, Mapping) and tree.get("class", "") is None
         self.optimizer_class = None if has_no_class else _member(tree, "class", str, "optimizer")
         self.inner_class = _member(tree, "inner_class", str, "optimizer") if "inner_class" in tree else None
-        self.groups = _members(tree, "param_groups")
+        self.groups: list[Mapping[str, Any]] = [without_left_out(group) for group in _members(tree, "param_groups")]
+        for entry in _member(tree, "numpy", list, "optimizer") if "numpy" in tree else ():
+            match entry:
+                case [int() as index, str() as key, dtype] if 0 <= index < len(self.groups):
+                    group = self.groups[index]
+                    self.groups[index] = {**group, key: _narrowed(group.get(key), dtype)}
+                case _:
+                    raise FormatError(f"state: optimizer.numpy has {entry!r}")
         self._group_of = {name: group for group in self.groups for name in group["params"]}
         self._state_of: dict[str, Mapping[str, Any]] = {}
-        for entry in _members(tree, "states"):
+        for entry in map(dict, _members(tree, "states")):
             _names(entry, "moments", "optimizer.states")
             step = _member(entry, "values", dict, "optimizer.states").get("step", 0)
             if type(step) is int and not 0 <= step < 2**31:
                 raise FormatError(f"state: optimizer.states.values.step is {step!r}")
             if "bound" in entry:
                 _names(entry, "bound", "optimizer.states")
+            entry["values"] = without_left_out(entry["values"])
             self._state_of.update(dict.fromkeys(entry["params"], entry))
         self._counted = self._state_of
         if (self.inner_class or self.optimizer_class) in COUNTING_TOGETHER:
@@ -151,10 +183,10 @@ class Saved:
             {name: entry for name, entry in by_name.items() if name not in self._kept}
             for by_name in (self._group_of, self._state_of, self._counted)
         )
-        self._bound = {}
+        self._bound: dict[tuple[str, ...], Mapping[str, Any]] = {}
         for entry in [] if bound is None else _members({"bound": bound}, "bound"):
-            _member(entry, "values", dict, "optimizer.bound")
-            self._bound[tuple(entry["params"])] = entry
+            values = without_left_out(_member(entry, "values", dict, "optimizer.bound"))
+            self._bound[tuple(entry["params"])] = {**entry, "values": values}
 
     @staticmethod
     def has_bound(tree: Any) -> bool:
@@ -172,16 +204,28 @@ class Saved:
         """Returns whether the optimizer had any state for the parameter when it was saved."""
         return name in self._state_of
 
-    def settings(self, names: Sequence[str], unknown: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    def group_of(self, names: Iterable[str]) -> int | None:
+        """Returns the index of the first param group that had one of ``names`` when it was saved."""
+        group = next((self._group_of[name] for name in names if name in self._group_of), None)
+        return next((index for index, saved in enumerate(self.groups) if saved is group), None)
+
+    def restores(self, key: str, live: Collection[str]) -> bool:
+        """Returns whether the entry ``key`` of a param group is restored. ``live``: the entries that the live group
+        has."""
+        return key != "params" and (not self._keeps_settings or key in COUNTED or key not in live)
+
+    def settings(
+        self, names: Sequence[str], unknown: Collection[str], live: Collection[str] = ()
+    ) -> tuple[dict[str, Any], list[str]]:
         """Returns the settings that all of ``names`` had in their param groups when they were saved, and the reasons
         why they cannot be restored. Parameters that are kept, and those in ``unknown``, need not have had settings.
-        They get the settings of the others."""
-        optional = self._kept.union(unknown)
+        They get the settings of the others. ``live``: as in ``restores``."""
+        optional = self._kept.union(names if self._keeps_settings else unknown)
         groupless = [name for name in names if name not in self._group_of and name not in optional]
         if groupless:
             return {}, [f"{first_few(groupless, 1)}: in no param group of the checkpoint"]
         groups = _distinct(self._group_of.get(name) for name in names)
-        saved = [{key: value for key, value in group.items() if key != "params"} for group in groups if group]
+        saved = [{key: group[key] for key in group if self.restores(key, live)} for group in groups if group]
         if not saved:
             return {}, []
         first = saved[0]
@@ -258,7 +302,7 @@ def problems(
             reasons.append(f"optimizer: {saved_class} in the checkpoint, {live_class} in the engine")
     names = _by_group(flats)
     for index in range(len(optimizer.param_groups)):
-        reasons += _settings(saved, index, names, unknown)[1]
+        reasons += _settings(saved, index, names, unknown, optimizer)[1]
     for flat, state, reasons_of_state in _states(saved, optimizer, flats):
         if state is None:
             continue
@@ -283,7 +327,7 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[FlatBuffer], unknown: 
     reasons."""
     names = _by_group(flats)
     for index, group in enumerate(optimizer.param_groups):
-        for key, value in _settings(saved, index, names, unknown)[0].items():
+        for key, value in _settings(saved, index, names, unknown, optimizer)[0].items():
             group[key] = _placed(value, group.get(key), torch.device("cpu"))
     for flat, saved_state, _ in _states(saved, optimizer, flats):
         if saved_state is None:
@@ -313,15 +357,30 @@ def _by_group(flats: Sequence[FlatBuffer]) -> dict[int, list[str]]:
     return names
 
 
+def matching_groups(saved: Saved, optimizer: Any, flats: Sequence[FlatBuffer]) -> list[int | None]:
+    """Returns for each live param group the index of the saved one, or None if the checkpoint does not have it."""
+    names = _by_group(flats)
+    indices = range(len(optimizer.param_groups))
+    return [saved.group_of(names[index]) if index in names else _without_trained(saved, index) for index in indices]
+
+
+def _without_trained(saved: Saved, index: int) -> int | None:
+    """Returns ``index`` if the saved param group of that index has only frozen parameters, and otherwise None. A live
+    group of frozen parameters is known only by its index."""
+    return index if index < len(saved.groups) and not saved.groups[index]["params"] else None
+
+
 def _settings(
-    saved: Saved, index: int, names: Mapping[int, Sequence[str]], unknown: Collection[str]
+    saved: Saved, index: int, names: Mapping[int, Sequence[str]], unknown: Collection[str], optimizer: Any
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns what ``Saved.settings`` returns for the live param group ``index``."""
+    live = optimizer.param_groups[index]
     if index in names:
-        return saved.settings(names[index], unknown)
-    # All parameters of the group are frozen, so it is known only by its index.
-    group = saved.groups[index] if index < len(saved.groups) else {"params": ["?"]}
-    return ({} if group["params"] else {key: value for key, value in group.items() if key != "params"}), []
+        return saved.settings(names[index], unknown, live)
+    if _without_trained(saved, index) is None:
+        return {}, []
+    group = saved.groups[index]
+    return {key: value for key, value in group.items() if saved.restores(key, live)}, []
 
 
 def _states(
@@ -350,7 +409,8 @@ def _placed(value: Any, present: Any, device: torch.device) -> Any:
     """Returns a copy of ``value`` whose tensors are on ``device``. If ``present`` is a tensor of the same shape and
     dtype, its memory is used for the copy.
 
-    A function stands for a tensor or an array that has not been read yet.
+    A function stands for a tensor or an array that has not been read yet. If ``present`` is a numpy scalar that can
+    have the value of a number of Python, so is the copy.
     """
     if callable(value):
         value = value()
@@ -359,11 +419,45 @@ def _placed(value: Any, present: Any, device: torch.device) -> Any:
             return present.copy_(value)
         return value.detach().to(device, copy=True)
     if isinstance(value, (list, tuple)):
-        return type(value)(_placed(item, None, device) for item in value)
+        alike = isinstance(present, (list, tuple)) and len(present) == len(value)
+        items = zip(value, present if alike else [None] * len(value), strict=True)
+        return type(value)(_placed(*pair, device) for pair in items)
     if isinstance(value, dict):
         placed = copy(value)  # The copy has the same class, such as OrderedDict.
         placed.update({key: _placed(item, None, device) for key, item in value.items()})
         return placed
+    return like(value, present)
+
+
+def _narrow_dtype(value: Any) -> Any:
+    """Returns the name of the dtype if the value is a numpy scalar of ``NARROW``, a list of such names if it is a list
+    or tuple with such scalars, and otherwise None."""
+    if isinstance(value, (list, tuple)):
+        dtypes = [*map(_narrow_dtype, value)]
+        return dtypes if any(dtypes) else None
+    return type(value).__name__ if type(value) in NARROW.values() else None
+
+
+def _narrowed(value: Any, dtype: Any) -> Any:
+    """Returns a saved value as the numpy scalars that it was. ``dtype``: what ``_narrow_dtype`` has returned. Raises
+    FormatError if it cannot have returned this."""
+    if dtype is None:
+        return value
+    if isinstance(dtype, list) and isinstance(value, (list, tuple)) and len(dtype) == len(value):
+        return type(value)(map(_narrowed, value, dtype))
+    if isinstance(dtype, str) and dtype in NARROW and type(value) is float:
+        return NARROW[dtype](value)
+    raise FormatError(f"state: optimizer.numpy has {dtype!r} for {value!r}")
+
+
+def like(value: Any, present: Any) -> Any:
+    """Returns a number of Python as a numpy scalar, if ``present`` is one and its type has an equal number. Returns all
+    other values unchanged."""
+    if isinstance(present, (np.bool_, np.number)) and type(value) in (bool, int, float):
+        with suppress(OverflowError), np.errstate(all="ignore"):
+            same = type(present)(value)
+            if _equal(same.item(), value):
+                return same
     return value
 
 

@@ -3,12 +3,15 @@ own names for it."""
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zckpt.engines.deepspeed.group import rank_group_of, ranks_of
 from zckpt.engines.deepspeed.wrapper import kind_of
+from zckpt.engines.tensors import persistent_buffers
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +29,7 @@ def unsupported(engine: Any) -> list[str]:
     kind = kind_of(engine)
     if reasons or kind is None:  # It is not known where another kind of wrapper keeps its parameters.
         return reasons
-    return [*_parameters(engine), *_scheduler(engine)]
+    return [*_parameters(engine), *_dtypes(engine), *_scheduler(engine)]
 
 
 def _kind(engine: Any) -> Iterator[str]:
@@ -122,6 +125,14 @@ def _parameters(engine: Any) -> Iterator[str]:
     kind = kind_of(engine)
     if kind is not None:
         yield from kind.unsupported(engine.optimizer, dict(engine.module.named_parameters()), rank_group_of(engine))
+
+
+def _dtypes(engine: Any) -> Iterator[str]:
+    tensors = (engine.module.named_parameters(), persistent_buffers(engine.module)[0].items())
+    for name, tensor in chain.from_iterable(tensors):
+        if tensor.dtype not in DTYPE_NAMES:
+            yield f"{name} of dtype {tensor.dtype}, which safetensors does not know"
+            return
 
 
 def pending_gradients(engine: Any) -> Iterator[str]:

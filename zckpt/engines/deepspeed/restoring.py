@@ -12,6 +12,7 @@ import torch
 from zckpt.engines import rng
 from zckpt.engines.contract import Batch
 from zckpt.engines.deepspeed import cpu_adam, optimizer, scaler
+from zckpt.engines.deepspeed.scheduler import SavedScheduler
 from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileRange, Fragment
@@ -63,7 +64,8 @@ class DeepSpeedRestoring:
             created = sorted(parts - RESERVED_PARTS - set(self._adapter.live_moments))
             reasons += [f"{part}: its step is in the state of the optimizer, which is not restored" for part in created]
         if "scheduler" in state:
-            reasons += self._scheduler_problems()
+            keeps = self._selection.keeps_settings
+            reasons += self._saved_scheduler().problems(strict=self._selection.strict, keeps_settings=keeps)
         return reasons
 
     def fill(self) -> Generator[Batch, None, None]:
@@ -130,11 +132,14 @@ class DeepSpeedRestoring:
 
     def set_state(self) -> None:
         state, rank_state = self._selection.state, self._selection.rank_state
+        scheduler = self._saved_scheduler() if "scheduler" in state else None
+        if scheduler is not None:
+            scheduler.take_steps(keeps_settings=self._selection.keeps_settings)
         if "optimizer" in state:
             optimizer.restore(self._saved(), self._zero.optimizer, self._zero.flats, self._unknown)
         self._zero.after_fill(frozenset(name for part, name in self._places if part == PARAM))
-        if "scheduler" in state:
-            self._restore_scheduler()
+        if scheduler is not None and not self._selection.keeps_settings:
+            scheduler.restore(self._zero.optimizer.param_groups)
         if "optimizer" in state:
             betas_vary = bool(getattr(self._engine.lr_scheduler, "cycle_momentum", False))
             cpu_adam.replay(self._zero.optimizer, self._zero.flats, betas_vary)
@@ -161,34 +166,17 @@ class DeepSpeedRestoring:
     def _saved(self) -> optimizer.Saved:
         selection = self._selection
         bound = (selection.rank_state or {}).get("optimizer")
-        return optimizer.Saved(subtree(selection.state, "optimizer"), bound, selection.kept)
+        tree = subtree(selection.state, "optimizer")
+        return optimizer.Saved(tree, bound, selection.kept, keeps_settings=selection.keeps_settings)
 
-    def _scheduler_problems(self) -> list[str]:
-        state, scheduler = self._selection.state, self._engine.lr_scheduler
-        live_count = len(self._zero.optimizer.param_groups)
-        tree = None if state.get("scheduler") is None else subtree(state, "scheduler")
-        live_class = None if scheduler is None else type(scheduler).__name__
-        saved_class = None if tree is None else tree.get("class")
-        # A conversion writes None if its source does not name the class.
-        class_was_not_saved = tree is not None and live_class is not None and saved_class is None
-        if live_class != saved_class and not class_was_not_saved:
-            return [f"scheduler: {saved_class or 'none'} in the checkpoint, {live_class or 'none'} in the engine"]
-        base_lrs = None if tree is None else subtree(tree, "state").get("base_lrs")
-        if isinstance(base_lrs, (list, tuple)) and len(base_lrs) != live_count:
-            counts = f"{len(base_lrs)} param groups in the checkpoint, {live_count} in the engine"
-            return [f"scheduler: {live_class} of {counts}"]
-        return []
-
-    def _restore_scheduler(self) -> None:
-        scheduler = self._engine.lr_scheduler
-        if scheduler is None:
-            return
-        saved = subtree(subtree(self._selection.state, "scheduler"), "state")
-        scheduler.load_state_dict(dict(saved))
-        if hasattr(scheduler, "_last_lr") and "_last_lr" not in saved:
-            # DeepSpeed's own schedulers save only a step number. Without this, get_last_lr() would return the learning
-            # rates of the first step.
-            scheduler._last_lr = [group["lr"] for group in self._zero.optimizer.param_groups]
+    def _saved_scheduler(self) -> SavedScheduler:
+        tree, live = self._selection.state["scheduler"], self._zero.optimizer
+        groups: list[int | None] = [None] * len(live.param_groups)
+        saved_count = None
+        if self._selection.state.get("optimizer") is not None:
+            saved = self._saved()
+            groups, saved_count = optimizer.matching_groups(saved, live, self._zero.flats), len(saved.groups)
+        return SavedScheduler(tree, self._engine.lr_scheduler, groups, saved_count)
 
 
 def rng_tracker() -> Any:

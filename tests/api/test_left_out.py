@@ -1,0 +1,248 @@
+"""An attached engine saves all that can be saved, and says early and once what it leaves out."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.models import make_engine, train
+from tests.support.runs import AFTER, BEFORE, assert_same, everything, inner, tensors_of
+from zckpt.engines.deepspeed import refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.support.cluster import Cluster
+
+
+class Level(Enum):
+    HIGH = 3
+
+
+class Scheduler(torch.optim.lr_scheduler.LambdaLR):
+    """A scheduler whose state has what no checkpoint can hold."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.curve = partial(pow, 0.5)
+        self.stages = {"warmup": [1, torch.nn.ReLU], "steps": [1, 2]}
+        super().__init__(optimizer, self.curve)
+
+
+class Stateful:
+    """A registered object, such as a data loader."""
+
+    def __init__(self) -> None:
+        self.state: Any = {"position": 5, "fetch": print}
+
+    def state_dict(self) -> Any:
+        return dict(self.state)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state |= state
+
+
+class Odd(torch.optim.AdamW):
+    """An optimizer whose state has an object, and moments whose names cannot be those of files."""
+
+    def step(self, closure: Any = None) -> Any:
+        returned = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["hook"] = print
+                    for key in (7, "sum/of gradients"):
+                        self.state[p].setdefault(key, torch.zeros_like(p)).add_(p.grad)
+        return returned
+
+
+def odd_engine(seed: int = 0) -> Any:
+    engine = make_engine(stage=2, optimizer="odd", scheduler=Scheduler, seed=seed)
+    for group in inner(engine).param_groups:
+        group["transform"] = len
+    return engine
+
+
+def said(action: Callable[[], Any]) -> list[str]:
+    """Returns the warnings of zckpt that an action gives."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        action()
+    texts = [str(warning.message) for warning in warned]
+    return [text for text in texts if "cannot be kept" in text or "plain form" in text or "`latest`" in text]
+
+
+def save_what_can_be_saved(directory: str) -> None:
+    from tests.support import models
+
+    models.OPTIMIZERS["odd"] = partial(Odd, lr=1e-2)
+    rank = torch.distributed.get_rank()
+    engine, loader = odd_engine(), Stateful()
+    at_once = said(lambda: zckpt.attach(engine))
+    zckpt.register(engine, "train", loader)
+    after_steps = [said(partial(train, engine, 1, step)) for step in range(BEFORE)]
+    args = {"lr": 1.0, "callbacks": [1, print], "model": {"kind": torch.nn.ReLU, "level": Level.HIGH}, (0, 1): 2}
+    saves = [said(lambda: engine.save_checkpoint(directory, client_state={"args": args})) for _ in range(2)]
+    said_later = said(lambda: engine.save_checkpoint(directory, client_state={"args": args, "late": [print]}))
+    if rank == 0:
+        (text,) = at_once
+        assert "engine.scheduler.state.stages.warmup, since engine.scheduler.state.stages.warmup[1]: type" in text
+        assert "engine.optimizer.param_groups[0].transform: builtin_function_or_method cannot be kept" in text
+        (text,), *others = after_steps
+        assert "optimizer.states[0].values.hook: builtin_function_or_method" in text
+        assert "client_rank_state.train.fetch: builtin_function_or_method" in text
+        assert "transform" not in text, "this was said before"
+        assert others == [[]] * (BEFORE - 1)
+        replaced, left_out = saves[0]
+        assert "client_state.args.model.level (Level) as int" in replaced
+        assert "the key (0, 1) of client_state.args as '(0, 1)'" in replaced
+        assert "client_state.args.callbacks, since client_state.args.callbacks[1]: builtin" in left_out
+        assert "client_state.args.model.kind: type" in left_out
+        assert "fetch" not in left_out, "this was said before, though rank 1 has it too"
+        assert saves[1] == []
+        assert said_later == [left_out.partition(": ")[0] + ": client_state.late, since client_state.late[0]: "
+                              "builtin_function_or_method cannot be kept"]  # fmt: skip
+    else:
+        assert [*at_once, *after_steps, *saves, *said_later] == [[]] * (BEFORE + 2)
+
+    resumed, other = odd_engine(seed=1), Stateful()
+    other.state = {}
+    said(lambda: zckpt.attach(resumed))
+    zckpt.register(resumed, "train", other)
+    path, client_state = resumed.load_checkpoint(directory)
+    assert client_state == {"args": {"lr": 1.0, "model": {"level": 3}, "(0, 1)": 2}}
+    assert other.state == {"position": 5}
+    assert zckpt.validate(path).ok
+    assert_same(tensors_of(resumed), tensors_of(engine))
+    states = [{k: v for k, v in state.items() if k != "hook"} for state in inner(resumed).state.values()]
+    for state, live in zip(states, inner(engine).state.values(), strict=True):
+        assert_same(
+            {str(key): torch.as_tensor(value) for key, value in state.items()},
+            {str(key): torch.as_tensor(value) for key, value in live.items() if key != "hook"},
+        )
+    assert resumed.lr_scheduler.stages == engine.lr_scheduler.stages
+    assert train(engine, AFTER, BEFORE) == train(resumed, AFTER, BEFORE)
+
+
+def test_what_cannot_be_kept_is_left_out_and_said_once(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(save_what_can_be_saved, 2, str(tmp_path))
+
+
+def write_itself_refuses(directory: str) -> None:
+    from tests.support import models
+
+    models.OPTIMIZERS["odd"] = partial(Odd, lr=1e-2)
+    engine = odd_engine()
+    with pytest.raises(zckpt.StateError, match=r"engine.optimizer.param_groups\[0\].transform"):
+        zckpt.write(engine, f"{directory}/c")
+    assert os.listdir(directory) == []
+
+
+def test_write_refuses_what_cannot_be_kept(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(write_itself_refuses, 1, str(tmp_path))
+
+
+def save_under_any_tag(directory: str) -> None:
+    run = f"{directory}/run"
+    engine, other = zckpt.attach(make_engine()), zckpt.attach(make_engine(seed=1))
+    train(engine, 1)
+    engine.save_checkpoint(run, "first")
+    rank = torch.distributed.get_rank()
+    for tag in ("../best", f"{directory}/absolute", "two\nlines"):
+        train(engine, 1)
+        texts = said(partial(engine.save_checkpoint, run, tag))
+        assert len(texts) == (rank == 0)
+        assert all("the checkpoint is saved, but `latest` does not name it" in text for text in texts)
+        assert Path(run, "latest").read_text() == "first\n"
+        other.load_checkpoint(run, tag)
+        assert everything(other) == everything(engine)
+    with pytest.raises((ValueError, zckpt.RankError), match="would take the place of the file `latest`"):
+        engine.save_checkpoint(run, "latest/x")
+    inner(engine).param_groups[0]["scale"] = rank  # as an optimizer computes it from its own partition
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        engine.save_checkpoint(run, "second")
+    texts = [str(warning.message) for warning in warned if "on rank 1" in str(warning.message)]
+    assert len(texts) == (rank == 0)
+    assert all(
+        "param_groups[0].scale is 0 on rank 0, 1 on rank 1: the checkpoint has that of" in text for text in texts
+    )
+    other.load_checkpoint(run)
+    assert inner(other).param_groups[0]["scale"] == 0
+    with pytest.raises(zckpt.StateError, match="scale is 0 on rank 0, 1 on rank 1"):
+        zckpt.write(engine, f"{directory}/written")
+
+
+def test_any_tag_is_saved(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(save_under_any_tag, 2, str(tmp_path))
+
+
+def leave_unsupported_engines(directory: str) -> None:
+    setup: dict[str, Any] = {"stage": 3, "zero_hpz_partition_size": 2}
+    engine = make_engine(**setup)
+    with pytest.raises(zckpt.UnsupportedError, match=r"zero_optimization.zero_hpz_partition_size = 2"):
+        zckpt.attach(engine)
+    attached: list[Any] = []
+    zckpt.attach_all(on_attach=attached.append)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        engine = make_engine(**setup)
+    texts = [str(warning.message) for warning in warned if "DeepSpeed itself saves and loads" in str(warning.message)]
+    assert len(texts) == (engine.global_rank == 0)
+    assert all("zero_optimization.zero_hpz_partition_size = 2" in text for text in texts)
+    assert attached == []
+    train(engine, 1)
+    engine.save_checkpoint(f"{directory}/run")
+    assert list(Path(directory, "run", "global_step1").glob("*_states.pt"))
+    supported = make_engine()
+    assert attached == [supported]
+
+
+def test_an_engine_that_is_not_supported_is_told_when_it_is_attached(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(leave_unsupported_engines, 2, str(tmp_path))
+
+
+def tell_after_the_first_step(directory: str) -> None:
+    engine = zckpt.attach(make_engine(config={"gradient_accumulation_steps": 2}))
+    calls = []
+
+    def unsupported(engine: Any) -> list[str]:
+        calls.append(engine.global_steps)
+        return ["something new"]
+
+    refuse.unsupported = unsupported
+    train(engine, 1)
+    assert calls == []
+    with pytest.warns(UserWarning, match="save_checkpoint of this engine is going to fail: .*something new"):
+        train(engine, 1, 1)
+    train(engine, 2, 2)
+    assert calls == [1]
+    detached = make_engine()
+    del calls[:]
+    refuse.unsupported = lambda engine: []
+    zckpt.detach(zckpt.attach(detached))
+    refuse.unsupported = unsupported
+    train(detached, 1)
+    assert calls == []
+
+
+def test_what_only_a_step_makes_is_told_after_the_first_step(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(tell_after_the_first_step, 1, str(tmp_path))
+
+
+def refuse_a_dtype(directory: str) -> None:
+    engine = make_engine(stage=1)
+    engine.module.register_buffer("scales", torch.empty(2, dtype=torch.quint8))
+    with pytest.raises(zckpt.UnsupportedError, match=r"scales of dtype torch.quint8, which safetensors does not know"):
+        zckpt.attach(engine)
+
+
+def test_a_dtype_that_no_checkpoint_has_is_told_when_the_engine_is_attached(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(refuse_a_dtype, 1, str(tmp_path))
