@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
 import sys
 from collections import deque
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -15,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from zckpt.errors import OPEN_FILES_HINT, RankError
-from zckpt.ranks.heartbeat import Lives, meet, timeout_seconds
+from zckpt.ranks.heartbeat import PERIOD_SECONDS, Lives, meet, timeout_seconds
 from zckpt.ranks.interrupts import Interrupts
-from zckpt.system.threads import Worker
+from zckpt.system.threads import Watcher
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
@@ -51,33 +53,86 @@ _LIMITS = {
 _groups: dict[tuple[tuple[int, ...], bool], tuple[object, _Group]] = {}
 """The groups that were made, by the ranks in them and whether they are used in the background. With each group goes the
 default process group of the job for which it was made."""
+_job_of_parent: object = None
+"""In a forked process, the default process group that its parent had."""
 
 
-_recent: deque[object] = deque(maxlen=2)
-"""The tensors of the last two exchanges of messages. A thread of gloo gives up its references to these tensors some
-time after the exchange has ended. If nobody else had a reference then, the thread would need the interpreter to free
-them. And if the interpreter is ending at that moment, Python ends the thread inside of C++ code, which aborts the
-process ("terminate called without an active exception")."""
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_recent))  # The end of the interpreter must not free them either.
-
-
-@dataclass(frozen=True)
 class _Group:
-    """A group of gloo. The engine's own group may be one of NCCL, which cannot send host memory. torch.distributed does
-    not know this group, because it names groups by counting them, and ranks may have made different numbers of
-    groups."""
+    """A group of gloo, in which one thread at a time exchanges messages. The engine's own group may be one of NCCL,
+    which cannot send host memory. torch.distributed does not know this group, because it names groups by counting them,
+    and ranks may have made different numbers of groups."""
 
-    group: dist.ProcessGroupGloo
-    lives: Lives
+    def __init__(self, gloo: dist.ProcessGroupGloo, addresses: _Addresses, lives: Lives) -> None:
+        self.gloo, self.lives = gloo, lives
+        self.closed = False
+        self._addresses = addresses  # With TORCH_GLOO_LAZY_INIT=1, gloo connects only when a message is sent.
+        self._works: deque[dist.Work] = deque(maxlen=2)
+        """The last exchanges. A thread of gloo gives up its reference to an exchange some time after its end. If that
+        were the last one, this thread would need the interpreter to free the tensors. If the interpreter is ending at
+        that moment, Python ends the thread inside of C++ code, which aborts the process ("terminate called without an
+        active exception")."""
+
+    def wait(self, work: dist.Work) -> None:
+        """Waits until ``work`` has ended, and looks in between whether all ranks are alive. Raises RankError."""
+        self._works.append(work)
+        while True:
+            # Asked before the wait, because the work may end just after the wait has timed out.
+            ended = work.is_completed()
+            try:
+                work.wait(timedelta(seconds=self.lives.period))
+            except RuntimeError as error:
+                if ended:
+                    raise self.lives.lost(error) from error
+                self.lives.check()
+            else:
+                return
+
+    def close(self) -> None:
+        """Ends the group and its threads. After this call, no messages can be exchanged."""
+        self.closed = True
+        self.lives.close()
+        if not all(work.is_completed() for work in self._works):
+            # A thread of gloo may wait for a lost rank until this process ends. To destroy the group would wait for it.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        else:
+            del self.gloo  # This waits until no thread of gloo has a reference to the exchanges any more.
+            self._works.clear()
+
+
+@atexit.register
+def _close_groups() -> None:
+    """Ends the threads of all groups while the interpreter still runs, because later they could abort the process."""
+    while _groups:
+        _groups.popitem()[1][1].close()
+
+
+def _leave_groups_to_parent() -> None:
+    """Is called in a forked process, which has none of the threads of its parent."""
+    global _groups, _job_of_parent
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_groups))  # To destroy the groups would wait for their threads.
+    _groups, _job_of_parent = {}, _job()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_groups_to_parent)
+
+
+def _job() -> object:
+    return dist.group.WORLD if dist.is_available() else None
 
 
 def _group(members: tuple[int, ...], rank: int, background: bool, call: str) -> _Group:
     """Returns the group of these ranks. It is made once for each process and job, because all ranks have to make it
     together. After a rank was lost, it is made anew."""
-    world = dist.group.WORLD
+    world = _job()
+    if world is _job_of_parent:
+        raise RankError(
+            "this process was forked from a rank of the job, and is no rank itself",
+            hint=f"call {call} in the processes that the launcher has started",
+        )
     for stale in [key for key, (made_for, _) in list(_groups.items()) if made_for is not world]:
         if stale[1] == background:  # A write in the background may still use a group of a world that is gone.
-            _groups.pop(stale)[1].lives.close()
+            _groups.pop(stale)[1].close()
     known = _groups.get((members, background))
     if known is None:
         store = dist.distributed_c10d._get_default_store()
@@ -86,16 +141,38 @@ def _group(members: tuple[int, ...], rank: int, background: bool, call: str) -> 
         try:
             with lives.shown("connect", call), lives.waiting():
                 group = _connected(store, name, rank, members, lives)
-        except RankError:
+        except BaseException:
             lives.close()
             raise
-        known = _groups[members, background] = world, _Group(group, lives)
+        known = _groups[members, background] = world, group
     return known[1]
 
 
-def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], lives: Lives) -> dist.ProcessGroupGloo:
-    """Makes a new gloo group. A thread makes it, so that nobody has to wait for a rank that cannot connect."""
-    made: list[dist.ProcessGroupGloo] = []
+class _Addresses(dist.Store if dist.is_available() else object):  # type: ignore[misc]
+    """The store by which the ranks tell each other their addresses. A wait for the address of another rank ends with an
+    error once ``closed`` is set."""
+
+    def __init__(self, store: Store, closed: threading.Event) -> None:
+        super().__init__()
+        self._store, self._closed = store, closed
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        pause = 0.001
+        while not self._store.check(keys):
+            if self._closed.wait(pause):
+                raise RuntimeError("the wait was given up")
+            pause = min(2 * pause, PERIOD_SECONDS / 4)
+
+
+def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], lives: Lives) -> _Group:
+    """Makes a new group. A thread makes it, so that nobody has to wait for a rank that cannot connect."""
+    made: list[_Group] = []
     errors: list[Exception] = []
 
     def connect() -> None:
@@ -103,16 +180,21 @@ def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], liv
             # While a thread waits on a store, no other thread can use it.
             own_store = store.clone() if hasattr(store, "clone") else store
             prefix = dist.distributed_c10d.PrefixStore(f"zckpt/{name}/gloo", own_store)
-            group = dist.ProcessGroupGloo(prefix, rank, len(members), timedelta(seconds=timeout_seconds()))
-            group._set_default_timeout(_FOREVER)
-            made.append(group)
+            addresses = _Addresses(prefix, watcher.closed)
+            gloo = dist.ProcessGroupGloo(addresses, rank, len(members), timedelta(seconds=timeout_seconds()))
+            gloo._set_default_timeout(_FOREVER)
+            made.append(_Group(gloo, addresses, lives))
         except Exception as error:  # raised again below
             errors.append(error)
 
-    worker = Worker(connect, "zckpt-connect", daemon=True)
-    worker.start()
-    while not worker.wait(lives.period):
-        lives.check()
+    watcher = Watcher(connect, "zckpt-connect")
+    watcher.start()
+    try:
+        while not watcher.wait(lives.period):
+            lives.check()
+    except BaseException:
+        watcher.close(lives.period)
+        raise
     if not errors:
         return made[0]
     (error,) = errors
@@ -154,7 +236,7 @@ class Ranks:
         self.rank = members.index(number)
         self.size = len(members)
         self._interrupts = Interrupts()
-        self._world = dist.group.WORLD if dist.is_available() else None
+        self._job = _job()
         self._group = None if self.size == 1 else _group(members, self.rank, background, call)
 
     def foreground(self, call: str) -> Ranks:
@@ -162,9 +244,18 @@ class Ranks:
         its process groups since, this is this process alone."""
         ranks = object.__new__(Ranks)
         number = self.members[self.rank]
-        same = self._world is not None and self._world is dist.group.WORLD
-        ranks._connect(self.members if same else (number,), number, False, call)
+        ranks._connect((number,) if self.job_is_over else self.members, number, False, call)
         return ranks
+
+    @property
+    def job_is_over(self) -> bool:
+        """Whether the training has destroyed its process groups."""
+        return self._job is not _job()
+
+    @property
+    def lost(self) -> bool:
+        """Whether one of these ranks was lost, so that the others cannot exchange messages any more."""
+        return self._group is not None and self._group.closed
 
     def undivided(self) -> AbstractContextManager[None]:
         """Inside this block, Ctrl-C is raised only while an action of ``share`` or ``together`` runs, or at the end of
@@ -192,8 +283,7 @@ class Ranks:
 
         def exchange() -> None:
             # This calls the method of the group itself, for the reason that `_gather` gives.
-            work = group.group.alltoall_base(received, sent, list(received_bytes), list(sent_bytes))  # type: ignore[attr-defined]
-            self._wait(group, work)
+            group.wait(group.gloo.alltoall_base(received, sent, list(received_bytes), list(sent_bytes)))  # type: ignore[attr-defined]
 
         self._waiting(group, "send tensors", exchange)
 
@@ -203,10 +293,7 @@ class Ranks:
             with group.lives.shown(doing, self._call), group.lives.waiting():
                 return action()
         except RankError:
-            # A thread of gloo may wait for that rank until this process ends. To destroy the group would wait for it
-            # too.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group.group))
-            group.lives.close()
+            group.close()
             _groups.pop((self.members, self._background), None)
             raise
 
@@ -214,29 +301,13 @@ class Ranks:
         def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
             # The group's own method: torch.distributed's refuses a group that was destroyed by its users
             gathered = [torch.zeros_like(mine) for _ in range(self.size)]
-            _recent.append((mine, gathered))
-            self._wait(group, group.group.allgather([gathered], [mine]))  # type: ignore[attr-defined]
+            group.wait(group.gloo.allgather([gathered], [mine]))  # type: ignore[attr-defined]
             return gathered
 
         sizes = [int(size) for size in all_gather(torch.tensor([len(data)]))]
         mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
         return [bytes(one[:size].numpy()) for one, size in zip(all_gather(mine), sizes, strict=True)]
-
-    @staticmethod
-    def _wait(group: _Group, work: dist.Work) -> None:
-        """Waits until ``work`` has ended, and looks in between whether all ranks are alive. Raises RankError."""
-        while True:
-            # Asked before the wait, because the work may end just after the wait has timed out.
-            ended = work.is_completed()
-            try:
-                work.wait(timedelta(seconds=group.lives.period))
-            except RuntimeError as error:
-                if ended:
-                    raise group.lives.lost(error) from error
-                group.lives.check()
-            else:
-                return
 
     def interruptible(self) -> AbstractContextManager[None]:
         """Inside this block, Ctrl-C is raised, also if it came earlier. It is for a part of an action of ``together``
