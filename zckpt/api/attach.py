@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from zckpt.api import frameworks, zero_to_fp32
-from zckpt.api.background import wait
+from zckpt.api.background import wait_for
 from zckpt.api.open import open as open_path
 from zckpt.api.restore import restore_engine
 from zckpt.api.write import write_engine
@@ -237,7 +237,7 @@ def _save_checkpoint(
     ranks.together(lambda: _check_tags(engine, tags, ranks), "agree on a tag")
     path, step = str(Location.of(save_dir).child(tags[0])), engine.global_steps
     number = saves.begin(path, step)
-    wait()  # The write before this one has to be committed, because its checkpoint may be the full one.
+    wait_for(ranks)  # The write before this one has to be committed, because its checkpoint may be the full one.
     if number:
         replaces_full, latest_is_full = ranks.first(
             lambda: (_is_full(path), _is_full(save_dir)), "look for a full checkpoint"
@@ -309,8 +309,8 @@ def _load_checkpoint(
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
     saves.have_next_full()
-    wait()  # A write in the background may be about to change `latest`.
     ranks = Ranks(group_of(engine), call=_LOAD.call)
+    wait_for(ranks)  # A write in the background may be about to change `latest`.
     universal = engine.load_universal_checkpoint()
     run = ranks.together(lambda: open_store(load_dir), "find the checkpoint")
     found_tag, in_deepspeed_format = ranks.first(lambda: _find(run, tag, universal), "find the checkpoint")
