@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.support.endings import ended, ends, started
 from tests.support.memory import memory
 from tests.support.models import make_engine, train
 from tests.support.plain_engine import Engine, engines_are_adapters
@@ -210,6 +211,148 @@ def test_a_process_waits_for_the_write_before_it_ends_and_shows_an_error(tmp_pat
     else:
         assert ended.stderr == ""
         assert zckpt.validate(tmp_path).ok
+
+
+AT_THE_END = """
+import os, signal, sys, threading
+import torch.distributed as dist
+import zckpt, zckpt.transfer.write
+from zckpt.testing import ReferenceEngine
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell may have started pytest in the background.
+if os.environ["WORLD_SIZE"] != "1":
+    dist.init_process_group("gloo")
+engine, put, first = ReferenceEngine(), zckpt.transfer.write._put, threading.Event()
+
+def slow(*arguments):
+    if first.is_set() or {stuck}:
+        print("writing", flush=True)
+        threading.Event().wait({seconds})
+    first.set()
+    put(*arguments)
+
+zckpt.transfer.write._put = slow
+zckpt.write(engine, sys.argv[1], background=True, budget=zckpt.Budget(threads=1))
+"""
+
+
+def interrupted_at_the_end(path: Path, ranks: int, times: int, seconds: float) -> list[tuple[int, str]]:
+    """Ends a process on each rank while each write of the rank takes ``seconds``, and sends it Ctrl-C so many
+    ``times``. Returns the exit status and the output on stderr of each rank."""
+    with started(AT_THE_END.format(stuck=times > 1, seconds=seconds), path, ranks=ranks) as processes:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "writing\n"
+        time.sleep(2)  # until Python waits for the write
+        for number in range(times):
+            time.sleep(number)  # Two signals at once would count as one.
+            for process in processes:
+                process.send_signal(signal.SIGINT)
+        return [(status, errors) for status, _, errors in map(ended, processes)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_at_the_end_of_the_process_gives_the_write_up(tmp_path: Path, ranks: int) -> None:
+    for status, errors in interrupted_at_the_end(tmp_path / "c", ranks, times=1, seconds=5):
+        assert status == -signal.SIGINT
+        assert "the write was given up: Ctrl-C" in errors
+        assert "Traceback" not in errors
+        assert "raises this error" not in errors
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_second_ctrl_c_at_the_end_of_the_process_does_not_wait(tmp_path: Path) -> None:
+    ((status, errors),) = interrupted_at_the_end(tmp_path / "c", 1, times=2, seconds=1e6)
+    assert (status, errors) == (-signal.SIGINT, "")
+    zckpt.gc(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+AS_THE_LAST_THING = """
+import atexit, sys
+import torch
+
+def write():
+    import zckpt
+    from zckpt.testing import ReferenceEngine
+    zckpt.write(ReferenceEngine(), sys.argv[1])
+
+atexit.register(write)
+"""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 starts no threads while the interpreter ends")
+def test_an_exit_handler_may_be_the_first_to_write(tmp_path: Path) -> None:
+    assert ends(AS_THE_LAST_THING, tmp_path / "c") == [(0, "", "")]
+    assert zckpt.validate(tmp_path).ok
+
+
+FORKS = """
+import os, signal, sys, threading
+import torch
+import zckpt, zckpt.transfer.write
+from zckpt.testing import ReferenceEngine
+
+run, scratch = sys.argv[1] + "/run", sys.argv[1] + "/scratch"
+engine, other = ReferenceEngine(), ReferenceEngine(seed=1)
+engine.train(1)
+go_on, put = threading.Event(), zckpt.transfer.write._put
+
+def held(*arguments):
+    go_on.wait()
+    put(*arguments)
+
+def values():
+    return {(part, name): tensor.clone() for part, of in engine.tensors.items() for name, tensor in of.items()}
+
+def forked(*actions):
+    for action in actions:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(60)
+            try:
+                action()
+            except zckpt.ZckptError as error:
+                print(type(error).__name__, "goes on in another process" in str(error), flush=True)
+            sys.exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+def write_and_restore():
+    zckpt.transfer.write._put = put
+    zckpt.restore(other, zckpt.write(other, f"{sys.argv[1]}/{os.getpid()}/c", background=True).path)
+    engine.train(1)
+
+before = values()
+zckpt.write(engine, run + "/step0")
+zckpt.transfer.write._put = held
+pending = zckpt.write(engine, run + "/step1", background=True, reuse=None, snapshot="lazy")
+forked(zckpt.wait, pending.wait, lambda: zckpt.gc(run), write_and_restore, lambda: os.kill(os.getpid(), 9))
+assert pending.state == "under way"
+go_on.set()
+pending.wait()
+go_on.clear()
+moved = zckpt.offload(engine, scratch, background=True)
+forked(zckpt.wait, moved.wait, lambda: zckpt.reload(engine), write_and_restore)
+go_on.set()
+moved.wait()
+forked(lambda: zckpt.reload(engine), zckpt.wait)
+zckpt.reload(engine, parts=["master"])  # A thread reads the next part ahead, and another one closes files.
+forked(lambda: zckpt.reload(engine), lambda: zckpt.offload(engine, scratch))
+zckpt.reload(engine)
+after = values()
+assert all(torch.equal(before[key], after[key]) for key in before)
+assert zckpt.validate(run, level="digests").ok
+"""
+
+
+@pytest.mark.linux
+def test_a_forked_process_neither_waits_for_the_work_of_its_parent_nor_disturbs_it(tmp_path: Path) -> None:
+    ((status, out, errors),) = ends(FORKS, tmp_path)
+    assert (status, errors) == (0, "")
+    refused = "ZckptError True"
+    during_write = ["7", refused, "7", "7", "7", "-9"]
+    during_offload = ["7", refused, "7", "7", "7"]
+    assert out.splitlines() == [*during_write, *during_offload, "7", "7", "7", "7"]
 
 
 def one_at_a_time(path: str) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from tests.support.models import make_engine, train
 from tests.support.slow_writes import slow
 from tests.support.waiting import wait_until
 from zckpt.ranks import last_step
+from zckpt.testing import ReferenceEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -281,6 +283,85 @@ def test_a_rank_that_does_not_answer_is_not_waited_for(cluster: Cluster, tmp_pat
     outcomes = cluster.outcomes(left_alone, 2, str(tmp_path))
     assert "could not agree on a last step" in str(outcomes[0].value)
     assert not (tmp_path / "last").exists()
+
+
+# Several engines
+
+
+def several(run: str, setup: str, fails: bool = False) -> dict[str, Any]:
+    """Trains two engines of this rank, "a" and "b", until the process is to end. Rank 0 sends itself the signal in the
+    third step of the first one. ``setup``: "together" if both ranks have both engines, and otherwise the number of the
+    rank that has "b" alone, which trains it in every second step only. ``fails``: whether "a" cannot be written."""
+    rank, earlier = dist.get_rank(), list[int]()
+    signal.signal(signal.SIGTERM, lambda *_: earlier.append(1))
+    alone = [dist.new_group([number]) for number in range(2)][rank]
+    engines = {"a": ReferenceEngine(seed=1)}
+    if setup == "together":
+        engines["b"] = ReferenceEngine(seed=2)
+    elif setup == str(rank):
+        engines["b"] = ReferenceEngine(seed=2, group=alone)
+    for name, engine in engines.items():
+        zckpt.on_preemption(engine, partial(path_of, run, name, engine, name == "a" and fails))
+    status: object = None
+    try:
+        for number in range(1000):
+            for name, engine in engines.items():
+                if name == "a" or setup == "together" or number % 2:
+                    engine.backward()
+                    if name == "a" and number == 2 and rank == 0:
+                        send()
+                    engine.step()
+            dist.barrier()
+            time.sleep(0.02)
+    except SystemExit as end:
+        status = end.code
+    except NotADirectoryError as error:
+        status = str(error)
+    send()
+    return {"status": status, "steps": {name: engine.steps for name, engine in engines.items()}, "earlier": earlier}
+
+
+def path_of(run: str, name: str, engine: ReferenceEngine, fails: bool) -> str:
+    if fails:
+        raise NotADirectoryError(f"no place for {name}")
+    return f"{run}/{name}/step{engine.steps}"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("setup", ["together", "0", "1"])
+def test_all_engines_of_a_process_are_written(cluster: Cluster, tmp_path: Path, setup: str, fails: bool) -> None:
+    results = cluster.run(several, 2, str(tmp_path), setup, fails)
+    for rank, result in enumerate(results):
+        assert result["status"] == ("no place for a" if fails else 143)
+        assert len(result["earlier"]) == 2 - rank, "the handler of before, and after the end again"
+    assert (tmp_path / "a").exists() is not fails
+    for name in ("b",) if fails else ("a", "b"):
+        steps = {result["steps"][name] for result in results if name in result["steps"]}
+        checkpoint = zckpt.open(tmp_path / name)
+        assert zckpt.validate(checkpoint.path).ok
+        assert len(steps) == 1
+        assert 0 < checkpoint.step <= min(steps)
+
+
+def cancel_the_first(run: str) -> list[object]:
+    """Cancels one of two before the signal. Then sends another signal, to the handler of before."""
+    earlier = list[int]()
+    signal.signal(signal.SIGTERM, lambda *_: earlier.append(1))
+    engines = [ReferenceEngine(seed=1), ReferenceEngine(seed=2)]
+    first, second = (zckpt.on_preemption(engine, f"{run}/{n}", exit=False) for n, engine in enumerate(engines))
+    first.cancel()
+    send()
+    while not second.requested:
+        for engine in engines:
+            engine.train(1)
+        time.sleep(0.02)
+    send()
+    return [first.requested, sorted(os.listdir(run)), len(earlier)]
+
+
+def test_a_cancelled_one_passes_signals_on(cluster: Cluster, tmp_path: Path) -> None:
+    for result in cluster.run(cancel_the_first, 2, str(tmp_path)):
+        assert result == [False, ["1", "latest"], 2]
 
 
 # Under the launchers that users start

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from zckpt.ranks.collectives import Ranks
+from zckpt.ranks.groups import Group
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +27,20 @@ class _EndsLate:
 
 
 class _Ended:
-    """An operation that has ended, but whose thread still has references to the tensors, as a thread of gloo may."""
+    """An operation that has ended, but to which a thread may still refer, as a thread of gloo does for a while."""
 
     def wait(self, timeout: object) -> None:
         pass
 
     def is_completed(self) -> bool:
         return True
+
+
+def group_of(allgather: Any) -> Any:
+    """Returns a group of one rank whose exchanges are those of the function ``allgather``."""
+    lives: Any = SimpleNamespace(period=1, lost=lambda error: error, check=lambda: None)
+    gloo: Any = SimpleNamespace(allgather=allgather)
+    return Group(gloo, None, lives)  # type: ignore[arg-type]
 
 
 def test_an_operation_that_ends_just_after_the_wait_is_no_lost_connection() -> None:
@@ -42,27 +50,24 @@ def test_an_operation_that_ends_just_after_the_wait_is_no_lost_connection() -> N
 
     ranks = object.__new__(Ranks)
     ranks.size = 1
-    group: Any = SimpleNamespace(
-        group=SimpleNamespace(allgather=allgather),
-        lives=SimpleNamespace(period=1, lost=lambda error: error, check=lambda: None),
-    )
-    assert ranks._gather(group, b"told") == [b"told"]
+    assert ranks._gather(group_of(allgather), b"told") == [b"told"]
 
 
-def test_tensors_of_an_operation_live_on_while_gloo_may_use_them() -> None:
-    """Otherwise a thread of gloo might free them while the interpreter ends, and this aborts the process."""
-    given: list[weakref.ref[torch.Tensor]] = []
+def test_an_operation_lives_on_while_a_thread_of_gloo_may_use_it() -> None:
+    """Otherwise that thread would free its tensors, perhaps while the interpreter ends, and this aborts the process."""
+    given: list[weakref.ref[_Ended]] = []
 
     def allgather(outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> _Ended:
         outputs[0][0].copy_(inputs[0])
-        given.extend(weakref.ref(tensor) for tensor in (outputs[0][0], inputs[0]))
-        return _Ended()
+        operation = _Ended()
+        given.append(weakref.ref(operation))
+        return operation
 
     ranks = object.__new__(Ranks)
     ranks.size = 1
-    group: Any = SimpleNamespace(group=SimpleNamespace(allgather=allgather), lives=SimpleNamespace(period=1))
+    group = group_of(allgather)
     for _ in range(3):
         assert ranks._gather(group, b"told") == [b"told"]
     gc.collect()
     alive = [reference() is not None for reference in given]
-    assert alive == [False] * 8 + [True] * 4
+    assert alive == [False] * 4 + [True] * 2

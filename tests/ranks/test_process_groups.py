@@ -7,24 +7,34 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import zckpt
+from tests.support import reference_engine
+from tests.support.forks import fork, result_of
 from tests.support.models import make_engine, train
 from tests.support.patience import give_up_after
 from tests.support.runs import assert_same, tensors_of, weights
+from tests.support.slow_writes import held
+from zckpt.api import background
 from zckpt.engines import group_of
+from zckpt.offloading.files import write_out
 from zckpt.ranks import heartbeat as life
 from zckpt.ranks.collectives import Ranks
+from zckpt.testing import ReferenceEngine
+from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tests.support.cluster import Cluster
 
@@ -306,3 +316,141 @@ def write_and_restore(path: str, stage: int, share: Share, ranks: list[int]) -> 
 
 def test_each_model_is_written_and_restored_by_its_own_ranks(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(each_model_alone, 3, str(tmp_path))
+
+
+def beside_another_group(directory: str) -> None:
+    """Both ranks write an engine in the background, and cannot finish this while rank 0 uses an engine of its own."""
+    give_up_after(60)
+    alone, committed = own_group([[0], [1]]), list[str]()
+    engine = ReferenceEngine()
+    engine.train(1)
+    with held("both") as go_on:
+        pending = zckpt.write(engine, f"{directory}/both/step1", background=True)
+        if dist.get_rank() == 0:
+            own = ReferenceEngine(group=alone, seed=1)
+            own.train(1)
+            before = reference_engine.tensors_of(own)
+            path = zckpt.write(own, f"{directory}/own/step1")
+            zckpt.write(own, f"{directory}/own/step2", background=True)
+            background.after_commit(lambda: committed.append("all"))
+            background.after_commit(lambda: committed.append("own"), Ranks(alone))
+            zckpt.offload(own, f"{directory}/scratch", background=True)
+            zckpt.reload(own)
+            own.train(1)
+            zckpt.restore(own, path)
+            assert_same(reference_engine.tensors_of(own), before)
+            assert committed == ["own"]
+        assert not pending.done
+        dist.barrier()  # Rank 1 comes here at once.
+        go_on()
+        zckpt.wait()
+    assert pending.state == "done"
+    assert committed == (["own", "all"] if dist.get_rank() == 0 else [])
+
+
+def test_ranks_do_not_wait_for_the_background_of_other_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(beside_another_group, 2, str(tmp_path))
+    for name in ("both/step1", "own/step1", "own/step2"):
+        assert zckpt.validate(tmp_path / name).ok
+
+
+def one_for_each_pair(directory: str) -> tuple[str, list[str], list[bool]]:
+    """Each rank writes two engines in the background, each together with one other rank. Two of the three writes fail.
+    Returns the error of this rank and its notes, and which writes have ended after it."""
+    give_up_after(60)
+    groups = {name: dist.new_group(list(map(int, name))) for name in ("12", "02", "01")}
+    rank, write_data_files = dist.get_rank(), RankWrite.write_data_files
+
+    def fail(write: RankWrite, *arguments: Any) -> bytes:
+        if os.path.basename(str(write.store.location)) in ("12", "02") and rank == 2:
+            raise zckpt.StorageError("the disk is broken")
+        return write_data_files(write, *arguments)
+
+    with mock.patch.object(RankWrite, "write_data_files", fail), held("01") as go_on:
+        pending = [
+            zckpt.write(ReferenceEngine(group=group), f"{directory}/{name}", background=True)
+            for name, group in groups.items()
+            if str(rank) in name
+        ]
+        threading.Timer(1, go_on).start()
+        with pytest.raises(zckpt.ZckptError) as caught:
+            zckpt.wait()
+        ended = [write.done for write in pending]
+        zckpt.wait()
+    return str(caught.value), getattr(caught.value, "__notes__", []), ended
+
+
+def test_wait_waits_for_the_work_of_all_groups_and_raises_all_errors(cluster: Cluster, tmp_path: Path) -> None:
+    results = cluster.run(one_for_each_pair, 3, str(tmp_path))
+    assert [len(notes) for _, notes, _ in results] == [0, 0, 1]
+    for error, notes, ended in results:
+        assert all("the disk is broken" in text for text in (error, *notes))
+        assert ended == [True, True]
+    assert os.listdir(tmp_path) == ["01"] or sorted(os.listdir(tmp_path)) == ["01", "latest"]
+
+
+def offload_shared_memory(directory: str) -> None:
+    """Rank 0 writes a second engine that has the same tensors, while both ranks offload the first one."""
+    give_up_after(60)
+    alone = own_group([[0], [1]])
+    engine = ReferenceEngine()
+    engine.train(1)
+    go_on = threading.Event()
+
+    def wait_and_write_out(*arguments: Any) -> None:
+        go_on.wait()
+        write_out(*arguments)
+
+    with mock.patch("zckpt.api.offload.write_out", wait_and_write_out):
+        moved = zckpt.offload(engine, f"{directory}/scratch", background=True)
+        threading.Timer(1, go_on.set).start()
+        if dist.get_rank() == 0:
+            second = ReferenceEngine(group=alone)
+            second.shapes = {name: tuple(tensor.shape) for name, tensor in engine.tensors["param"].items()}
+            second.ranges = {name: (0, tensor.numel()) for name, tensor in engine.tensors["param"].items()}
+            second.tensors = engine.tensors
+            zckpt.write(second, f"{directory}/c")
+            assert moved._pending is not None
+            assert moved._pending.done
+        moved.wait()
+    zckpt.reload(engine)
+    if dist.get_rank() == 0:
+        written = zckpt.open(f"{directory}/c").load("master/*")
+        assert_same(written, {f"master/{name}": tensor for name, tensor in engine.tensors["master"].items()})
+
+
+def test_a_write_waits_until_an_offload_of_other_ranks_has_moved_memory(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(offload_shared_memory, 2, str(tmp_path))
+
+
+def call_in_a_fork(path: str) -> list[str]:
+    """Makes calls for which several ranks are needed in a forked process, and then here. Returns the errors."""
+    give_up_after(60)
+    engine = ReferenceEngine()
+    zckpt.write(engine, f"{path}/step0")
+    calls: list[Callable[[], object]] = [
+        lambda: zckpt.write(engine, f"{path}/other"),
+        lambda: zckpt.restore(engine, f"{path}/step0"),
+        lambda: zckpt.reload(engine),
+    ]
+
+    def errors() -> list[str]:
+        signal.alarm(60)
+        raised = []
+        for call in calls:
+            with pytest.raises(zckpt.RankError) as caught:
+                call()
+            raised.append(str(caught.value))
+        return raised
+
+    raised = result_of(fork(errors))
+    zckpt.write(engine, f"{path}/step1")
+    return raised
+
+
+@pytest.mark.linux
+def test_a_forked_process_is_no_rank(cluster: Cluster, tmp_path: Path) -> None:
+    for errors in cluster.run(call_in_a_fork, 2, str(tmp_path)):
+        assert len(errors) == 3
+        assert all("was forked from a rank" in error for error in errors)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step0", "step1"]

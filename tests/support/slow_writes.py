@@ -35,14 +35,15 @@ def slow(seconds: float) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def held() -> Iterator[Callable[[], None]]:
-    """Lets no write of this rank end before the function that this yields is called. The files are written meanwhile,
-    but the ranks do not commit before this function is called on each of them."""
+def held(where: str = "") -> Iterator[Callable[[], None]]:
+    """Lets no write of this rank to a path with ``where`` in it end before the function that this yields is called. The
+    files are written meanwhile, but the ranks do not commit before this function is called on each of them."""
     write_data_files, go_on = RankWrite.write_data_files, threading.Event()
 
-    def write_and_wait(*arguments: Any) -> bytes:
-        digest = write_data_files(*arguments)
-        go_on.wait()
+    def write_and_wait(write: RankWrite, *arguments: Any) -> bytes:
+        digest = write_data_files(write, *arguments)
+        if where in str(write.store.location):
+            go_on.wait()
         return digest
 
     with mock.patch.object(RankWrite, "write_data_files", write_and_wait):

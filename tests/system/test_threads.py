@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.cluster import ROOT
-from zckpt.system.threads import Countdown, beside
+from tests.support.forks import fork, result_of
+from zckpt.storage import contract
+from zckpt.system.threads import Countdown, Worker, beside, stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,6 +134,54 @@ inside.wait()
 def test_the_end_of_the_process_waits_for_a_watcher_inside_compiled_code() -> None:
     ended = subprocess.run([sys.executable, "-c", WATCHER_AT_EXIT], cwd=ROOT, stderr=subprocess.PIPE, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.linux
+def test_in_a_forked_process_a_worker_of_the_parent_has_ended() -> None:
+    go_on = threading.Event()
+
+    def wait() -> None:
+        go_on.wait()
+
+    running, done = Worker(wait, "running"), Worker(lambda: None, "done")
+    for worker in (running, done):
+        worker.start()
+    assert done.wait(60)
+    try:
+
+        def look() -> list[bool]:
+            signal.alarm(60)
+            stop([running])
+            return [running.wait(), running.ended, running.in_parent, done.ended, done.in_parent]
+
+        assert result_of(fork(look)) == [True, True, True, True, False]
+        assert not running.ended
+    finally:
+        go_on.set()
+        stop([running])
+    assert not running.in_parent
+
+
+@pytest.mark.linux
+def test_a_forked_process_can_count_what_it_reads() -> None:
+    """A thread of the parent holds the lock of all counters at the time of the fork."""
+    held = threading.Event()
+
+    def hold() -> None:
+        with contract._COUNTING:
+            held.set()
+            time.sleep(0.5)
+
+    def count() -> int:
+        signal.alarm(60)
+        counter = contract.IOCount()
+        counter.add(reads=1)
+        return counter.reads
+
+    with beside(hold, "holder") as start:
+        start()
+        assert held.wait(60)
+        assert result_of(fork(count)) == 1
 
 
 WATCHER_IN_PARENT = """

@@ -1,15 +1,19 @@
-"""Runs writes and offloads in the background while the training goes on, one at a time, and reports their errors."""
+"""Runs writes and offloads in the background while the training goes on, one at a time for the same ranks, and reports
+their errors."""
 
 from __future__ import annotations
 
 import atexit
+import os
+import signal
 import sys
 import threading
 import traceback
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
-from zckpt.errors import RankError
+from zckpt.errors import RankError, ZckptError
 from zckpt.system.threads import Worker, stop
 from zckpt.transfer.snapshot import Snapshot
 
@@ -18,7 +22,10 @@ if TYPE_CHECKING:
 
     from zckpt.ranks.collectives import Ranks
 
-_current: Background | None = None
+_INTERRUPTED = "it was interrupted before all of the state had been copied"
+_pending: dict[tuple[int, ...], Background] = {}
+"""The work in the background that nobody has waited for yet, by the numbers in the job of the ranks that do it
+together."""
 
 
 class Background:
@@ -56,8 +63,7 @@ class Background:
     def start(self) -> None:
         """Begins the work, after ``stand_by``. From now on the next write, restore, offload or reload and the end of
         the process wait for it. Raises nothing."""
-        global _current  # noqa: PLW0603  only one runs at a time
-        _current = self
+        _pending[self._ranks.members] = self
         self._started.set()
 
     def cancel(self) -> bool:
@@ -66,7 +72,7 @@ class Background:
         ``Snapshot.copied`` is set, and is given up otherwise."""
         if self._started.is_set() and not self._cancelled:
             if not self._snapshot.copied.is_set():
-                self._give_up()
+                self._give_up(_INTERRUPTED)
             return False
         self._cancelled = True
         self._started.set()
@@ -76,19 +82,25 @@ class Background:
 
     @property
     def done(self) -> bool:
-        """Whether the work has ended, with or without an error."""
+        """Whether the work has ended, with or without an error. In a forked process, it has."""
         return self._worker.ended
 
     @property
     def state(self) -> str:
         """Whether the work is "under way", "done" or "failed"."""
-        return "failed" if self.error else "done" if self.done else "under way"
+        ended = self.done and not self._worker.in_parent
+        return "failed" if self.error else "done" if ended else "under way"
 
     def join(self, timeout: float | None = None) -> None:
         """Waits for the end of the work. Raises its error, or TimeoutError after ``timeout`` seconds. It may be called
         again, also after an interrupt."""
         if not self._worker.wait(timeout):
             raise TimeoutError(f"{self._what} is still under way")
+        if self._worker.in_parent:
+            raise ZckptError(
+                f"{self._what} goes on in another process, from which this one was forked",
+                hint="wait for it in that process",
+            )
         if self.error is not None:
             self._seen = True
             raise self.error
@@ -133,18 +145,27 @@ class Background:
         """Waits until all of the engine's state may change. Raises nothing except KeyboardInterrupt, which gives up the
         work."""
         with self._giving_up():
+            self._wait_until_taken()
+
+    def _wait_until_taken(self) -> None:
+        if not self._worker.in_parent:  # A forked process has a copy of the state.
             self._snapshot.taken.wait()
+
+    def _leave_engine(self) -> None:
+        """Waits until the work neither reads nor changes the engine's state any more. Raises nothing except
+        KeyboardInterrupt."""
+        self.settle()
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
         try:
             yield
         except BaseException:  # The caller stops waiting, so the state may change under the work.
-            self._give_up()
+            self._give_up(_INTERRUPTED)
             raise
 
-    def _give_up(self) -> None:
-        self._snapshot.give_up("it was interrupted before all of the state had been copied")
+    def _give_up(self, reason: str) -> None:
+        self._snapshot.give_up(reason)
 
     def _run(self) -> None:
         self._started.wait()
@@ -157,13 +178,11 @@ class Background:
             self.error = error
             if self._ranks.rank == 0 or not isinstance(error, RankError):
                 reason = f"{type(error).__name__}: {error}"
-                message = f"zckpt: {self._what} in the background has failed: {reason}\n"
+                message = f"zckpt: {self._what} in the background has failed: {reason}"
+                if not self._seen:
+                    message += "\nThe next write, restore, offload, reload or wait raises this error."
                 with suppress(Exception):
-                    print(
-                        f"{message}The next write, restore, offload, reload or wait raises this error.",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    print(message, file=sys.stderr, flush=True)
         finally:
             del self._finish  # It refers to the engine's state, whose copies must not stay in memory.
             self._snapshot.end()
@@ -191,6 +210,9 @@ class PendingWrite(Background):
     def __repr__(self) -> str:
         return f"<zckpt.PendingWrite {self.path!r}: {self.state}>"
 
+    def _leave_engine(self) -> None:
+        self._wait_until_taken()
+
     def wait(self, timeout: float | None = None) -> str:
         """Waits until the checkpoint is durable. It may be called again, also after an interrupt.
 
@@ -209,42 +231,102 @@ class PendingWrite(Background):
 
 
 def wait() -> None:
-    """Waits for the end of the write or offload that is running in the background, if there is one.
+    """Waits for the end of all writes and offloads that this process runs in the background.
 
     All ranks that write or offload together have to call this. An interrupt on one rank ends the wait on all of them,
-    but not the write or offload itself. The next write, restore, offload or reload waits for it again.
+    but not the write or offload itself. The next write, restore, offload or reload of the same ranks waits for it
+    again.
 
     Raises:
-        ZckptError: the write or offload has failed. Every rank raises its error, unless ``PendingWrite.wait`` or
-            ``Offloaded.wait`` has already raised it on every rank.
+        ZckptError: a write or offload has failed. Every rank raises its error, unless ``PendingWrite.wait`` or
+            ``Offloaded.wait`` has already raised it on every rank. If several have failed, the error has a note about
+            each of the others.
     """
-    global _current  # noqa: PLW0603  only one runs at a time
-    pending = _current
-    if pending is not None:
-        ranks = pending._ranks.foreground("zckpt.wait")
-        with ranks.undivided():
-            ranks.together(pending._worker.wait, "wait for what goes on in the background")
-            _current = None  # ``together`` raises on all ranks or on none, so all of them get here or none does.
-            ranks.together(pending.finish, "finish what goes on in the background")
+    errors: list[Exception] = []
+    for pending in list(_pending.values()):  # Ranks that do several of these together have begun them in this order.
+        try:
+            _wait_together(pending)
+        except Exception as error:  # raised below, because the ranks of other work wait too
+            errors.append(error)
+    for other in errors[1:]:
+        errors[0].add_note(f"{type(other).__name__}: {other}")
+    if errors:
+        raise errors[0]
+
+
+def wait_for(ranks: Ranks) -> None:
+    """Waits, together with these ranks, for the end of their work in the background, and raises its error. Then waits
+    alone until all other work of this process has left its engine, because two engines may share memory."""
+    for pending in list(_pending.values()):
+        if pending._ranks.members == ranks.members or pending._ranks.job_is_over:
+            _wait_together(pending)
+    for pending in list(_pending.values()):
+        pending._leave_engine()
+
+
+def _wait_together(pending: Background) -> None:
+    ranks = pending._ranks.foreground("zckpt.wait")
+    with ranks.undivided():
+        ranks.together(pending.settle, "wait for what goes on in the background")
+        # ``together`` raises on all ranks or on none, so all of them get here or none does.
+        del _pending[pending._ranks.members]
+        ranks.together(pending.finish, "finish what goes on in the background")
 
 
 def settle() -> None:
-    """Waits until the work of this rank in the background has ended, with or without an error. Unlike ``wait``, a
+    """Waits until all work of this rank in the background has ended, with or without an error. Unlike ``wait``, a
     single rank may call it. Raises nothing except KeyboardInterrupt."""
-    if _current is not None:
-        _current.settle()
+    for pending in list(_pending.values()):
+        pending.settle()
 
 
-def after_commit(action: Callable[[], None]) -> None:
-    """Calls ``action`` on this rank once the write that is running in the background is committed. If that write fails,
-    ``action`` is never called. If no write is running, ``action`` is called at once."""
-    if _current is None:
-        action()
-    else:
-        _current.then(action)
+def after_commit(action: Callable[[], None], ranks: Ranks | None = None) -> None:
+    """Calls ``action`` on this rank once the write that these ranks run in the background is committed. Without
+    ``ranks``, it waits for all writes that this process runs in the background. If a write fails, ``action`` is never
+    called. If no write is running, ``action`` is called at once."""
+    for pending in _pending.values():
+        if ranks is None or pending._ranks.members == ranks.members:
+            action = partial(pending.then, action)
+    action()
+
+
+def _settle_before_the_end() -> None:
+    """Waits for the work in the background when the process is about to end. Ctrl-C gives this work up, and then ends
+    the process as it ends other programs. A second Ctrl-C does not wait."""
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for pending in _pending.values():
+            pending._seen = True  # Nothing is left that could raise the error.
+            pending._give_up("Ctrl-C came while the end of the process waited for it")
+
+    takes_interrupts = bool(_pending) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if takes_interrupts:
+        signal.signal(signal.SIGINT, interrupt)
+    settle()
+    if interrupted:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.kill(os.getpid(), signal.SIGINT)
+    elif takes_interrupts:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+with suppress(RuntimeError):  # The process is ending already.
+    # Python calls this before it waits for threads. It does not expect Ctrl-C while it waits.
+    threading._register_atexit(_settle_before_the_end)  # type: ignore[attr-defined]
 
 
 @atexit.register
 def _report() -> None:
-    if _current is not None:
-        _current._report()
+    settle()  # in case that a signal handler of the program has ended the first wait by an error
+    for pending in _pending.values():
+        pending._report()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pending.clear)  # a forked process has none of these threads

@@ -166,8 +166,9 @@ def _remove_superseded(
         shutil.rmtree(folder)
 
 
-def _remove_once_committed(remove: Callable[[], None]) -> None:
-    """Calls ``remove`` on this rank once the checkpoint that is being written is committed."""
+def _remove_once_committed(remove: Callable[[], None], ranks: Ranks | None = None) -> None:
+    """Calls ``remove`` on this rank once the checkpoint that these ranks write is committed. Without ``ranks``, it
+    waits for all checkpoints that this process writes."""
 
     def attempt() -> None:
         try:
@@ -175,7 +176,7 @@ def _remove_once_committed(remove: Callable[[], None]) -> None:
         except Exception as error:  # The save itself has succeeded, so this must not raise.
             warn(f"older checkpoints could not be removed: {error}")
 
-    background.after_commit(attempt)
+    background.after_commit(attempt, ranks)
 
 
 def _sort_checkpoints(
@@ -230,7 +231,7 @@ def _save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tr
 
     ranks.together(sync, "save Trainer's own files")
     for rotate in removals:
-        _remove_once_committed(rotate)
+        _remove_once_committed(rotate, ranks)
 
 
 def _load_best_model(original: Callable[..., None], trainer: Any) -> None:
@@ -239,8 +240,8 @@ def _load_best_model(original: Callable[..., None], trainer: Any) -> None:
     if saves_of(engine) is None:
         original(trainer)
         return
-    background.wait()
     ranks = Ranks(group_of(engine), call="Trainer")
+    background.wait_for(ranks)
     load = engine.load_checkpoint
     if ranks.first(lambda: kind_of(best) is Kind.WEIGHTS, "look at the best checkpoint"):
         engine.load_checkpoint = lambda *args, **options: load(*args, **{**options, "load_module_only": True})

@@ -6,7 +6,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from zckpt.api.background import Background, wait
+from zckpt.api.background import Background, wait_for
 from zckpt.engines import adapt, group_of
 from zckpt.errors import MismatchError, RankError, ZckptError, first_few
 from zckpt.offloading.away import LOST_HINT, Away, Back, away, storages
@@ -103,9 +103,9 @@ def offload(
         DeviceError: a device fails.
         RankError: another rank has failed or is lost.
     """
-    wait()
     group = group_of(engine)
     ranks = Ranks(group, call="zckpt.offload")
+    wait_for(ranks)
     rank_offload = _RankOffload(engine, auto, budget)
 
     def prepare() -> dict[str, object]:
@@ -189,12 +189,12 @@ def _reload(
     call: str,
 ) -> None:
     """``call``: what every rank has to call, for messages."""
-    wait()
+    ranks = Ranks(group_of(engine), call=call)
+    wait_for(ranks)
     out = away(engine)
     if out is None:
         chosen(asked_for(parts), movable(adapt(engine).parts))  # This raises ValueError for an unknown part.
         return
-    ranks = Ranks(group_of(engine), call=call)
     rank_reload = _RankReload(engine, out, verify, budget)
 
     def prepare() -> dict[str, object]:

@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zckpt.api.background import wait
+from zckpt.api.background import wait_for
 from zckpt.api.write import write_engine
 from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls, before_calls, workers_ignore
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from zckpt.storage.location import StrPath
 
 
+_CALL = "zckpt.on_preemption"
+_active: list[Preemption] = []
+"""The objects that were not cancelled, in the order in which they were made."""
+
+
 class Preemption:
     """Writes a last checkpoint after a signal. ``zckpt.on_preemption`` returns it."""
 
@@ -30,7 +35,9 @@ class Preemption:
         """Whether a signal has come and the last checkpoint has been written. It becomes True on all ranks after the
         same step, so a training loop can use it to stop."""
         self._engine, self._write_last, self._exits = engine, write_last, exits
-        self._ranks = Ranks(group_of(engine), call="zckpt.on_preemption")
+        self._error: Exception | None = None
+        """The error with which the last checkpoint has failed."""
+        self._ranks = Ranks(group_of(engine), call=_CALL)
         self._last_step = LastStep(self._ranks)
         self._former_handlers: dict[int, Any] = {}
         """The handlers that the signals had before, by the number of the signal."""
@@ -38,6 +45,7 @@ class Preemption:
         """The number of steps that the engine had taken before the current call of its ``step``."""
         self._process = os.getpid()
         self._undo: list[Callable[[], None]] = []
+        _active.append(self)
         try:
             self._ranks.together(lambda: self._begin(signals), "watch for signals")
         except BaseException:
@@ -57,16 +65,24 @@ class Preemption:
     def cancel(self) -> None:
         """Stops waiting for signals, and gives them back the handlers that they had before. No last checkpoint is
         written any more. Every rank has to call this. It may be called several times."""
+        if self in _active:
+            _active.remove(self)
         while self._undo:
             self._undo.pop()()
-        while self._former_handlers:
-            number, former = self._former_handlers.popitem()
+        for number in self._former_handlers:
             if signal.getsignal(number) == self._handle:  # Other code may have set another handler meanwhile.
+                former = self._former(number)
                 signal.signal(number, signal.SIG_DFL if former is None else former)
         self._last_step.close()
 
-    def _handle(self, number: int, frame: Any) -> None:
+    def _former(self, number: int) -> Any:
+        """Returns the handler that a signal had before, but not that of an object which was cancelled since."""
         former = self._former_handlers.get(number)
+        owner = getattr(former, "__self__", None)
+        return owner._former(number) if isinstance(owner, Preemption) and owner not in _active else former
+
+    def _handle(self, number: int, frame: Any) -> None:
+        former = self._former(number)
         # A forked child has this handler too. multiprocessing ends its processes by SIGTERM, so SIGTERM has to end the
         # child. The other signals do not end it.
         if number == signal.SIGTERM and os.getpid() != self._process:
@@ -83,19 +99,57 @@ class Preemption:
     def _after_step(self) -> None:
         if adapt(self._engine).step == self._step:  # The engine only accumulated gradients.
             return
+        if not self._is_done:
+            try:
+                if not self._last_step.ended():
+                    return
+                self._write()
+            except BaseException:
+                self.cancel()
+                raise
+        self._end()
+
+    @property
+    def _is_done(self) -> bool:
+        return self.requested or self._error is not None
+
+    def _write(self) -> None:
+        reason = self._last_step.reason
+        for other in _active:  # Perhaps the signal has reached only ranks that do not have the other engines.
+            if reason in other._former_handlers:
+                other._last_step.ask(reason)
         try:
-            if not self._last_step.ended():
-                return
             path = self._write_last()
-        except BaseException:
-            self.cancel()
-            raise
-        self.cancel()
-        self.requested = True
-        if self._ranks.rank == 0:
-            print(f"zckpt: after the signal {self._last_step.reason}, the last checkpoint is {path}", file=sys.stderr)
-        if self._exits:
+        except Exception as error:  # raised by ``_end``
+            self._error = error
+            self._say(f"no last checkpoint was written: {error}")
+        else:
+            self.requested = True
+            self._say(f"the last checkpoint is {path}")
+
+    def _end(self) -> None:
+        """Raises the first error or ends the process, once each engine that was asked for a last checkpoint has written
+        it or has failed to. Until then, this is called again after each step: ranks that have only some of the engines
+        go on too, because the others could not end a step without them."""
+        asked = [preemption for preemption in _active if preemption._last_step.reason is not None]
+        missing = not all(preemption._is_done for preemption in asked)
+        # The process ends in a step of an engine that is on most ranks.
+        missing = missing or any(other._ranks.size > self._ranks.size and not other._ranks.lost for other in asked)
+        if not self._ranks.lost:
+            missing = any(self._ranks.share(lambda: missing, "end the process"))
+        if missing:
+            return
+        errors = [preemption._error for preemption in asked if preemption._error is not None]
+        for preemption in asked:
+            preemption.cancel()
+        if errors:
+            raise errors[0]
+        if any(preemption._exits for preemption in asked):
             sys.exit(128 + (self._last_step.reason or 0))
+
+    def _say(self, what: str) -> None:
+        if self._ranks.rank == 0:
+            print(f"zckpt: after the signal {self._last_step.reason}, {what}", file=sys.stderr)
 
 
 def on_preemption(
@@ -117,6 +171,9 @@ def on_preemption(
     Call this before data loaders start their worker processes. Launchers such as torchrun send the signal to these
     processes too, and without them the training does not reach the end of its step. Workers that are started by fork
     after this call ignore the signal.
+
+    With several engines, call this once for each of them. Each is written at the end of a step of its own, and the
+    process ends when all of them are written. If one cannot be written, its error is raised after the others are.
 
     The last checkpoint also has the states of the objects that are registered with ``zckpt.register``. If a write is
     running in the background, the last checkpoint is written after it. If the process is killed before the last
@@ -152,7 +209,7 @@ def on_preemption(
 
     def write_last() -> str:
         try:
-            wait()
+            wait_for(Ranks(group_of(engine), call=_CALL))
         except ZckptError as error:  # An earlier checkpoint has failed, so this last one is needed even more.
             warn(f"a write in the background has failed: {error}")
         state = client_state() if callable(client_state) else client_state

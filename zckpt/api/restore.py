@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
-from zckpt.api.background import wait
+from zckpt.api.background import wait_for
 from zckpt.api.offload import bring_back_to_restore
 from zckpt.api.open import open_checkpoint
 from zckpt.engines import adapt, group_of
@@ -196,8 +196,8 @@ def restore(
 
 def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Restored, RankStates]:
     """Does the work of ``restore``, and of the ``load_checkpoint`` of an attached engine."""
-    wait()
     ranks = Ranks(group_of(engine), call=request.caller.call)
+    wait_for(ranks)
     plans: list[RestorePlan] = []
 
     def arguments() -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from zckpt.api.background import PendingWrite, wait
+from zckpt.api.background import PendingWrite, wait_for
 from zckpt.api.prune import remove_older
 from zckpt.engines import group_of
 from zckpt.errors import warn
@@ -85,9 +85,9 @@ def write(
 
     Without ``background``, nothing may change master weights and moments before the write returns, or a later load
     would report them as damaged. With ``background``, this returns as soon as the training may continue, and the
-    checkpoint has the state at the time of this call. Only one write runs at a time. If it fails, its error is printed
-    on stderr at once. The next write or restore waits for it and raises its error. The end of the process waits for it
-    too, and prints its error.
+    checkpoint has the state at the time of this call. The same ranks do only one write at a time. If it fails, its
+    error is printed on stderr at once. The next write or restore of these ranks waits for it and raises its error. The
+    end of the process waits for it too, and prints its error.
 
     The states of the objects that are registered with the engine (``zckpt.register``) are saved too. States that
     ``zckpt.offload`` has moved to disk are not loaded into memory. Their bytes are copied from file to file, or shared
@@ -173,9 +173,9 @@ def write(
 def write_engine(engine: object, path: StrPath | None, options: WriteOptions) -> str | PendingWrite:
     """Does the work of ``zckpt.write``, and of the ``save_checkpoint`` of an attached engine."""
     # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
-    wait()
     group = group_of(engine)
     ranks = Ranks(group, call="zckpt.write")
+    wait_for(ranks)
     prepared = Preparation(engine, path, options, ranks.rank, ranks.size)
     pending: PendingWrite | None = None
     with ranks.undivided():

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
+import atexit
+import os
 import sys
-from collections import deque
 from contextlib import nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgpack
 
-from zckpt.errors import OPEN_FILES_HINT, RankError
-from zckpt.ranks.heartbeat import Lives, meet, timeout_seconds
+from zckpt.errors import RankError
 from zckpt.ranks.interrupts import Interrupts
-from zckpt.system.threads import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,120 +19,36 @@ if TYPE_CHECKING:
 
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import Store
 
-if sys.platform != "win32":  # Windows has no such limits
-    import resource
+    from zckpt.ranks.groups import Group
 
 T = TypeVar("T")
 
-_FOREVER = timedelta(days=365)
-"""The timeout of gloo once all ranks have connected. Gloo cannot tell a slow rank from one that hangs, so zckpt looks
-at signs of life instead (``heartbeat``)."""
-
-_INTERFACE = (
-    "set GLOO_SOCKET_IFNAME, on every machine, to the network interface (`ip addr`) by which the machines reach each "
-    "other"
-)
-_LIMITS = {
-    "too many open files": OPEN_FILES_HINT,
-    "unable to find": _INTERFACE,
-    "no such device": _INTERFACE,
-    "connection refused": _INTERFACE,
-    "no route to host": _INTERFACE,
-    "network is unreachable": _INTERFACE,
-}
-"""Maps what the system says when ranks cannot connect to a hint that says what to do."""
-
-_groups: dict[tuple[tuple[int, ...], bool], tuple[object, _Group]] = {}
-"""The groups that were made, by the ranks in them and whether they are used in the background. With each group goes the
-default process group of the job for which it was made."""
+_job_of_parent: object = None
+"""In a forked process, the default process group that its parent had."""
 
 
-_recent: deque[object] = deque(maxlen=2)
-"""The tensors of the last two exchanges of messages. A thread of gloo gives up its references to these tensors some
-time after the exchange has ended. If nobody else had a reference then, the thread would need the interpreter to free
-them. And if the interpreter is ending at that moment, Python ends the thread inside of C++ code, which aborts the
-process ("terminate called without an active exception")."""
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_recent))  # The end of the interpreter must not free them either.
-
-
-def _world() -> object:
+def job() -> object:
     """Returns the default process group of the job, or None if there is none. A process that has not imported torch has
     none, and need not wait for torch to be imported."""
-    dist: Any = sys.modules.get("torch.distributed")
-    return dist.group.WORLD if dist is not None and dist.is_available() else None
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed.group.WORLD if distributed is not None and distributed.is_available() else None
 
 
-@dataclass(frozen=True)
-class _Group:
-    """A group of gloo. The engine's own group may be one of NCCL, which cannot send host memory. torch.distributed does
-    not know this group, because it names groups by counting them, and ranks may have made different numbers of
-    groups."""
-
-    group: dist.ProcessGroupGloo
-    lives: Lives
+def _note_job_of_parent() -> None:
+    global _job_of_parent  # noqa: PLW0603  a fork has no other way to tell
+    _job_of_parent = job()
 
 
-def _group(members: tuple[int, ...], rank: int, background: bool, call: str) -> _Group:
-    """Returns the group of these ranks. It is made once for each process and job, because all ranks have to make it
-    together. After a rank was lost, it is made anew."""
-    import torch.distributed as dist
-
-    world = _world()
-    for stale in [key for key, (made_for, _) in list(_groups.items()) if made_for is not world]:
-        if stale[1] == background:  # A write in the background may still use a group of a world that is gone.
-            _groups.pop(stale)[1].lives.close()
-    known = _groups.get((members, background))
-    if known is None:
-        store = dist.distributed_c10d._get_default_store()
-        name = meet(store, f"{members}{background}", rank, members, call)
-        lives = Lives(store, name, rank, members)
-        try:
-            with lives.shown("connect", call), lives.waiting():
-                group = _connected(store, name, rank, members, lives)
-        except RankError:
-            lives.close()
-            raise
-        known = _groups[members, background] = world, _Group(group, lives)
-    return known[1]
+@atexit.register  # here, and not in the module of the groups, so that it is called after the end of all writes
+def _close_groups() -> None:
+    """Ends the threads of all groups while the interpreter still runs, because later they could abort the process."""
+    if "zckpt.ranks.groups" in sys.modules:
+        sys.modules["zckpt.ranks.groups"].close_all()
 
 
-def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], lives: Lives) -> dist.ProcessGroupGloo:
-    """Makes a new gloo group. A thread makes it, so that nobody has to wait for a rank that cannot connect."""
-    import torch.distributed as dist
-
-    made: list[dist.ProcessGroupGloo] = []
-    errors: list[Exception] = []
-
-    def connect() -> None:
-        try:
-            # While a thread waits on a store, no other thread can use it.
-            own_store = store.clone() if hasattr(store, "clone") else store
-            prefix = dist.distributed_c10d.PrefixStore(f"zckpt/{name}/gloo", own_store)
-            group = dist.ProcessGroupGloo(prefix, rank, len(members), timedelta(seconds=timeout_seconds()))
-            group._set_default_timeout(_FOREVER)
-            made.append(group)
-        except Exception as error:  # raised again below
-            errors.append(error)
-
-    worker = Worker(connect, "zckpt-connect", daemon=True)
-    worker.start()
-    while not worker.wait(lives.period):
-        lives.check()
-    if not errors:
-        return made[0]
-    (error,) = errors
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    hint = next((hint for message, hint in _LIMITS.items() if message in str(error).lower()), None)
-    if hint is None or "refused" in str(error).lower():  # The rank on the other side may have died.
-        lost = lives.lost(error)
-        lost.hint = hint if lost.rank is None else None
-        raise lost from error
-    if hint is OPEN_FILES_HINT and sys.platform != "win32":
-        hint = f"{hint}; it is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} here"
-    lives.give_up_self(f"cannot connect to the other ranks: {reason}; {hint}")
-    raise RankError(f"cannot connect to the other ranks: {reason}", rank=members[rank], hint=hint) from error
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_job_of_parent)
 
 
 class Ranks:
@@ -154,7 +66,7 @@ class Ranks:
     ) -> None:
         members: tuple[int, ...] = (0,)
         number = 0
-        if _world() is not None:
+        if job() is not None:
             import torch.distributed as dist
 
             members = tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
@@ -167,17 +79,36 @@ class Ranks:
         self.rank = members.index(number)
         self.size = len(members)
         self._interrupts = Interrupts()
-        self._world = _world()
-        self._group = None if self.size == 1 else _group(members, self.rank, background, call)
+        self._job = job()
+        self._group: Group | None = None
+        if self.size == 1:
+            return
+        if self._job is _job_of_parent:
+            raise RankError(
+                "this process was forked from a rank of the job, and is no rank itself",
+                hint=f"call {call} in the processes that the launcher has started",
+            )
+        from zckpt.ranks.groups import group_of
+
+        self._group = group_of(members, self.rank, background, call)
 
     def foreground(self, call: str) -> Ranks:
         """The same ranks, for calls at the time when the background uses its own group. If the training has destroyed
         its process groups since, this is this process alone."""
         ranks = object.__new__(Ranks)
         number = self.members[self.rank]
-        same = self._world is not None and self._world is _world()
-        ranks._connect(self.members if same else (number,), number, False, call)
+        ranks._connect((number,) if self.job_is_over else self.members, number, False, call)
         return ranks
+
+    @property
+    def job_is_over(self) -> bool:
+        """Whether the training has destroyed its process groups."""
+        return self._job is not job()
+
+    @property
+    def lost(self) -> bool:
+        """Whether one of these ranks was lost, so that the others cannot exchange messages any more."""
+        return self._group is not None and self._group.closed
 
     def undivided(self) -> AbstractContextManager[None]:
         """Inside this block, Ctrl-C is raised only while an action of ``share`` or ``together`` runs, or at the end of
@@ -205,53 +136,34 @@ class Ranks:
 
         def exchange() -> None:
             # This calls the method of the group itself, for the reason that `_gather` gives.
-            work = group.group.alltoall_base(received, sent, list(received_bytes), list(sent_bytes))  # type: ignore[attr-defined]
-            self._wait(group, work)
+            group.wait(group.gloo.alltoall_base(received, sent, list(received_bytes), list(sent_bytes)))  # type: ignore[attr-defined]
 
         self._waiting(group, "send tensors", exchange)
 
-    def _waiting(self, group: _Group, doing: str, action: Callable[[], T]) -> T:
+    def _waiting(self, group: Group, doing: str, action: Callable[[], T]) -> T:
         """Runs an action that waits for all other ranks. Raises RankError if one of them is gone or hangs."""
         try:
             with group.lives.shown(doing, self._call), group.lives.waiting():
                 return action()
         except RankError:
-            # A thread of gloo may wait for that rank until this process ends. To destroy the group would wait for it
-            # too.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group.group))
-            group.lives.close()
-            _groups.pop((self.members, self._background), None)
+            from zckpt.ranks.groups import forget
+
+            forget(self.members, self._background)
             raise
 
-    def _gather(self, group: _Group, data: bytes) -> list[bytes]:
+    def _gather(self, group: Group, data: bytes) -> list[bytes]:
         import torch
 
         def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
             # The group's own method: torch.distributed's refuses a group that was destroyed by its users
             gathered = [torch.zeros_like(mine) for _ in range(self.size)]
-            _recent.append((mine, gathered))
-            self._wait(group, group.group.allgather([gathered], [mine]))  # type: ignore[attr-defined]
+            group.wait(group.gloo.allgather([gathered], [mine]))  # type: ignore[attr-defined]
             return gathered
 
-        sizes = [int(size) for size in all_gather(torch.tensor([len(data)], device="cpu"))]
-        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
+        sizes = [int(size) for size in all_gather(torch.tensor([len(data)]))]
+        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
         return [bytes(one[:size].numpy()) for one, size in zip(all_gather(mine), sizes, strict=True)]
-
-    @staticmethod
-    def _wait(group: _Group, work: dist.Work) -> None:
-        """Waits until ``work`` has ended, and looks in between whether all ranks are alive. Raises RankError."""
-        while True:
-            # Asked before the wait, because the work may end just after the wait has timed out.
-            ended = work.is_completed()
-            try:
-                work.wait(timedelta(seconds=group.lives.period))
-            except RuntimeError as error:
-                if ended:
-                    raise group.lives.lost(error) from error
-                group.lives.check()
-            else:
-                return
 
     def interruptible(self) -> AbstractContextManager[None]:
         """Inside this block, Ctrl-C is raised, also if it came earlier. It is for a part of an action of ``together``

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError, first_few
@@ -120,19 +119,21 @@ def meet(store: Store, about: str, rank: int, members: Sequence[int], call: str)
     raise RankError(f"rank {missing} has not come for {timeout} s: every rank must call {call}", rank=missing)
 
 
-def _await(store: Store, keys: list[str], seconds: float, late: Callable[[], None]) -> bool:
+def _await(store: Store, keys: list[str], seconds: float, late: Callable[[], None] | None = None) -> bool:
     """Returns whether all these keys are in the store within ``seconds``. Calls ``late`` once if they are not there
-    after ``WAITING_SECONDS``."""
-    soon = min(WAITING_SECONDS, seconds)
-    for part in (soon, seconds - soon):
-        try:
-            store.wait(keys, timedelta(seconds=part))
-        except RuntimeError:
-            if part < seconds and part == soon:
-                late()
-        else:
-            return True
-    return False
+    after ``WAITING_SECONDS``. It asks again and again, because no other thread can use the store while one thread waits
+    in it."""
+    began, pause = time.monotonic(), 0.001
+    while not store.check(keys):
+        waited = time.monotonic() - began
+        if waited > seconds:
+            return False
+        if late is not None and waited > WAITING_SECONDS:
+            late()
+            late = None
+        time.sleep(pause)
+        pause = min(2 * pause, PERIOD_SECONDS / 4)
+    return True
 
 
 def _is_to_say(rank: int, is_here: Callable[[int], bool]) -> bool:
@@ -186,13 +187,10 @@ class Lives:
         self._watcher.start()
 
     def _await_all(self) -> None:
-        try:
-            self._store.wait(self._keys, timedelta(seconds=self._timeout))
-        except RuntimeError as error:
+        if not _await(self._store, self._keys, self._timeout):
             for rank, key in zip(self._members, self._keys, strict=True):
                 if not self._store.check([key]):
-                    raise RankError(f"rank {rank} has not come for {self._timeout} s", rank=rank) from error
-            raise
+                    raise RankError(f"rank {rank} has not come for {self._timeout} s", rank=rank)
 
     @contextmanager
     def shown(self, doing: str, call: str) -> Iterator[None]:

@@ -27,6 +27,7 @@ out itself.
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 
 _COUNTING = threading.Lock()
+if hasattr(os, "register_at_fork"):  # In a forked process, nobody would release it for a thread of the parent.
+    os.register_at_fork(before=_COUNTING.acquire, after_in_parent=_COUNTING.release, after_in_child=_COUNTING.release)
 
 
 @dataclass

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 _closing: list[Worker] = []
 """The threads that close files in the background. Some may have ended."""
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_closing.clear)  # a forked process has none of these threads
 
 
 class ScratchFile:

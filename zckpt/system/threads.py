@@ -28,15 +28,26 @@ class Worker:
     """
 
     def __init__(self, function: Callable[[], None], name: str, *, daemon: bool = False) -> None:
-        self.ended = False
-        """Whether ``function`` has returned or raised, or will never be called."""
         self._function = function
+        self._ended, self._process = False, os.getpid()
         self._first: dict[str, bool] = {}
         """Records which came first: the thread that calls the function, or ``stop``, after which the function is never
         called. ``setdefault`` makes this decision atomic."""
         self._running = threading.Lock()
         self._running.acquire()
         self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
+
+    @property
+    def ended(self) -> bool:
+        """Whether ``function`` has returned or raised, or will never be called. In a forked process it has ended,
+        because such a process has none of the threads of its parent."""
+        return self._ended or self.in_parent
+
+    @property
+    def in_parent(self) -> bool:
+        """Whether this process was forked while the function had not ended, so that only the parent can know its
+        end."""
+        return not self._ended and self._process != os.getpid()
 
     def start(self) -> None:
         """Starts the thread. Raises RuntimeError if the system cannot start another thread. After this call, or after
@@ -46,7 +57,7 @@ class Worker:
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the function has ended, or for ``timeout`` seconds. Returns whether it has ended. May be called
         again after an interrupt."""
-        # The lock is free only once `ended` is set, so an interrupt between the two calls does no harm.
+        # The lock is free only once `_ended` is set, so an interrupt between the two calls does no harm.
         if not self.ended and self._running.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
             self._running.release()
         return self.ended
@@ -56,7 +67,7 @@ class Worker:
         if self._first.setdefault("thread", False):
             self.wait()
         else:
-            self.ended = True
+            self._ended = True
 
     def _run(self) -> None:
         if self._first.setdefault("thread", True):
@@ -64,7 +75,7 @@ class Worker:
                 self._function()
             finally:
                 del self._function  # so that nothing that it refers to outlives the wait for its end
-                self.ended = True
+                self._ended = True
                 self._running.release()
 
 
@@ -89,7 +100,8 @@ class Watcher:
     ``closed`` is set. It may use a store of torch.distributed.
 
     Python before 3.14 ends a thread that returns from compiled code while the interpreter ends. If that code is C++, as
-    in such a store, this aborts the process. So the end of the process waits for the function.
+    in such a store, this aborts the process ("terminate called without an active exception"). So the end of the process
+    waits for the function.
     """
 
     def __init__(self, function: Callable[[], None], name: str) -> None:
@@ -105,12 +117,19 @@ class Watcher:
             _watchers.discard(self)
             raise
 
+    def wait(self, timeout: float) -> bool:
+        """Waits until the function has ended, or for ``timeout`` seconds. Returns whether it has ended."""
+        ended = self._worker.wait(timeout)
+        if ended:
+            _watchers.discard(self)
+        return ended
+
     def close(self, timeout: float) -> None:
         """Sets ``closed``, and waits for the end of the function, but no longer than ``timeout`` seconds, because the
         function may be stuck in the store."""
         self.closed.set()
-        if self in _watchers and self._worker.wait(timeout):
-            _watchers.discard(self)
+        if self in _watchers:
+            self.wait(timeout)
 
 
 @atexit.register
@@ -121,10 +140,6 @@ def _close_watchers() -> None:
     deadline = time.monotonic() + EXIT_SECONDS
     for watcher in running:
         watcher.close(deadline - time.monotonic())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_watchers.clear)  # their threads do not exist in the child
 
 
 def stop(workers: Iterable[Worker]) -> None:
