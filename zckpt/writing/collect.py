@@ -17,6 +17,7 @@ from zckpt.offloading.away import place_of
 from zckpt.state.inventory import BUFFER, RESERVED_PARTS, STATE, Fragment
 from zckpt.transfer.devices import check_devices, synchronize
 from zckpt.transfer.memory import host_bytes
+from zckpt.transfer.stored import in_order, stored_range, values_digest
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 from zckpt.writing.plain import plain
 
@@ -102,7 +103,7 @@ def fingerprint(client_state: Mapping[str, Any]) -> bytes:
     """Returns the digest of the client_state of one rank. It is the same for equal values."""
 
     def keep(tensor: torch.Tensor) -> str:
-        return f"{tensor.dtype} {list(tensor.shape)} {digest(host_bytes(tensor.reshape(-1).cpu())).hex()}"
+        return f"{tensor.dtype} {list(tensor.shape)} {values_digest(tensor).hex()}"
 
     return digest(_packed({names.CLIENT_STATE: dict(client_state)}, "", keep))
 
@@ -124,9 +125,10 @@ def _packed(value: object, path: str, keep: Callable[[torch.Tensor], str]) -> by
                     "be kept", key=where, hint="keep its to_dense(), or the tensors of a nested one, its unbind()",
                 )  # fmt: skip
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.dtype in DTYPE_NAMES:
-                _check_has_values(leaf, where)
-                synchronize(check_devices([leaf]))
-                return tree.TENSOR, keep(leaf.detach().resolve_conj().resolve_neg().contiguous())
+                if stored_range(leaf) is None:
+                    _check_has_values(leaf, where)
+                    synchronize(check_devices([leaf]))
+                return tree.TENSOR, keep(in_order(leaf.detach().resolve_conj().resolve_neg()))
         value = plain(leaf) if where.startswith(given) else None
         return None if value is None else tree.Plain(value)
 
