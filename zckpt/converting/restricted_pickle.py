@@ -343,7 +343,7 @@ class _Unpickler(pickle._Unpickler):
         if path in _INERT:
             return type(name, (Inert,), {})  # Each file gets a new class, which no other pickle can have changed.
         functions: dict[str, Callable[..., Any]] = {
-            "torch._utils._rebuild_tensor_v2": self._tensor, "torch._utils._rebuild_tensor_v3": self._tensor_v3,
+            "torch._utils._rebuild_tensor_v2": self._tensor, "torch._utils._rebuild_tensor_v3": self._tensor,
             "torch._utils._rebuild_parameter": _data, "torch._utils._rebuild_parameter_with_state": _data,
             "torch._utils._rebuild_device_tensor_from_cpu_tensor": _data,
             "torch._tensor._rebuild_from_type_v2": self._with_name, "_codecs.encode": _encoded, "numpy.dtype": _Dtype,
@@ -402,29 +402,19 @@ class _Unpickler(pickle._Unpickler):
         return _Storage(FileRange(self._path, start, nbytes), dtype, numel)
 
     def _tensor(
-        self, storage: _Storage, offset: int, size: Any, stride: Any, _grad: Any, _hooks: Any, metadata: Any = None
+        self, storage: _Storage, offset: int, size: Any, stride: Any, _grad: Any, _hooks: Any, *more: Any
     ) -> torch.Tensor:
-        """Returns the tensor that ``torch._utils._rebuild_tensor_v2`` would return."""
+        """Returns the tensor that torch's ``_rebuild_tensor_v2`` would return, or ``_rebuild_tensor_v3`` if ``more``
+        begins with a dtype, which torch uses for dtypes that have no class of storages. ``more`` may end with the lazy
+        operations that torch applies to the values. Raises FormatError if the tensor would have elements outside of its
+        storage, and UnsupportedError for a dtype or an operation that zckpt cannot keep."""
         if not isinstance(storage, _Storage):
             raise FormatError("its pickle describes a tensor in an unknown way")
-        return self._view(storage, storage.dtype, storage.numel, offset, size, stride, metadata)
-
-    def _tensor_v3(
-        self, storage: _Storage, offset: int, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: torch.dtype,
-        metadata: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Returns the tensor that ``torch._utils._rebuild_tensor_v3`` would return. torch uses it for dtypes that have
-        no class of storages, such as uint16."""
-        if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
-            raise FormatError("its pickle describes a tensor in an unknown way")
-        return self._view(storage, dtype, storage.place.nbytes // dtype.itemsize, offset, size, stride, metadata)
-
-    def _view(
-        self, storage: _Storage, dtype: torch.dtype, numel: int, offset: int, size: Any, stride: Any, metadata: Any
-    ) -> torch.Tensor:
-        """Returns a tensor that is a view of a storage with ``numel`` elements of ``dtype``. ``metadata``: the lazy
-        operations that torch would apply to the values, or None. Raises FormatError if the tensor would have elements
-        outside of its storage, and UnsupportedError for a dtype or an operation that zckpt cannot keep."""
+        dtype, *more_arguments = more if more and isinstance(more[0], torch.dtype) else (storage.dtype, *more)
+        metadata = more_arguments[0] if more_arguments else {}
+        lazy = frozenset(name for name, is_set in metadata.items() if is_set)
+        if lazy - {"conj", "neg"}:
+            raise UnsupportedError(f"its pickle has a tensor with {', '.join(sorted(lazy))}")
         dtype_name(dtype, "a tensor in its pickle")
         self._charge(384)
         if not len(size) == len(stride) <= NDIM_MAX:
@@ -432,14 +422,11 @@ class _Unpickler(pickle._Unpickler):
         sizes, strides = tuple(size), tuple(stride)
         last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if 0 not in sizes else -1
         natural = all(type(number) is int and number >= 0 for number in (offset, *sizes, *strides))
-        if not natural or last >= numel:
+        if not natural or last >= storage.place.nbytes // dtype.itemsize:
             raise FormatError("a tensor goes beyond the end of its storage", hint=COPY_AGAIN)
         if last < 0:
             return torch.empty(sizes, dtype=dtype)
         tensor = torch.empty(0, dtype=dtype, device="meta").set_(storage.data, offset, sizes, strides)
-        lazy = frozenset(name for name, is_set in (metadata or {}).items() if is_set)
-        if lazy - {"conj", "neg"}:
-            raise UnsupportedError(f"its pickle has a tensor with {', '.join(sorted(lazy))}")
         is_read = tensor.numel() == 1 or bool(lazy)
         if not is_read and tensor.is_contiguous():
             return tensor
@@ -559,27 +546,24 @@ class _Unpickler(pickle._Unpickler):
         for key, value in zip(items[::2], items[1::2], strict=True):
             made[key] = value
 
-    def _add_items(self, made: set[Any], items: list[Any]) -> None:
-        self._check_keys(items)
-        self._charge(64 * len(items))
-        made.update(items)
-
-    def _frozen_set(self) -> None:
-        members = self.pop_mark()  # This also sets ``append``, which must not be looked up before.
-        self.append(self._called(frozenset, (members,)))
-
-    def _dict(self) -> None:
-        made: dict[Any, Any] = {}
-        self._set_items(made, self.pop_mark())
-        self.append(made)
-
     def _more_items(self) -> None:
         items = self.pop_mark()
         self._set_items(self._top(dict), items)
 
-    def _more_members(self) -> None:
+    def _dict(self) -> None:
         items = self.pop_mark()
-        self._add_items(self._top(set), items)
+        self.append({})
+        self._set_items(self._top(dict), items)
+
+    def _more_members(self) -> None:
+        members = self.pop_mark()
+        self._check_keys(members)
+        self._charge(64 * len(members))
+        self._top(set).update(members)
+
+    def _frozen_set(self) -> None:
+        members = self.pop_mark()  # This also sets ``append``, which must not be looked up before.
+        self.append(self._called(frozenset, (members,)))
 
     def _check_keys(self, keys: Iterable[Any]) -> None:
         """Checks values before they are hashed, as keys of a dict or members of a set."""
