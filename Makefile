@@ -42,7 +42,7 @@ PLOTS := $(VENV)/.bench-stamp
 BROWSER := $(VENV)/.browser-stamp
 FUZZER := $(VENV)/.fuzz-stamp
 DOCS := $(VENV)/.docs-stamp
-FUZZ_TARGETS := header index manifest tree checkpoint repair latest
+FUZZ_TARGETS := header index manifest tree checkpoint repair latest pickle
 
 # The build of DeepSpeed's ops calls ninja, which is in .venv. All caches are in .cache, so that the home directory is
 # neither read nor written.

@@ -3,7 +3,10 @@ specification."""
 
 from __future__ import annotations
 
+import io
 import sys
+import zipfile
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -11,6 +14,7 @@ sys.path[:0] = [str(ROOT / "fuzz"), str(ROOT)]
 
 import msgpack  # noqa: E402
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
 import zstandard  # noqa: E402
 
 from tests.support.apart import PIECE, ROW  # noqa: E402
@@ -18,13 +22,31 @@ from zckpt.format.tree import pack  # noqa: E402
 
 EXAMPLE = ROOT / "spec" / "example" / "run" / "global_step7"
 CORPUS = ROOT / "fuzz" / "corpus"
-COLUMNS = {"name_id": [0, 1, 2, 3], "count": [2, 2, 1, 1], "rank": [0, 1, 0, 1, 0, 0], "tier": [0, 0, 2, 2, 0, 0]}
+COLUMNS = {"name": [0, 1, 2, 3], "count": [2, 2, 1, 1], "rank": [0, 1, 0, 1, 0, 0], "tier": [0, 0, 2, 2, 0, 0]}
 COLUMNS |= {"length": [4, 2, 4, 4, 0, 1], "offset": [0, 16, 8, 32, 64, 72], "block": [1, 2, 3, 4, 5, 6]}
 TREES = {
     "plain": {"step": 7, "names": ["a", b"b", None, True, -1, 0.5], 3: {}},
     "kinds": {"tuple": (1, (2, [])), "long": 1 << 80, "text": "\N{SNOWMAN}"},
     "nothing": None,
 }
+
+
+PICKLED = {
+    "tensors": [torch.zeros(4, 4)[1:, :2], torch.zeros(2).conj()],
+    "unsigned": torch.zeros(32, dtype=torch.uint16),
+    "containers": {"a": [1, 2.5, None, True], (1, "b"): {3, 4}, "more": OrderedDict(x=Counter("aab"))},
+    "numpy": [np.float64(1.5), np.arange(3, dtype=">i2"), b"bytes"],
+    "state": torch.nn.Parameter(torch.zeros(2)),
+}  # fmt: skip
+"""Values by the names of the seeds with their pickles."""
+
+
+def _pickled(value: object) -> bytes:
+    """Returns the pickle in a file of ``torch.save``."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    with zipfile.ZipFile(file) as archive:
+        return next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
 
 
 def seeds() -> dict[str, dict[str, bytes]]:
@@ -51,6 +73,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
             "parent": b"a/../c\n",
             "twice": b"a//b",
         },
+        "pickle": {name: _pickled(value) for name, value in PICKLED.items()},
         "repair": {f"{lost:02}": bytes([lost, lost % 12, 7, 1, 3, 2, 5]) for lost in (0, 1, 2, 3, 5, 8, 16, 129, 140)},
     }
 

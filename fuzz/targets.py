@@ -6,11 +6,14 @@ safetensors for headers, and the independent reader of the tests for trees and w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 import tempfile
-from pathlib import Path
+import zipfile
+from datetime import date, time
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -23,6 +26,7 @@ import zckpt
 from mutate import Draw, spoil
 from tests.support.apart import Apart
 from tests.support.independent_reader import Reader
+from zckpt.converting.restricted_pickle import Inert, load
 from zckpt.errors import FormatError, StateError
 from zckpt.format import data_file as data_file_format
 from zckpt.format import index as index_format
@@ -32,6 +36,7 @@ from zckpt.format.digest import digest
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
 from zckpt.format.names import Tier
+from zckpt.transfer.stored import stored_range, with_values
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -286,8 +291,37 @@ def latest(data: bytes) -> None:
         assert our_path in (Path("c"), Path("a/b"))
 
 
-TARGETS = {target.__name__: target for target in (header, index, manifest, tree, checkpoint, repair, latest)}
+def pickle(data: bytes) -> None:
+    """Fuzzes the pickle in a file of another program. The file has one storage of 64 bytes."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
+        path = Path(directory) / "file.pt"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", data)
+            archive.writestr("archive/data/0", bytes(64))
+        with contextlib.suppress(zckpt.ZckptError):
+            _check_values(load(str(path)), path.stat().st_size)
+
+
+def _check_values(value: Any, file_bytes: int) -> None:
+    """Checks that the tensors in what was loaded are parts of the file, and that all values are of known types."""
+    if isinstance(value, torch.Tensor):
+        place = stored_range(value)
+        assert place is None or 0 < place.offset <= place.offset + place.nbytes <= file_bytes
+        assert with_values(value).shape == value.shape
+    elif isinstance(value, dict):
+        _check_values([*value, *value.values()], file_bytes)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            _check_values(item, file_bytes)
+    else:
+        kinds = (bool, int, float, complex, str, bytes, np.ndarray, date, time, PurePath, Inert, torch.dtype)
+        assert value is None or isinstance(value, kinds) or type(value).__module__ in KNOWN_MODULES, type(value)
+
+
+KNOWN_MODULES = {"builtins", "zckpt.converting.restricted_pickle"}
+"""The modules of what stands in a pickle for a class, a function, a dtype of NumPy or a storage."""
+TARGETS = {target.__name__: target for target in (header, index, manifest, tree, checkpoint, repair, latest, pickle)}
 """The targets by name."""
 LENGTH_MAX = {"header": 4096, "index": 2048, "manifest": 4096, "tree": 1024, "checkpoint": 24, "repair": 25}
-LENGTH_MAX |= {"latest": 260}
+LENGTH_MAX |= {"latest": 260, "pickle": 2048}
 """The most bytes of an input of each target."""

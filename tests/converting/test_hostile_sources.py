@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import zckpt
-from tests.support.deepspeed_folders import Runs, make_folder, refused
+from tests.support.deepspeed_folders import Runs, kinds, make_folder, refused
 from zckpt.converting import restricted_pickle
-from zckpt.converting.restricted_pickle import TorchFiles
+from zckpt.converting.restricted_pickle import load
+from zckpt.transfer.stored import with_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,14 +56,6 @@ def test_values_that_contain_the_same_value_too_often(tmp_path: Path, value: obj
     refused(make_folder(tmp_path / "source", extra=value), zckpt.FormatError, "in so many places")
 
 
-def test_a_tuple_that_would_be_hashed_without_end(tmp_path: Path) -> None:
-    """The bytes of the pickle are those of a dict whose key is the nested tuple. Its hash would take 2^60 steps."""
-    key = b"K\x00\x85" + b"2\x86" * 60  # (0,), and then 60 times a tuple that has the last tuple twice
-    source = make_folder(tmp_path / "source")
-    rezip(source, "data.pkl", lambda _: b"\x80\x02}" + key + b"K\x01s.")
-    refused(source, zckpt.FormatError, "in so many places")
-
-
 def test_a_value_in_two_places_is_converted(tmp_path: Path) -> None:
     import numpy as np
 
@@ -87,14 +80,14 @@ def test_copies_of_tensors_are_bounded_together(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(restricted_pickle, "COPIED_BYTES_MAX", 1000)
     grid = torch.zeros(20, 20).t()
     path = tmp_path / "file.pt"
-    torch.save([grid], path)
-    assert torch.equal(TorchFiles().load(str(path))[0], grid)
     torch.save([grid] * 4, path)
+    assert all(torch.equal(with_values(tensor), grid) for tensor in load(str(path)))
+    torch.save([grid[number:] for number in range(4)], path)
     with pytest.raises(zckpt.FormatError, match="more elements than are stored"):
-        TorchFiles().load(str(path))
+        load(str(path))
 
 
-@pytest.mark.parametrize("ranks", [0, (1 << 20) + 1, 10**9])
+@pytest.mark.parametrize("ranks", [0, 2000, (1 << 20) + 1, 10**9])
 def test_an_impossible_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     source = make_folder(tmp_path / "source", dp_world_size=ranks)
     for file in source.glob("*optim_states.pt"):
@@ -187,6 +180,22 @@ def test_impossible_values(tmp_path: Path, more: dict[str, Any]) -> None:
     assert zckpt.validate(tmp_path / "converted").ok
 
 
+@pytest.mark.parametrize("shape", [(1 << 62,) * 10_000, (1 << 70, 0), (2.0, 4), "ab"])
+def test_a_shape_that_no_tensor_can_have(tmp_path: Path, shape: object) -> None:
+    source = make_folder(tmp_path / "source", param_shapes=[{"weight": shape}])
+    refused(source, zckpt.FormatError, "a shape that no tensor can have")
+
+
+def test_weights_that_could_be_in_endless_orders(tmp_path: Path) -> None:
+    """At stage 0, the names of the weights are found by their values, of which there are 10^9 combinations here."""
+    module = {f"weight{number}": torch.zeros(1, dtype=torch.float16) for number in range(1500)}
+    optimizer = {**kinds()["0-fp16"][MODEL_STATES]["optimizer"], "fp32_groups_flat": [torch.zeros(1500)]}
+    source = make_folder(tmp_path / "source", module=module, buffer_names=[], optimizer=optimizer)
+    for file in source.glob("*optim_states.pt"):
+        file.unlink()
+    refused(source, zckpt.UnsupportedError, "too many weights of the module are equal")
+
+
 CONFIG: dict[str, Any] = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1,
     "vocab_size": 10, "n_positions": 4,
@@ -221,6 +230,45 @@ DEEP = "[" * 100_000
 )
 def test_a_configuration_of_no_model(tmp_path: Path, config: object, error: type[Exception]) -> None:
     refused(hugging_face(tmp_path / "source", {}, config), error)
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"n_layer": 6000}, "far more than its weights have tensors"),
+        ({"n_layer": 10**9}, "n_layer is 1000000000, and may be 65536 at most"),
+        ({"num_labels": 10**9}, "num_labels is 1000000000"),
+        ({"text_config": {"depths": [1, 10**9]}}, "depths is 1000000000"),
+    ],
+)
+def test_a_configuration_of_a_model_that_is_far_larger_than_its_weights(
+    tmp_path: Path, more: dict[str, Any], match: str
+) -> None:
+    refused(hugging_face(tmp_path / "source", {}, {**CONFIG, **more}), zckpt.FormatError, match)
+
+
+def test_a_configuration_that_asks_for_code_from_the_internet(tmp_path: Path) -> None:
+    """transformers would import another implementation of attention. The weights do not depend on it."""
+    import transformers
+
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG)).save_pretrained(tmp_path / "source")
+    config = {**CONFIG, "attn_implementation": "kernels-community/flash-attn"}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    assert zckpt.validate(zckpt.convert(tmp_path / "source", tmp_path / "converted").path).ok
+
+
+def test_tensors_of_a_safetensors_file_that_share_bytes(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    source = hugging_face(tmp_path / "source", {"a": entry, "b": {**entry, "data_offsets": [4, 12]}}, CONFIG)
+    refused(source, zckpt.FormatError, "share bytes.*key b")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_json_file_that_is_too_long(tmp_path: Path, name: str) -> None:
+    source = hugging_face(tmp_path / "source", {}, CONFIG)
+    (source / name).touch()
+    os.truncate(source / name, 1 << 40)
+    refused(source, zckpt.FormatError, "the file has more than 100000000 bytes")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import torch
 
 from zckpt.converting import deepspeed_values
 from zckpt.converting.deepspeed_folder import STOCK, DeepSpeedFolder, of_type
-from zckpt.converting.restricted_pickle import TorchFiles
-from zckpt.converting.source import RankPart, Source, values_of
+from zckpt.converting.source import RankPart, Source, file_states, values_of
 from zckpt.engines.deepspeed import optimizer, scaler
 from zckpt.engines.deepspeed.flats import cut_alone, moments
 from zckpt.engines.deepspeed.group import RankGroup
@@ -22,11 +21,10 @@ from zckpt.engines.deepspeed.setup import DTYPES, Setup
 from zckpt.engines.tensors import dtype_name, plain_name
 from zckpt.errors import FormatError, UnsupportedError
 from zckpt.format import names
-from zckpt.format.digest import digest
-from zckpt.format.limits import WORLD_SIZE_MAX
+from zckpt.format.limits import NDIM_MAX, TENSOR_BYTES_MAX, WORLD_SIZE_MAX
 from zckpt.format.names import Tier
 from zckpt.state.inventory import BUFFER, EXTRA_STATE, MASTER, PARAM, Fragment, unconverted
-from zckpt.transfer.memory import byte_tensor
+from zckpt.transfer.stored import in_order, stored_range, values_digest
 from zckpt.transfer.torch_dtypes import torch_name
 from zckpt.writing.collect import fingerprint
 
@@ -55,8 +53,8 @@ class _Reader:
 
     def __init__(self, folder: DeepSpeedFolder) -> None:
         self._folder = folder
-        self._files = TorchFiles()
-        self._model = folder.model(self._files, 0)
+        self._files = file_states(folder.path)
+        self._model = folder.model(0)
         """The model states of rank 0. Below stage 3 they are those of all ranks."""
         self._file = folder.model_path(0)
         """The path of the file with these model states."""
@@ -65,7 +63,7 @@ class _Reader:
             if not 1 <= self._world_size <= WORLD_SIZE_MAX:
                 raise FormatError(f"it says that the run had {self._world_size} ranks")
             self._refuse_unsupported()
-        folder.check_ranks(self._world_size)
+        folder.check_ranks(self._world_size, sum(file.nbytes for file in self._files.values()))
         config = self._model.get("ds_config")
         self._config: Mapping[str, Any] = config if isinstance(config, dict) else {}
 
@@ -102,13 +100,13 @@ class _Reader:
         }  # fmt: skip
         return Source(
             folder.path, f"{what}, {mode}", self._world_size, state["counters"]["global_steps"], self._aliases, state,
-            client_state, description, tuple(missing), self.rank,
+            client_state, description, tuple(missing), self._files, self.rank,
         )  # fmt: skip
 
     def rank(self, rank: int) -> RankPart:
         """Reads what one rank has."""
-        files, folder = (self._files if rank == 0 else TorchFiles()), self._folder
-        model = self._model if rank == 0 or not folder.partitions_weights else folder.model(files, rank)
+        folder = self._folder
+        model = self._model if rank == 0 or not folder.partitions_weights else folder.model(rank)
         if model["global_steps"] != self._model["global_steps"]:
             steps = f"{model['global_steps']} and {self._model['global_steps']}"
             raise FormatError(
@@ -116,9 +114,9 @@ class _Reader:
                 hint="put the files of one step into a folder of their own",
             )  # fmt: skip
         group = RankGroup(None, rank, tuple(range(self._world_size)))
-        zero = self._zero if rank == 0 or self._zero is None else folder.zero(files, rank)
+        zero = self._zero if rank == 0 or self._zero is None else folder.zero(rank)
         with values_of(folder.optimizer_path(rank)):
-            flat_values = list(self._flats(files, zero, group))
+            flat_values = list(self._flats(zero, group))
             tree, bound = self._optimizer(flat_values, self._groups(zero))
             fragments = list(self._of_flats(flat_values))
         with values_of(folder.model_path(rank)):
@@ -129,9 +127,9 @@ class _Reader:
         first_client_state = self._client_state(self._model)
         if rank and folder.partitions_weights and fingerprint(client_state) != fingerprint(first_client_state):
             rank_state[names.CLIENT_STATE] = client_state
-        return RankPart(fragments, rank_state, tree, files.place)
+        return RankPart(fragments, rank_state, tree)
 
-    def _flats(self, files: TorchFiles, zero: Mapping[str, Any] | None, group: RankGroup) -> Iterator[FlatValues]:
+    def _flats(self, zero: Mapping[str, Any] | None, group: RankGroup) -> Iterator[FlatValues]:
         """Yields the flat buffers of one rank. ``zero``: the content of the rank's file of optimizer states, or None if
         there is no such file."""
         folder, model, rank = self._folder, self._model, group.rank
@@ -140,7 +138,7 @@ class _Reader:
             groups = self._groups(zero) or []
             inner = settings.get("optimizer_state_dict")
             step = inner["state"].get(0, {}).get("step") if isinstance(inner, dict) else None
-            yield from deepspeed_values.universal(folder, files, groups, shapes, group, step)
+            yield from deepspeed_values.universal(folder, groups, shapes, group, step)
         elif zero is not None:
             if self._stage == 3:
                 yield from deepspeed_values.stage_3(zero, self._shapes, group, folder)
@@ -149,8 +147,8 @@ class _Reader:
                     zero, self._shapes, rank, offload=self._offloads("optimizer")
                 )
         elif model.get("optimizer") is not None:
-            weights = {name: self._module[name] for name in self._parameters}
-            yield from deepspeed_values.stage_0(of_type(model, "optimizer", dict), weights, group)
+            saved = of_type(model, "optimizer", dict)
+            yield from deepspeed_values.stage_0(saved, self._weights, self._names_at_stage_0, group)
 
     def _optimizer(
         self, flat_values: list[FlatValues], groups: list[dict[str, Any]] | None
@@ -176,7 +174,7 @@ class _Reader:
             for values in flat_values:
                 data = values.data(part)
                 if isinstance(data, torch.Tensor):
-                    data = data.contiguous()
+                    data = in_order(data)
                 if data is not None:
                     yield from values.flat.fragments(part, values.dtype(part), data, tier)
 
@@ -187,11 +185,11 @@ class _Reader:
         if self._folder.partitions_weights:
             shapes = model.get("frozen_param_shapes") or {}
             for name, data in (model.get("frozen_param_fragments") or {}).items():
-                parameter_range = cut_alone(plain_name(name), shapes[name], group.rank, group.size)
+                parameter_range = cut_alone(plain_name(name), _shape(shapes[name]), group.rank, group.size)
                 first_name, shape = parameter_range.name, parameter_range.shape
                 start, stop = parameter_range.start, parameter_range.stop
                 if first_name not in self._not_saved and (start < stop or (group.rank == 0 and 0 in shape)):
-                    elements = data.detach().reshape(-1)[: stop - start]
+                    elements = in_order(data.detach()).view(-1)[: stop - start]
                     dtype = dtype_name(data.dtype, f"{PARAM}/{first_name}")
                     yield Fragment(PARAM, first_name, shape, dtype, start, stop, tier, data=elements)
             return
@@ -200,7 +198,7 @@ class _Reader:
             start, stop = share(weight.numel(), group)
             if name not in trained and (start < stop or (group.rank == 0 and not weight.numel())):
                 dtype = dtype_name(weight.dtype, f"{PARAM}/{name}")
-                elements = weight.contiguous().view(-1)[start:stop]
+                elements = in_order(weight).view(-1)[start:stop]
                 yield Fragment(PARAM, name, tuple(weight.shape), dtype, start, stop, tier, data=elements)
 
     def _own_buffers(self, model: Mapping[str, Any], rank: int) -> Iterator[Fragment]:
@@ -209,9 +207,9 @@ class _Reader:
         if rank and not self._folder.partitions_weights:
             return
         for name, buffer in self._buffers(model).items():
-            data = buffer.detach().contiguous().view(-1)
+            data = in_order(buffer.detach()).view(-1)
             first_digest = self._first_buffers.get(name)
-            if rank == 0 or first_digest is None or _digest(data) != first_digest:
+            if rank == 0 or first_digest is None or values_digest(data) != first_digest:
                 dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
                 if data.numel() or rank == 0:
                     yield Fragment(BUFFER, name, tuple(buffer.shape), dtype, 0, data.numel(), copy=rank, data=data)
@@ -228,7 +226,7 @@ class _Reader:
         dtypes = {name: torch_name(self._module[name].dtype) for name in self._parameters}
         dtype = next((name for name in dtypes.values() if name in DTYPES.values()), "float32")
         accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
-        saved, weights = model.get("optimizer"), {name: self._module[name] for name in self._parameters}
+        saved = model.get("optimizer")
         unwrapped = isinstance(saved, dict) and "optimizer_state_dict" not in saved
         return Setup(
             stage=self._stage, dtype=dtype, grad_accum_dtype=DTYPES.get(str(accumulated), dtype),
@@ -238,7 +236,7 @@ class _Reader:
             parameter_alignment=bool(zero.get("parameter_alignment", False)),
             cpu_offload=self._offloads("optimizer") and zero["offload_optimizer"]["device"] == "cpu",
             other_dtypes={name: other for name, other in dtypes.items() if other != dtype},
-            groups=deepspeed_values.groups_without_masters(saved, weights) if saved and unwrapped else None,
+            groups=self._names_at_stage_0 if saved and unwrapped else None,
         )  # fmt: skip
 
     def _scheduler(self) -> dict[str, Any] | None:
@@ -312,7 +310,7 @@ class _Reader:
         for name, tensor in self._module.items():
             # A restore needs the extra state under each of its names.
             if tensor.numel() and name not in self._extra:
-                place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+                place = (stored_range(tensor) or tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
                 if places.setdefault(place, name) != name:
                     aliases[name] = places[place]
         return aliases
@@ -323,15 +321,25 @@ class _Reader:
         return [name for name in self._module if name not in self._buffer_names and name not in self._aliases]
 
     @cached_property
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """The weights of all parameters by name."""
+        return {name: self._module[name] for name in self._parameters}
+
+    @cached_property
+    def _names_at_stage_0(self) -> list[list[str]]:
+        """The names of the parameters of each param group. They are searched once for all ranks."""
+        return deepspeed_values.names_at_stage_0(of_type(self._model, "optimizer", dict), self._weights)
+
+    @cached_property
     def _shapes(self) -> Shapes:
         """For each flat buffer, the shapes of its parameters by name."""
         saved = of_type(self._model, "param_shapes", list)
-        return [{plain_name(name): tuple(shape) for name, shape in shapes.items()} for shapes in saved]
+        return [{plain_name(name): _shape(shape) for name, shape in shapes.items()} for shapes in saved]
 
     @cached_property
     def _first_buffers(self) -> dict[str, bytes]:
         """The digests of rank 0's buffers, by the names of the buffers."""
-        return {name: _digest(buffer.contiguous()) for name, buffer in self._buffers(self._model).items()}
+        return {name: values_digest(buffer) for name, buffer in self._buffers(self._model).items()}
 
     @cached_property
     def _not_saved(self) -> set[str]:
@@ -343,18 +351,18 @@ class _Reader:
         return {
             plain_name(name)
             for name, data in (self._model.get("frozen_param_fragments") or {}).items()
-            if data.numel() < cut_alone(name, shapes[name], group.rank, group.size).stop
+            if data.numel() < cut_alone(name, _shape(shapes[name]), group.rank, group.size).stop
         }
 
     @cached_property
     def _zero(self) -> Mapping[str, Any] | None:
         """The content of the file of optimizer states of rank 0, or None if there are no such files."""
-        return self._folder.zero(self._files, 0) if self._folder.has_optimizer_files else None
+        return self._folder.zero(0) if self._folder.has_optimizer_files else None
 
     @cached_property
     def _universal(self) -> Mapping[str, Any]:
         """The state of the optimizer that a Universal Checkpoint has in one file for all parameters."""
-        state = self._folder.universal_file(self._files, "optimizer_state.pt")
+        state = self._folder.universal_file("optimizer_state.pt")
         if not isinstance(state, dict):
             raise FormatError(
                 "its file zero/optimizer_state.pt is missing, or is not one of DeepSpeed's", file=self._folder.path,
@@ -433,10 +441,13 @@ def _tensors(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {plain_name(name): tensor for name, tensor in model["module"].items() if isinstance(tensor, torch.Tensor)}
 
 
+def _shape(saved: Any) -> tuple[int, ...]:
+    """Returns a saved shape of a parameter. Raises FormatError if no tensor can have it."""
+    if len(saved) > NDIM_MAX or not all(type(size) is int and 0 <= size <= TENSOR_BYTES_MAX for size in saved):
+        raise FormatError("it has a shape that no tensor can have")
+    return tuple(saved)
+
+
 def _number(value: Any, default: int) -> int:
     """Returns the number of a member of one of DeepSpeed's enums, or ``default`` if ``value`` has no number."""
     return next((item for item in (*getattr(value, "args", ()), value) if type(item) is int), default)
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    return digest(byte_tensor(tensor.contiguous()).numpy())

@@ -16,17 +16,19 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from zckpt.converting.restricted_pickle import load
 from zckpt.converting.source import AS_WRITTEN
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few, from_os_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from zckpt.converting.restricted_pickle import TorchFiles
-
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt", re.ASCII)
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt", re.ASCII)
 ONE_FOLDER = "move the files of each into a folder of its own: files of the same step belong together"
+RANKS_MIN, BYTES_PER_RANK = 1024, 4096
+"""A folder without files of single ranks may be of ``RANKS_MIN`` ranks, and of one more for each ``BYTES_PER_RANK``
+bytes, because the files of each rank of the new checkpoint take time."""
 STOCK = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
@@ -60,9 +62,13 @@ class DeepSpeedFolder:
         """Whether there are files of optimizer states. Every stage except 0 has them."""
         return bool(self._optimizers)
 
-    def check_ranks(self, world_size: int) -> None:
+    def check_ranks(self, world_size: int, nbytes: int) -> None:
         """Raises MissingFileError unless there is a file of each kind for each rank. Raises FormatError if there are
-        more files."""
+        more files, or if a folder of ``nbytes`` bytes without such files says that the run had very many ranks."""
+        if not self._optimizers and world_size > RANKS_MIN + nbytes // BYTES_PER_RANK:
+            raise FormatError(
+                f"it says that the run had {world_size} ranks, far too many for its {nbytes} bytes", file=self.path
+            )
         kinds = [(self._optimizers, "optim_states.pt")] if self._optimizers else []
         if self.partitions_weights:
             kinds.append((self._models, "model_states.pt"))
@@ -91,19 +97,19 @@ class DeepSpeedFolder:
             return os.path.join(self.path, "zero")
         return self._optimizers[rank] if self._optimizers else self.model_path(rank)
 
-    def model(self, files: TorchFiles, rank: int) -> dict[str, Any]:
+    def model(self, rank: int) -> dict[str, Any]:
         """Returns the model states of ``rank``. Below stage 3 they are the same for all ranks."""
         path = self.model_path(rank)
-        state = files.load(path)
+        state = load(path)
         steps = state.get("global_steps") if isinstance(state, dict) else None
         if not isinstance(state, dict) or "module" not in state or type(steps) is not int or not 0 <= steps < 1 << 62:
             raise FormatError("this is not a file of model states of DeepSpeed", file=path, hint=AS_WRITTEN)
         return state
 
-    def zero(self, files: TorchFiles, rank: int) -> dict[str, Any]:
+    def zero(self, rank: int) -> dict[str, Any]:
         """Returns what ZeRO's wrapper of the optimizer has saved in the file of optimizer states of ``rank``."""
         path = self._optimizers[rank]
-        state = files.load(path)
+        state = load(path)
         inner = state.get("optimizer_state_dict") if isinstance(state, dict) else None
         if not isinstance(inner, dict):
             raise FormatError("this is not a file of optimizer states of DeepSpeed", file=path, hint=AS_WRITTEN)
@@ -119,14 +125,14 @@ class DeepSpeedFolder:
             )  # fmt: skip
         return path
 
-    def universal_file(self, files: TorchFiles, *names: str) -> Any:
+    def universal_file(self, *names: str) -> Any:
         """Returns the content of a file in the folder ``zero``, or None if there is no such file. ``names``: the names
         of directories and of the file. They may come from another file, so they are checked."""
         for name in names:
             if os.path.basename(name) != name or name in ("", os.curdir, os.pardir) or "\0" in name:
                 raise FormatError(f"a parameter of the name {name!r} has no file", file=self.path, hint=AS_WRITTEN)
         path = os.path.join(self.path, "zero", *names)
-        return files.load(path) if os.path.exists(path) else None
+        return load(path) if os.path.exists(path) else None
 
 
 def of_type(tree: Any, key: str, kind: type) -> Any:

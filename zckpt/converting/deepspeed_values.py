@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from zckpt.converting.deepspeed_folder import DeepSpeedFolder
-    from zckpt.converting.restricted_pickle import TorchFiles
     from zckpt.engines.deepspeed.group import RankGroup
 
 Shapes = list[dict[str, tuple[int, ...]]]
@@ -113,21 +112,34 @@ def stage_3(zero: Mapping[str, Any], shapes: Shapes, group: RankGroup, folder: D
             raise FormatError(f"the weights of sub-group {index} have the wrong length")
 
 
-def stage_0(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], group: RankGroup) -> Iterator[FlatValues]:
+def names_at_stage_0(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Returns the names of the parameters of each param group. ``saved`` and ``module``: as for ``stage_0``. If the
+    master weights of a param group are one tensor, parameters and groups without elements are left out."""
+    if "fp32_groups_flat" in saved:
+        return stage_0_names.named_by_value(of_type(saved, "fp32_groups_flat", list), module)
+    masters = of_type(saved, "fp32_groups", list) if "fp32_groups" in saved else None
+    if masters is None:
+        return stage_0_names.named_by_shape(_shapes_of(*_saved_at_stage_0(saved)), module)
+    shapes = [[tuple(master.shape) for master in group_masters] for group_masters in masters]
+    names = stage_0_names.named_by_shape(shapes, module)
+    stage_0_names.check_values(list(chain(*masters)), list(chain(*names)), module)
+    return names
+
+
+def stage_0(
+    saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], names_of_groups: list[list[str]], group: RankGroup
+) -> Iterator[FlatValues]:
     """Yields the flat buffers of stage 0. If the master weights of a param group are one tensor, each param group has
-    one flat buffer. In fp32, and if each parameter has its own master weight, each parameter has one. ``module``: the
-    weights by name."""
-    with_elements = {name: weight for name, weight in module.items() if weight.numel()}
-    states, groups = _saved(saved, "optimizer_state_dict" if "optimizer_state_dict" in saved else None)
+    one flat buffer. In fp32, and if each parameter has its own master weight, each parameter has one. ``saved``: the
+    state of the optimizer. ``module``: the weights by name. ``names_of_groups``: what ``names_at_stage_0`` returns."""
+    states, groups = _saved_at_stage_0(saved)
     if "fp32_groups_flat" in saved:
         masters = of_type(saved, "fp32_groups_flat", list)
         used = [
             (number, param_group["params"][0]) for number, param_group in enumerate(groups) if param_group["params"]
         ]
-        for (number, index), master, names in zip(
-            used, masters, stage_0_names.named_by_value(masters, with_elements), strict=True
-        ):
-            weights = [with_elements[name] for name in names]
+        for (number, index), master, names in zip(used, masters, names_of_groups, strict=True):
+            weights = [module[name] for name in names]
             offsets = consecutive(weight.shape for weight in weights)
             placed = zip(names, weights, offsets, strict=True)
             ranges = [_shared(name, weight, group, offset) for name, weight, offset in placed]
@@ -135,18 +147,8 @@ def stage_0(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], group:
             yield FlatValues(flat, states.get(index, {}), master)
         return
     indices = [(number, index) for number, param_group in enumerate(groups) for index in param_group["params"]]
-    masters_of_groups = of_type(saved, "fp32_groups", list) if "fp32_groups" in saved else None
-    shapes: list[list[tuple[int, ...] | None]]
-    if masters_of_groups is not None:
-        shapes = [[tuple(master.shape) for master in group_masters] for group_masters in masters_of_groups]
-    else:
-        shapes = _shapes_of(states, groups)
-    named = [name for names in stage_0_names.named_by_shape(shapes, module) for name in names]
-    if masters_of_groups is None:
-        masters = [module[name] for name in named]
-    else:
-        masters = [master for group_masters in masters_of_groups for master in group_masters]
-        stage_0_names.check_values(masters, named, module)
+    named = list(chain(*names_of_groups))
+    masters = list(chain(*saved["fp32_groups"])) if "fp32_groups" in saved else [module[name] for name in named]
     for (number, index), name, master in zip(indices, named, masters, strict=True):
         if master.numel():
             parameter_range = _shared(name, master, group, 0)
@@ -154,13 +156,9 @@ def stage_0(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], group:
             yield FlatValues(flat, states.get(index, {}), master)
 
 
-def groups_without_masters(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Returns the names of all parameters of each param group, at stage 0 in fp32."""
-    return stage_0_names.named_by_shape(_shapes_of(*_saved(saved, None)), module)
-
-
-def universal(folder: DeepSpeedFolder, files: TorchFiles, groups: Sequence[Mapping[str, Any]], shapes: Shapes,
-              group: RankGroup, step: Any) -> Iterator[FlatValues]:  # fmt: skip
+def universal(
+    folder: DeepSpeedFolder, groups: Sequence[Mapping[str, Any]], shapes: Shapes, group: RankGroup, step: Any
+) -> Iterator[FlatValues]:
     """Yields one flat buffer for each parameter of a Universal Checkpoint. Each rank has its share of it. ``shapes``:
     those of the parameters of each param group or sub-group. ``step``: the optimizer's step for all parameters. None
     means that each parameter has its own."""
@@ -170,7 +168,7 @@ def universal(folder: DeepSpeedFolder, files: TorchFiles, groups: Sequence[Mappi
         numbers = [number for number, param_group in enumerate(groups) for _ in param_group["params"]]
     for number, parameter_shapes in zip(numbers, shapes, strict=True):
         for name, shape in parameter_shapes.items():
-            saved = {key: folder.universal_file(files, name, f"{key}.pt") for key in ("fp32", "exp_avg", "exp_avg_sq")}
+            saved = {key: folder.universal_file(name, f"{key}.pt") for key in ("fp32", "exp_avg", "exp_avg_sq")}
             data = {
                 key: _whole(value["param"] if isinstance(value, dict) else value, name, shape)
                 for key, value in saved.items() if value is not None
@@ -178,7 +176,7 @@ def universal(folder: DeepSpeedFolder, files: TorchFiles, groups: Sequence[Mappi
             if "fp32" not in data:
                 raise MissingFileError("a parameter has no weights", file=f"{folder.path}/zero/{name}/fp32.pt")
             master = data.pop("fp32")
-            step_here = folder.universal_file(files, name, "step.pt") if step is None else step
+            step_here = folder.universal_file(name, "step.pt") if step is None else step
             state = {} if not data else {**({} if step_here is None else {"step": step_here}), **data}
             if master.numel():
                 parameter_range = _shared(name, master, group, 0)
@@ -201,6 +199,11 @@ def _saved(tree: Mapping[str, Any], key: str | None) -> tuple[Mapping[Any, Any],
     for group in groups:
         of_type(group, "params", list)
     return of_type(state_dict, "state", dict), groups
+
+
+def _saved_at_stage_0(saved: Mapping[str, Any]) -> tuple[Mapping[Any, Any], list[dict[str, Any]]]:
+    """Returns the same for the state of an optimizer of stage 0, which may be wrapped."""
+    return _saved(saved, "optimizer_state_dict" if "optimizer_state_dict" in saved else None)
 
 
 def _shared(name: str, tensor: torch.Tensor, group: RankGroup, offset: int) -> ParameterRange:

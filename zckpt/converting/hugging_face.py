@@ -11,16 +11,18 @@ import json
 import math
 import os
 from importlib.metadata import version
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from zckpt.converting.restricted_pickle import TorchFiles
-from zckpt.converting.source import AS_WRITTEN, COPY_AGAIN, RankPart, Source, check_regular, values_of
+from zckpt.converting.restricted_pickle import load
+from zckpt.converting.source import AS_WRITTEN, COPY_AGAIN, RankPart, Source, check_regular, file_states, values_of
 from zckpt.engines.hugging_face import empty_model
 from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffers
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import NDIM_MAX
 from zckpt.state.inventory import BUFFER, PARAM, FileRange, Fragment
+from zckpt.transfer.stored import in_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 HEADER_BYTES_MAX = 100_000_000
-"""The largest header of a safetensors file that is read, in bytes. The safetensors library has the same limit."""
+"""The largest header of a safetensors file, and the largest JSON file, that is read, in bytes. The safetensors library
+has the same limit for headers."""
 
 
 def read_hugging_face(path: str) -> Source:
@@ -39,12 +42,13 @@ def read_hugging_face(path: str) -> Source:
 
 
 def _read(path: str) -> Source:
-    model = _empty_model(path)
+    files = file_states(path)
+    stored = list(_stored(path))
+    model = _empty_model(path, len(stored))
     (parameters, tied_parameters), (buffers, tied_buffers) = named_parameters(model), persistent_buffers(model)
     aliases = {**tied_parameters, **tied_buffers}
-    files = TorchFiles()
     fragments: dict[str, Fragment] = {}
-    for name, shape, dtype, data in _stored(path, files):
+    for name, shape, dtype, data in stored:
         first_name = aliases.get(name, name)
         part = BUFFER if first_name in buffers else PARAM
         numel = data.nbytes // ITEM_BYTES[dtype] if isinstance(data, FileRange) else data.numel()
@@ -60,18 +64,18 @@ def _read(path: str) -> Source:
         )
 
     def rank(_: int) -> RankPart:
-        return RankPart([fragments[name] for name in shapes], {}, {}, files.place)
+        return RankPart([fragments[name] for name in shapes], {}, {})
 
     description = {"framework": f"transformers {version('transformers')}", "mode": "weights alone"}
     parts = sorted({fragment.part for fragment in fragments.values()}, reverse=True)
     missing = (f"everything but weights and buffers: begin a run with zckpt.restore(engine, path, parts={parts})",)
-    return Source(path, "Hugging Face model", 1, 0, aliases, {}, {}, description, missing, rank)
+    return Source(path, "Hugging Face model", 1, 0, aliases, {}, {}, description, missing, files, rank)
 
 
-def _empty_model(path: str) -> Any:
+def _empty_model(path: str, tensors: int) -> Any:
     """Returns the model without memory that the configuration in the folder describes."""
     config = _json(os.path.join(path, "config.json"))
-    model = empty_model(path, config)
+    model = empty_model(path, config, tensors)
     if model is None:
         name = next(iter(config.get("architectures") or []), None)
         raise UnsupportedError(
@@ -81,7 +85,7 @@ def _empty_model(path: str) -> Any:
     return model
 
 
-def _stored(path: str, files: TorchFiles) -> Iterator[tuple[str, tuple[int, ...], str, FileRange | torch.Tensor]]:
+def _stored(path: str) -> Iterator[tuple[str, tuple[int, ...], str, FileRange | torch.Tensor]]:
     """Yields the name, shape, dtype and data of each tensor. If the folder has safetensors files, other files are not
     read."""
     for suffix, stem in ((".safetensors", "model"), (".bin", "pytorch_model")):
@@ -89,9 +93,9 @@ def _stored(path: str, files: TorchFiles) -> Iterator[tuple[str, tuple[int, ...]
             file = os.path.join(path, name)
             if suffix == ".bin":
                 with values_of(file):
-                    for key, tensor in files.load(file).items():
+                    for key, tensor in load(file).items():
                         dtype = dtype_name(tensor.dtype, key)
-                        yield key, tuple(tensor.shape), dtype, tensor.detach().contiguous().view(-1)
+                        yield key, tuple(tensor.shape), dtype, in_order(tensor.detach()).view(-1)
             else:
                 yield from _safetensors(file)
         if os.path.exists(os.path.join(path, f"{stem}{suffix}")) or _index(path, f"{stem}{suffix}"):
@@ -122,6 +126,8 @@ def _json(path: str) -> dict[str, Any]:
     """Returns the content of a JSON file. Raises FormatError if it is not a JSON object, and StorageError."""
     with values_of(path):
         check_regular(path)
+        if os.path.getsize(path) > HEADER_BYTES_MAX:
+            raise FormatError(f"the file has more than {HEADER_BYTES_MAX} bytes", file=path, hint=AS_WRITTEN)
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     if not isinstance(content, dict):
@@ -143,6 +149,7 @@ def _safetensors(path: str) -> Iterator[tuple[str, tuple[int, ...], str, FileRan
                     "the file is cut off, or not in the format of safetensors", file=path, hint=COPY_AGAIN
                 )
             header = json.loads(file.read(length))
+    ranges = []
     for name, entry in header.items() if isinstance(header, dict) else ():
         if name == "__metadata__":
             continue
@@ -154,4 +161,8 @@ def _safetensors(path: str) -> Iterator[tuple[str, tuple[int, ...], str, FileRan
             raise FormatError("an entry of the header cannot be read", file=path, key=name, hint=COPY_AGAIN) from error
         if not whole or 8 + length + stop > size:
             raise FormatError("the file is cut off, or its header is wrong", file=path, key=name, hint=COPY_AGAIN)
+        ranges.append((start, stop, name))
         yield name, shape, entry["dtype"], FileRange(path, 8 + length + start, stop - start)
+    for (_, stop, _), (start, _, name) in pairwise(sorted(ranges)):
+        if start < stop:
+            raise FormatError("two tensors share bytes of the file", file=path, key=name, hint=COPY_AGAIN)

@@ -8,34 +8,55 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zckpt.errors import FormatError, ZckptError, from_os_error
+from zckpt.errors import FormatError, StorageError, ZckptError, from_os_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    import torch
-
-    from zckpt.state.inventory import FileRange, Fragment
+    from zckpt.state.inventory import Fragment
 
 
 COPY_AGAIN = "copy the checkpoint to this folder again, or take another one"
+_SUFFIXES = (".pt", ".bin", ".safetensors", ".swp", ".json")
 AS_WRITTEN = "give the checkpoint as the training run has written it, with all its files and no others"
+
+
+class FileState(NamedTuple):
+    """What tells whether a file was changed or replaced."""
+
+    number: int
+    """The number of its inode."""
+    nbytes: int
+    changed: int
+    """The time at which its content was changed, in nanoseconds."""
+
+
+def file_states(path: str) -> dict[str, FileState]:
+    """Returns the state of each file in a folder that may have a part of a checkpoint, by its path. Raises
+    StorageError."""
+    files = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    return {file: _file_state(file) for file in files if file.endswith(_SUFFIXES) and os.path.exists(file)}
+
+
+def _file_state(file: str) -> FileState:
+    try:
+        status = os.stat(file)
+    except OSError as error:
+        raise from_os_error(error, "examine", file) from error
+    return FileState(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class RankPart(NamedTuple):
     """The part of a source that one rank has."""
 
     fragments: list[Fragment]
-    """The fragments of tensors that the rank has. Their data are mapped files of the source, or are in memory if they
-    are small."""
+    """The fragments of tensors that the rank has. Their data are ranges of files, tensors whose values are in a file,
+    or are in memory if they are small."""
     state: Mapping[str, Any]
     """The tree of state of this rank alone. It is empty if the rank has none."""
     optimizer: Mapping[str, Any]
     """What the files of this rank contain of the optimizer's state that is kept once for all ranks. It must be equal on
     all ranks."""
-    place: Callable[[torch.Tensor | FileRange | None], torch.Tensor | FileRange | None]
-    """A function that returns the range of a file in which the data of a fragment are, if they are a mapped tensor. It
-    returns other data as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +81,25 @@ class Source:
     """The framework, its versions and its mode, as in ``EngineAdapter.description``."""
     missing: tuple[str, ...]
     """A phrase for each thing that a checkpoint of the same engine would have, and that the source does not have."""
+    files: Mapping[str, FileState]
+    """The state of each file of the folder before the first one was read."""
     rank: Callable[[int], RankPart]
     """A function that reads what one rank has. It reads it again at each call, so that the state of all ranks need not
     be in memory at once."""
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of all files."""
+        return sum(file.nbytes for file in self.files.values())
+
+    def refuse_changes(self) -> None:
+        """Raises StorageError if a file is not what it was before the first one was read."""
+        for file, before in self.files.items():
+            if _file_state(file) != before:
+                raise StorageError(
+                    "the file was changed while it was converted", file=file,
+                    hint="convert the folder when nothing writes to it any more",
+                )  # fmt: skip
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zckpt.converting.source import values_of
+from zckpt.converting.restricted_pickle import COPIED_BYTES_MAX
+from zckpt.converting.source import AS_WRITTEN, values_of
 from zckpt.errors import FormatError, StateError
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES
@@ -24,6 +25,7 @@ from zckpt.state.lineage import Lineage, Use
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.space import Space
 from zckpt.transfer.snapshot import Snapshot
+from zckpt.transfer.stored import stored_range
 from zckpt.version import __version__
 from zckpt.writing.collect import add_rank_tree, fingerprint, pack_tree
 from zckpt.writing.options import WriteOptions
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
     from zckpt.state.inventory import Fragment
     from zckpt.storage.contract import Store
     from zckpt.transfer.budget import Budget
+
+REPEATED_MAX = 8
+"""How many times as many bytes as all files of a source together the tensors of one rank may take, beside those that
+are copied. The same tensor may be in a source under several names."""
 
 
 def write_source(
@@ -69,9 +75,15 @@ def write_source(
         with values_of(source.path):
             for rank in sorted({0, *own_ranks}):  # All other ranks are compared with rank 0.
                 data_files = planned.data_files(rank)
+                nbytes = sum(int(file.pieces.nbytes.sum()) for file in data_files)
+                if nbytes > REPEATED_MAX * source.nbytes + COPIED_BYTES_MAX:
+                    raise FormatError(
+                        f"its tensors would take {nbytes} bytes, and its files have only {source.nbytes}: the same "
+                        "bytes are in many tensors", hint=AS_WRITTEN,
+                    )  # fmt: skip
                 if rank in own_ranks:
                     rank_records.append(catalog.pack(catalog.rank_record(rank, data_files)))
-                    own_bytes += sum(int(file.pieces.nbytes.sum()) for file in data_files)
+                    own_bytes += nbytes
         return rank_records
 
     def rank_write(rank: int, options: WriteOptions) -> RankWrite:
@@ -100,7 +112,9 @@ def write_source(
     def write() -> list[tuple[int, bytes]]:
         with reported(progress, "convert", own_bytes) as advance:
             with_progress = replace(options, progress=PartOfProgress(advance))
-            return [(rank, rank_write(rank, with_progress).write_data_files(Snapshot())) for rank in own_ranks]
+            digests = [(rank, rank_write(rank, with_progress).write_data_files(Snapshot())) for rank in own_ranks]
+        source.refuse_changes()
+        return digests
 
     try:
         rank_records = ranks.share(plan, "plan the checkpoint")
@@ -138,5 +152,11 @@ class _Planned:
             )  # fmt: skip
         if part.state:
             add_rank_tree(part.state, fragments, rank)
-        fragments = [replace(fragment, data=part.place(fragment.data)) for fragment in fragments]
+        fragments = [_where_it_is(fragment) for fragment in fragments]
         return plan_data_files(fragments, self.save_id, rank, source.world_size, block_bytes=BLOCK_BYTES)
+
+
+def _where_it_is(fragment: Fragment) -> Fragment:
+    """Returns ``fragment``. If the values of its tensor are in a file, its data is the range of the file."""
+    place = stored_range(fragment.data) if isinstance(fragment.data, torch.Tensor) else None
+    return fragment if place is None else replace(fragment, data=place)

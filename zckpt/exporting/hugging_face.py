@@ -76,7 +76,7 @@ def plan_hugging_face(
     model = None
     if folder is not None:
         config = _read_config(folder)
-        model = _empty_model(folder, config)
+        model = _empty_model(folder, config, len(sources))
         small_files = dict(_taken_along(folder, (*TAKEN_ALONG, *(MODEL_CODE if model is None else ()))))
         if model is None:
             small_files["config.json"] = _with_dtype(config, exported)
@@ -141,10 +141,10 @@ def _read_config(folder: str) -> dict[str, Any]:
     return config
 
 
-def _empty_model(folder: str, config: Mapping[str, Any]) -> Any:
+def _empty_model(folder: str, config: Mapping[str, Any], tensors: int) -> Any:
     """Returns the model of this configuration, without memory. Returns None if the class of the model is not one of
     transformers, but is defined by code in the model's folder. Raises UnsupportedError if there is no such code."""
-    model = empty_model(folder, config)
+    model = empty_model(folder, config, tensors)
     if model is None and "auto_map" not in config:
         name = next(iter(config.get("architectures") or []), None)
         problem = f"has no model {name!r}" if name else "cannot know the class of the model: there are no architectures"

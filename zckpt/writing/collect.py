@@ -20,6 +20,7 @@ from zckpt.state.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
 from zckpt.state.lineage import Use, use_of
 from zckpt.transfer.devices import check_devices, synchronize
 from zckpt.transfer.memory import host_bytes
+from zckpt.transfer.stored import in_order, stored_range, values_digest
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 from zckpt.writing.plain import Sieve, is_told, number, number_key, plain, plain_key
 
@@ -160,7 +161,7 @@ def fingerprint(client_state: Mapping[str, Any]) -> bytes:
     """Returns the digest of the client_state of one rank. It is the same for equal values."""
 
     def keep(tensor: torch.Tensor) -> str:
-        return f"{tensor.dtype} {list(tensor.shape)} {digest(host_bytes(tensor.reshape(-1).cpu())).hex()}"
+        return f"{tensor.dtype} {list(tensor.shape)} {values_digest(tensor).hex()}"
 
     return digest(_packed({names.CLIENT_STATE: dict(client_state)}, "", keep))
 
@@ -186,9 +187,10 @@ def _packed(
                     "be kept", key=where, hint="keep its to_dense(), or the tensors of a nested one, its unbind()",
                 )  # fmt: skip
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.dtype in DTYPE_NAMES:
-                _check_has_values(leaf, where)
-                synchronize(check_devices([leaf]))
-                return tree.TENSOR, keep(leaf.detach().resolve_conj().resolve_neg().contiguous()) if keep else ""
+                if stored_range(leaf) is None:
+                    _check_has_values(leaf, where)
+                    synchronize(check_devices([leaf]))
+                return tree.TENSOR, keep(in_order(leaf.detach().resolve_conj().resolve_neg())) if keep else ""
         kept = _replacement(where, leaf)
         if kept is not None and replaced is not None and is_told(kept.value, leaf):
             replaced[where] = f"{where} ({type(leaf).__name__}) as {type(kept.value).__name__}"
