@@ -280,6 +280,8 @@ class _Unpickler(pickle._Unpickler):
         functions: dict[str, Callable[..., Any]] = {
             "torch._utils._rebuild_tensor_v2": self._tensor, "torch._utils._rebuild_parameter": lambda data, *_: data,
             "torch._tensor._rebuild_from_type_v2": _with_name, "_codecs.encode": _encoded, "numpy.dtype": _dtype,
+            # Its first argument is a class that is not known here, so the error names that class.
+            "torch._utils._rebuild_wrapper_subclass": lambda *_: None,
         }  # fmt: skip
         if path in functions:
             return _Call(functions[path])
@@ -294,8 +296,8 @@ class _Unpickler(pickle._Unpickler):
             return dtype
         raise FormatError(
             f"its pickle asks for {path}, which may run any code, so it was not read", file=self._path,
-            hint="if it is an object of your own in a client_state that you trust, load the checkpoint into an engine "
-            "after zckpt.attach(engine), which reads DeepSpeed's checkpoints too, and write it with zckpt.write",
+            hint="if you trust the checkpoint, load it into an engine after zckpt.attach(engine), which reads DeepSpeed's "
+            "checkpoints too, and write it with zckpt.write",
         )  # fmt: skip
 
     def persistent_load(self, pid: Any) -> _Storage:
@@ -324,11 +326,16 @@ class _Unpickler(pickle._Unpickler):
             )  # fmt: skip
         return _Storage(self._mapped[start : start + nbytes], dtype, numel)
 
-    def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> torch.Tensor:
+    def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *more: Any) -> torch.Tensor:
         """Returns the tensor that ``torch._utils._rebuild_tensor_v2`` would return. Raises FormatError if it would have
-        elements outside of its storage."""
+        elements outside of its storage, and UnsupportedError if it would have other values than its storage."""
         if not isinstance(storage, _Storage):
             raise FormatError("its pickle describes a tensor in an unknown way", file=self._path)
+        if len(more) > 2 and more[2]:  # {"conj": True} or {"neg": True}
+            raise UnsupportedError(
+                f"{self._path} has a conjugated or negated view of a tensor, which zckpt does not read",
+                hint="in the training script, keep the resolve_conj() or resolve_neg() of it, and save again",
+            )
         sizes, strides = tuple(size), tuple(stride)
         numbers = (offset, *sizes, *strides)
         last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if 0 not in sizes else -1

@@ -107,3 +107,6 @@ class Holding:
     workspace: bool = False
     """Whether the values in this memory are not needed now, because the engine uses the memory only while it
     computes."""
+    in_tree: bool = False
+    """Whether a checkpoint has these values in a tree of state. They are not moved to disk, because a write needs the
+    values of trees in memory."""

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from zckpt.errors import StateError
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.format.names import Tier
 from zckpt.offloading.away import place_of
 from zckpt.state.inventory import BUFFER, RESERVED_PARTS, STATE, Fragment
-from zckpt.transfer.devices import check_devices, synchronize
-from zckpt.transfer.memory import host_bytes
+from zckpt.transfer.devices import synchronize
+from zckpt.transfer.memory import check_fragments, check_memory, host_bytes
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 from zckpt.writing.plain import plain
 
@@ -60,9 +59,7 @@ def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
     for fragment in fragments:  # the name of a part becomes the name of a file
         names.check_part_name(fragment.part)
         names.check_tensor_name(fragment.name)
-        if isinstance(fragment.data, torch.Tensor):
-            _check_has_values(fragment.data, fragment.key)
-    check_devices(tensors_of(fragments))
+    check_fragments(fragments)
     state, rank_state = adapter.state(), adapter.rank_state()
     scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))
     left_out = [part for part in adapter.parts if part not in wanted and part not in RESERVED_PARTS]
@@ -118,15 +115,9 @@ def _packed(value: object, path: str, keep: Callable[[torch.Tensor], str]) -> by
         if type(leaf) is np.ndarray and leaf.dtype in _NUMPY_DTYPES:
             return tree.NDARRAY, keep(torch.from_numpy(np.array(leaf)))
         if isinstance(leaf, torch.Tensor):
-            if leaf.is_nested or leaf.layout != torch.strided:
-                raise StateError(
-                    f"{where} is a tensor of layout {'nested' if leaf.is_nested else leaf.layout}: only dense ones can "
-                    "be kept", key=where, hint="keep its to_dense(), or the tensors of a nested one, its unbind()",
-                )  # fmt: skip
+            tensor = _checked(leaf, where)
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.dtype in DTYPE_NAMES:
-                _check_has_values(leaf, where)
-                synchronize(check_devices([leaf]))
-                return tree.TENSOR, keep(leaf.detach().resolve_conj().resolve_neg().contiguous())
+                return tree.TENSOR, keep(tensor)
         value = plain(leaf) if where.startswith(given) else None
         return None if value is None else tree.Plain(value)
 
@@ -147,19 +138,20 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
         for number, item in enumerate(value):
             yield from _leaves(item, f"{path}[{number}]")
     elif isinstance(value, torch.Tensor):
-        _check_has_values(value, path)
-        exact = value.item() if value.numel() == 1 else digest(host_bytes(value.detach().cpu().contiguous())).hex()
+        tensor = _checked(value, path)
+        exact = tensor.item() if tensor.numel() == 1 else digest(host_bytes(tensor.cpu())).hex()
         yield path, f"{exact} ({value.dtype})"
     else:
         yield path, repr(value)
 
 
-def _check_has_values(tensor: torch.Tensor, path: str) -> None:
-    if tensor.is_meta:
-        raise StateError(
-            f"{path} is on the device meta, which keeps no values", key=path,
-            hint="give it memory (torch.empty_like(tensor, device=...)) and values before the write, or leave it out",
-        )  # fmt: skip
+def _checked(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """Returns the values of a tensor of a tree as a contiguous tensor, whose memory may be read. Raises StateError and
+    DeviceError."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    synchronize(check_memory([(path, tensor)]))
+    return tensor.contiguous()
 
 
 def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:

@@ -3,13 +3,15 @@ own names for it."""
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zckpt.engines.deepspeed.group import rank_group_of, ranks_of
 from zckpt.engines.deepspeed.wrapper import kind_of
-from zckpt.engines.tensors import modules_with_extra_state
+from zckpt.engines.tensors import modules_with_extra_state, persistent_buffers
+from zckpt.transfer.memory import not_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,6 +125,11 @@ def _features(engine: Any) -> Iterator[str]:
 
 
 def _parameters(engine: Any) -> Iterator[str]:
+    for name, tensor in chain(engine.module.named_parameters(), persistent_buffers(engine.module)[0].items()):
+        why = not_plain(tensor)
+        if why is not None:
+            yield f"{name}, which {why}"
+            return  # Whatever would divide it into the shares of the ranks might call code of its class.
     kind = kind_of(engine)
     if kind is not None:
         yield from kind.unsupported(engine.optimizer, dict(engine.module.named_parameters()), rank_group_of(engine))
