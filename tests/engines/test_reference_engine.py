@@ -151,9 +151,9 @@ def test_tensors_whose_values_are_elsewhere_are_neither_read_nor_written(
     assert torch.equal(engine.tensors[MASTER]["weight"], before)
     assert not (tmp_path / "d").exists()
     if why.endswith("Opaque"):
-        for call in (lambda: zckpt.where(engine), lambda: zckpt.offload(engine, tmp_path / "d")):
+        for look in (lambda: zckpt.where(engine), lambda: zckpt.offload(engine, tmp_path / "d")):
             with pytest.raises(zckpt.UnsupportedError, match=f"^master/bias {why}"):
-                call()
+                look()
 
 
 def test_the_reference_engine_cannot_be_attached() -> None:

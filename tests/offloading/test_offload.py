@@ -214,7 +214,7 @@ def test_what_other_code_changes_during_an_offload_in_the_background_is_not_lost
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str, how: str, when: str
 ) -> None:
     engine, expected = trained(), trained()
-    run_writes, take = files.run_writes, write_module._take
+    run_writes, take = write_module.run_writes, write_module._take
     changes: list[int] = []
 
     def change(tensor: torch.Tensor) -> None:
@@ -264,7 +264,7 @@ def test_what_other_code_changes_during_an_offload_in_the_background_is_not_lost
 
 def test_nothing_can_change_while_it_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = trained()
-    before, compare = tensors_of(engine), files.unchanged_files
+    before, compare = tensors_of(engine), write_module.unchanged_files
 
     def change_and_compare(*arguments: Any) -> Any:
         for tensor in (engine.tensors["param"]["wide"], engine.tensors["param"]["wide"].data):

@@ -24,7 +24,7 @@ class Opaque(torch.Tensor):
         self.codes, self.scale = codes, scale
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         aten = torch.ops.aten
         if func in (aten.detach.default, aten.alias.default, aten.view.default, aten.slice.Tensor):
             return cls(func(args[0].codes, *args[1:]), args[0].scale)

@@ -133,10 +133,10 @@ def offload(
                 rank_offload.give_up()
                 raise
             rank_offload.free(moved_parts)
-            offloaded.nbytes = rank_offload.nbytes
+            result.nbytes = rank_offload.nbytes
 
         pending = Background(f"the offload to {rank_offload.directory}", finish, writing_ranks) if background else None
-        offloaded = Offloaded(moved_parts, rank_offload.nbytes, pending)
+        result = Offloaded(moved_parts, rank_offload.nbytes, pending)
         try:
             ranks.together(lambda: rank_offload.begin(pending), "begin the offload")
         except BaseException:
@@ -148,7 +148,7 @@ def offload(
             finish(Snapshot())
         else:
             pending.start()
-        return offloaded
+        return result
 
 
 def reload(
@@ -329,12 +329,12 @@ class _RankOffload:
         if not compare:
             return
         same = unchanged(self._moved, self._budget or Budget.from_environment())
-        changed = [record for record in self._moved if record not in same]
+        changed = {*self._moved}.difference(same)
         if changed:
             parts = ", ".join(in_order({part for record in changed for part in record.parts}))
             logger.warning("%s has been changed while zckpt.offload wrote it to disk, and stays in memory", parts)
-        out.attach(changed)
-        self._moved = same
+            out.attach([*changed])
+            self._moved = same
 
     def free(self, parts: Collection[str]) -> None:
         out = away(self._engine)

@@ -296,8 +296,8 @@ class _Unpickler(pickle._Unpickler):
             return dtype
         raise FormatError(
             f"its pickle asks for {path}, which may run any code, so it was not read", file=self._path,
-            hint="if you trust the checkpoint, load it into an engine after zckpt.attach(engine), which reads DeepSpeed's "
-            "checkpoints too, and write it with zckpt.write",
+            hint="if you trust the checkpoint, load it into an engine after zckpt.attach(engine), which reads "
+            "DeepSpeed's checkpoints too, and write it with zckpt.write",
         )  # fmt: skip
 
     def persistent_load(self, pid: Any) -> _Storage:

@@ -6,8 +6,7 @@ has everything else. ``__tensor_unflatten__`` makes a tensor of both. A checkpoi
 description, by which a restore finds out whether the tensor of the engine is alike:
 
     {"composed": {"class": "OptimState8bit", "dtype": "torch.float32", "shape": [4096], "stride": [1],
-                  "context": [True, {"torch.dtype": "float32"}],
-                  "inner": {"codes": {"dtype": "torch.uint8", "shape": [4096]}, ...}},
+                  "context": [True, {"torch.dtype": "float32"}], "inner": {"codes": ["torch.uint8", [4096]], ...}},
      "tensors": {"codes": <tensor>, ...}}
 
 A restore copies the inner tensors into the tensor that the engine has. If the engine has none yet, the restore makes
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _DESCRIPTION, _TENSORS = "composed", "tensors"
-_ENTRIES = frozenset({"class", "dtype", "shape", "stride", "context", "inner"})
-"""The keys of the description of a composed tensor."""
 _DTYPE = "torch.dtype"
 """The only key of the map that stands for a dtype in a context."""
 
@@ -47,22 +44,27 @@ def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
 
 def decomposed(value: Any) -> Any:
     """Returns the tree for a composed tensor, which shares the memory of its inner tensors. Returns any other value as
-    it is. An object in the context that no tree can contain is in the tree too, so that a write refuses it by name."""
-    return {_DESCRIPTION: _described(value), _TENSORS: _tensors(value)} if is_composed(value) else value
+    it is. What no tree can contain, such as an object in the context, is in the tree too, so that a write names it."""
+    return {_DESCRIPTION: _described(value), _TENSORS: inner_tensors(value)} if is_composed(value) else value
+
+
+def is_decomposed(value: object) -> bool:
+    """Returns whether a value of a tree has the form of what ``decomposed`` returns for a composed tensor."""
+    if not isinstance(value, Mapping) or value.keys() != {_DESCRIPTION, _TENSORS}:
+        return False
+    description, tensors = value[_DESCRIPTION], value[_TENSORS]
+    return (
+        isinstance(description, Mapping)
+        and description.keys() == {"class", "dtype", "shape", "stride", "context", "inner"}
+        and isinstance(description["inner"], Mapping)
+        and isinstance(tensors, Mapping)
+        and description["inner"].keys() == tensors.keys()
+    )
 
 
 def class_of(tree: Mapping[str, Any]) -> str:
     """Returns the name of the class of the composed tensor for which ``decomposed`` has returned ``tree``."""
     return str(tree[_DESCRIPTION]["class"])
-
-
-def is_decomposed(value: object) -> bool:
-    """Returns whether a value of a tree is what ``decomposed`` returns for a composed tensor."""
-    return (
-        isinstance(value, Mapping)
-        and value.keys() == {_DESCRIPTION, _TENSORS}
-        and _is_of_composed(value[_DESCRIPTION], value[_TENSORS])
-    )
 
 
 def misfit(tree: Mapping[str, Any], live: object) -> str | None:
@@ -74,10 +76,10 @@ def misfit(tree: Mapping[str, Any], live: object) -> str | None:
     """
     saved = tree[_DESCRIPTION]
     if live is not None:
-        here = _described(live) if isinstance(live, torch.Tensor) else {"class": type(live).__name__}
+        here = _described(live) if is_composed(live) else type(live).__name__
         return None if here == saved else f"differs: {_told(saved)} in the checkpoint, {_told(here)} in the engine"
     try:
-        made = _described(_made(saved, tree[_TENSORS], _without_memory))
+        made = _described(_made(tree, _without_memory))
         why = None if made == saved else f"it becomes {_told(made)}"
     except Exception as error:  # The code of each class fails in its own way.
         why = str(error) or type(error).__name__
@@ -91,46 +93,33 @@ def compose(tree: Mapping[str, Any], live: Any, device: torch.device) -> Any:
     """Returns ``live``, filled with the values of ``tree``. If it is None, returns a new tensor on ``device``.
     ``misfit`` has returned None for both. Raises FormatError if a tensor of the tree is not as it is described."""
     if live is None:
-        return _made(tree[_DESCRIPTION], tree[_TENSORS], lambda *inner: _read(*inner).to(device))
-    _copy(tree[_DESCRIPTION], tree[_TENSORS], live)
+        return _made(tree, lambda inner, value: _read(inner, value).to(device))
+    for name, inner in tree[_DESCRIPTION]["inner"].items():
+        getattr(live, name).copy_(_read(inner, tree[_TENSORS][name]))
     return live
 
 
 def _described(tensor: Any) -> dict[str, Any]:
-    described: dict[str, Any] = {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
-    if is_composed(tensor):
-        names, context = tensor.__tensor_flatten__()
-        described |= {"class": type(tensor).__qualname__, "stride": list(tensor.stride()), "context": _plain(context)}
-        described["inner"] = {name: _described(getattr(tensor, name)) for name in names}
-    return described
+    return {
+        "class": type(tensor).__qualname__,
+        "dtype": str(tensor.dtype),
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "context": _plain(tensor.__tensor_flatten__()[1]),
+        "inner": {name: _kind(inner) for name, inner in inner_tensors(tensor).items()},
+    }
 
 
-def _told(description: Mapping[str, Any]) -> str:
+def _kind(inner: Any) -> list[Any]:
+    return [str(inner.dtype), list(inner.shape)]
+
+
+def _told(description: Any) -> str:
     """Returns a description as text for people."""
-    text = " ".join(str(description[key]) for key in ("class", "dtype", "shape") if key in description)
-    if "inner" not in description:
-        return text
-    inner = ", ".join(f"{name} {_told(item)}" for name, item in description["inner"].items())
-    return f"{text} (context {description['context']}; {inner})"
-
-
-def _tensors(tensor: Any) -> dict[str, Any]:
-    return {name: _tensors(inner) if is_composed(inner) else inner for name, inner in inner_tensors(tensor).items()}
-
-
-def _is_of_composed(description: object, tensors: object) -> bool:
-    """Returns whether a description has all entries, and ``tensors`` all inner tensors that it names."""
-    return (
-        isinstance(description, Mapping)
-        and isinstance(tensors, Mapping)
-        and description.keys() == _ENTRIES
-        and isinstance(description["inner"], Mapping)
-        and description["inner"].keys() == tensors.keys()
-        and all(
-            isinstance(inner, Mapping) and (inner.keys() == {"dtype", "shape"} or _is_of_composed(inner, tensors[name]))
-            for name, inner in description["inner"].items()
-        )
-    )
+    if not isinstance(description, Mapping):
+        return str(description)
+    inner = ", ".join(f"{name} {kind}" for name, kind in description["inner"].items())
+    return f"{description['class']} {description['shape']} with {inner}, {description['context']}"
 
 
 def _plain(context: Any) -> Any:
@@ -158,34 +147,26 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _made(description: Any, tensors: Any, leaf: Callable[[Any, Any], torch.Tensor]) -> Any:
-    """Returns a new tensor. ``leaf`` returns one that is not composed, for its description and its value in the
+def _made(tree: Mapping[str, Any], inner: Callable[[Any, Any], torch.Tensor]) -> Any:
+    """Returns a new composed tensor. ``inner`` returns an inner tensor for its description and its value in the
     tree."""
-    if "inner" not in description:
-        return leaf(description, tensors)
+    description = tree[_DESCRIPTION]
     safe = (item[0] if isinstance(item, tuple) else item for item in torch.serialization.get_safe_globals())
     named: set[Any] = {item for item in safe if isinstance(item, type) and item.__qualname__ == description["class"]}
     if len(named) != 1 or not all(issubclass(item, torch.Tensor) for item in named):
         raise TypeError("there is no such class among those that were declared safe")
-    inner = {name: _made(item, tensors[name], leaf) for name, item in description["inner"].items()}
+    tensors = {name: inner(kind, tree[_TENSORS][name]) for name, kind in description["inner"].items()}
     shape, stride = torch.Size(description["shape"]), tuple(description["stride"])
-    return named.pop().__tensor_unflatten__(inner, _context(description["context"]), shape, stride)
+    return named.pop().__tensor_unflatten__(tensors, _context(description["context"]), shape, stride)
 
 
-def _without_memory(description: Any, _: object) -> torch.Tensor:
-    return torch.empty(description["shape"], dtype=_dtype(description["dtype"]), device="meta")
+def _without_memory(kind: Any, _: object) -> torch.Tensor:
+    dtype, shape = kind
+    return torch.empty(shape, dtype=_dtype(dtype), device="meta")
 
 
-def _read(description: Any, value: Any) -> torch.Tensor:
+def _read(kind: Any, value: Any) -> torch.Tensor:
     tensor = value() if callable(value) else value
-    if not isinstance(tensor, torch.Tensor) or _described(tensor) != description:
-        raise FormatError(f"state: a tensor of the optimizer is not as it is described: {description}")
+    if not isinstance(tensor, torch.Tensor) or _kind(tensor) != kind:
+        raise FormatError(f"state: a tensor of the optimizer is not {kind}, as it is described")
     return tensor
-
-
-def _copy(description: Any, tensors: Any, live: Any) -> None:
-    for name, inner in description["inner"].items():
-        if "inner" in inner:
-            _copy(inner, tensors[name], getattr(live, name))
-        else:
-            getattr(live, name).copy_(_read(inner, tensors[name]))

@@ -77,9 +77,7 @@ def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
         target.data = values
 
 
-def holdings(
-    part: str, name: str, value: Any, *, workspace: bool = False, in_tree: bool = False
-) -> Iterator[Holding]:
+def holdings(part: str, name: str, value: Any, *, workspace: bool = False, in_tree: bool = False) -> Iterator[Holding]:
     """Yields a holding for each dense tensor with elements that is in ``value``. ``value`` is a tensor, or a collection
     in which there are tensors. ``workspace``, ``in_tree``: as in ``Holding``."""
     items: Iterable[Any] = ()

@@ -52,7 +52,7 @@ def away(engine: object) -> Away | None:
 def place_of(tensor: torch.Tensor) -> FileRange | None:
     """Returns the range of the scratch file that has the bytes of a contiguous tensor, or None if they are not in such
     a file."""
-    moved = None if not_plain(tensor) else _storages.get(tensor.untyped_storage()._cdata)
+    moved = None if not_plain(tensor) else moved_from(tensor.untyped_storage())
     if moved is None:
         return None
     return moved.file_range(int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
@@ -75,9 +75,11 @@ def storage_of(holding: Holding) -> torch.UntypedStorage:
 def tensors_in_memory(adapter: EngineAdapter, parts: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields a name and the tensor of each holding of these parts that is not on disk."""
     for holding in adapter.memory():
-        if holding.part in parts and not isinstance(holding.data, FileRange):
-            if not_plain(holding.data) or moved_from(holding.data.untyped_storage()) is None:
-                yield f"{holding.part}/{holding.name}", holding.data
+        data = holding.data
+        if holding.part not in parts or isinstance(data, FileRange):
+            continue
+        if not_plain(data) or moved_from(data.untyped_storage()) is None:
+            yield f"{holding.part}/{holding.name}", data
 
 
 def storages(adapter: EngineAdapter, parts: Collection[str]) -> list[Moved]:

@@ -152,7 +152,8 @@ def unchanged(moved: Sequence[Moved], budget: Budget) -> list[Moved]:
     parts = {data_file.id.part for data_file in data_files}
     plan = plan_writes(data_files, batch_bytes=staging.batch_bytes, block_bytes=BLOCK_BYTES, straight=parts)
     expected = {number: saved.digests for number, saved in enumerate(files)}
-    same = [[*files][number] for number in unchanged_files(plan, expected, budget, staging)]
+    numbers = unchanged_files(plan, expected, budget, staging)
+    same = {saved for number, saved in enumerate(files) if number in numbers}
     return [record for record in moved if record.saved is None or record.saved in same]
 
 

@@ -50,7 +50,7 @@ class Fragment:
     ``data`` has the bytes: a contiguous 1-D tensor of ``stop - start`` elements that shares memory with the state
     itself and is never a copy, or a range of a swap file. It is None if only the other fields are needed. ``copy``
     numbers the values of a tensor that differs from rank to rank, such as a buffer. Ranks that have no value of their
-    own read copy 0.
+    own read copy 0. ``transfer.memory.check_fragments`` checks ``data`` before its memory is read or written.
     """
 
     part: str

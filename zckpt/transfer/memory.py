@@ -118,7 +118,7 @@ def has_own_operations(tensor: torch.Tensor) -> bool:
 def not_plain(tensor: torch.Tensor) -> str | None:
     """Returns why the values of a tensor cannot be in memory that is its own, one element after the other, such as "is
     a tensor of layout torch.sparse_coo". Returns None if they can. Does not look at the memory."""
-    if torch.nn.parameter.is_lazy(tensor):  # type: ignore[no-untyped-call]
+    if torch.nn.parameter.is_lazy(tensor):
         return "is not initialized yet"
     if tensor.is_nested or tensor.layout != torch.strided:
         return f"is a tensor of layout {'nested' if tensor.is_nested else tensor.layout}: only dense ones can be kept"
@@ -150,9 +150,9 @@ def check_memory(
         if why is not None:
             raise error(
                 f"{name} {why}", key=name,
-                hint="keep a dense copy of it, such as to_dense(), dequantize() or full_tensor(), or the tensors that it "
-                "is made of; give memory to a tensor that has none yet (torch.empty_like(tensor, device=...)). What an "
-                "optimizer keeps can be saved if its class has __tensor_flatten__ and __tensor_unflatten__",
+                hint="keep a dense copy of it, such as its to_dense(), dequantize() or full_tensor(), or the tensors "
+                "that it is made of; give memory to a tensor that has none yet (torch.empty_like(tensor, device=...)). "
+                "What an optimizer keeps can be saved if its class has __tensor_flatten__ and __tensor_unflatten__",
             )  # fmt: skip
         checked.append(tensor)
     return check_devices(checked)
