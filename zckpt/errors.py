@@ -14,7 +14,7 @@
     ├── RepairError                  (RuntimeError)        a checkpoint cannot be rebuilt from the files that are left
     ├── KeyNotFoundError             (KeyError)            the checkpoint has no tensor with this key
     ├── CastError                    (TypeError)           the conversion between two dtypes makes no sense
-    ├── StateError                   (TypeError)           a state tree cannot contain a value
+    ├── StateError                   (TypeError)           a value or a tensor cannot be kept in a checkpoint
     ├── OffloadedError               (RuntimeError)        a call needs state that is on disk, or was lost there
     ├── DeviceError                  (RuntimeError)        a device does not exist, fails or is full
     ├── UnsupportedError             (NotImplementedError) zckpt does not support an engine or one of its modes
@@ -152,7 +152,8 @@ class CastError(ZckptError, TypeError):
 
 
 class StateError(ZckptError, TypeError):
-    """A state tree cannot contain a value. ``key`` is the path to that value."""
+    """A value cannot be kept in a tree of state, or the values of a tensor are not in its memory. ``key`` is the path
+    to the value, or the key of the tensor."""
 
 
 class OffloadedError(ZckptError, RuntimeError):

@@ -14,7 +14,7 @@ from enum import Enum, IntEnum, StrEnum
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -22,12 +22,18 @@ import pytest
 import torch
 
 import zckpt
+from tests.support.coded import Coded
 from tests.support.plain_engine import Engine, everything
 from tests.support.states import fragment
 from zckpt.api.write import write_engine
 from zckpt.errors import CheckpointExistsError, FormatError, StateError
+from zckpt.state.inventory import Fragment
 from zckpt.storage.lock import WriteLock
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 from zckpt.writing.options import WriteOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("engines_are_adapters")
 
@@ -62,18 +68,59 @@ def test_tensors_with_missing_elements_are_not_written(tmp_path: Path) -> None:
     assert everything(tmp_path) == {}
 
 
-def test_tensors_without_values_are_refused_by_name(tmp_path: Path) -> None:
-    nothing = torch.empty(3, device="meta")
+def without_memory() -> torch.Tensor:
+    """Returns a view of a tensor whose memory has been freed. The address of the view is not 0."""
+    tensor = torch.ones(8)
+    view = tensor[2:5]
+    tensor.untyped_storage().resize_(0)
+    return view
+
+
+@pytest.mark.parametrize(
+    ("nothing", "why"),
+    [
+        (lambda: torch.empty(3, device="meta"), "is on the device meta"),
+        (without_memory, "needs 20 bytes of memory, and its storage has 0"),
+        (lambda: Coded(torch.zeros(3, dtype=torch.int8), torch.ones(1)), "is of the class Coded, whose values are not"),
+    ],
+    ids=["meta", "freed", "subclass"],
+)
+def test_tensors_without_values_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing: Callable[[], torch.Tensor], why: str
+) -> None:
     for attribute, value, where in (
-        ("weight", nothing, "master/w"),
-        ("state", lambda: {"optimizer": {"d": nothing}}, "optimizer.d"),
-        ("rank_state", lambda: {"seen": nothing}, r"rank_state\[0\].seen"),
+        ("weight", None, "master/w"),
+        ("state", lambda: {"optimizer": {"d": nothing()}}, "optimizer.d"),
+        ("rank_state", lambda: {"seen": nothing()}, r"rank_state\[0\].seen"),
     ):
         engine = Engine()
         setattr(engine, attribute, value)
-        with pytest.raises(StateError, match=f"{where} is on the device meta"):
+        if attribute == "weight":
+            fragments = [Fragment("master", "w", (3,), "F32", 0, 3, data=nothing())]
+            monkeypatch.setattr(engine, "fragments", lambda fragments=fragments: fragments)
+        with pytest.raises(StateError, match=f"^{where} {why}"):
             zckpt.write(engine, tmp_path / "c")
+        with pytest.raises(StateError, match=f"^client_state.x {why}"):
+            zckpt.write(Engine(), tmp_path / "c", client_state={"x": nothing()})
         assert everything(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (torch.ones(7), r"elements 0 to 8 do not lie one after the other in a tensor of shape \[7\]"),
+        (torch.ones(1).expand(8), r"tensor of shape \[8\] with strides \[0\]"),
+        (torch._neg_view(torch.ones(8)), "negated view"),
+        (torch.ones(8, dtype=torch.complex64).conj(), "conjugated or negated view"),
+    ],
+    ids=["short", "expanded", "negated", "conjugated"],
+)
+def test_a_fragment_has_its_elements_as_they_are(tmp_path: Path, data: torch.Tensor, said: str) -> None:
+    engine = Engine()
+    wrong = Fragment("master", "w", (8,), DTYPE_NAMES[data.dtype], 0, 8, data=data)
+    with mock.patch.object(engine, "fragments", return_value=[wrong]), pytest.raises(StateError, match=said):
+        zckpt.write(engine, tmp_path / "c")
+    assert everything(tmp_path) == {}
 
 
 class Number(Enum):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.support.coded import Coded
 from tests.support.deepspeed_folders import Runs, make_folder, model_state, refused, zero_state
 from zckpt.converting.restricted_pickle import load
 
@@ -43,6 +44,7 @@ def test_a_sound_folder(tmp_path: Path) -> None:
         (Runs(torch.save, 1, "touched"), "save"),
         (Path, "pathlib"),
         (Runs(bytearray, 1 << 60), "bytearray"),
+        (Coded(torch.zeros(2, dtype=torch.int8), torch.ones(1)), r"tests\.support\.coded\.Coded"),
     ],
 )
 def test_nothing_in_a_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object, name: str) -> None:
@@ -119,6 +121,8 @@ def test_ranks_that_differ_in_the_learning_rate(tmp_path: Path) -> None:
         ({"random_ltd": {}}, "random_ltd"),
         ({"data_sampler": {}}, "curriculum"),
         ({"module": None}, "pipeline"),
+        ({"extra": torch.ones(2, dtype=torch.complex64).conj()}, "conjugated or negated view"),
+        ({"extra": [torch.ones(2, dtype=torch.complex64).conj().imag]}, "conjugated or negated view"),
     ],
 )
 def test_states_that_zckpt_cannot_hold(tmp_path: Path, more: dict[str, Any], match: str) -> None:

@@ -9,6 +9,7 @@ import torch
 
 import zckpt
 from tests.support import accelerator
+from tests.support.coded import Coded, Opaque
 from tests.support.reference_engine import tensors_of
 from tests.support.states import same_all
 from zckpt.engines import adapt, group_of
@@ -16,7 +17,7 @@ from zckpt.state.inventory import BUFFER, MASTER
 from zckpt.testing import ReferenceEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from tests.support.cluster import Cluster
@@ -119,6 +120,40 @@ def test_tensors_without_memory_are_not_restored(tmp_path: Path) -> None:
     with pytest.raises(zckpt.MismatchError, match="on the device meta"):
         zckpt.restore(engine, path)
     assert torch.equal(engine.tensors[MASTER]["bias"], before)
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(65)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (lambda: Coded(torch.zeros(65, dtype=torch.int8), torch.ones(1)), "is of the class Coded"),
+        (lambda: Opaque(torch.zeros(65, dtype=torch.int8), torch.ones(1)), "is of the class Opaque"),
+        (freed, "needs 260 bytes of memory, and its storage has 0"),
+    ],
+    ids=["composed", "opaque", "freed"],
+)
+def test_tensors_whose_values_are_elsewhere_are_neither_read_nor_written(
+    tmp_path: Path, given: Callable[[], torch.Tensor], why: str
+) -> None:
+    """Otherwise, the memory at the address 0 would be read or written, which ends the process."""
+    path = zckpt.write(ReferenceEngine(), tmp_path / "c")
+    engine = ReferenceEngine(seed=1)
+    engine.tensors[MASTER]["bias"] = given()
+    before = engine.tensors[MASTER]["weight"].clone()
+    for call in (lambda: zckpt.write(engine, tmp_path / "d"), lambda: zckpt.restore(engine, path)):
+        with pytest.raises((zckpt.StateError, zckpt.MismatchError), match=f"^master/bias {why}"):
+            call()
+    assert torch.equal(engine.tensors[MASTER]["weight"], before)
+    assert not (tmp_path / "d").exists()
+    if why.endswith("Opaque"):
+        for look in (lambda: zckpt.where(engine), lambda: zckpt.offload(engine, tmp_path / "d")):
+            with pytest.raises(zckpt.UnsupportedError, match=f"^master/bias {why}"):
+                look()
 
 
 def test_the_reference_engine_cannot_be_attached() -> None:

@@ -17,10 +17,12 @@ from tests.support.memory import memory, peak_growth
 from tests.support.offloaded_engine import ALL, assert_as_before, damage, trained
 from tests.support.reference_engine import tensors_of
 from zckpt.offloading import away as away_module
+from zckpt.offloading import files
 from zckpt.offloading.away import away
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage import scratch
 from zckpt.testing import ReferenceEngine
+from zckpt.transfer import write as write_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -203,6 +205,95 @@ def test_an_offload_in_the_background(tmp_path: Path, monkeypatch: pytest.Monkey
     out.wait()
     assert repr(out).endswith(" bytes, done>")
     assert_as_before(engine, tensors_of(plain))
+
+
+@pytest.mark.parametrize("part", ["param", "exp_avg"])
+@pytest.mark.parametrize("how", ["in place", "behind torch's back", "there and back"])
+@pytest.mark.parametrize("when", ["while it is read", "once it is on the disk"])
+def test_what_other_code_changes_during_an_offload_in_the_background_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str, how: str, when: str
+) -> None:
+    engine, expected = trained(), trained()
+    run_writes, take = write_module.run_writes, write_module._take
+    changes: list[int] = []
+
+    def change(tensor: torch.Tensor) -> None:
+        changes.append(1)
+        if how == "there and back":
+            tensor.neg_()
+        elif how == "in place":
+            with torch.no_grad():
+                tensor[0] = 7
+        else:
+            tensor.data.view(torch.uint8).numpy()[:100] = 7
+
+    def take_and_change(*arguments: Any) -> Any:
+        taken = take(*arguments)
+        if when == "while it is read" and len(changes) < 2:
+            change(engine.tensors[part]["wide"])
+        return taken
+
+    def write_and_change(*arguments: Any, **options: Any) -> Any:
+        table = run_writes(*arguments, **options)
+        if when == "once it is on the disk":
+            change(engine.tensors[part]["wide"])
+        return table
+
+    monkeypatch.setattr(write_module, "_take", take_and_change)
+    monkeypatch.setattr(files, "run_writes", write_and_change)
+    out = zckpt.offload(engine, tmp_path, background=True)
+    nbytes = out.nbytes
+    out.wait()
+    for _ in range(len(changes)):
+        change(expected.tensors[part]["wide"])
+    engine_away = away(engine)
+    assert engine_away is not None
+    moved = {moved_part for moved in engine_away.moved for moved_part in moved.parts}
+    still_there = sum(tensor.nbytes for tensor in engine.tensors[part].values())
+    if part not in moved:
+        assert f"{part} has been changed while zckpt.offload wrote it to disk, and stays in memory" in caplog.text
+        assert out.nbytes == nbytes - still_there
+    else:  # The change was undone, or it came before the bytes were read.
+        assert when == "while it is read"
+        assert out.nbytes == nbytes
+    with pytest.raises(zckpt.OffloadedError):  # On another rank, it may be on the disk.
+        engine.train(1)
+    zckpt.reload(engine)
+    assert_as_before(engine, tensors_of(expected))
+
+
+def test_nothing_can_change_while_it_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = trained()
+    before, compare = tensors_of(engine), write_module.unchanged_files
+
+    def change_and_compare(*arguments: Any) -> Any:
+        for tensor in (engine.tensors["param"]["wide"], engine.tensors["param"]["wide"].data):
+            with pytest.raises(RuntimeError, match="data pointer"):
+                tensor[0] = 7
+        return compare(*arguments)
+
+    monkeypatch.setattr(files, "unchanged_files", change_and_compare)
+    out = zckpt.offload(engine, tmp_path, background=True)
+    out.wait()
+    zckpt.reload(engine)
+    assert_as_before(engine, before)
+
+
+def test_a_comparison_that_fails_leaves_the_engine_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = trained()
+    before = tensors_of(engine)
+
+    def fail(*_: Any) -> None:
+        raise zckpt.DeviceError("the device is gone")
+
+    monkeypatch.setattr(files, "unchanged_files", fail)
+    with pytest.raises(zckpt.DeviceError, match="the device is gone"):
+        zckpt.offload(engine, tmp_path, background=True).wait()
+    assert "the device is gone" in capfd.readouterr().err
+    zckpt.wait()
+    assert_as_before(engine, before)
 
 
 @pytest.fixture

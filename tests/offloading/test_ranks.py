@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from tests.support.reference_engine import tensors_of
 from tests.support.runs import everything
 from tests.support.scratch import flip_a_bit
 from zckpt.engines import adapt
+from zckpt.offloading import files
 from zckpt.offloading.away import away
 from zckpt.testing import ReferenceEngine
+from zckpt.transfer import write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +38,31 @@ def damage(engine: Any, part: str, name: str | None = None) -> None:
     for storage in away(engine).moved:  # type: ignore[union-attr]
         if storage.parts == (part,) and name in (None, storage.name):
             flip_a_bit(storage, storage.nbytes // 2)
+
+
+def one_rank_changes_its_state(directory: str) -> None:
+    engine, expected = ReferenceEngine(SHAPES), ReferenceEngine(SHAPES)
+    for each in (engine, expected):
+        each.train(2)
+    run_writes = write.run_writes
+
+    def write_and_change(*arguments: Any, **options: Any) -> bytes:
+        table = run_writes(*arguments, **options)
+        for each in (engine, expected) if engine.rank else ():
+            each.tensors["exp_avg"]["wide"][7] = 7
+        return table
+
+    with mock.patch.object(files, "run_writes", write_and_change):
+        zckpt.offload(engine, directory, background=True).wait()
+    tiers = {(entry.rank, entry.tier) for entry in zckpt.where(engine).entries if entry.part == "exp_avg"}
+    assert tiers == {(0, "offloaded"), (1, "pageable")}
+    zckpt.reload(engine)
+    assert away(engine) is None
+    torch.testing.assert_close(tensors_of(engine), tensors_of(expected), rtol=0, atol=0)
+
+
+def test_a_change_on_one_rank_during_an_offload_in_the_background_is_not_lost(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(one_rank_changes_its_state, 2, str(tmp_path))
 
 
 def one_rank_fails(directory: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.support.coded import Coded
 from tests.support.states import same, same_all, write_state
 
 if TYPE_CHECKING:
@@ -79,11 +80,19 @@ def test_a_dtype_by_its_name(tmp_path: Path) -> None:
                 load(name)
 
 
+def freed() -> torch.Tensor:
+    tensor = torch.ones(5)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("given", "error"),
     [
         (torch.empty(5, 1), zckpt.MismatchError),
         (torch.empty(10)[::2], zckpt.MismatchError),
+        (freed(), zckpt.MismatchError),
+        (Coded(torch.zeros(5, dtype=torch.int8), torch.ones(1)), zckpt.MismatchError),
         (torch._neg_view(torch.empty(5)), zckpt.MismatchError),
         (torch.empty(5, dtype=torch.int32), zckpt.CastError),
     ],

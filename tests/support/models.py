@@ -11,6 +11,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.support.coded import CodedMomentum, Opaque
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -50,6 +52,16 @@ class Factored(torch.optim.Optimizer):
                 p.view(-1)[: matrix.numel()].view_as(matrix).mul_(1 - 1e-2 * state["rows"][:, None] / scale)
 
 
+def low_bit_adam(kind: str, params: Any) -> torch.optim.Optimizer:
+    """Returns an AdamW of torchao, whose moments are quantized in blocks of 32 values. ``kind`` is a part of its
+    name."""
+    import torchao.optim
+
+    torch.compiler.set_stance("force_eager")  # compiling takes longer than training here
+    optimizer: torch.optim.Optimizer = getattr(torchao.optim, f"AdamW{kind}")(params, lr=1e-2, block_size=32)
+    return optimizer
+
+
 OPTIMIZERS: dict[str, Any] = {
     "adamw": {"type": "AdamW", "params": ADAMW},  # that of DeepSpeed in C++
     "torch_adamw": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
@@ -60,6 +72,10 @@ OPTIMIZERS: dict[str, Any] = {
     "muon": {"type": "Muon", "params": {**ADAMW, "momentum": 0.9, "ns_method": "standard"}},
     "factored": Factored,
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    "coded": CodedMomentum,
+    "coded in four": partial(CodedMomentum, scales=4),
+    "opaque": partial(CodedMomentum, kind=Opaque),
+    **{f"torchao {kind}": partial(low_bit_adam, kind) for kind in ("8bit", "4bit", "Fp8")},
     "none": None,  # for an engine that only evaluates
 }
 """For each optimizer by name, its DeepSpeed configuration, or a function that makes it from the parameters."""

@@ -10,9 +10,10 @@ from zckpt.api.background import Background, wait_for
 from zckpt.engines import adapt, group_of
 from zckpt.errors import MismatchError, RankError, ZckptError, first_few
 from zckpt.offloading.away import LOST_HINT, Away, Back, away, storages
-from zckpt.offloading.files import write_out
+from zckpt.offloading.files import unchanged, write_out
 from zckpt.offloading.memory import check_supported, give_back
 from zckpt.offloading.parts import asked_for, chosen, in_order, movable, next_in_use
+from zckpt.progress import logger
 from zckpt.ranks.collectives import Ranks, check_arguments, comparable
 from zckpt.state.inventory import MASTER, PARAM
 from zckpt.storage.scratch import scratch_directory, wait_for_closing
@@ -35,7 +36,8 @@ class Offloaded:
         """The names of the parts of which at least one rank moves something."""
         self.nbytes = nbytes
         """The number of bytes of memory that are freed on this rank. They include buffers that are not written to disk,
-        because nobody needs their values."""
+        because nobody needs their values. After an offload in the background, they do not include what has stayed in
+        memory, because other code has changed it meanwhile."""
         self._pending = pending
 
     def __repr__(self) -> str:
@@ -84,7 +86,8 @@ def offload(
             skipped. Memory that also holds a part which is not to be moved is left alone. So are states in swap files,
             in memory that several processes share, and in memory that DeepSpeed has pinned in its own way.
         background: whether to return at once and move the states in a thread. Every call that uses the engine waits for
-            this thread. If the offload fails, an error is printed on stderr at once, and the engine is unchanged. The
+            this thread. A part that other code changes before its memory is taken away stays in memory, and a warning
+            is logged. If the offload fails, an error is printed on stderr at once, and the engine is unchanged. The
             next offload, reload, write or restore raises the error, unless ``wait`` of the result has raised it.
         auto: whether a call that uses an offloaded state, such as ``engine.step()``, first brings back what it needs.
             If ``auto`` is true, every rank has to make such a call, because a reload is collective. If ``auto`` is
@@ -124,13 +127,16 @@ def offload(
 
         def finish(snapshot: Snapshot) -> None:
             try:
-                writing_ranks.together(lambda: rank_offload.write(snapshot), "offload")
+                writing_ranks.together(lambda: rank_offload.write(snapshot, background=background), "offload")
+                writing_ranks.together(lambda: rank_offload.detach(compare=background), "offload")
             except BaseException:
                 rank_offload.give_up()
                 raise
-            rank_offload.take(moved_parts)
+            rank_offload.free(moved_parts)
+            result.nbytes = rank_offload.nbytes
 
         pending = Background(f"the offload to {rank_offload.directory}", finish, writing_ranks) if background else None
+        result = Offloaded(moved_parts, rank_offload.nbytes, pending)
         try:
             ranks.together(lambda: rank_offload.begin(pending), "begin the offload")
         except BaseException:
@@ -142,7 +148,7 @@ def offload(
             finish(Snapshot())
         else:
             pending.start()
-        return Offloaded(moved_parts, rank_offload.nbytes, pending)
+        return result
 
 
 def reload(
@@ -274,8 +280,8 @@ def _is_kept(key: str, kept: Collection[str]) -> bool:
 
 
 class _RankOffload:
-    """The part of one rank in an offload. The steps are ``prepare``, ``begin``, ``write`` and ``take``. After a failure
-    on any rank, ``give_up`` takes the place of the remaining steps."""
+    """The part of one rank in an offload. The steps are ``prepare``, ``begin``, ``write``, ``detach`` and ``free``.
+    After a failure on any rank, ``give_up`` takes the place of the remaining steps."""
 
     def __init__(self, engine: Any, auto: bool, budget: Budget | None) -> None:
         self._engine, self._auto, self._budget = engine, auto, budget
@@ -308,15 +314,32 @@ class _RankOffload:
             pending.stand_by()
             out.wait = pending.settle
 
-    def write(self, snapshot: Snapshot) -> None:
+    def write(self, snapshot: Snapshot, *, background: bool) -> None:
         wait_for_closing()
         synchronize(self._adapter.devices)
-        write_out(self._moved, self.directory, self._budget or Budget.from_environment(), snapshot)
+        write_out(self._moved, self.directory, self._budget or Budget.from_environment(), snapshot, copied=background)
 
-    def take(self, parts: Collection[str]) -> None:
+    def detach(self, *, compare: bool) -> None:
+        """Takes the memory away from the engine. With ``compare``, gives back what other code has changed since it was
+        written."""
         out = away(self._engine)
         assert out is not None, "``begin`` was called"
-        out.take(self._moved, parts)
+        synchronize(self._adapter.devices)
+        out.detach(self._moved)
+        if not compare:
+            return
+        same = unchanged(self._moved, self._budget or Budget.from_environment())
+        changed = {*self._moved}.difference(same)
+        if changed:
+            parts = ", ".join(in_order({part for record in changed for part in record.parts}))
+            logger.warning("%s has been changed while zckpt.offload wrote it to disk, and stays in memory", parts)
+            out.attach([*changed])
+            self._moved = same
+
+    def free(self, parts: Collection[str]) -> None:
+        out = away(self._engine)
+        assert out is not None, "``begin`` was called"
+        out.free(parts)
         self.decide_auto()
         give_back(self._adapter.devices)
 
@@ -335,6 +358,9 @@ class _RankOffload:
             moved.drop()
         out = away(self._engine)
         if out is not None:
+            detached = [moved for moved in self._moved if moved.memory is not None]
+            if detached:
+                out.attach(detached)
             out.settled(out.parts, out.lost)
 
 

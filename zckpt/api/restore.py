@@ -17,7 +17,7 @@ from zckpt.engines.registered import registered
 from zckpt.errors import FormatError, MismatchError, RankError, StorageError, warn
 from zckpt.listing.find import advised, find
 from zckpt.listing.runs import whole_neighbours
-from zckpt.offloading.away import away
+from zckpt.offloading.away import away, tensors_in_memory
 from zckpt.plan.reshard import ElementRange
 from zckpt.plan.select import by_part, several
 from zckpt.progress import Progress, logged, reported
@@ -28,6 +28,7 @@ from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 from zckpt.system.threads import beside
 from zckpt.transfer.devices import check_device, synchronize
+from zckpt.transfer.memory import check_fragments, check_memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -268,6 +269,7 @@ def _plan(engine: object, path: StrPath, request: Request, ranks: Ranks) -> Rest
             "tensors of the engine are on the device meta, which keeps no values",
             hint="give them memory before they are restored, such as by module.to_empty(device=...)",
         )
+    check_memory(tensors_in_memory(adapter, adapter.parts), MismatchError)
     store = find(path)
     with advised(store):
         checkpoint = open_checkpoint(store, request.budget)
@@ -318,6 +320,7 @@ def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
         closing(plan.restoring.fill()) as batches,
     ):
         for batch in batches:
+            check_fragments(batch.urgent + batch.others)
             urgent, others = (list(_requests(fragments, sources)) for fragments in (batch.urgent, batch.others))
             with beside(batch.after_urgent, "zckpt-derive") as after_urgent:
                 checkpoint.read(

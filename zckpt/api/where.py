@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.engines import adapt, group_of
 from zckpt.errors import UnsupportedError
-from zckpt.offloading.away import moved_from
+from zckpt.offloading.away import moved_from, storage_of
 from zckpt.offloading.memory import is_locked
 from zckpt.ranks.collectives import Ranks
 from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, FileRange
@@ -185,7 +185,7 @@ def _look(adapter: EngineAdapter) -> tuple[list[tuple[Any, ...]], tuple[Any, ...
             place, tier, path = holding.data.path, "nvme", holding.data.path
             nbytes = _on_disk(path)
         else:
-            storage = holding.data.untyped_storage()
+            storage = storage_of(holding)
             place, nbytes, moved = storage._cdata, storage.nbytes(), moved_from(storage)
             path = moved.saved.file.directory if moved is not None and moved.saved is not None else None
             tier = "offloaded" if moved is not None else _tier(storage, locked)

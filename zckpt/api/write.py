@@ -146,8 +146,8 @@ def write(
     Raises:
         UnsupportedError: the engine has a state that cannot be saved and restored completely, or the state exceeds a
             limit of the format.
-        StateError: a value cannot be saved, such as a function, or the optimizers of the ranks differ in settings that
-            are saved only once.
+        StateError: a value cannot be saved, such as a function, the values of a tensor are not in memory of its own, or
+            the optimizers of the ranks differ in settings that are saved only once.
         DeviceError: copying from a device fails.
         OffloadedError: a state that ``zckpt.offload`` moved to disk is lost.
         ValueError: the engine does not have one of the parts, ``latest`` cannot name ``path``, or an argument has a

@@ -17,6 +17,7 @@ import torch
 
 from zckpt.converting.deepspeed_flats import flats, natural_order, offsets_of, round_robin
 from zckpt.converting.deepspeed_folder import STOCK
+from zckpt.engines.composed import class_of, is_decomposed
 from zckpt.engines.contract import without_left_out
 from zckpt.engines.deepspeed import optimizer, scaler
 from zckpt.engines.deepspeed.flats import cut_alone, partition_numel
@@ -253,6 +254,13 @@ class FolderPlan:
             counts_together = self._wrapping == "none" and self._is_adam and len(group) > 1
             state, more_reasons = saved.state(flat, saved.together(group) if counts_together else None)
             reasons += more_reasons
+            for key, value in state.values.items():
+                if is_decomposed(value):
+                    raise UnsupportedError(
+                        f"{key} of {first_few(flat.names, 1)} is a {class_of(value)}, which a folder in DeepSpeed's "
+                        "format could only have as an object of that class", file=self.checkpoint.path,
+                        hint="restore the checkpoint into an engine and call its save_checkpoint",
+                    )  # fmt: skip
             moments = {part: View(self._storage(part, flat), flat.moment_shape(part)) for part in state.moments}
             if state.values or moments:
                 # An object that is in a tree twice is one object after it is read back. Two flat buffers must not count

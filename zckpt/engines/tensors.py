@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from zckpt.engines.composed import inner_tensors, is_composed
 from zckpt.errors import UnsupportedError
 from zckpt.state.inventory import Holding
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
@@ -78,17 +79,21 @@ def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
         target.data = values
 
 
-def holdings(part: str, name: str, value: Any, *, workspace: bool = False) -> Iterator[Holding]:
+def holdings(part: str, name: str, value: Any, *, workspace: bool = False, in_tree: bool = False) -> Iterator[Holding]:
     """Yields a holding for each dense tensor with elements that is in ``value``. ``value`` is a tensor, or a collection
-    in which there are tensors. ``workspace``: as in ``Holding``."""
+    in which there are tensors. ``workspace``, ``in_tree``: as in ``Holding``."""
+    items: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         if value.layout == torch.sparse_coo:
-            yield from holdings(part, name, [value._indices(), value._values()], workspace=workspace)
+            items = value._indices(), value._values()
+        elif is_composed(value):
+            items = inner_tensors(value).values()
         elif value.numel() and not value.is_meta:
-            yield Holding(part, name, value, value.dtype, workspace)
+            yield Holding(part, name, value, value.dtype, workspace, in_tree)
     elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from holdings(part, name, item, workspace=workspace)
+        items = value.values() if isinstance(value, Mapping) else value
+    for item in items:
+        yield from holdings(part, name, item, workspace=workspace, in_tree=in_tree)
 
 
 def some_bytes(tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:

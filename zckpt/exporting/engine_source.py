@@ -19,8 +19,8 @@ from zckpt.offloading.away import away, place_of
 from zckpt.plan.reshard import StoredPieces
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, unconverted
 from zckpt.transfer.budget import Budget
-from zckpt.transfer.devices import check_devices, synchronize
-from zckpt.transfer.memory import check_cast
+from zckpt.transfer.devices import synchronize
+from zckpt.transfer.memory import check_cast, check_fragments
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class EngineSource:
             synchronize(adapter.devices)
             inventory = adapter.inventory((PARAM, BUFFER) if dtype is None else None)
             fragments = [f for f in inventory.fragments if f.part in (MASTER, PARAM, BUFFER) and f.copy == 0]
-            check_devices(f.data for f in fragments if isinstance(f.data, torch.Tensor))
             self.fragments = [_where_it_is(fragment) for fragment in fragments]
+            check_fragments(self.fragments)
             self.aliases = dict(inventory.aliases)
             kept.update(unconverted(inventory.extra))
             self.module = adapter.module

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from zckpt.engines.hooks import before_calls
-from zckpt.errors import FormatError, OffloadedError, StorageError, ZckptError, first_few
+from zckpt.errors import FormatError, OffloadedError, StorageError, UnsupportedError, ZckptError, first_few
 from zckpt.offloading.files import Moved, read_back
 from zckpt.offloading.memory import fresh_memory, give_memory, is_movable, is_pinned, take_memory
 from zckpt.offloading.parts import in_order
@@ -20,9 +20,10 @@ from zckpt.storage.scratch import close_in_background
 from zckpt.system import linux
 from zckpt.system.available import available_bytes
 from zckpt.system.threads import Worker, stop
+from zckpt.transfer.memory import not_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -49,9 +50,9 @@ def away(engine: object) -> Away | None:
 
 
 def place_of(tensor: torch.Tensor) -> FileRange | None:
-    """Returns the range of the scratch file that has the bytes of a contiguous tensor, or None if they are in
-    memory."""
-    moved = _storages.get(tensor.untyped_storage()._cdata)
+    """Returns the range of the scratch file that has the bytes of a contiguous tensor, or None if they are not in such
+    a file."""
+    moved = None if not_plain(tensor) else moved_from(tensor.untyped_storage())
     if moved is None:
         return None
     return moved.file_range(int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
@@ -62,20 +63,40 @@ def moved_from(storage: torch.UntypedStorage) -> Moved | None:
     return _storages.get(storage._cdata)
 
 
+def storage_of(holding: Holding) -> torch.UntypedStorage:
+    """Returns the storage of a holding in memory. Raises UnsupportedError if its values are not in a storage."""
+    assert not isinstance(holding.data, FileRange), "the holding is in memory"
+    why = not_plain(holding.data)
+    if why is not None:
+        raise UnsupportedError(f"{holding.part}/{holding.name} {why}")
+    return holding.data.untyped_storage()
+
+
+def tensors_in_memory(adapter: EngineAdapter, parts: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields a name and the tensor of each holding of these parts that is not on disk."""
+    for holding in adapter.memory():
+        data = holding.data
+        if holding.part not in parts or isinstance(data, FileRange):
+            continue
+        if not_plain(data) or moved_from(data.untyped_storage()) is None:
+            yield f"{holding.part}/{holding.name}", data
+
+
 def storages(adapter: EngineAdapter, parts: Collection[str]) -> list[Moved]:
     """Returns the storages in memory that hold nothing but these parts, each once. It leaves out those that are on disk
-    already, and those that another process can see."""
+    already, those that another process can see, and those of values that a checkpoint has in a tree."""
     found: dict[int, tuple[torch.UntypedStorage, list[Holding]]] = {}
     locked = linux.locked_ranges()
     for holding in adapter.memory():
         if isinstance(holding.data, FileRange):
             continue
-        storage = holding.data.untyped_storage()
+        storage = storage_of(holding)
         found.setdefault(storage._cdata, (storage, []))[-1].append(holding)
     moved = []
     for cdata, (storage, on_it) in found.items():
         own_parts, workspace = {holding.part for holding in on_it}, all(holding.workspace for holding in on_it)
-        if own_parts <= {*parts} and cdata not in _storages and is_movable(storage, locked):
+        in_tree = any(holding.in_tree for holding in on_it)
+        if own_parts <= {*parts} and not in_tree and cdata not in _storages and is_movable(storage, locked):
             moved.append(Moved(storage, in_order(own_parts), on_it[0].name, is_pinned(storage), workspace))
     return moved
 
@@ -162,12 +183,21 @@ class Away:
             self._undo()
             vars(self._engine).pop(_AWAY, None)
 
-    def take(self, moved: Sequence[Moved], parts: Collection[str]) -> None:
-        """Frees the memory of storages that have been written. ``parts`` are the parts of all ranks."""
+    def detach(self, moved: Sequence[Moved]) -> None:
+        """Takes the memory away from storages that have been written, so that other code cannot change it any more."""
         for record in moved:
-            take_memory(record.storage)
+            record.memory = take_memory(record.storage)
             _storages[record.storage._cdata] = record
         self.moved += moved
+
+    def attach(self, moved: Sequence[Moved]) -> None:
+        """Gives their memory back to storages that ``detach`` has taken it from, and that are not free yet."""
+        self._put_back(moved, [record.memory for record in moved if record.memory is not None])
+
+    def free(self, parts: Collection[str]) -> None:
+        """Frees the memory that ``detach`` has taken. ``parts`` are the parts of all ranks."""
+        for record in self.moved:
+            record.memory = None
         self.parts |= {*parts}
 
     def bring(self, parts: Collection[str], adapter: EngineAdapter, budget: Budget, *, verify: bool) -> Back:
@@ -216,6 +246,7 @@ class Away:
     def _put_back(self, moved: Sequence[Moved], memory: Sequence[torch.Tensor]) -> None:
         for record, fresh in zip(moved, memory, strict=True):
             give_memory(record.storage, fresh)
+            record.memory = None
             _storages.pop(record.storage._cdata, None)
         self.moved = [record for record in self.moved if record not in {*moved}]
         used = {record.saved for record in self.moved}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +25,7 @@ from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.memory import Targets
 from zckpt.transfer.read import places_of, run_reads
 from zckpt.transfer.staging import pool_for
-from zckpt.transfer.write import run_writes
+from zckpt.transfer.write import run_writes, unchanged_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,6 +65,8 @@ class Moved:
     saved: Saved | None = field(default=None, init=False)
     number: int = field(default=0, init=False)
     """The position of the storage among the pieces of the scratch file."""
+    memory: torch.Tensor | None = field(default=None, init=False)
+    """The memory that was taken away from the storage and is not free yet, as a 1-D uint8 tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -89,10 +91,13 @@ class Moved:
         return ScratchRange(file.path, self.start + offset, nbytes, file)
 
 
-def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: Snapshot) -> None:
+def write_out(
+    moved: Sequence[Moved], directory: str, budget: Budget, snapshot: Snapshot, *, copied: bool = False
+) -> None:
     """Writes the bytes of all storages to new scratch files, one for each combination of parts. The files do not
-    survive a loss of power. Nothing may change these bytes meanwhile. Raises StorageError, and ZckptError if the
-    snapshot is given up. After an error, nothing is left on disk."""
+    survive a loss of power. Nothing may change these bytes meanwhile, except with ``copied``: then all bytes are copied
+    before their digests are computed. Raises StorageError, and ZckptError if the snapshot is given up. After an error,
+    nothing is left on disk."""
     moved = [record for record in moved if not record.workspace]
     tensors = [whole(record.storage) for record in moved]
     devices = devices_of(tensors)
@@ -103,7 +108,7 @@ def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: 
     ]
     data_files = plan_data_files(fragments, secrets.token_hex(8), 0, 1, block_bytes=BLOCK_BYTES, copied=())
     staging = pool_for(devices, budget, BLOCK_BYTES)
-    parts = {data_file.id.part for data_file in data_files}
+    parts = () if copied else {data_file.id.part for data_file in data_files}
     plan = plan_writes(data_files, batch_bytes=staging.batch_bytes, block_bytes=BLOCK_BYTES, straight=parts)
     store = ScratchStore(directory)
     try:
@@ -128,6 +133,28 @@ def write_out(moved: Sequence[Moved], directory: str, budget: Budget, snapshot: 
         for number, fragment in enumerate(data_file.fragments):
             record = moved[int(fragment.name)]
             record.saved, record.number = saved, number
+
+
+def unchanged(moved: Sequence[Moved], budget: Budget) -> list[Moved]:
+    """Returns the storages whose ``memory`` still has the bytes that were written. All storages of a file have changed
+    if one of them has. Raises DeviceError."""
+    written = [record for record in moved if record.saved is not None]
+    if not written:
+        return [*moved]
+    files: dict[Saved, list[Fragment]] = {}
+    for record in written:
+        assert record.saved is not None
+        fragments = files.setdefault(record.saved, [*record.saved.data_file.fragments])
+        fragments[record.number] = replace(fragments[record.number], data=record.memory)
+    data_files = [replace(saved.data_file, fragments=tuple(fragments)) for saved, fragments in files.items()]
+    tensors = [record.memory for record in written if record.memory is not None]
+    staging = pool_for(devices_of(tensors), budget, BLOCK_BYTES)
+    parts = {data_file.id.part for data_file in data_files}
+    plan = plan_writes(data_files, batch_bytes=staging.batch_bytes, block_bytes=BLOCK_BYTES, straight=parts)
+    expected = {number: saved.digests for number, saved in enumerate(files)}
+    numbers = unchanged_files(plan, expected, budget, staging)
+    same = {saved for number, saved in enumerate(files) if number in numbers}
+    return [record for record in moved if record.saved is None or record.saved in same]
 
 
 def read_back(moved: Sequence[Moved], budget: Budget, *, verify: bool) -> list[torch.Tensor]:

@@ -50,12 +50,13 @@ def is_pinned(storage: torch.UntypedStorage) -> bool:
     return _on_host(storage) and whole(storage).is_pinned()
 
 
-def take_memory(storage: torch.UntypedStorage) -> None:
-    """Frees the memory of a storage."""
+def take_memory(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Takes the memory away from a storage. Returns it as a 1-D uint8 tensor. The memory is freed with this tensor."""
     nothing: Any = torch._C._construct_storage_from_data_pointer(0, storage.device, storage.nbytes())
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(nothing, 0, (0,), (1,))
     torch._C._set_throw_on_mutable_data_ptr(empty)
-    _swap(storage, nothing)  # `nothing` has the memory now, which is freed with it
+    _swap(storage, nothing)
+    return whole(nothing)
 
 
 def fresh_memory(storage: torch.UntypedStorage, *, pinned: bool) -> torch.Tensor:

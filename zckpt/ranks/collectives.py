@@ -160,8 +160,8 @@ class Ranks:
             group.wait(group.gloo.allgather([gathered], [mine]))  # type: ignore[attr-defined]
             return gathered
 
-        sizes = [int(size) for size in all_gather(torch.tensor([len(data)]))]
-        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        sizes = [int(size) for size in all_gather(torch.tensor([len(data)], device="cpu"))]
+        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
         mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
         return [bytes(one[:size].numpy()) for one, size in zip(all_gather(mine), sizes, strict=True)]
 

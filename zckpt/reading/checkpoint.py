@@ -20,8 +20,8 @@ from zckpt.reading.extra_state import extra_state
 from zckpt.reading.targets import checked_target, empty_tensor
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE, unconverted
 from zckpt.transfer.budget import Budget, flag
-from zckpt.transfer.devices import check_device, check_devices, devices_of
-from zckpt.transfer.memory import Targets
+from zckpt.transfer.devices import check_device, devices_of
+from zckpt.transfer.memory import Targets, check_memory
 from zckpt.transfer.read import places_of, run_reads
 from zckpt.transfer.staging import StagingPool, pool_for
 from zckpt.transfer.torch_dtypes import dtype_of
@@ -290,7 +290,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
             raise MismatchError(f"out has {', '.join(unused[:5])}, which keys does not ask for", key=unused[0])
         dtypes = dict.fromkeys(infos, dtype_of(dtype))
         targets = {key: checked_target(infos[key], tensor) for key, tensor in targets.items()}
-        check_devices(tensor for tensor in targets.values() if not tensor.is_meta)
+        named = ((f"out[{key!r}]", tensor) for key, tensor in targets.items() if not tensor.is_meta)
+        check_memory(named, MismatchError)
         leftovers = ["the tensors in `out` have undefined values; nothing else was changed"] if targets else []
         nbytes = sum(info.nbytes for info in infos.values())
         with self._advised(*leftovers), reported(progress, "load", nbytes) as advance:

@@ -55,7 +55,7 @@ class Fragment:
     ``data`` has the bytes: a contiguous 1-D tensor of ``stop - start`` elements that shares memory with the state
     itself and is never a copy, or a range of a swap file. It is None if only the other fields are needed. ``copy``
     numbers the values of a tensor that differs from rank to rank, such as a buffer. Ranks that have no value of their
-    own read copy 0.
+    own read copy 0. ``transfer.memory.check_fragments`` checks ``data`` before its memory is read or written.
     """
 
     part: str
@@ -125,3 +125,6 @@ class Holding:
     workspace: bool = False
     """Whether the values in this memory are not needed now, because the engine uses the memory only while it
     computes."""
+    in_tree: bool = False
+    """Whether a checkpoint has these values in a tree of state. They are not moved to disk, because a write needs the
+    values of trees in memory."""

@@ -39,7 +39,10 @@ _ALL_VIEW = memoryview(_ALL)
 
 
 def memory(address: int, nbytes: int) -> memoryview:
-    """Returns a view of ``nbytes`` bytes of host memory from ``address`` on."""
+    """Returns a view of ``nbytes`` bytes of host memory from ``address`` on. Raises ValueError for an address in the
+    first page, as that of a tensor without memory: a view from there would have other bytes or none."""
+    if address < PAGE_BYTES:
+        raise ValueError(f"there is no memory at the address {address}")
     return _ALL_VIEW[address - PAGE_BYTES : address - PAGE_BYTES + nbytes]
 
 

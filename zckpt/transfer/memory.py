@@ -1,4 +1,5 @@
-"""Tensors as bytes: contiguous memory, fresh memory, and the targets that loaded bytes go to."""
+"""Tensors as bytes: contiguous memory, fresh memory, the targets that loaded bytes go to, and the check of tensors that
+other code has made."""
 
 from __future__ import annotations
 
@@ -11,16 +12,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from zckpt.errors import CastError
+from zckpt.errors import CastError, StateError, ZckptError
 from zckpt.plan.coalesce import STRAIGHT_BYTES_MIN
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system import linux
-from zckpt.transfer.devices import ToDevice, device_memory, devices_of
+from zckpt.transfer.devices import ToDevice, check_devices, device_memory, devices_of
 from zckpt.transfer.host_memory import HostMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
 
 _CACHE_LINE_BYTES = 64
@@ -107,6 +109,87 @@ def host_bytes(tensor: torch.Tensor) -> Bytes:
     """Returns the bytes of a contiguous tensor in host memory as an array that shares them."""
     array: Bytes = byte_tensor(tensor).numpy()
     return array
+
+
+def has_own_operations(tensor: torch.Tensor) -> bool:
+    """Returns whether the class of a tensor has operations of its own, as that of a DTensor or of a quantized tensor of
+    torchao. The values of such a tensor are in other tensors, or they are encoded."""
+    return type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+
+
+def not_plain(tensor: torch.Tensor) -> str | None:
+    """Returns why the values of a tensor cannot be in memory that is its own, one element after the other, such as "is
+    a tensor of layout torch.sparse_coo". Returns None if they can. Does not look at the memory."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialized yet"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return f"is a tensor of layout {'nested' if tensor.is_nested else tensor.layout}: only dense ones can be kept"
+    if has_own_operations(tensor):
+        return f"is of the class {type(tensor).__qualname__}, whose values are not in memory of their own"
+    if tensor.is_quantized:
+        return f"is a quantized tensor, of dtype {tensor.dtype}"
+    return None
+
+
+def check_memory(
+    tensors: Iterable[tuple[str, torch.Tensor]], error: type[ZckptError] = StateError
+) -> tuple[torch.device, ...]:
+    """Checks tensors that zckpt has not made, before their memory is read or written by its address. Returns their
+    devices, without the CPU.
+
+    Args:
+        tensors: the tensors and their names in errors.
+        error: the class of the error for a tensor whose values are not in its memory.
+
+    Raises:
+        ZckptError: the values of a tensor are not in its memory. The error is of the class ``error``, and names the
+            tensor.
+        DeviceError: bytes cannot be copied from a device.
+    """
+    checked = []
+    for name, tensor in tensors:
+        why = not_plain(tensor) or _lack_of_memory(tensor)
+        if why is not None:
+            raise error(
+                f"{name} {why}", key=name,
+                hint="keep a dense copy of it, such as its to_dense(), dequantize() or full_tensor(), or the tensors "
+                "that it is made of; give memory to a tensor that has none yet (torch.empty_like(tensor, device=...)). "
+                "What an optimizer keeps can be saved if its class has __tensor_flatten__ and __tensor_unflatten__",
+            )  # fmt: skip
+        checked.append(tensor)
+    return check_devices(checked)
+
+
+def check_fragments(fragments: Iterable[Fragment]) -> tuple[torch.device, ...]:
+    """Checks the tensors of fragments that an engine has handed over, as ``check_memory`` does, and that each of them
+    has the elements of its fragment as they are. Raises StateError and DeviceError."""
+    named = [(fragment, fragment.data) for fragment in fragments if isinstance(fragment.data, torch.Tensor)]
+    devices = check_memory((fragment.key, data) for fragment, data in named)
+    for fragment, data in named:
+        if data.numel() != fragment.stop - fragment.start or not lies_in_order(data):
+            view = "conjugated or negated view" if data.is_conj() or data.is_neg() else "tensor"
+            raise StateError(
+                f"{fragment.key}: elements {fragment.start} to {fragment.stop} do not lie one after the other in a "
+                f"{view} of shape {list(data.shape)} with strides {list(data.stride())}",
+                key=fragment.key, hint="make it contiguous, by contiguous(), resolve_conj() or resolve_neg()",
+            )  # fmt: skip
+    return devices
+
+
+def _lack_of_memory(tensor: torch.Tensor) -> str | None:
+    """Returns why a tensor of torch's own class has less memory than elements, or None if it has enough."""
+    if tensor.is_meta:
+        return "is on the device meta, which keeps no values"
+    try:
+        if not tensor.numel():
+            return None
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes() if storage.data_ptr() else 0
+    except RuntimeError:  # The memory is on disk (``zckpt.offload``), or torch knows of another reason.
+        return "has no memory now; zckpt.reload brings back what zckpt.offload has moved to disk"
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed_bytes = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
+    return None if nbytes >= needed_bytes else f"needs {needed_bytes} bytes of memory, and its storage has {nbytes}"
 
 
 def check_cast(stored: torch.dtype, requested: torch.dtype, key: str) -> None:

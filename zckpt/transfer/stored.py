@@ -71,7 +71,7 @@ def read_strided(
     elements of a storage. The other arguments are those of a view of this storage, counted in elements. Raises
     StorageError, also if the file is too short."""
     distinct = [size if stride else min(size, 1) for size, stride in zip(sizes, strides, strict=True)]
-    values = torch.empty(distinct, dtype=dtype)
+    values = torch.empty(distinct, dtype=dtype, device="cpu")
     _fill(values, place, offset, strides)
     return values.expand(tuple(sizes)).contiguous()
 

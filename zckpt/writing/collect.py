@@ -18,8 +18,8 @@ from zckpt.format.names import Tier
 from zckpt.offloading.away import place_of
 from zckpt.state.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
 from zckpt.state.lineage import Use, use_of
-from zckpt.transfer.devices import check_devices, synchronize
-from zckpt.transfer.memory import host_bytes
+from zckpt.transfer.devices import synchronize
+from zckpt.transfer.memory import check_fragments, check_memory, host_bytes
 from zckpt.transfer.stored import in_order, stored_range, values_digest
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 from zckpt.writing.plain import Sieve, is_told, number, number_key, plain, plain_key
@@ -68,9 +68,7 @@ def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
     for fragment in fragments:  # the name of a part becomes the name of a file
         names.check_part_name(fragment.part)
         names.check_tensor_name(fragment.name)
-        if isinstance(fragment.data, torch.Tensor):
-            _check_has_values(fragment.data, fragment.key)
-    check_devices(tensors_of(fragments))
+    check_fragments(fragments)
     state, rank_state = adapter.state(), adapter.rank_state()
     scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))
     left_out = [part for part in adapter.parts if part not in wanted and part not in RESERVED_PARTS]
@@ -181,16 +179,9 @@ def _packed(
         if type(leaf) is np.ndarray and leaf.dtype in _NUMPY_DTYPES:
             return tree.NDARRAY, keep(torch.from_numpy(np.array(leaf))) if keep else ""
         if isinstance(leaf, torch.Tensor):
-            if leaf.is_nested or leaf.layout != torch.strided:
-                raise StateError(
-                    f"{where} is a tensor of layout {'nested' if leaf.is_nested else leaf.layout}: only dense ones can "
-                    "be kept", key=where, hint="keep its to_dense(), or the tensors of a nested one, its unbind()",
-                )  # fmt: skip
+            tensor = _checked(leaf, where)
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.dtype in DTYPE_NAMES:
-                if stored_range(leaf) is None:
-                    _check_has_values(leaf, where)
-                    synchronize(check_devices([leaf]))
-                return tree.TENSOR, keep(in_order(leaf.detach().resolve_conj().resolve_neg())) if keep else ""
+                return tree.TENSOR, keep(tensor) if keep else ""
         kept = _replacement(where, leaf)
         if kept is not None and replaced is not None and is_told(kept.value, leaf):
             replaced[where] = f"{where} ({type(leaf).__name__}) as {type(kept.value).__name__}"
@@ -235,20 +226,22 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")
     elif isinstance(value, torch.Tensor):
-        _check_has_values(value, path)
-        exact = value.item() if value.numel() == 1 else digest(host_bytes(value.detach().cpu().contiguous())).hex()
+        tensor = _checked(value, path)
+        exact = tensor.item() if tensor.numel() == 1 else digest(host_bytes(tensor.cpu())).hex()
         yield path, f"{exact} ({value.dtype})"
     else:
         kept = number(value)
         yield path, repr(value if kept is None else kept.value)
 
 
-def _check_has_values(tensor: torch.Tensor, path: str) -> None:
-    if tensor.is_meta:
-        raise StateError(
-            f"{path} is on the device meta, which keeps no values", key=path,
-            hint="give it memory (torch.empty_like(tensor, device=...)) and values before the write, or leave it out",
-        )  # fmt: skip
+def _checked(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """Returns the values of a tensor of a tree as a contiguous tensor, whose memory may be read. Raises StateError and
+    DeviceError."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    if stored_range(tensor) is None:
+        synchronize(check_memory([(path, tensor)]))
+    return in_order(tensor)
 
 
 def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:

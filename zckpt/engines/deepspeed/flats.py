@@ -5,7 +5,8 @@ with padding between or after them. What the optimizer keeps for a flat buffer i
 shape of the flat buffer is a *moment*: its elements have the same places as those of the master weights, so it can be
 cut anew for any other layout. Of all other values, single numbers have the same meaning for every flat buffer. Other
 tensors and collections are *bound* to one flat buffer, and have no meaning for a flat buffer that is cut in another
-way.
+way. So are tensors whose values are elsewhere, such as quantized moments, even if they have the shape of the flat
+buffer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from zckpt.engines.tensors import dtype_name
 from zckpt.format.names import Tier, is_part_name
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileRange, Fragment
+from zckpt.transfer.memory import has_own_operations
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -229,7 +231,7 @@ def _state_without_moments(flat: FlatBuffer, state: Mapping[str, Any]) -> Iterat
 def is_bound(value: Any) -> bool:
     """Returns whether a value of the optimizer's state that is not a moment is bound to its flat buffer."""
     if isinstance(value, torch.Tensor):
-        return value.numel() > 1
+        return value.numel() > 1 or has_own_operations(value)
     return isinstance(value, Collection) and not isinstance(value, (str, bytes))
 
 
@@ -237,7 +239,8 @@ def _is_moment(flat: FlatBuffer, key: str, value: Any) -> bool:
     # torch keeps `step` as a tensor of shape (), which is also the shape of a parameter without dimensions.
     if not isinstance(value, torch.Tensor) or key == "step" or key in RESERVED_PARTS or _is_leftover(key):
         return False
-    if not is_part_name(key):
+    # With operations of its own, it has the shape of the weights, but its values are elsewhere.
+    if not is_part_name(key) or has_own_operations(value):
         return False
     if flat.files and value.shape == flat.master.shape:
         return True  # Both are in swap files now, so both tensors have no elements.

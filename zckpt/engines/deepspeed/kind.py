@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zckpt.engines.deepspeed.flats import part_of_state
+from zckpt.engines.deepspeed.flats import moments, part_of_state
 from zckpt.engines.tensors import holdings
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM, Holding
 
@@ -49,13 +49,15 @@ class Kind:
     def memory(self) -> Iterator[Holding]:
         for flat in self.flats:
             name = next(iter(flat.names), "")
-            state = {MASTER: flat.master, **self.optimizer.state.get(flat.master, {}), GRADIENT: flat.master.grad}
-            for key, value in state.items():
+            state = self.optimizer.state.get(flat.master, {})
+            fragments = {MASTER, GRADIENT, *moments(flat, state)}
+            for key, value in {MASTER: flat.master, **state, GRADIENT: flat.master.grad}.items():
                 file = flat.files.get(key)
                 part = part_of_state(key)
-                yield from (
-                    holdings(part, name, value) if file is None else [Holding(part, name, file, flat.master.dtype)]
-                )
+                if file is None:
+                    yield from holdings(part, name, value, in_tree=part not in fragments)
+                else:
+                    yield Holding(part, name, file, flat.master.dtype)
         for name, parameter in self._parameters.items():
             yield from holdings(PARAM, name, parameter)
             yield from holdings(GRADIENT, name, [parameter.grad, getattr(parameter, "grad_accum", None)])

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from zckpt.engines.composed import compose, decomposed, is_composed, is_decomposed, misfit
 from zckpt.engines.contract import without_left_out
 from zckpt.engines.deepspeed.flats import FlatBuffer, bound, geometry, is_bound, moments, numbers
 from zckpt.errors import FormatError, first_few
@@ -85,7 +86,7 @@ def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
         summary: dict[str, Any] = {"moments": sorted(moments(flat, state)), "values": numbers(flat, state)}
         bound_values = bound(flat, state)
         if bound_values and flat.whole:
-            summary["values"] |= bound_values
+            summary["values"] |= _decomposed(bound_values)
             states.append({"params": list(flat.names), **summary})  # No other flat buffer has an equal state.
             continue
         if bound_values:
@@ -114,8 +115,13 @@ def capture_bound(optimizer: Any, flats: Sequence[FlatBuffer]) -> list[dict[str,
     for flat in flats:
         bound_values = bound(flat, optimizer.state.get(flat.master, {}))
         if bound_values and not flat.whole:
-            entries.append({"params": list(flat.names), "geometry": geometry(flat), "values": bound_values})
+            values = _decomposed(bound_values)
+            entries.append({"params": list(flat.names), "geometry": geometry(flat), "values": values})
     return entries
+
+
+def _decomposed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: decomposed(value) for key, value in values.items()}
 
 
 class State(NamedTuple):
@@ -307,10 +313,19 @@ def problems(
         if state is None:
             continue
         reasons += reasons_of_state
-        not_saved = bound(flat, optimizer.state.get(flat.master, {})).keys() - state.values.keys()
+        live = optimizer.state.get(flat.master, {})
+        not_saved = bound(flat, live).keys() - state.values.keys()
         if not_saved and not reasons_of_state:
             keys = ", ".join(sorted(map(str, not_saved)))
             reasons.append(f"missing: optimizer state {keys} of {first_few(flat.names, 1)}")
+        for key, value in state.values.items():
+            why = None
+            if is_decomposed(value):
+                why = misfit(value, live.get(key))
+            elif is_composed(live.get(key)):
+                why = f"is no {type(live[key]).__qualname__} in the checkpoint, as it is in the engine"
+            if why is not None:
+                reasons.append(f"{key} of {first_few(flat.names, 1)} {why}")
         absent = [
             f"{part}/{parameter_range.name}"
             for part in state.moments
@@ -343,7 +358,8 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[FlatBuffer], unknown: 
             # device.
             on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
             device = torch.device("cpu") if on_host else flat.master.device
-            state[key] = _placed(value, state.get(key), device)
+            place = compose if is_decomposed(value) else _placed
+            state[key] = place(value, state.get(key), device)
         for part in saved_state.moments:
             if part not in state:  # The flat buffer is only padding, or the checkpoint does not have its parameters.
                 state[part] = torch.zeros_like(flat.master, requires_grad=False)

@@ -11,6 +11,7 @@ import torch
 from zckpt.engines.deepspeed.group import rank_group_of, ranks_of
 from zckpt.engines.deepspeed.wrapper import kind_of
 from zckpt.engines.tensors import persistent_buffers
+from zckpt.transfer.memory import not_plain
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -122,6 +123,11 @@ def _features(engine: Any) -> Iterator[str]:
 
 
 def _parameters(engine: Any) -> Iterator[str]:
+    for name, tensor in chain(engine.module.named_parameters(), persistent_buffers(engine.module)[0].items()):
+        why = not_plain(tensor)
+        if why is not None:
+            yield f"{name}, which {why}"
+            return  # Whatever would divide it into the shares of the ranks might call code of its class.
     kind = kind_of(engine)
     if kind is not None:
         yield from kind.unsupported(engine.optimizer, dict(engine.module.named_parameters()), rank_group_of(engine))

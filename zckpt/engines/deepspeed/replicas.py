@@ -14,6 +14,7 @@ import torch
 from zckpt.engines.deepspeed.flats import ParameterRange
 from zckpt.engines.deepspeed.kind import Kind
 from zckpt.format.names import Tier
+from zckpt.transfer.memory import lies_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -73,9 +74,10 @@ def share(numel: int, group: RankGroup) -> tuple[int, int]:
 
 
 def unsupported(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Yields a phrase if a parameter is not contiguous, because its elements cannot be divided between the ranks."""
+    """Yields a phrase if the elements of a parameter do not lie in order, because they cannot be divided between the
+    ranks."""
     for name, parameter in parameters.items():
-        if not parameter.is_contiguous():
+        if not lies_in_order(parameter):
             yield f"a parameter that is not contiguous: {name}"
             return
 

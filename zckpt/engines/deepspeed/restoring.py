@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines import rng
+from zckpt.engines.composed import is_composed
 from zckpt.engines.contract import Batch
 from zckpt.engines.deepspeed import cpu_adam, optimizer, scaler
 from zckpt.engines.deepspeed.scheduler import SavedScheduler
@@ -63,6 +64,11 @@ class DeepSpeedRestoring:
             parts = {key.partition("/")[0] for key in self._selection.restored}
             created = sorted(parts - RESERVED_PARTS - set(self._adapter.live_moments))
             reasons += [f"{part}: its step is in the state of the optimizer, which is not restored" for part in created]
+            for flat in self._zero.flats:
+                live = self._zero.optimizer.state.get(flat.master, {})
+                for part in (part for part in self._moments if is_composed(live.get(part))):
+                    if any((part, name) in self._places for name in flat.names):
+                        reasons.append(f"{part}/{flat.names[0]}: a {type(live[part]).__qualname__} in the engine")
         if "scheduler" in state:
             keeps = self._selection.keeps_settings
             reasons += self._saved_scheduler().problems(strict=self._selection.strict, keeps_settings=keeps)
