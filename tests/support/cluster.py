@@ -141,8 +141,9 @@ class Cluster:
         self._directory = tempfile.TemporaryDirectory(prefix="zckpt-cluster-")
         self._log = Path(self._directory.name) / "server.log"
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        # Where datasets is installed, transformers imports pyarrow, whose allocator would start a thread.
-        environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
+        # No import may start a thread: neither that of pyarrow, which comes with datasets, nor that of the compiler of
+        # older versions of torch.
+        environment |= {"JE_ARROW_MALLOC_CONF": "background_thread:false", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         with self._log.open("w") as log:
