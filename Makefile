@@ -13,6 +13,7 @@
 # make test-browser    tests the page of `zckpt report` in a headless Chromium, which it installs on Debian
 # make test-versions   runs some of the tests with every DeepSpeed version that zckpt supports
 # make test-pythons    runs some of the tests with every version of Python in PYTHONS (python3.13)
+# make test-torch      runs the tests of `make test` with every version of torch in TORCHES (2.14.1 2.7.0)
 # make bench-gpu       compares loading to a GPU and writing from it with loaders that are made for this
 # make bench-index     measures the index at 1024 ranks, and the commands
 # make bench-coverage  compares DeepSpeed's own checkpoints with zckpt in the same situations; writes to bench/results
@@ -22,12 +23,15 @@
 
 PYTHON ?= python3
 PYTHONS ?= python3.13
+TORCHES ?= 2.14.1 2.7.0
 TORCH_INDEX ?=
 FUZZ_SECONDS ?= 60
 
-# The directories of the installed packages and of what is compiled for them. `make test-pythons` sets others.
+# The directories of the installed packages and of what is compiled for them, and the versions of these packages.
+# `make test-pythons` and `make test-torch` set others.
 VENV ?= .venv
 BUILT ?= .cache
+CONSTRAINTS ?= constraints.txt
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check
@@ -48,7 +52,7 @@ FUZZ_TARGETS := header index manifest tree checkpoint repair latest pickle
 # neither read nor written.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_CACHE_DIR := $(CURDIR)/.cache/pip
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export XDG_CACHE_HOME := $(CURDIR)/.cache
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(BUILT)/torch_extensions
 export TRITON_HOME := $(CURDIR)/.cache
@@ -59,7 +63,7 @@ export MAX_JOBS ?= 2
 # Most tests use one processor at a time, so as many run at once.
 PYTEST := $(PY) -m pytest --numprocesses $(MAX_JOBS) --dist worksteal
 
-.PHONY: help setup lint check test test-all test-crash test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python demo bench bench-gpu bench-index bench-coverage fuzz docs clean
+.PHONY: help setup lint check test test-all test-crash test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-coverage fuzz docs clean
 
 # Prints the comment at the head of this file.
 help:
@@ -106,6 +110,20 @@ test-with-this-python: setup
 	@$(PYTEST) $(NO_RANKS)
 	@$(PY) -m pytest $(SMOKE)
 
+# What is compiled for one version of torch does not load into another either.
+test-torch: $(TORCHES:%=test-torch-%)
+
+$(TORCHES:%=test-torch-%): test-torch-%: .cache/torches/%/constraints.txt
+	@echo "torch $*"
+	@$(MAKE) --no-print-directory CONSTRAINTS=$< VENV=$(<D)/venv BUILT=$(<D) test-with-this-torch
+
+.cache/torches/%/constraints.txt: constraints.txt
+	@mkdir -p $(@D)
+	@sed 's/^torch==.*/torch==$*/' $< > $@
+
+test-with-this-torch: setup
+	@$(PYTEST)
+
 lint: $(SETUP)
 	@$(VENV)/bin/ruff check --quiet
 	@$(VENV)/bin/ruff format --check --quiet
@@ -148,7 +166,7 @@ clean:
 
 # DeepSpeed is built from source, and its build imports torch. So torch is installed first, without build isolation:
 # an isolated build environment would download another torch.
-$(SETUP): constraints.txt pyproject.toml Makefile
+$(SETUP): $(CONSTRAINTS) pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "setup: needs Python 3.11 or newer"; exit 1; }
 	@echo "setup: virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)

@@ -28,11 +28,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def cluster() -> Iterator[Cluster]:
     """Starts real ranks on the CPU, with torch.distributed and DeepSpeed: ``cluster.run(function, world_size,
     ...)``."""
-    # The accelerator is compiled here and not in a rank, because the time of a rank is limited.
-    accelerator.compiled()
     cluster = Cluster()
     yield cluster
     cluster.close()
+
+
+@pytest.fixture(scope="session")
+def devices() -> None:
+    """Compiles the simulated accelerator for the ranks of a test, whose time is limited. Skips the test if torch is too
+    old for it."""
+    if not accelerator.build.is_possible():
+        pytest.skip("torch is too old for the simulated accelerator")
+    accelerator.compiled()
 
 
 @pytest.fixture
@@ -66,6 +73,7 @@ def _sim(request: pytest.FixtureRequest) -> None:
     """Runs a test that has the marker ``sim`` in a process of its own, which has the simulated accelerator. The values
     of the test's fixtures are pickled for this."""
     if request.node.get_closest_marker("sim"):
+        request.getfixturevalue("devices")
         cluster: Cluster = request.getfixturevalue("cluster")
         test = request.node.obj
 
@@ -102,6 +110,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs an NVIDIA GPU")
+    if item.get_closest_marker("offload"):
+        import torch
+
+        if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+            pytest.skip("zckpt.offload needs torch 2.13")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -138,6 +138,7 @@ def look_at_moved_states(stage: int, pinned: bool) -> None:
     assert moved["param"][tier] == before["param"]["pageable"]
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.matrix), 3])
 def test_states_that_deepspeed_has_moved_are_found(cluster: Cluster, stage: int, pinned: bool) -> None:
@@ -168,6 +169,7 @@ def look_at_offloaded_states(setup: dict[str, Any], directory: str) -> None:
     assert zckpt.where(engine).entries == before.entries
 
 
+@pytest.mark.offload
 @pytest.mark.parametrize(
     "case", [pytest.param("0", marks=pytest.mark.matrix), pytest.param("2-cpu", marks=pytest.mark.matrix), "3"]
 )
@@ -199,6 +201,7 @@ def look_at_devices() -> zckpt.Placement:
     return placement
 
 
+@pytest.mark.usefixtures("devices")
 def test_devices_and_pinned_memory(cluster: Cluster) -> None:
     first, second = cluster.run(accelerator.run, 2, look_at_devices)
     assert first == second
@@ -230,6 +233,7 @@ def test_the_system_counts_the_same_memory() -> None:
     assert before.total("pageable") - after.total("pageable") == freed
 
 
+@pytest.mark.offload
 def test_the_system_counts_memory_that_offload_has_freed_as_free(tmp_path: Path) -> None:
     engine = ReferenceEngine({"weight": (4 * MIB,)}, frozen=())
     engine.train(1)

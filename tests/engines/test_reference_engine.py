@@ -89,6 +89,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(cluster: Cluster, tmp_path: Pa
         assert when or all(torch.equal(rank[when][mean], through[0][when][mean]) for rank in resumed)
 
 
+@pytest.mark.usefixtures("devices")
 def test_each_rank_has_a_device_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
     path = str(tmp_path / "c")
     through = cluster.run(accelerator.run, 2, write_and_go_on, path, SNAPSHOTS["lazy"], "sim")

@@ -26,8 +26,8 @@ CASES = [
     pytest.param({**WIDE, "offload_optimizer": NVME, "offload_param": PARAM_DISK}, "", id="nvme+disk"),
     pytest.param({**WIDE, "offload_optimizer": CPU, "offload_param": PARAM_DISK}, "", id="cpu+disk", marks=MATRIX),
     pytest.param({**THAWED, "offload_optimizer": NVME}, "", id="nvme", marks=MATRIX),
-    pytest.param(ODD, "offload", id="moved"),
-    pytest.param(ON_CPU, "offload", id="cpu+cpu-moved", marks=MATRIX),
+    pytest.param(ODD, "offload", id="moved", marks=pytest.mark.offload),
+    pytest.param(ON_CPU, "offload", id="cpu+cpu-moved", marks=[MATRIX, pytest.mark.offload]),
     pytest.param({"groups": True}, "offload_states", id="moved-by-deepspeed", marks=MATRIX),
 ]
 

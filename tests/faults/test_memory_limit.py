@@ -169,6 +169,7 @@ def run(cluster: Cluster, function: Callable[..., Any], group: MemoryGroup, *arg
     return outcome
 
 
+@pytest.mark.offload
 @pytest.mark.parametrize(
     ("kind", "size", "direct"),
     [

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.linux
+pytestmark = [pytest.mark.linux, pytest.mark.offload]
 
 
 @pytest.mark.parametrize("parts", [None, ["master"], ["exp_avg", "param"], "optim_states", ["hp_params", "lp_params"]])

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from tests.support.cluster import Cluster
 
+pytestmark = pytest.mark.offload
 SHAPES = {"wide": (700, 701), "odd": (63, 65), "one": (1,), "empty": (0, 3), "frozen": (63, 63)}
 
 

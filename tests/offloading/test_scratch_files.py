@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from zckpt.offloading.away import Away
 
-pytestmark = pytest.mark.linux
+pytestmark = [pytest.mark.linux, pytest.mark.offload]
 
 
 def open_files() -> list[str]:

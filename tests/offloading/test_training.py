@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tests.support.cluster import Cluster
 
+pytestmark = pytest.mark.offload
 STEPS = 3
 PARTS: tuple[Any, ...] = (
     None,

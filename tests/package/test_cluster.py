@@ -104,6 +104,22 @@ def test_no_other_program_gets_the_port_of_the_ranks(cluster: Cluster) -> None:
     cluster.run(take_the_port, 1, init=False)
 
 
+STARTS_A_THREAD = """
+import threading
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+
+
+@pytest.mark.matrix
+def test_a_thread_of_the_server_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked ranks would wait for ever for a lock that this thread holds."""
+    (tmp_path / "sitecustomize.py").write_text(STARTS_A_THREAD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"imports have started the threads .+: forking is no longer safe"):
+        Cluster().run(rank_sum, 1, 1)
+
+
 def test_a_table_says_what_was_skipped_and_why() -> None:
     from tests import conftest  # the ranks, which import this module, do without it, because it takes long
 

@@ -42,6 +42,7 @@ def touch(how: str) -> None:
         ctypes.memset(tensor.data_ptr(), 0, 1)
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("how", ["read", "write"])
 def test_the_host_dies_where_it_touches_device_memory(cluster: Cluster, how: str) -> None:
     (outcome,) = cluster.outcomes(accelerator.run, 1, touch, how, init=False)

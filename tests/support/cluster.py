@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 600  # the server has to compile DeepSpeed's ops if `make` has not done so
+START_SECONDS = 7200  # if `make` has not compiled DeepSpeed's ops, the server does, which takes long on a busy machine
 LATE_IMPORTS = (
     "transformers.trainer",
     "accelerate.utils.deepspeed",
@@ -141,6 +141,9 @@ class Cluster:
         self._directory = tempfile.TemporaryDirectory(prefix="zckpt-cluster-")
         self._log = Path(self._directory.name) / "server.log"
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        # No import may start a thread: neither that of pyarrow, which comes with datasets, nor that of the compiler of
+        # older versions of torch.
+        environment |= {"JE_ARROW_MALLOC_CONF": "background_thread:false", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         with self._log.open("w") as log:
@@ -193,9 +196,10 @@ def serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # so that no collection in a rank touches, and thereby copies, the pages that it shares with the server
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        raise RuntimeError(f"an import has started {threads - 1} threads: forking is no longer safe")
+    others = {*os.listdir("/proc/self/task")} - {str(os.getpid())}
+    if others:
+        names = [Path(f"/proc/self/task/{other}/comm").read_text().strip() for other in others]
+        raise RuntimeError(f"imports have started the threads {', '.join(names)}: forking is no longer safe")
     connection.send("ready")
     while True:
         try:

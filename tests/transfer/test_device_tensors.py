@@ -345,6 +345,7 @@ def write_deepspeed_state_on_its_way(path: str) -> None:
     assert torch.equal(torch.cat([tensor.view(-1) for tensor in loaded.values()]), expected)
 
 
+@pytest.mark.usefixtures("devices")
 def test_deepspeed_state_on_its_way_to_host_memory_is_written(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(accelerator.run, 1, write_deepspeed_state_on_its_way, str(tmp_path / "c"))
 

@@ -106,6 +106,7 @@ def test_no_large_tensor_is_copied(tmp_path: Path, copied_bytes: list[int], dire
     assert small <= sum(copied_bytes) < small + writes_at_most * PAGE_BYTES
 
 
+@pytest.mark.offload
 def test_an_offload_copies_no_large_tensor_either(tmp_path: Path, copied_bytes: list[int]) -> None:
     engine = ReferenceEngine(SHAPES)
     engine.train(1)

@@ -97,9 +97,9 @@ def advised(checkpoint: Store, left: str = NOTHING_CHANGED) -> Iterator[None]:
     which says what the error has left behind, and which other checkpoints of the run are whole."""
     try:
         yield
-    except (VersionError, FeatureError):
-        raise  # the checkpoint may be whole, but this version of zckpt cannot read it
-    except FormatError as error:
-        advice = f"{left}; {what_is_whole(checkpoint)}"
-        error.hint = f"{error.hint}; {advice}" if error.hint else advice
+    except Exception as error:  # not FormatError: that name is None if Python's end closes a generator
+        # If the error is a VersionError or FeatureError, the checkpoint may be whole, but this version cannot read it.
+        if isinstance(error, FormatError) and not isinstance(error, (VersionError, FeatureError)):
+            advice = f"{left}; {what_is_whole(checkpoint)}"
+            error.hint = f"{error.hint}; {advice}" if error.hint else advice
         raise

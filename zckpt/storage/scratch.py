@@ -99,7 +99,8 @@ class ScratchFile:
                 os.unlink(self._name)
 
     def __del__(self) -> None:
-        self.close()
+        if os is not None:  # At its end, Python sets a module's names to None. Then the file is left to the system.
+            self.close()
 
 
 def close_in_background(files: Iterable[ScratchFile]) -> None:

@@ -13,6 +13,13 @@ SOURCES = sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp")))
 MODULE = "zckpt_sim"
 
 
+def is_possible() -> bool:
+    """Returns whether torch has a class of allocators for the devices of any backend."""
+    import torch
+
+    return hasattr(torch.accelerator, "empty_cache")
+
+
 def built() -> Path:
     """Returns the path of the compiled module. It differs with the content of the sources and the versions of Python
     and torch.
@@ -50,5 +57,5 @@ def build() -> None:
         partial.rename(module.parent)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and is_possible():
     build()
