@@ -35,7 +35,7 @@ file = ScratchFile(sys.argv[2])
 @pytest.mark.linux
 def test_objects_that_outlive_the_modules_end_without_a_word(tmp_path: Path) -> None:
     path = write_state(tmp_path / "c", 1, {"w": (2,), "v": (3,)}).path
-    command = [sys.executable, "-c", AT_THE_END, path, str(tmp_path)]
+    command = [sys.executable, "-c", AT_THE_END, str(path), str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, check=False)
     assert (ended.returncode, ended.stderr.decode()) == (0, "")
 
