@@ -170,6 +170,7 @@ def assert_same_checkpoints(written: zckpt.Checkpoint, converted: zckpt.Checkpoi
     for state in states:
         del state["engine"]["counters"]["micro_steps"]
         scalers.append(state["engine"].pop("scaler"))
+        assert state.pop("lineage")["use"] == "resume"
     scales = [None if scaler is None else scaler["values"]["cur_scale"] for scaler in scalers]
     assert scales[0] == scales[1]
     if states[1]["engine"]["optimizer"]["class"] is None:  # the caller made the optimizer

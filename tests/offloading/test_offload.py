@@ -526,7 +526,7 @@ def test_a_lost_state_is_named_by_its_own_key(tmp_path: Path) -> None:
 
 def test_a_write_reads_offloaded_states_from_the_scratch_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, plain = trained(), trained()
-    zckpt.write(plain, tmp_path / "plain")
+    zckpt.write(plain, tmp_path / "plain" / "c")
     zckpt.offload(engine, tmp_path, parts=["master", "exp_avg", "param"])
     monkeypatch.setattr(away_module, "read_back", None)
     for name, options in (
@@ -537,7 +537,7 @@ def test_a_write_reads_offloaded_states_from_the_scratch_files(tmp_path: Path, m
         zckpt.write(engine, tmp_path / name, **options)
     zckpt.wait()
     monkeypatch.undo()
-    expected = zckpt.open(tmp_path / "plain").load()
+    expected = zckpt.open(tmp_path / "plain" / "c").load()
     for name in ("fore", "back", "lazy"):
         tensors = zckpt.open(tmp_path / name).load()
         assert tensors.keys() == expected.keys()

@@ -397,9 +397,9 @@ def offload_shared_memory(directory: str) -> None:
     engine.train(1)
     go_on = threading.Event()
 
-    def wait_and_write_out(*arguments: Any) -> None:
+    def wait_and_write_out(*arguments: Any, **options: Any) -> None:
         go_on.wait()
-        write_out(*arguments)
+        write_out(*arguments, **options)
 
     with mock.patch("zckpt.api.offload.write_out", wait_and_write_out):
         moved = zckpt.offload(engine, f"{directory}/scratch", background=True)

@@ -98,8 +98,10 @@ def test_overwriting_replaces_a_checkpoint_and_all_of_its_data(disk: Disk) -> No
 
 
 def test_leftovers_and_older_checkpoints_are_removed(disk: Disk) -> None:
+    engine = trained(0)
     for step in (1, 2, 3):
-        zckpt.write(trained(step), f"{RUN}/step{step}")
+        engine.train(1)
+        zckpt.write(engine, f"{RUN}/step{step}")
     store = open_store(f"{RUN}/step3")
     store.make_directories("data-0123456789abcdef/rank-00000")
     store.put("data-0123456789abcdef/rank-00000/master.safetensors", bytes(100))

@@ -70,6 +70,11 @@ def never(*args: object, **kwargs: object) -> None:
     raise AssertionError(f"called with {args} {kwargs}, as it must not be on {SYSTEM}")
 
 
+def outside_of_proc(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``call``, which must not be called with a path that only Linux has."""
+    return lambda path: never(path) if str(path).startswith("/proc/") else call(path)
+
+
 def without_proc(event: str, args: tuple[Any, ...]) -> None:
     if event in ("open", "os.listdir", "os.scandir") and str(args[0]).startswith(("/proc/", "/sys/")):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), args[0])
@@ -175,7 +180,7 @@ def pytest_collection() -> None:
             delattr(os, name)
     ctypes.CDLL = of_zckpt(ctypes.CDLL, never)  # type: ignore[misc,assignment]
     os.kill = of_zckpt(os.kill, never)
-    os.readlink = of_zckpt(os.readlink, never)
+    os.readlink = of_zckpt(os.readlink, outside_of_proc(os.readlink))
     {"darwin": become_macos, "win32": become_windows}[SYSTEM]()
     sys.addaudithook(without_proc)
     sys.platform = SYSTEM

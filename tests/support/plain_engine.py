@@ -9,6 +9,7 @@ import torch
 
 import zckpt
 from tests.support.states import fragment, same_all
+from zckpt.engines.history import History
 from zckpt.state.inventory import Fragment, Inventory
 
 if TYPE_CHECKING:
@@ -22,7 +23,10 @@ def engines_are_adapters() -> AbstractContextManager[object]:
 
 
 class Engine:
-    """An engine over one tensor, with all that ``zckpt.write`` asks of an adapter."""
+    """An engine over one tensor, with all that ``zckpt.write`` asks of an adapter. All objects of this class stand for
+    one engine at different times, so their checkpoints belong to one run."""
+
+    _zckpt_history = History()
 
     def __init__(self, nbytes: int = 4096, seed: int = 0, step: int = 5) -> None:
         torch.manual_seed(seed)

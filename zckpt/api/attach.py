@@ -155,7 +155,7 @@ def attach(
     options = _write_options(background, replace_deepspeed, keep_last, keep_every, full_every, reuse, settings)
     if saves_of(engine) is None:
         adapter = adapt(engine)
-        adapter.refuse_unsupported(drop_gradients=True)
+        adapter.refuse_unsupported(drop_gradients=True, leave_out=True)
         original: Callable[..., Any] = engine.load_checkpoint
         saves = Saves(engine, full_every or 1, settings)
         engine.save_checkpoint = functools.partial(_save_checkpoint, engine, options, saves)
@@ -181,7 +181,7 @@ def _check_after_step(engine: Any, saves: Saves) -> None:
     if saves_of(engine) is not saves:  # The engine was detached.
         return
     try:
-        adapt(engine).refuse_unsupported(drop_gradients=True)
+        adapt(engine).refuse_unsupported(drop_gradients=True, leave_out=True)
         _tell_what_is_left_out(engine, with_registered(engine, None))
     except Exception as error:  # A save raises it again. The training goes on until then.
         warn(f"save_checkpoint of this engine is going to fail: {error}")

@@ -132,8 +132,9 @@ class EngineAdapter(Protocol):
 
     def sample(self) -> bytes:
         """Returns bytes that are equal on every rank of this engine, and that differ between engines of one job as far
-        as that can be told at little cost, such as some elements of weights that every rank has. A write compares them,
-        because ranks that write different engines would commit a mixture of both. Changes nothing."""
+        as that can be told at little cost, such as some elements of weights that every rank has. Returns no bytes if
+        nothing can be told, such as while the weights are on disk. A write compares the bytes, because ranks that write
+        different engines would commit a mixture of both. Changes nothing."""
 
     def memory(self) -> Iterable[Holding]:
         """Returns all memory and all swap files in which this rank holds tensors of the state, or gradients. In

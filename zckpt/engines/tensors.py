@@ -11,6 +11,7 @@ import torch
 from zckpt.engines.composed import inner_tensors, is_composed
 from zckpt.errors import UnsupportedError
 from zckpt.state.inventory import Holding
+from zckpt.transfer.memory import why_no_memory
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -96,14 +97,15 @@ def holdings(part: str, name: str, value: Any, *, workspace: bool = False, in_tr
         yield from holdings(part, name, item, workspace=workspace, in_tree=in_tree)
 
 
-def some_bytes(tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:
-    """Yields the bytes of some elements of up to ``SAMPLED_TENSORS`` of the tensors, chosen at equal distances. Tensors
-    of other types than torch's own are left out, and so are those without memory, because their values are on disk."""
-    plain = [tensor for tensor in tensors if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
-    present = [tensor.detach() for tensor in plain if tensor.numel() and tensor.untyped_storage().nbytes()]
-    for tensor in present[:: -(-len(present) // SAMPLED_TENSORS) or 1]:
-        row = tensor[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor.reshape(1)
-        yield row[:SAMPLED_ELEMENTS].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+def some_bytes(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Returns the bytes of some elements of up to ``SAMPLED_TENSORS`` of the tensors, chosen at equal distances.
+    Returns no bytes if the values of one of these are not in memory, because they are encoded or on disk."""
+    full = [tensor.detach() for tensor in tensors if tensor.numel()]
+    chosen = full[:: -(-len(full) // SAMPLED_TENSORS) or 1]
+    if any(why_no_memory(tensor) for tensor in chosen):
+        return b""
+    rows = (tensor[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor.reshape(1) for tensor in chosen)
+    return b"".join(row[:SAMPLED_ELEMENTS].cpu().contiguous().view(torch.uint8).numpy().tobytes() for row in rows)
 
 
 def is_zero(tensor: torch.Tensor) -> bool:

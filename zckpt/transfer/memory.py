@@ -148,7 +148,7 @@ def check_memory(
     """
     checked = []
     for name, tensor in tensors:
-        why = not_plain(tensor) or _lack_of_memory(tensor)
+        why = why_no_memory(tensor)
         if why is not None:
             raise error(
                 f"{name} {why}", key=name,
@@ -176,8 +176,11 @@ def check_fragments(fragments: Iterable[Fragment]) -> tuple[torch.device, ...]:
     return devices
 
 
-def _lack_of_memory(tensor: torch.Tensor) -> str | None:
-    """Returns why a tensor of torch's own class has less memory than elements, or None if it has enough."""
+def why_no_memory(tensor: torch.Tensor) -> str | None:
+    """Returns why the values of a tensor are not in memory that is its own, as ``not_plain`` does, or why it has less
+    memory than elements. Returns None if it has enough. Only looks at the memory's size."""
+    if why := not_plain(tensor):
+        return why
     if tensor.is_meta:
         return "is on the device meta, which keeps no values"
     try:

@@ -146,10 +146,11 @@ class Preparation:
         }
         lineage = Lineage(run, collected.use)
         self._metadata = catalog.SaveMetadata(adapter.step, BLOCK_BYTES, collected.aliases, packed, writer, lineage)
+        sample = adapter.sample()
         return Facts(
             options.common(self.target), digest(msgpack.packb(collected.scalars)), self._client_digest(),
             linux.boot_id() or platform.node(), collected.buffers if first else {}, self._lock.save_id if first else "",
-            earlier, history_of(self._engine).run, run, digest(adapter.sample()),
+            earlier, history_of(self._engine).run, run, sample and digest(sample),
         )  # fmt: skip
 
     def _client_digest(self) -> bytes | None:
@@ -269,7 +270,8 @@ def _check_engines(facts: Sequence[Facts], options: WriteOptions, rank: int) -> 
     first_run = next((of_rank.run for of_rank in facts if of_rank.run), "")
     for number, of_rank in enumerate(facts):
         runs_differ = of_rank.run not in ("", first_run)
-        if not runs_differ and of_rank.sample == facts[0].sample:
+        samples = {of_rank.sample, facts[0].sample}
+        if not runs_differ and (b"" in samples or len(samples) == 1):
             continue
         message = f"the engine of rank {number} is not that of rank 0"
         if runs_differ or not options.leave_out:

@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def refuse(directory: Path, what: str) -> None:
     options, why = REFUSED[what]
-    said = rf"0\.(value|a\nb), which a module adds to its state_dict \({why}"
+    said = rf"0\.(value|a(\n|\\n)b), which a module adds to its state_dict \({why}"
     engine = make_engine(2, model=nn.Sequential(Adding(**options), Scaled()))
     for call in (
         lambda: zckpt.write(engine, directory / "c"),

@@ -153,7 +153,7 @@ class DeepSpeedAdapter:
         trained = [weight for weight in self._parameters[0].values() if weight.requires_grad]
         # With ZeRO-3, no rank has whole weights, but DeepSpeed numbers the parameters of a job alike on every rank.
         numbers = [weight.ds_id for weight in trained if hasattr(weight, "ds_id")]
-        return repr(numbers[:1]).encode() if numbers else b"".join(some_bytes(trained))
+        return repr(numbers[:1]).encode() if numbers else some_bytes(trained)
 
     def memory(self) -> Iterator[Holding]:
         extra = self.extra.tensors  # first, as in ``inventory``
