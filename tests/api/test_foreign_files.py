@@ -20,7 +20,7 @@ from tests.support.forks import fork, result_of
 from tests.support.litter import tree, write_steps
 from tests.support.states import EngineOfAnAdapter, engine_state, write_state, write_through
 from zckpt.cli import main
-from zckpt.format.data_file import BEGINNING_BYTES, SECTOR_BYTES, is_begun
+from zckpt.format.data_file import BEGINNING_BYTES, SECTOR_BYTES, begins_like_data_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -288,12 +288,12 @@ def test_a_data_file_is_recognised_whatever_a_crash_has_left_of_it(tmp_path: Pat
                 data[SECTOR_BYTES * n :][:SECTOR_BYTES] if there >> n & 1 else bytes(SECTOR_BYTES)
                 for n in range(sectors)
             )
-            assert is_begun(page)
+            assert begins_like_data_file(page)
         for stop in (0, *range(2, BEGINNING_BYTES + 1)):
-            assert is_begun(data[:stop])
-            assert is_begun(data[:stop].ljust(BEGINNING_BYTES, b"\0"))
-        assert not is_begun(data[:BEGINNING_BYTES].replace(b'"zckpt.', b'"other.'))
-        assert not is_begun(b"\x01" + data[1:BEGINNING_BYTES])
+            assert begins_like_data_file(data[:stop])
+            assert begins_like_data_file(data[:stop].ljust(BEGINNING_BYTES, b"\0"))
+        assert not begins_like_data_file(data[:BEGINNING_BYTES].replace(b'"zckpt.', b'"other.'))
+        assert not begins_like_data_file(b"\x01" + data[1:BEGINNING_BYTES])
 
 
 @pytest.mark.linux

@@ -16,6 +16,8 @@ import zckpt
 from tests.support.models import make_engine, train
 from tests.support.runs import AFTER, BEFORE, assert_same, everything, inner, tensors_of
 from zckpt.engines.deepspeed import refuse
+from zckpt.format import names, tree
+from zckpt.writing.collect import Changes, pack_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -246,3 +248,30 @@ def refuse_a_dtype(directory: str) -> None:
 
 def test_a_dtype_that_no_checkpoint_has_is_told_when_the_engine_is_attached(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(refuse_a_dtype, 1, str(tmp_path))
+
+
+def sifted(value: Any) -> tuple[Any, Changes]:
+    """Returns what a save keeps of ``client_state["value"]``, and what it changes."""
+    changes = Changes()
+    packed = pack_tree({names.CLIENT_STATE: {"value": value}}, "", [], 0, changes, leave_out=True)
+    return tree.unpack(packed, lambda kind, name: None, "")[names.CLIENT_STATE].get("value", "nothing"), changes
+
+
+def test_what_goes_with_a_list_is_not_named_twice() -> None:
+    kept, changes = sifted([Level.HIGH, {"hook": print}, print])
+    assert kept == "nothing"
+    assert [*changes.left_out] == ["client_state.value"]
+    assert changes.replaced == {}
+
+
+def test_entries_whose_keys_cannot_be_kept_go_alone() -> None:
+    keys: list[Any] = [object(), "\ud800", (1, 2), "(1, 2)"]
+    kept, changes = sifted(dict.fromkeys(keys, 1))
+    assert kept == {"(1, 2)": 1}
+    assert len(changes.left_out) == 3
+
+
+def test_the_time_for_many_keys_is_in_proportion_to_their_number() -> None:
+    kept, changes = sifted({**{(key, key): 0 for key in range(20_000)}, "hook": print})
+    assert len(kept) == 20_000
+    assert [*changes.left_out] == ["client_state.value.hook"]

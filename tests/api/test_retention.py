@@ -39,7 +39,7 @@ def use_of(path: Path) -> Use:
 def run_of(path: Path) -> str:
     contents = open_contents(find(path))
     contents.reader.close()
-    return contents.lineage.run
+    return contents.lineage.run_id
 
 
 def resumable(run: Path) -> list[str]:
@@ -172,7 +172,9 @@ def test_two_engines_in_one_directory(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text().strip() == "actor3"
     reasons = zckpt.prune(tmp_path, keep_last=1).reasons
     assert reasons[str(tmp_path / "actor3")] == "`latest` names it"
-    assert reasons[str(tmp_path / "critic3")].startswith(f"one of the last 1 of run {history_of(critic).run} with use ")
+    assert reasons[str(tmp_path / "critic3")].startswith(
+        f"one of the last 1 of run {history_of(critic).run_id} with use "
+    )
 
 
 def test_two_engines_that_were_restored_from_one_checkpoint(tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_two_engines_that_were_restored_from_one_checkpoint(tmp_path: Path) -> N
     with pytest.warns(UserWarning, match="two engines"):
         zckpt.write(critic, tmp_path / "rl" / "critic1", keep_last=1)
     assert directory_names(tmp_path / "rl") == ["actor1", "critic1"]
-    assert history_of(actor).run == run_of(tmp_path / "pretrained") != history_of(critic).run
+    assert history_of(actor).run_id == run_of(tmp_path / "pretrained") != history_of(critic).run_id
 
 
 def test_an_engine_that_is_gone_is_no_second_one(tmp_path: Path) -> None:
@@ -241,7 +243,7 @@ def test_a_lineage_is_compared_with_what_the_checkpoint_holds(tmp_path: Path) ->
     recorded = zckpt.open(tmp_path / "whole").state[names.LINEAGE]
     assert recorded["use"] == "resume"
     assert recorded["tensors"] == {"master": 6, "exp_avg": 6, "exp_avg_sq": 6, "param": 1, "buffer": 2, "state": 2}
-    assert recorded["run"] == history_of(engine).run == run_of(tmp_path / "whole")
+    assert recorded["run"] == history_of(engine).run_id == run_of(tmp_path / "whole")
     part = open_contents(find(tmp_path / "whole"))
     part.reader.close()
     part.plain_state[names.LINEAGE]["tensors"]["exp_avg"] = 7

@@ -143,6 +143,10 @@ def test_only_an_export_is_replaced_and_only_on_request(tmp_path: Path) -> None:
     assert_refused(tmp_path, zckpt.CheckpointExistsError, "no export has: figures", overwrite=True)
     (out / "figures").rmdir()
     (out / "model-00001-of-00002.safetensors").write_text("of an earlier one, in more files")
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "settings" / "config.json").write_text("{}")
+    with pytest.raises(zckpt.CheckpointExistsError, match="no weights, so it is no earlier export, .*: config.json"):
+        zckpt.export(tmp_path / "ckpt", tmp_path / "settings", overwrite=True)
     zckpt.export(tmp_path / "ckpt", out, overwrite=True)
     assert content(out) == before
     with pytest.raises(zckpt.CheckpointExistsError, match="no export has"):
@@ -175,7 +179,7 @@ def test_only_what_is_clearly_an_earlier_export_is_replaced(tmp_path: Path) -> N
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text("{}")
-    assert_refused(tmp_path, zckpt.CheckpointExistsError, "no export has: config.json", overwrite=True)
+    assert_refused(tmp_path, zckpt.CheckpointExistsError, "no weights, .*: config.json", overwrite=True)
     (out / "model.safetensors").write_text("weights")
     (out / "train.py").write_text("the only copy")
     assert_refused(tmp_path, zckpt.CheckpointExistsError, "no export has: train.py", overwrite=True)

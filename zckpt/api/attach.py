@@ -52,12 +52,13 @@ if TYPE_CHECKING:
 
 _WEIGHTS = ("master", "param", "buffer")
 _LOAD = Caller(
-    "engine.load_checkpoint",
-    "load_module_strict=False",
-    "load_module_only=True restores the weights alone",
-    "load_optimizer_states=False also the counters, with load_lr_scheduler_states=False if the scheduler does not fit",
-    'zckpt.attach(zckpt.detach(engine), settings="engine")',
-    "load_lr_scheduler_states=False",
+    call="engine.load_checkpoint",
+    in_part="load_module_strict=False",
+    weights="load_module_only=True restores the weights alone",
+    counters="load_optimizer_states=False restores the counters too; add load_lr_scheduler_states=False if the "
+    "scheduler does not fit",
+    settings='zckpt.attach(zckpt.detach(engine), settings="engine")',
+    scheduler="load_lr_scheduler_states=False",
 )
 _METHODS = ("save_checkpoint", "load_checkpoint")
 _MARK = "_zckpt_attaches"

@@ -29,7 +29,7 @@ from zckpt.listing.trainer import (
     kind_of,
     kind_of_models,
     last_checkpoint,
-    newest_to_resume,
+    last_of_kinds,
     rng_file,
     superseded,
 )
@@ -194,7 +194,7 @@ def _sort_checkpoints(
     folders = original(output_dir, checkpoint_prefix, use_mtime, best_model_checkpoint)
     if best_model_checkpoint is None or kind_of(best_model_checkpoint) in RESUMABLE:
         return folders
-    return [folder for folder in folders if folder != newest_to_resume(folders)]
+    return [folder for folder in folders if folder != last_of_kinds(folders, RESUMABLE)]
 
 
 # These replace methods of Trainer and of its callback for signals. All ranks call each of them.
@@ -276,7 +276,8 @@ def _own_schedules(engine: Any, schedulers: Sequence[Any]) -> Iterator[None]:
         if problems:
             scheduler.load_state_dict(loaded)
             warn(f"{problems[0]}; it has the settings of the checkpoint")
-        saved.take_steps(keeps_settings=True)
+        else:
+            saved.take_steps(keeps_settings=True)
 
 
 # These replace methods of JITCheckpointCallback, with which Trainer saves after SIGTERM. In transformers, each rank

@@ -132,12 +132,14 @@ class Preemption:
         it or has failed to. Until then, this is called again after each step: ranks that have only some of the engines
         go on too, because the others could not end a step without them."""
         asked = [preemption for preemption in _active if preemption._last_step.reason is not None]
-        missing = not all(preemption._is_done for preemption in asked)
-        # The process ends in a step of an engine that is on most ranks.
-        missing = missing or any(other._ranks.size > self._ranks.size and not other._ranks.lost for other in asked)
+        is_done = all(preemption._is_done for preemption in asked)
+        # Only an engine with the most ranks ends the process. If a smaller one did, ranks outside of its group would
+        # still be in a step.
+        is_largest = all(other._ranks.size <= self._ranks.size or other._ranks.lost for other in asked)
+        may_end = is_done and is_largest
         if not self._ranks.lost:
-            missing = any(self._ranks.share(lambda: missing, "end the process"))
-        if missing:
+            may_end = all(self._ranks.share(lambda: may_end, "end the process"))
+        if not may_end:
             return
         errors = [preemption._error for preemption in asked if preemption._error is not None]
         for preemption in asked:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zckpt.storage.location import StrPath
 
 
-class Kind(NamedTuple):
+class Series(NamedTuple):
     """What is alike for the checkpoints that take each other's place."""
 
     run: str
@@ -41,7 +41,7 @@ class _Committed(NamedTuple):
     changed_at: float
     step: int
     path: str
-    kind: Kind
+    series: Series
     save_id: str
     store: Store
 
@@ -109,28 +109,28 @@ def remove_older(
     committed, unreadable = _committed(stores, time.time())
     run_id, newest = written or (None, None)
     committed.sort(key=lambda checkpoint: checkpoint.save_id == newest)  # The sort is stable.
-    last = {checkpoint.path for checkpoint in _last_of_each_kind(committed, keep_last)}
+    last = {checkpoint.path for checkpoint in _last_of_each_series(committed, keep_last)}
     reasons: dict[str, str] = {}
     work = Work(dry_run)
     for checkpoint in committed:
-        kind = checkpoint.kind
+        series = checkpoint.series
         if is_latest(store, checkpoint.store):
             reasons[checkpoint.path] = "`latest` names it"
         elif checkpoint.path in last:
-            reasons[checkpoint.path] = f"one of the last {keep_last} of run {kind.run} with use {kind.use!r}"
+            reasons[checkpoint.path] = f"one of the last {keep_last} of run {series.run} with use {series.use!r}"
         elif keep_every is not None and checkpoint.step % keep_every == 0:
             reasons[checkpoint.path] = f"its step, {checkpoint.step}, is a multiple of {keep_every}"
-        elif run_id not in (None, kind.run):
-            reasons[checkpoint.path] = f"it belongs to another run, {kind.run}"
+        elif run_id not in (None, series.run):
+            reasons[checkpoint.path] = f"it belongs to another run, {series.run}"
     for checkpoint in committed:
         if checkpoint.path not in reasons:
             work.clean(checkpoint.store, store, checkpoint.save_id)
     return work.result(len(stores), reasons, unreadable)
 
 
-def _last_of_each_kind(committed: Sequence[_Committed], keep_last: int) -> Iterator[_Committed]:
-    """Yields the last checkpoints of each kind. ``committed`` is in the order of the commits."""
-    for _, group in groupby(sorted(committed, key=lambda checkpoint: checkpoint.kind), lambda found: found.kind):
+def _last_of_each_series(committed: Sequence[_Committed], keep_last: int) -> Iterator[_Committed]:
+    """Yields the last checkpoints of each series. ``committed`` is in the order of the commits."""
+    for _, group in groupby(sorted(committed, key=lambda checkpoint: checkpoint.series), lambda found: found.series):
         yield from [*group][-keep_last:]
 
 
@@ -147,7 +147,7 @@ def _committed(stores: Sequence[Store], now: float) -> tuple[list[_Committed], l
             contents = open_contents(store)
             with closing(contents.reader):
                 check_lengths(contents)
-                kind = _kind(store, contents.lineage)
+                series = _series_of(store, contents.lineage)
             changed_at = store.changed_at(names.MANIFEST)
         except CheckpointNotFoundError:
             continue  # Another process has removed it meanwhile.
@@ -156,15 +156,15 @@ def _committed(stores: Sequence[Store], now: float) -> tuple[list[_Committed], l
             continue
         manifest = contents.manifest
         if changed_at is not None:
-            committed.append(_Committed(changed_at, manifest.step, path, kind, manifest.save_id, store))
+            committed.append(_Committed(changed_at, manifest.step, path, series, manifest.save_id, store))
     past = [checkpoint for checkpoint in committed if checkpoint.changed_at <= now]
     for number, checkpoint in enumerate(committed):
         if checkpoint.changed_at > now:
-            earlier = (other for other in past if other.kind == checkpoint.kind and other.step < checkpoint.step)
+            earlier = (other for other in past if other.series == checkpoint.series and other.step < checkpoint.step)
             changed_at = max((other.changed_at for other in earlier), default=0.0)
             committed[number] = checkpoint._replace(changed_at=changed_at)
     return sorted(committed, key=lambda checkpoint: checkpoint[:3]), unreadable
 
 
-def _kind(store: Store, lineage: Lineage) -> Kind:
-    return Kind(lineage.run, str(lineage.use), is_of_trainer(store.parent.location.name))
+def _series_of(store: Store, lineage: Lineage) -> Series:
+    return Series(lineage.run_id, str(lineage.use), is_of_trainer(store.parent.location.name))

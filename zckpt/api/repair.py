@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from zckpt.errors import (
     printable,
 )
 from zckpt.format import names
-from zckpt.listing.find import open_contents
+from zckpt.listing.find import manifest_of, open_contents
 from zckpt.listing.leftovers import may_be_named
 from zckpt.listing.runs import not_a_checkpoint, nothing_at
 from zckpt.repairing.rebuilt import check_copy, check_rebuilt, copy_data, put_files, rebuild_from, structure_findings
@@ -23,7 +24,7 @@ from zckpt.repairing.salvage import refused, the_save
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import Budget
-from zckpt.writing.leftovers import remove
+from zckpt.writing.removal import remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,8 +115,11 @@ def _repair(
 ) -> RepairReport:
     path = str(target.location)
     old, finding = _manifest(source)
-    if old is not None and not elsewhere and not structure_findings(open_contents(source), budget):
-        return RepairReport(path, ())
+    if old is not None and not elsewhere:
+        contents = open_contents(source)
+        with closing(contents.reader):
+            if not structure_findings(contents, budget):
+                return RepairReport(path, ())
     save = the_save(source, old, finding)
     rebuilt = rebuild_from(source, save, old, budget)
     if rebuilt.unverified and not accept_unverified:
@@ -145,7 +149,7 @@ def _manifest(store: Store) -> tuple[Manifest | None, str]:
     """Returns the manifest and an empty text, or None and what is wrong with the manifest. Raises VersionError and
     FeatureError, because another version of zckpt may be able to read such a manifest."""
     try:
-        return open_contents(store).manifest, ""
+        return manifest_of(store), ""
     except (VersionError, FeatureError):
         raise
     except CheckpointNotFoundError:

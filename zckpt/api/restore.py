@@ -231,7 +231,7 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Res
             synchronize(plan.adapter.devices)  # From here on, every stream of a device may use the restored tensors.
             history_of(engine).last = str(Location.of(plan.checkpoint.path).absolute())
             if request.resumes and plan.adapter.trains:
-                note_restore(engine, plan.checkpoint.contents.lineage.run)
+                note_restore(engine, plan.checkpoint.contents.lineage.run_id)
         except BaseException as error:  # It is raised again below, where the other ranks learn of it.
             errors.append(error)
         ranks.together(lambda: _raise_first(errors), "restore")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import CheckpointNotFoundError, FormatError
-from zckpt.listing.find import find, open_contents
+from zckpt.listing.find import find, manifest_of, open_contents
 from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
@@ -78,7 +79,7 @@ def _find(path: str) -> tuple[str, str, tuple[Any, ...]]:
     empty strings and the fields of the finding."""
     try:
         store = find(path)
-        return str(store.location), open_contents(store).manifest.save_id, ()
+        return str(store.location), manifest_of(store).save_id, ()
     except FormatError as error:
         return "", "", astuple(Finding.of(error))
 
@@ -94,7 +95,8 @@ def _check(path: str, level: Level, share: Share, budget: Budget | None, progres
     except (CheckpointNotFoundError, FormatError) as error:  # Another process has replaced the checkpoint meanwhile.
         return [("", error.message)], b"", 0, 0
     budget = budget or Budget.from_environment()
-    findings, values, bytes_read = check_checkpoint(contents, budget, level, share, progress)
+    with closing(contents.reader):
+        findings, values, bytes_read = check_checkpoint(contents, budget, level, share, progress)
     manifest = contents.manifest
     files = 2 + manifest.world_size + len(manifest.files)  # manifest, index, digest tables, data files
     return [astuple(finding) for finding in findings], values, files, bytes_read

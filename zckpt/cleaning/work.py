@@ -10,7 +10,7 @@ from zckpt.format import names
 from zckpt.listing.leftovers import is_file, leftovers, look, named_files
 from zckpt.listing.runs import is_of_trainer, read_latest
 from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock
-from zckpt.writing.leftovers import prepared_manifests, recoverable, remove_found
+from zckpt.writing.removal import prepared_manifests, recoverable, remove_found
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence

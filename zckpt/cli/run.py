@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--require-engine",
         action="store_true",
-        help="end with the exit status 2 if the script ends without an error and has made no DeepSpeed engine",
+        help="end with the exit status 2 if the script has ended without an error and has made no engine to save",
     )
     parser.add_argument(
         "--settings",

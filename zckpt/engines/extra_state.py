@@ -8,12 +8,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zckpt.engines import bitsandbytes
 from zckpt.engines.tensors import plain_name
 from zckpt.errors import FormatError, MismatchError, UnsupportedError, first_few
 from zckpt.format.names import check_tensor_name
+from zckpt.transfer.memory import not_plain
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _unsaveable(name: str, value: object) -> str:
         return f"its name is not allowed: {error}"
     if not isinstance(value, torch.Tensor):
         return f"it is of the type {type(value).__name__}, and only tensors can be saved"
-    wraps: bool = is_traceable_wrapper_subclass(value)
-    if wraps or value.layout != torch.strided or value.dtype not in DTYPE_NAMES:
-        return f"a {type(value).__name__} of {value.dtype} and {value.layout} cannot be saved"
-    return ""
+    why = not_plain(value)
+    if why is None and value.dtype not in DTYPE_NAMES:
+        why = f"has dtype {value.dtype}, which safetensors does not know"
+    return f"it {why}" if why else ""

@@ -20,11 +20,11 @@ _writers: dict[str, tuple[str, ReferenceType[object]]] = {}
 class History:
     """The checkpoints of one engine."""
 
-    run = ""
+    run_id = ""
     """The identity of the engine's run, as in ``Lineage``. It is empty until the engine has written a checkpoint or was
     restored from one."""
     since = 0
-    """The number of writes in this process when ``run`` was set, or when the engine last wrote."""
+    """The number of writes in this process when ``run_id`` was set, or when the engine last wrote."""
     last: str | None = None
     """The path of the checkpoint that the engine has written, or was restored from, last."""
     beside = False
@@ -40,40 +40,40 @@ def history_of(engine: object) -> History:
     return history
 
 
-def run_of_next_write(engine: object) -> str:
+def run_id_of_next_write(engine: object) -> str:
     """Returns the identity of the run that the next checkpoint of ``engine`` belongs to. It is a new one if the engine
     has none yet. It is also a new one if another engine of this process has gone on with the same run since. So an
     actor and a critic that were restored from one checkpoint become two runs."""
     history = history_of(engine)
-    writer, number = _written.get(history.run, (None, 0))
+    writer, number = _written.get(history.run_id, (None, 0))
     taken = writer is not None and number > history.since and _exists_beside(writer, engine)
-    return secrets.token_hex(8) if taken or not history.run else history.run
+    return secrets.token_hex(8) if taken or not history.run_id else history.run_id
 
 
-def note_write(engine: object, run: str) -> None:
-    """Notes that ``engine`` writes a checkpoint of this run."""
+def note_write(engine: object, run_id: str) -> None:
+    """Notes that ``engine`` writes a checkpoint of the run with this identity."""
     global _writes  # noqa: PLW0603  it orders the writes of all engines
     _writes += 1
-    _written[run] = ref(engine), _writes
+    _written[run_id] = ref(engine), _writes
     history = history_of(engine)
-    history.run, history.since = run, _writes
+    history.run_id, history.since = run_id, _writes
 
 
-def note_restore(engine: object, run: str) -> None:
-    """Notes that ``engine`` goes on with this run."""
+def note_restore(engine: object, run_id: str) -> None:
+    """Notes that ``engine`` goes on with the run with this identity."""
     history = history_of(engine)
-    history.run, history.since = run, _writes
+    history.run_id, history.since = run_id, _writes
 
 
-def is_second(engine: object, directory: str) -> bool:
-    """Returns whether another engine of this process, which belongs to another run, writes to this directory of a run
-    already. If not, ``engine`` is the one that writes there."""
-    run, writer = _writers.get(directory, ("", None))
-    own_run = history_of(engine).run
-    if writer is not None and run != own_run and _exists_beside(writer, engine):
-        return True
-    _writers[directory] = own_run, ref(engine)
-    return False
+def claim(engine: object, directory: str) -> bool:
+    """Notes that ``engine`` writes to this directory of a run, and returns True. Returns False, and notes nothing, if
+    another engine of this process, which belongs to another run, writes there already."""
+    run_id, writer = _writers.get(directory, ("", None))
+    own_run_id = history_of(engine).run_id
+    if writer is not None and run_id != own_run_id and _exists_beside(writer, engine):
+        return False
+    _writers[directory] = own_run_id, ref(engine)
+    return True
 
 
 def _exists_beside(noted: ReferenceType[object], engine: object) -> bool:

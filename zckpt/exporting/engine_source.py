@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from zckpt.engines import adapt
 from zckpt.engines.hugging_face import write_config
 from zckpt.engines.peft import adapter_configs
 from zckpt.exporting.plan import SourceTensor
-from zckpt.offloading.away import away, place_of
+from zckpt.offloading.away import away, where_it_is
 from zckpt.plan.reshard import StoredPieces
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, unconverted
 from zckpt.transfer.budget import Budget
@@ -26,8 +24,9 @@ from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
+
     from zckpt.ranks.collectives import Ranks
-    from zckpt.state.inventory import Fragment
 
 _DTYPES = list(TORCH_DTYPES)
 
@@ -56,7 +55,7 @@ class EngineSource:
             synchronize(adapter.devices)
             inventory = adapter.inventory((PARAM, BUFFER) if dtype is None else None)
             fragments = [f for f in inventory.fragments if f.part in (MASTER, PARAM, BUFFER) and f.copy == 0]
-            self.fragments = [_where_it_is(fragment) for fragment in fragments]
+            self.fragments = [where_it_is(fragment) for fragment in fragments]
             check_fragments(self.fragments)
             self.aliases = dict(inventory.aliases)
             kept.update(unconverted(inventory.extra))
@@ -99,9 +98,3 @@ class EngineSource:
         with TemporaryDirectory() as folder:
             write_config(module, folder)
             yield folder
-
-
-def _where_it_is(fragment: Fragment) -> Fragment:
-    """Returns the fragment with the range of the file that holds it, if ``zckpt.offload`` has moved it to disk."""
-    place = place_of(fragment.data) if isinstance(fragment.data, torch.Tensor) else None
-    return fragment if place is None else replace(fragment, data=place)

@@ -300,7 +300,8 @@ class _Merging:
         """Merges the weights that a conversion takes, and converts them. ``elements``: what the conversion takes, and
         then the inputs of the merges."""
         given, rest = [], iter(elements[len(conversion.sources) :])
-        for (base, *_), flat in zip(conversion.sources, elements, strict=False):
+        for source, flat in zip(conversion.sources, elements[: len(conversion.sources)], strict=True):
+            base = source.source
             if base in self.merges:
                 inputs = [next(rest) for _ in self.merges[base].inputs]
                 parts = [

@@ -14,7 +14,7 @@ from zckpt.listing.runs import refuse_in_checkpoint
 from zckpt.storage import files
 from zckpt.storage.location import Location
 from zckpt.storage.process_names import remove_left_over, temporary
-from zckpt.storage.schemes import open_store
+from zckpt.storage.schemes import open_store, remove_made
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -108,8 +108,9 @@ class Place(NamedTuple):
             if not names:
                 return
             if foreign or not any(fnmatch(name, pattern) for name in names for pattern in _WEIGHTS):
+                why = "files that no {} has" if foreign else "no weights, so it is no earlier {}, but other files"
                 raise CheckpointExistsError(
-                    f"the directory has files that no {self.what} has: {first_few(foreign or names, 5)}", file=path,
+                    f"the directory has {why.format(self.what)}: {first_few(foreign or names, 5)}", file=path,
                     hint="give a path at which nothing exists yet, or move these files away",
                 )  # fmt: skip
         if not self.overwrite:
@@ -147,8 +148,7 @@ class Place(NamedTuple):
         """Removes what is at the temporary path. After ``finish``, this is what was at ``path`` before. Also removes
         each directory that ``begin`` has made and that is empty."""
         open_store(self.prepared).remove("")
-        while self.made:
-            open_store(self.made.pop(0)).remove_if_empty("")
+        remove_made(self.made)
 
 
 def _has_code(directory: str) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LENGTH_BYTES = 8
 """The size of the first field of a data file, which has the length of the header text."""
 BEGINNING_BYTES = DATA_ALIGNMENT_BYTES
-"""The number of bytes by which ``is_begun`` recognises a data file. No header is shorter."""
+"""The number of bytes by which ``begins_like_data_file`` recognises a data file. No header is shorter."""
 SECTOR_BYTES = 512
 """The smallest number of bytes that a disk writes as a whole."""
 FILLER_BYTES_MAX = DATA_ALIGNMENT_BYTES - 1
@@ -176,7 +176,7 @@ def header_bytes(prefix: bytes, file: str) -> int:
     return data_start
 
 
-def is_begun(beginning: bytes) -> bool:
+def begins_like_data_file(beginning: bytes) -> bool:
     """Returns whether a file is a data file that a writer has written, or has begun to write.
 
     ``beginning`` has the first BEGINNING_BYTES bytes of the file, or all of them if there are fewer. If the writer has

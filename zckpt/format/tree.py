@@ -22,7 +22,7 @@ from zckpt.format.limits import CONTAINERS_MAX, TREE_BYTES_MAX, TREE_DEPTH_MAX, 
 from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 TENSOR, NDARRAY, TUPLE, INTEGER, DICT_TYPE = 1, 2, 3, 4, 5
 _DICT_TYPES: dict[str, type] = {"OrderedDict": OrderedDict, "Counter": Counter}
@@ -141,13 +141,9 @@ class _Encoder:
             return items if kind is list else msgpack.ExtType(TUPLE, self.packed(items, path))
         if isinstance(value, dict) and kind in (dict, *_DICT_TYPES.values()):
             self.containers += 1
-            items_by_key = {}
+            items_by_key: dict[str | int, object] = {}
             for key, item in value.items():
-                kept = key if is_key(key) else self.put_key(path, key)
-                if kept is None or kept in items_by_key or (kept != key and kept in value):
-                    raise StateError(
-                        f"{path} has the key {key!r}: only strings and 64-bit integers can be kept", key=path
-                    )
+                kept = kept_key(key, path, self.put_key, items_by_key, value)
                 self.encode(kept, path, depth)
                 items_by_key[kept] = self.encode(item, below(path, key), depth + 1)
             if kind is dict:
@@ -259,6 +255,22 @@ class _Decoder:
             if kind is not None:
                 return kind(inner[1])
         raise broken("T001", f"extension type {code}", file=self.file)
+
+
+def kept_key(
+    key: object,
+    path: str,
+    put_key: Callable[[str, object], str | int | None],
+    taken: Collection[object],
+    keys: Collection[object],
+) -> str | int:
+    """Returns the plain key that ``key`` of the map at ``path`` is packed as. ``put_key``: as for ``pack``. ``taken``:
+    the plain keys of the entries before it. ``keys``: all keys of the map. Raises StateError if there is no such key,
+    or if another entry has it."""
+    kept = key if is_key(key) else put_key(path, key)
+    if kept is None or kept in taken or (kept != key and kept in keys):
+        raise StateError(f"{path} has the key {key!r}: only strings and 64-bit integers can be kept", key=path)
+    return kept  # type: ignore[return-value]
 
 
 def is_key(key: object) -> bool:

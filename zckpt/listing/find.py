@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from zckpt.errors import (
@@ -32,6 +32,7 @@ from zckpt.storage.schemes import open_store
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from zckpt.format.manifest import Manifest
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
 
@@ -77,18 +78,23 @@ def _newer_of_trainer(run: Store, checkpoint: Store) -> Store | None:
     for name in sorted(of_trainer, key=lambda name: int(name.rpartition("-")[2]), reverse=True):
         with suppress(ZckptError):
             newest = find(str(run.location.child(name)))
-            steps = [open_contents(store).manifest.step for store in (newest, checkpoint)]
-            return newest if steps[0] > steps[1] else None
+            return newest if manifest_of(newest).step > manifest_of(checkpoint).step else None
     return None
 
 
 def open_contents(store: Store) -> Contents:
     """Returns what the checkpoint in exactly this directory holds. Whoever calls it closes the reader of the result.
     Raises CheckpointNotFoundError, FormatError and StorageError."""
+    manifest = manifest_of(store)
+    return Contents(manifest, store.reader())
+
+
+def manifest_of(store: Store) -> Manifest:
+    """Returns the manifest of the checkpoint in exactly this directory. Raises what ``open_contents`` raises."""
     if not store.exists(names.MANIFEST):
         raise CheckpointNotFoundError("there is no manifest", file=str(store.location))
-    reader = store.reader()
-    return Contents(read_manifest(store, reader), reader)
+    with closing(store.reader()) as reader:
+        return read_manifest(store, reader)
 
 
 @contextmanager

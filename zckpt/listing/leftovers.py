@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from zckpt.errors import FormatError, MissingFileError, StorageError, ZckptError, first_few
+from zckpt.errors import CheckpointNotFoundError, FormatError, MissingFileError, StorageError, ZckptError, first_few
 from zckpt.format import names
-from zckpt.format.data_file import BEGINNING_BYTES, is_begun
-from zckpt.listing.runs import entries_of, is_leftover, read_manifest
+from zckpt.format.data_file import BEGINNING_BYTES, begins_like_data_file
+from zckpt.listing.find import manifest_of
+from zckpt.listing.runs import entries_of, is_leftover
 from zckpt.storage.lock import DEAD_SECONDS
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def leftovers(checkpoint: Store) -> Leftovers:
     foreign: list[str] = []
     try:
         manifest = manifest_of(checkpoint)
+    except CheckpointNotFoundError:
+        manifest = None
     except ZckptError:  # the manifest may name any of the entries
         return Leftovers(own, foreign, None)
     named = None if manifest is None else names.data_dir(manifest.save_id)
@@ -59,22 +62,15 @@ def leftovers(checkpoint: Store) -> Leftovers:
     return Leftovers(own, foreign, manifest)
 
 
-def manifest_of(checkpoint: Store) -> Manifest | None:
-    """Returns the manifest of a checkpoint, or None if there is none. Raises FormatError and StorageError."""
-    if not checkpoint.exists(names.MANIFEST):
-        return None
-    with closing(checkpoint.reader()) as reader:
-        return read_manifest(checkpoint, reader)
-
-
 def may_be_named(checkpoint: Store, save_id: str) -> bool:
     """Returns whether the manifest of a checkpoint names the data of this save, or may do so because it cannot be
     read."""
     try:
-        manifest = manifest_of(checkpoint)
+        return manifest_of(checkpoint).save_id == save_id
+    except CheckpointNotFoundError:
+        return False
     except ZckptError:
         return True
-    return manifest is not None and manifest.save_id == save_id
 
 
 def run_leftovers(run: Store) -> list[str]:
@@ -134,7 +130,7 @@ def _is_own(reader: Reader, path: str, *, in_data_dir: bool) -> bool:
         beginning = reader.read(path, 0, BEGINNING_BYTES)
     except FormatError as error:
         return isinstance(error, MissingFileError)  # another process has removed it meanwhile
-    return not is_data_file or is_begun(beginning)
+    return not is_data_file or begins_like_data_file(beginning)
 
 
 def is_file(store: Store, name: str) -> bool:

@@ -293,7 +293,7 @@ def newest_to_resume(checkpoint: Store, lineage: Lineage) -> str | None:
     """Returns the absolute path of the newest whole checkpoint in the directory of the run of ``checkpoint`` from which
     training can go on, and which has the same run as ``lineage``. If Trainer or Accelerate has made a directory for
     this checkpoint, the path is that of this directory. It reads no tensor."""
-    resumable = next((store for store in _of_same_run(checkpoint) if can_resume(store, lineage.run)), None)
+    resumable = next((store for store in _of_same_run(checkpoint) if can_resume(store, lineage.run_id)), None)
     if resumable is None:
         return None
     place = resumable.location.absolute()
@@ -305,7 +305,7 @@ def can_resume(checkpoint: Store, run: str | None = None) -> bool:
     """Whether there is a checkpoint in exactly this directory that is whole, and from which training can go on.
     ``run``: the identity of the run that it has to belong to. None means any run. No tensor is read."""
     contents = if_whole(checkpoint)
-    return contents is not None and contents.lineage.use is Use.RESUME and run in (None, contents.lineage.run)
+    return contents is not None and contents.lineage.use is Use.RESUME and run in (None, contents.lineage.run_id)
 
 
 def if_whole(checkpoint: Store) -> Contents | None:

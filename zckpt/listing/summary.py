@@ -162,7 +162,7 @@ def _begun(store: Store, path: str, contents: Contents | None, problem: str | No
         "nbytes": None if manifest is None else sum(manifest.files.nbytes),
         "age_seconds": None if manifest is None else max(now - committed_at(store), 0.0),
         "use": None if lineage is None else str(lineage.use),
-        "run": None if lineage is None else lineage.run,
+        "run": None if lineage is None else lineage.run_id,
         "problem": problem,
         "locked_by": _locked_by(store),
         "leftovers": tuple(leftovers(store).own),

@@ -23,7 +23,7 @@ from zckpt.storage.lock import is_alive, is_lock, read_lock
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 
@@ -34,7 +34,7 @@ class Kind(Enum):
     UNFINISHED = "not whole: it is being written, or its writer has died, or something of it is missing or cut off"
     WEIGHTS = "whole, but the optimizer's state was left out"
     FULL = "whole, and training can go on from it"
-    FOREIGN = "not zckpt's, with the framework's own state: as for the framework alone, it counts as one to resume from"
+    FOREIGN = "not zckpt's: the framework has saved the state itself, so it can resume from it"
 
 
 RESUMABLE = (Kind.FULL, Kind.FOREIGN)
@@ -91,21 +91,14 @@ def last_checkpoint(output_dir: str) -> str | None:
     """Returns the directory of the checkpoint with the highest step from which training can go on. If all whole
     checkpoints are without the optimizer's state, it returns one of these: to load it is an error that says so, but
     with None a script would begin anew."""
-    steps = [int(name.rpartition("-")[2]) for name in os.listdir(output_dir) if is_of_trainer(name)]
-    weights = None
-    for step in sorted(steps, reverse=True):
-        folder = os.path.join(output_dir, f"checkpoint-{step}")
-        kind = kind_of(folder) if os.path.isdir(folder) else Kind.UNFINISHED
-        if kind in RESUMABLE:
-            return folder
-        if kind is Kind.WEIGHTS and weights is None:
-            weights = folder
-    return weights
+    steps = sorted(int(name.rpartition("-")[2]) for name in os.listdir(output_dir) if is_of_trainer(name))
+    folders = [os.path.join(output_dir, f"checkpoint-{step}") for step in steps]
+    return last_of_kinds(folders, RESUMABLE) or last_of_kinds(folders, (Kind.WEIGHTS,))
 
 
-def newest_to_resume(folders: Sequence[str]) -> str | None:
-    """Returns the last of these directories from which training can go on."""
-    return next((folder for folder in reversed(folders) if kind_of(folder) in RESUMABLE), None)
+def last_of_kinds(folders: Sequence[str], kinds: Collection[Kind]) -> str | None:
+    """Returns the last of these directories that is of one of the kinds, or None."""
+    return next((folder for folder in reversed(folders) if os.path.isdir(folder) and kind_of(folder) in kinds), None)
 
 
 def kind_of_models(folder: str) -> Kind:
@@ -132,7 +125,7 @@ def is_last_to_resume(folder: str) -> bool:
     for name in os.listdir(beside):
         with suppress(ZckptError):
             other = find(os.path.join(beside, name))
-            if committed_at(other) > written and can_resume(other, contents.lineage.run):
+            if committed_at(other) > written and can_resume(other, contents.lineage.run_id):
                 return False
     return True
 

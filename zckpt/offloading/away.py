@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 from zckpt.engines.hooks import before_calls
 from zckpt.errors import FormatError, OffloadedError, StorageError, UnsupportedError, ZckptError, first_few
+from zckpt.format.names import Tier
 from zckpt.offloading.files import Moved, read_back
 from zckpt.offloading.memory import fresh_memory, give_memory, is_movable, is_pinned, take_memory
 from zckpt.offloading.parts import in_order
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from zckpt.engines.contract import EngineAdapter, Use
-    from zckpt.state.inventory import Holding
+    from zckpt.state.inventory import Fragment, Holding
     from zckpt.storage.scratch import ScratchRange
     from zckpt.transfer.budget import Budget
 
@@ -56,6 +57,13 @@ def place_of(tensor: torch.Tensor) -> FileRange | None:
     if moved is None:
         return None
     return moved.file_range(int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
+
+
+def where_it_is(fragment: Fragment) -> Fragment:
+    """Returns ``fragment``. If its tensor is on disk, the data of the fragment is the range of the scratch file that
+    has the values."""
+    place = None if isinstance(fragment.data, FileRange | None) else place_of(fragment.data)
+    return fragment if place is None else replace(fragment, tier=Tier.NVME, data=place)
 
 
 def moved_from(storage: torch.UntypedStorage) -> Moved | None:

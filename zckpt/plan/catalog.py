@@ -266,7 +266,7 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
         writer=metadata.writer,
     )
     if metadata.lineage is not None:
-        lineage = metadata.lineage if metadata.lineage.run else replace(metadata.lineage, run=run_of(manifest))
+        lineage = metadata.lineage if metadata.lineage.run_id else replace(metadata.lineage, run_id=run_of(manifest))
         entry = lineage.tree(tensor_counts(manifest))
         manifest = replace(manifest, state=tree.with_entry(manifest.state, LINEAGE, entry))
     raw = manifest_format.encode(manifest)

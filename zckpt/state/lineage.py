@@ -28,7 +28,7 @@ class Use(StrEnum):
 class Lineage:
     """What a checkpoint says about its origin."""
 
-    run: str
+    run_id: str
     """The identity of the training run: 16 hexadecimal digits. A run that is resumed from one of its checkpoints keeps
     its identity. Two engines, such as an actor and a critic, belong to two runs."""
     use: Use
@@ -36,7 +36,7 @@ class Lineage:
     def tree(self, tensors: Mapping[str, int]) -> dict[str, object]:
         """Returns the value that the tree of a checkpoint holds. ``tensors``: the number of tensors that the checkpoint
         has of each part."""
-        return {"run": self.run, "use": str(self.use), "tensors": dict(tensors)}
+        return {"run": self.run_id, "use": str(self.use), "tensors": dict(tensors)}
 
 
 def lineage_of(value: object, tensors: Mapping[str, int]) -> Lineage | None:
@@ -45,11 +45,11 @@ def lineage_of(value: object, tensors: Mapping[str, int]) -> Lineage | None:
     lost some, whatever it was made for."""
     if not isinstance(value, dict):
         return None
-    run, use, recorded = (value.get(key) for key in ("run", "use", "tensors"))
-    if not (isinstance(run, str) and use in list(Use) and isinstance(recorded, dict)):
+    run_id, use, recorded = (value.get(key) for key in ("run", "use", "tensors"))
+    if not (isinstance(run_id, str) and use in list(Use) and isinstance(recorded, dict)):
         return None
     lost = any(not isinstance(count, int) or tensors.get(part, 0) < count for part, count in recorded.items())
-    return Lineage(run, Use.PART if lost else Use(use))
+    return Lineage(run_id, Use.PART if lost else Use(use))
 
 
 def judged(tensors: Collection[str], engine_state: object, *, left_out: Collection[str], partial: bool) -> Use:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import LockedError, MissingFileError, ZckptError
 from zckpt.format import names
-from zckpt.storage.schemes import open_store
+from zckpt.storage.schemes import remove_made
 from zckpt.system import linux
 from zckpt.system.threads import Worker, stop
 
@@ -114,8 +114,7 @@ class WriteLock:
             _held.discard(self.save_id)
             with suppress(ZckptError):  # the lock that stays counts as dead later
                 self._store.withdraw(names.LOCK, self._data)
-        while self._made:
-            open_store(self._made.pop(0)).remove_if_empty("")
+        remove_made(self._made)
 
     def __enter__(self) -> Self:
         self.acquire()

@@ -18,6 +18,13 @@ SCHEMES: dict[str, Callable[[Location], Store]] = {"": LocalStore}
 line here. If a store needs another package, it imports the package only when a store is made."""
 
 
+def remove_made(made: list[Location]) -> None:
+    """Removes each directory that ``Store.make_directories`` has made and that is empty, the innermost first, and takes
+    it off the list. Raises nothing but an interrupt."""
+    while made:
+        open_store(made.pop(0)).remove_if_empty("")
+
+
 def open_store(path: StrPath | Location) -> Store:
     """Returns the store of a path or location. Does no I/O. Raises UnsupportedError if the scheme is unknown."""
     location = path if isinstance(path, Location) else Location.of(path)

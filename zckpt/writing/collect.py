@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +15,11 @@ from zckpt.errors import StateError
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.format.names import Tier
-from zckpt.offloading.away import place_of
+from zckpt.offloading.away import where_it_is
 from zckpt.state.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
 from zckpt.state.lineage import Use, use_of
 from zckpt.transfer.devices import synchronize
-from zckpt.transfer.memory import check_fragments, check_memory, host_bytes
+from zckpt.transfer.memory import check_fragments, check_memory
 from zckpt.transfer.stored import in_order, stored_range, values_digest
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 from zckpt.writing.plain import Sieve, is_told, number, number_key, plain, plain_key
@@ -64,7 +64,7 @@ def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
     synchronize(adapter.devices)
     inventory = adapter.inventory(options.parts)
     wanted = {*(adapter.parts if options.parts is None else options.parts)}.difference(options.exclude)
-    fragments = [_where_it_is(fragment) for fragment in inventory.fragments if fragment.part not in options.exclude]
+    fragments = [where_it_is(fragment) for fragment in inventory.fragments if fragment.part not in options.exclude]
     for fragment in fragments:  # the name of a part becomes the name of a file
         names.check_part_name(fragment.part)
         names.check_tensor_name(fragment.name)
@@ -77,13 +77,6 @@ def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
     return Collected(
         fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use, inventory.unsaved
     )
-
-
-def _where_it_is(fragment: Fragment) -> Fragment:
-    """Returns ``fragment``. If its tensor is offloaded, the data of the fragment is the range of the scratch file that
-    has the values."""
-    place = place_of(fragment.data) if isinstance(fragment.data, torch.Tensor) else None
-    return fragment if place is None else replace(fragment, tier=Tier.NVME, data=place)
 
 
 def tensors_of(fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:
@@ -113,7 +106,7 @@ def pack_tree(
 ) -> bytes:
     """Returns a tree in packed form. The tensors and arrays in it are added to ``fragments``, and what is not kept as
     it is to ``changes``. ``leave_out``: whether what cannot be kept is left out. If not, it raises StateError."""
-    first, changes = len(fragments), changes or Changes()
+    first, changes, replaced = len(fragments), changes or Changes(), dict[str, str]()
 
     def keep(tensor: torch.Tensor) -> str:
         name = f"tree/{rank}/{len(fragments)}"
@@ -121,12 +114,15 @@ def pack_tree(
         return name
 
     try:
-        return _packed(value, path, keep, changes.replaced)
+        packed = _packed(value, path, keep, replaced)
     except StateError:
         if not leave_out:
             raise
-    del fragments[first:]
-    return _packed(_sieve(changes).sifted(value, path), path, keep, changes.replaced)
+        del fragments[first:]
+        replaced.clear()
+        packed = _packed(_sieve(changes).sifted(value, path), path, keep, replaced)
+    changes.replaced.update(replaced)
+    return packed
 
 
 def kept_client_state(client_state: Mapping[str, Any], changes: Changes) -> Mapping[str, Any]:
@@ -188,7 +184,7 @@ def _packed(
         return kept
 
     def put_key(where: str, key: object) -> str | int | None:
-        kept = (plain_key if _GIVEN.match(where) else number_key)(key)
+        kept = _key(where, key)
         if kept is not None and replaced is not None and kept != key:
             replaced[tree.below(where, key)] = f"the key {key!r} of {where} as {kept!r}"
         return kept
@@ -196,11 +192,16 @@ def _packed(
     return tree.pack(value, path, put, put_key)
 
 
+def _key(path: str, key: object) -> str | int | None:
+    """Returns the plain key that takes the place of a key of the map at ``path``, or None."""
+    return (plain_key if _GIVEN.match(path) else number_key)(key)
+
+
 def _sieve(changes: Changes) -> Sieve:
     def mark(path: str, reason: str) -> object | None:
         return None if _GIVEN.match(path) else left_out(reason)
 
-    return Sieve(_packed, _replacement, mark, changes.left_out)
+    return Sieve(_packed, _replacement, _key, mark, changes.left_out)
 
 
 def _replacement(where: str, value: object) -> tree.Plain | None:
@@ -227,7 +228,7 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
             yield from _leaves(item, f"{path}[{index}]")
     elif isinstance(value, torch.Tensor):
         tensor = _checked(value, path)
-        exact = tensor.item() if tensor.numel() == 1 else digest(host_bytes(tensor.cpu())).hex()
+        exact = tensor.item() if tensor.numel() == 1 else values_digest(tensor).hex()
         yield path, f"{exact} ({value.dtype})"
     else:
         kept = number(value)
@@ -247,4 +248,4 @@ def _checked(tensor: torch.Tensor, path: str) -> torch.Tensor:
 def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:
     """Returns the digest of each buffer, by its key."""
     buffers = [(f.key, f.data) for f in fragments if f.part == BUFFER]
-    return {key: digest(host_bytes(data.cpu())) for key, data in buffers if isinstance(data, torch.Tensor)}
+    return {key: values_digest(data) for key, data in buffers if isinstance(data, torch.Tensor)}

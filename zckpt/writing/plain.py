@@ -131,6 +131,8 @@ class Sieve:
     """Packs the value that is at a path. Raises StateError if it cannot be kept."""
     replacement: Callable[[str, object], tree.Plain | None]
     """Returns the plain value that takes the place of the value at a path, or None."""
+    put_key: Callable[[str, object], str | int | None]
+    """Returns the plain key that takes the place of a key of the map at a path, or None."""
     mark: Callable[[str, str], object | None]
     """Returns what a map has in the place of an entry that goes, or None if it has nothing. The arguments are the path
     of the entry and the reason."""
@@ -151,19 +153,24 @@ class Sieve:
             if simpler is not None:
                 return self.sifted(simpler.value, path, depth)
             if type(value) in (list, tuple):
-                return type(value)([self.sifted(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)])
+                entries = Sieve(self.pack, self.replacement, self.put_key, self.mark)
+                items = type(value)([entries.sifted(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)])
+                self.left_out.update(entries.left_out)  # If the whole list goes, only the list itself counts.
+                return items
             if type(value) not in (dict, OrderedDict, Counter):
                 raise
-        kept = type(value)()
+        kept, packed_keys = type(value)(), set[str | int]()
         for key, item in value.items():
             entry = tree.below(path, key)
             try:
-                if not tree.is_key(key):
-                    self.pack({**dict.fromkeys(filter(tree.is_key, value)), **dict.fromkeys(kept), key: None}, path)
+                packed_key = tree.kept_key(key, path, self.put_key, packed_keys, value)
+                self.pack(packed_key, path)
                 kept[key] = self.sifted(item, entry, depth + 1)
+                packed_keys.add(packed_key)
             except StateError as error:
                 self.left_out[entry] = error.message if error.key == entry else f"{entry}, since {error.message}"
                 mark = self.mark(entry, error.message)
                 if mark is not None and tree.is_key(key):
                     kept[key] = mark
+                    packed_keys.add(key)
         return kept

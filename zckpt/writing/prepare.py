@@ -12,7 +12,7 @@ import msgpack
 import torch
 
 from zckpt.engines import adapt
-from zckpt.engines.history import history_of, is_second, note_write, run_of_next_write
+from zckpt.engines.history import claim, history_of, note_write, run_id_of_next_write
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
 from zckpt.errors import RankError, StateError, ZckptError, first_few, warn
@@ -67,9 +67,9 @@ class Facts(NamedTuple):
     earlier: str
     """The path of the checkpoint whose unchanged data files are shared, or an empty text if there is none. Only rank 0
     tells it."""
-    run: str
+    run_id: str
     """The identity of the run that the engine belongs to on this rank, or an empty text if it has none yet."""
-    run_of_write: str
+    run_id_of_write: str
     """The identity of the run that the checkpoint belongs to. Only rank 0 tells it."""
     sample: bytes
     """The digest of ``EngineAdapter.sample``."""
@@ -123,7 +123,7 @@ class Preparation:
         if options.leave_out and options.client_state is not None:
             options = self.options = replace(options, client_state=kept_client_state(options.client_state, changes))
         collected = self._collected = collect(adapter, options)
-        packed, earlier, run, first = b"", "", "", self._rank == 0
+        packed, earlier, run_id, first = b"", "", "", self._rank == 0
         if first:
             if collected.unsaved:
                 warn(f"the checkpoint does not hold {first_few(collected.unsaved, 5)}")
@@ -136,7 +136,7 @@ class Preparation:
             packed = pack_tree(root, "", collected.fragments, 0, changes, leave_out=options.leave_out)
             self._lock = WriteLock(self._store)
             earlier = earlier_checkpoint(options.reuse, self._engine, self.run)
-            run = run_of_next_write(self._engine)
+            run_id = run_id_of_next_write(self._engine)
         writer = {
             "zckpt": __version__,
             "torch": torch.__version__,
@@ -144,13 +144,13 @@ class Preparation:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             **adapter.description,
         }
-        lineage = Lineage(run, collected.use)
+        lineage = Lineage(run_id, collected.use)
         self._metadata = catalog.SaveMetadata(adapter.step, BLOCK_BYTES, collected.aliases, packed, writer, lineage)
         sample = adapter.sample()
         return Facts(
             options.common(self.target), digest(msgpack.packb(collected.scalars)), self._client_digest(),
             linux.boot_id() or platform.node(), collected.buffers if first else {}, self._lock.save_id if first else "",
-            earlier, history_of(self._engine).run, run, sample and digest(sample),
+            earlier, history_of(self._engine).run_id, run_id, sample and digest(sample),
         )  # fmt: skip
 
     def _client_digest(self) -> bytes | None:
@@ -159,7 +159,8 @@ class Preparation:
             return None if options.client_state is None else fingerprint(options.client_state)
         except StateError:
             if self._rank and not options.each_client_state:
-                # It is not written. An empty digest differs from that of rank 0's client_state, which is written.
+                # Only rank 0's client_state is written, so this one may have what cannot be kept. The empty digest
+                # differs from that of rank 0, so a warning follows.
                 return b""
             raise
 
@@ -169,7 +170,7 @@ class Preparation:
         facts = [Facts(*values) for values in facts_of_ranks]
         check_arguments([of_rank.arguments for of_rank in facts])
         _check_engines(facts, options, rank)
-        self._run_of_write = facts[0].run_of_write
+        self._run_id = facts[0].run_id_of_write
         rank_state = collected.rank_state
         if any(of_rank.client_state not in (None, facts[0].client_state) for of_rank in facts):
             if options.each_client_state:  # a rank that has passed none writes an empty one
@@ -218,7 +219,7 @@ class Preparation:
         Returns the space in bytes that the write needs and that is free. Only rank 0 looks this up. Raises StateError
         on each rank if the optimizers of the ranks differ in a value that is kept once."""
         plans = [Planned(*values) for values in plans_of_ranks]
-        note_write(self._engine, self._run_of_write)
+        note_write(self._engine, self._run_id)
         if any(of_rank.scalars for of_rank in plans):
             error = _differing([of_rank.scalars for of_rank in plans])
             if not self.options.leave_out:
@@ -230,7 +231,7 @@ class Preparation:
             rank_records = catalog.unpack(of_rank.rank_record for of_rank in plans)
             self.write.describe(rank_records, sum(of_rank.shared_bytes for of_rank in plans))
             refuse_place(self._store, self.run, latest=self.options.latest)
-            if is_second(self._engine, str(self.run.location)):
+            if not claim(self._engine, str(self.run.location)):
                 self._stay_beside()
             return self.write.begin(self._lock)
         return Space(self.target, 0, None)
@@ -251,7 +252,7 @@ class Preparation:
     @property
     def written(self) -> tuple[str, str]:
         """The identity of the run and the save id of the checkpoint."""
-        return self._run_of_write, self.write.save_id
+        return self._run_id, self.write.save_id
 
     def _tell_changes(self, plans: Sequence[Planned]) -> None:
         replaced = {path: said for of_rank in plans for path, said in of_rank.replaced.items()}
@@ -267,9 +268,9 @@ class Preparation:
 def _check_engines(facts: Sequence[Facts], options: WriteOptions, rank: int) -> None:
     """Raises RankError if the ranks write different engines, which would commit a mixture of them. An attached engine
     whose replicas differ is written all the same, with a warning, because DeepSpeed would save it."""
-    first_run = next((of_rank.run for of_rank in facts if of_rank.run), "")
+    first_run_id = next((of_rank.run_id for of_rank in facts if of_rank.run_id), "")
     for number, of_rank in enumerate(facts):
-        runs_differ = of_rank.run not in ("", first_run)
+        runs_differ = of_rank.run_id not in ("", first_run_id)
         samples = {of_rank.sample, facts[0].sample}
         if not runs_differ and (b"" in samples or len(samples) == 1):
             continue

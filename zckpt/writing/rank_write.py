@@ -25,7 +25,7 @@ from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.staging import pool_for
 from zckpt.transfer.write import run_writes
 from zckpt.writing.collect import tensors_of
-from zckpt.writing.leftovers import clear_for_write, remove
+from zckpt.writing.removal import clear_for_write, remove
 from zckpt.writing.reuse import SameFile, read_back
 
 if TYPE_CHECKING:

@@ -93,9 +93,9 @@ class SavedScheduler:
             return "the checkpoint has no scheduler"
         steps = self._steps()
         if not steps:
-            return f"{self._class or 'the scheduler there'} does not count them as it does"
+            return "the two schedulers count their steps in different ways"
         if steps[0] > steps[1]:
-            return f"it has taken {steps[0]} of them, and the checkpoint {steps[1]}"
+            return f"it has taken {steps[0]} steps already, and that of the checkpoint only {steps[1]}"
         needed = [p.name for p in inspect.signature(self._scheduler.step).parameters.values() if p.default is p.empty]
         return f"its step() needs {', '.join(needed)}" if needed else ""
 
