@@ -22,6 +22,7 @@ from tests.support.plain_engine import Engine, engines_are_adapters, everything
 from tests.support.progress import RecordedProgress
 from tests.support.states import fragment, same_all
 from zckpt.cli import main
+from zckpt.engines.history import History
 from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.format.names import Tier
@@ -42,6 +43,7 @@ class Tuned(Engine):
 
     def __init__(self, frozen: int = FROZEN, step: int = 5) -> None:
         super().__init__(256 << 10, step=step)
+        self._zckpt_history = History()  # Which checkpoint an engine has written last decides what it reuses.
         self.parts = ("master", "exp_avg", "param")
         self.frozen = torch.randn(frozen // 4)
         self.more = torch.arange(1000.0)
