@@ -251,7 +251,7 @@ def interrupted_at_the_end(path: Path, ranks: int, times: int, seconds: float) -
         return [(status, errors) for status, _, errors in map(ended, processes)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_ctrl_c_at_the_end_of_the_process_gives_the_write_up(tmp_path: Path, ranks: int) -> None:
     for status, errors in interrupted_at_the_end(tmp_path / "c", ranks, times=1, seconds=5):
         assert status == -signal.SIGINT

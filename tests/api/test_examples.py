@@ -23,6 +23,7 @@ EXAMPLES = {
     "lightning_run.py": "lightning",
 }
 """The examples, each with the package that it shows."""
+EVERY_COMMIT = ("trainer_run.py", "peft_run.py")
 ALONE = "peft_run.py"
 """The example that calls zckpt itself. The others need `zckpt run`."""
 
@@ -51,7 +52,9 @@ def assert_survives(cluster: Cluster, directory: Path, example: str, steps: tupl
         assert expected.read_bytes() == actual.read_bytes(), "the adapters, bit for bit"
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=() if name in EVERY_COMMIT else pytest.mark.matrix) for name in EXAMPLES]
+)
 def test_an_example_that_is_killed_goes_on(cluster: Cluster, tmp_path: Path, example: str) -> None:
     assert_survives(cluster, tmp_path, example, (8,), 0)
 

@@ -91,7 +91,7 @@ def go_on_with_others(directory: str, setup: dict[str, Any], stage: int) -> tupl
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 3), (3, 2), pytest.param(1, 0, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("scheduler", [True, cosine, False])
+@pytest.mark.parametrize("scheduler", [True, pytest.param(cosine, marks=pytest.mark.matrix), False])
 def test_the_engine_keeps_other_settings_and_gets_the_rest(
     cluster: Cluster, tmp_path: Path, scheduler: Any, ranks: int, stage: int
 ) -> None:

@@ -121,7 +121,7 @@ def call(monkeypatch: pytest.MonkeyPatch, arguments: list[str], encoding: str) -
     return status, out.text(), err.text()
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("encoding", ["utf-8", pytest.param("ascii", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_prints_what_is_not_printable(
     furnished: Path, command: str, encoding: str, monkeypatch: pytest.MonkeyPatch

@@ -145,7 +145,7 @@ def test_only_an_export_is_replaced_and_only_on_request(tmp_path: Path) -> None:
     (out / "model-00001-of-00002.safetensors").write_text("of an earlier one, in more files")
     (tmp_path / "settings").mkdir()
     (tmp_path / "settings" / "config.json").write_text("{}")
-    with pytest.raises(zckpt.CheckpointExistsError, match="it is no earlier export, but other files: config"):
+    with pytest.raises(zckpt.CheckpointExistsError, match="no weights, so no export has made it: config"):
         zckpt.export(tmp_path / "ckpt", tmp_path / "settings", overwrite=True)
     zckpt.export(tmp_path / "ckpt", out, overwrite=True)
     assert content(out) == before

@@ -207,7 +207,7 @@ def test_an_offload_in_the_background(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_as_before(engine, tensors_of(plain))
 
 
-@pytest.mark.parametrize("part", ["param", "exp_avg"])
+@pytest.mark.parametrize("part", ["param", pytest.param("exp_avg", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("how", ["in place", "behind torch's back", "there and back"])
 @pytest.mark.parametrize("when", ["while it is read", "once it is on the disk"])
 def test_what_other_code_changes_during_an_offload_in_the_background_is_not_lost(

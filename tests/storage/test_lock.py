@@ -384,7 +384,7 @@ def test_many_processes_open_at_once(tmp_path: Path) -> None:
 
 def test_readers_of_what_is_overwritten_get_one_state_or_an_error(tmp_path: Path) -> None:
     """The writer begins when each of three readers has read what was written first."""
-    path, reading, rounds = tmp_path / "c", tmp_path / "reading", 25
+    path, reading, rounds = tmp_path / "c", tmp_path / "reading", 10
     write_through(path, value(0), step=0)
     reading.mkdir()
 

@@ -108,9 +108,12 @@ class Place(NamedTuple):
             if not names:
                 return
             if foreign or not any(fnmatch(name, pattern) for name in names for pattern in _WEIGHTS):
-                why = "files that no {} has" if foreign else "no weights, so it is no earlier {}, but other files"
+                if foreign:
+                    why = f"the directory has files that no {self.what} has: {first_few(foreign, 5)}"
+                else:
+                    why = f"the directory has no weights, so no {self.what} has made it: {first_few(names, 5)}"
                 raise CheckpointExistsError(
-                    f"the directory has {why.format(self.what)}: {first_few(foreign or names, 5)}", file=path,
+                    why, file=path,
                     hint="give a path at which nothing exists yet, or move these files away",
                 )  # fmt: skip
         if not self.overwrite:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from zckpt.format.manifest import Manifest
-    from zckpt.storage.contract import Store
+    from zckpt.storage.contract import Reader, Store
     from zckpt.storage.location import StrPath
 
 
@@ -85,16 +85,20 @@ def _newer_of_trainer(run: Store, checkpoint: Store) -> Store | None:
 def open_contents(store: Store) -> Contents:
     """Returns what the checkpoint in exactly this directory holds. Whoever calls it closes the reader of the result.
     Raises CheckpointNotFoundError, FormatError and StorageError."""
-    manifest = manifest_of(store)
-    return Contents(manifest, store.reader())
+    reader = _reader(store)
+    return Contents(read_manifest(store, reader), reader)
 
 
 def manifest_of(store: Store) -> Manifest:
     """Returns the manifest of the checkpoint in exactly this directory. Raises what ``open_contents`` raises."""
+    with closing(_reader(store)) as reader:
+        return read_manifest(store, reader)
+
+
+def _reader(store: Store) -> Reader:
     if not store.exists(names.MANIFEST):
         raise CheckpointNotFoundError("there is no manifest", file=str(store.location))
-    with closing(store.reader()) as reader:
-        return read_manifest(store, reader)
+    return store.reader()
 
 
 @contextmanager

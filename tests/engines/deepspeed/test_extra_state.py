@@ -134,8 +134,8 @@ class Adding(nn.Linear):
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a dict": ({"value": {"steps": 3}}, "it is of the type dict, and only tensors can be saved"),
-    "a sparse tensor": ({"value": torch.eye(2).to_sparse()}, "a Tensor of torch.float32 and torch.sparse_coo cannot"),
-    "a dtype": ({"value": torch.ones(2, dtype=torch.complex128)}, "a Tensor of torch.complex128 and"),
+    "a sparse tensor": ({"value": torch.eye(2).to_sparse()}, "it is a tensor of layout torch.sparse_coo"),
+    "a dtype": ({"value": torch.ones(2, dtype=torch.complex128)}, "it has dtype torch.complex128, which"),
     "not taken back": ({"value": torch.ones(2), "takes": False}, "no module takes it back"),
     "a name": ({"value": torch.ones(2), "key": "a\nb"}, "its name is not allowed: .*N001"),
 }  # fmt: skip

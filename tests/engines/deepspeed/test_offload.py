@@ -38,7 +38,7 @@ from zckpt.testing.fragments import write_fragments
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster
 
-EVERY_TIME = {"cpu", "cpu+cpu", "cpu-torch-adam", "nvme", "nvme-pipelined", "nvme+disk", "fp16-static", "fp16-dynamic"}
+EVERY_TIME = {"cpu", "cpu-torch-adam", "nvme-pipelined", "nvme+disk", "fp16-dynamic"}
 
 
 def marked(cases: dict[str, Any]) -> list[Any]:

@@ -84,12 +84,9 @@ CASES: dict[str, dict[str, Any]] = {
 EVERY_COMMIT = {
     "lion-3-nvme-bf16-groups",
     "adagrad-2-cpu-fp32-groups",
-    "muon-1-13",
     "muon-1-one-behind",
-    "muon-3-cpu-bf16-groups",
     "factored-0-fp32",
     "factored-2-bf16-groups",
-    "factored-3-fp16",
     "adafactor-0-bf16",
 }
 
