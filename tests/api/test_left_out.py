@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ import zckpt
 from tests.support.models import make_engine, train
 from tests.support.runs import AFTER, BEFORE, assert_same, everything, inner, tensors_of
 from zckpt.engines.deepspeed import refuse
+from zckpt.engines.tensors import holdings
 from zckpt.format import names, tree
 from zckpt.writing.collect import Changes, pack_tree
 
@@ -275,3 +277,41 @@ def test_the_time_for_many_keys_is_in_proportion_to_their_number() -> None:
     kept, changes = sifted({**{(key, key): 0 for key in range(20_000)}, "hook": print})
     assert len(kept) == 20_000
     assert [*changes.left_out] == ["client_state.value.hook"]
+
+
+def test_what_contains_itself_is_left_out() -> None:
+    around: list[Any] = [1]
+    around.append(around)
+    within: dict[str, Any] = {"kept": 2}
+    within |= {"again": within, "more": {"deeper": [within]}}
+    kept, changes = sifted({"list": around, "map": within})
+    assert kept == {"map": {"kept": 2, "more": {}}}
+    assert [*changes.left_out] == [
+        "client_state.value.list",
+        "client_state.value.map.again",
+        "client_state.value.map.more.deeper",
+    ]
+
+
+def test_looking_at_a_state_leaves_iterators_and_arrays_alone() -> None:
+    numbers, tensor = iter([1, 2]), torch.ones(2)
+    found = holdings("state", "s", {"numbers": numbers, "array": np.array(3), "tensors": [tensor]})
+    assert [holding.data for holding in found] == [tensor]
+    assert [*numbers] == [1, 2]
+
+
+def save_two_engines_with_one_tag(directory: str) -> None:
+    engines = [zckpt.attach(make_engine(seed=seed)) for seed in (0, 1)]
+    first, second = engines
+    first.save_checkpoint(directory, "mine")
+    with pytest.warns(UserWarning, match="two engines write to"):
+        second.save_checkpoint(directory, "other")
+    with pytest.warns(UserWarning, match="this save replaces .*mine, which another engine of this process has written"):
+        second.save_checkpoint(directory, "mine")
+    engines.clear()
+    del first, second
+    zckpt.attach(make_engine(seed=2)).save_checkpoint(directory, "mine")  # without a word
+
+
+def test_a_save_says_that_it_replaces_what_another_engine_has_saved(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(save_two_engines_with_one_tag, 1, str(tmp_path))

@@ -178,7 +178,7 @@ def test_a_file_with_another_layout_is_written(engine: Tuned, tmp_path: Path, ch
     assert same_all(zckpt.open(second).load(), engine.full)
 
 
-@pytest.mark.filterwarnings("ignore:two engines of this process write to")
+@pytest.mark.filterwarnings("ignore:two engines write to")
 def test_the_caller_chooses_the_earlier_checkpoint(engine: Tuned, tmp_path: Path) -> None:
     first = zckpt.write(engine, tmp_path / "one" / "a")
     assert shared(zckpt.write(engine, tmp_path / "one" / "b", reuse=None)) == set()
@@ -429,6 +429,20 @@ def test_nothing_writes_into_an_existing_file(engine: Tuned, tmp_path: Path, mon
     shutil.rmtree(second)
     assert everything(first) == old
     assert {file: file.stat().st_ino for file in first.rglob("*") if file.is_file()} == inodes
+
+
+def test_a_copy_of_a_file_that_was_read_back_is_read_back_too(tmp_path: Path) -> None:
+    engine = Tuned()
+    for name in ("1", "2"):
+        zckpt.write(engine, tmp_path / name)
+        engine.train()
+    shutil.copytree(tmp_path / "2", tmp_path / "copy")
+    content = bytearray(data_file(tmp_path / "copy").read_bytes())
+    content[len(content) // 2] ^= 1
+    data_file(tmp_path / "copy").write_bytes(content)
+    with pytest.warns(UserWarning, match="is damaged on the disk, so it is not shared"):
+        zckpt.write(engine, tmp_path / "3", reuse=tmp_path / "copy")
+    assert zckpt.validate(tmp_path / "3").ok
 
 
 @pytest.mark.parametrize("damage", ["a byte", "the header", "the end"])

@@ -231,5 +231,5 @@ def test_repair_of_a_run_lists_its_checkpoints(tmp_path: Path) -> None:
 
 def test_a_tilde_is_not_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(zckpt.CheckpointNotFoundError, match="give the whole path of the home directory"):
+    with pytest.raises(zckpt.UnsupportedError, match="begins with a tilde, which only a shell replaces"):
         zckpt.open("~/checkpoints")

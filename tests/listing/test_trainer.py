@@ -14,9 +14,10 @@ import zckpt
 from tests.support.states import write_state
 from zckpt.listing.find import find
 from zckpt.listing.runs import is_begun
-from zckpt.listing.trainer import Kind, kind_of, last_checkpoint, rng_file, superseded
+from zckpt.listing.trainer import Kind, kind_of, kind_of_models, last_checkpoint, rng_file, superseded
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
+from zckpt.testing import ReferenceEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,3 +162,15 @@ def test_what_save_model_leaves_takes_the_place_of_no_checkpoint(tmp_path: Path)
     assert str(find(tmp_path).location) == str(newer / "global_step15")
     DAMAGE["no commit"](newer)
     assert find(tmp_path).location.name == "global_step10"
+
+
+def test_a_folder_of_accelerate_without_all_of_its_files_is_not_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint_1"
+    zckpt.write(ReferenceEngine(), folder / "pytorch_model")
+    assert kind_of_models(str(folder)) is Kind.UNFINISHED, "perhaps another model would have followed"
+    (folder / "random_states_0.pkl").touch()
+    assert kind_of_models(str(folder)) is Kind.FULL
+    shutil.rmtree(folder / "pytorch_model")
+    assert kind_of_models(str(folder)) is Kind.UNFINISHED, "the write has failed"
+    (folder / "optimizer.bin").touch()
+    assert kind_of_models(str(folder)) is Kind.FOREIGN

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 import torch.distributed as dist
 
 from zckpt.api import frameworks, zero_to_fp32
-from zckpt.api.background import wait_for
+from zckpt.api.background import after_commit, wait_for
 from zckpt.api.open import open as open_path
 from zckpt.api.restore import restore_engine
 from zckpt.api.write import write_engine
@@ -308,8 +308,8 @@ def _save_checkpoint(
     path, step = str(Location.of(save_dir).child(tags[0])), engine.global_steps
     if save_latest:
         save_latest = ranks.together(lambda: _may_be_latest(path, save_dir, ranks), "agree on a tag")
-    number = saves.begin(save_dir, path, step)
     wait_for(ranks)  # The write before this one has to be committed, because its checkpoint may be the full one.
+    number = saves.begin(save_dir, path, step)
     if number:
         replaces_full, latest_is_full = ranks.first(
             lambda: (_is_full(path), _is_full(save_dir)), "look for a full checkpoint"
@@ -328,7 +328,7 @@ def _save_checkpoint(
         run=save_dir,
     )
     write_engine(engine, path, options)
-    saves.end(number, save_dir, path, step)
+    after_commit(lambda: saves.end(number, save_dir, path, step), ranks)
     ranks.together(lambda: _warn_of_gradients(engine) if ranks.rank == 0 else None, "end the save")
     return True
 
@@ -395,9 +395,9 @@ def _load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
-    saves.have_next_full()
     ranks = Ranks(group_of(engine), call=_LOAD.call)
     wait_for(ranks)  # A write in the background may be about to change `latest`.
+    saves.have_next_full()
     universal = engine.load_universal_checkpoint()
     run = ranks.together(lambda: open_store(load_dir), "find the checkpoint")
     found_tag, in_deepspeed_format = ranks.first(lambda: _find(run, tag, universal), "find the checkpoint")

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,9 @@ from zckpt.api import background
 from zckpt.engines import group_of
 from zckpt.engines.deepspeed.scheduler import SavedScheduler
 from zckpt.engines.hooks import workers_ignore
-from zckpt.errors import warn
+from zckpt.errors import ZckptError, warn
 from zckpt.format import names
+from zckpt.listing.find import find, manifest_of
 from zckpt.listing.trainer import (
     RESUMABLE,
     SCHEDULER,
@@ -54,8 +55,8 @@ _postponed: list[Callable[[], None]] | None = None
 """The removals of older checkpoints that Trainer has asked for while it saves a checkpoint. They wait until all ranks
 have written everything. None if Trainer is not saving."""
 
-_held_back: dict[str, Callable[[], None]] = {}
-"""The removals of checkpoints that Lightning has asked for, by the path of the checkpoint."""
+_held_back: dict[str, tuple[str, Callable[[], None]]] = {}
+"""The removals of checkpoints that Lightning has asked for, by the path of the checkpoint, with its save id."""
 
 
 def replace_functions() -> None:
@@ -163,7 +164,8 @@ def _remove_superseded(
         # A killed removal leaves a folder without these files, which counts as incomplete.
         for decisive in (Path(folder, TRAINER_STATE), *Path(folder).glob(f"*/{names.MANIFEST}")):
             decisive.unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        with suppress(FileNotFoundError):  # Accelerate may take several ranks for the main process.
+            shutil.rmtree(folder)
 
 
 def _remove_once_committed(remove: Callable[[], None], ranks: Ranks | None = None) -> None:
@@ -365,15 +367,25 @@ def _remove_checkpoint(original: Callable[..., None], strategy: Any, filepath: A
     if saves_of(getattr(strategy, "model", None)) is None:
         original(strategy, filepath)
     else:
-        _held_back[os.fspath(filepath)] = functools.partial(original, strategy, filepath)
+        path = os.fspath(filepath)
+        _held_back[path] = _save_id(path), functools.partial(original, strategy, filepath)
         _remove_once_committed(_remove_held_back)
 
 
 def _remove_held_back() -> None:
-    for path, remove in [*_held_back.items()]:
-        if not is_last_to_resume(path):
+    for path, (save_id, remove) in [*_held_back.items()]:
+        is_another = _save_id(path) != save_id  # Another checkpoint has been saved there meanwhile.
+        if is_another or not is_last_to_resume(path):
             del _held_back[path]
-            remove()
+            if not is_another:
+                remove()
+
+
+def _save_id(path: str) -> str:
+    """Returns the save id of the checkpoint at a path, or an empty text if there is none that can be read."""
+    with suppress(ZckptError):
+        return manifest_of(find(path)).save_id
+    return ""
 
 
 _REPLACEMENTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {

@@ -12,6 +12,8 @@ from zckpt.errors import CheckpointNotFoundError, FormatError, StorageError
 from zckpt.format import names
 from zckpt.listing.find import open_contents
 from zckpt.listing.runs import check_lengths, directories, is_of_trainer, nothing_at
+from zckpt.plan.catalog import tensor_counts
+from zckpt.state.inventory import PARAM
 from zckpt.storage.schemes import open_store
 from zckpt.writing.options import check_counts
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zckpt.cleaning.cleanup import Cleanup
+    from zckpt.format.manifest import Manifest
     from zckpt.state.lineage import Lineage
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
@@ -31,6 +34,8 @@ class Series(NamedTuple):
     """The identity of the training run."""
     use: str
     """What the checkpoints can be used for."""
+    has_param: bool
+    """Whether they have the part ``param``. If a run has frozen weights, only some checkpoints may have them."""
     of_trainer: bool
     """Whether they are in directories ``checkpoint-<N>`` of Hugging Face's Trainer. Trainer resumes only from those."""
 
@@ -147,7 +152,7 @@ def _committed(stores: Sequence[Store], now: float) -> tuple[list[_Committed], l
             contents = open_contents(store)
             with closing(contents.reader):
                 check_lengths(contents)
-                series = _series_of(store, contents.lineage)
+                series = _series_of(store, contents.manifest, contents.lineage)
             changed_at = store.changed_at(names.MANIFEST)
         except CheckpointNotFoundError:
             continue  # Another process has removed it meanwhile.
@@ -166,5 +171,7 @@ def _committed(stores: Sequence[Store], now: float) -> tuple[list[_Committed], l
     return sorted(committed, key=lambda checkpoint: checkpoint[:3]), unreadable
 
 
-def _series_of(store: Store, lineage: Lineage) -> Series:
-    return Series(lineage.run_id, str(lineage.use), is_of_trainer(store.parent.location.name))
+def _series_of(store: Store, manifest: Manifest, lineage: Lineage) -> Series:
+    return Series(
+        lineage.run_id, str(lineage.use), PARAM in tensor_counts(manifest), is_of_trainer(store.parent.location.name)
+    )

@@ -24,6 +24,7 @@ from zckpt.progress import Progress, logged, reported
 from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
 from zckpt.reading.checkpoint import ReadRequest
 from zckpt.restoring.plan import Request, RestorePlan, check_settings, plan_restore
+from zckpt.state.lineage import Use
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 from zckpt.system.threads import beside
@@ -230,8 +231,9 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Res
             plan.restoring.finish()
             synchronize(plan.adapter.devices)  # From here on, every stream of a device may use the restored tensors.
             history_of(engine).last = str(Location.of(plan.checkpoint.path).absolute())
-            if request.resumes and plan.adapter.trains:
-                note_restore(engine, plan.checkpoint.contents.lineage.run_id)
+            lineage = plan.checkpoint.contents.lineage
+            if request.resumes and plan.adapter.trains and lineage.use is Use.RESUME:
+                note_restore(engine, lineage.run_id)
         except BaseException as error:  # It is raised again below, where the other ranks learn of it.
             errors.append(error)
         ranks.together(lambda: _raise_first(errors), "restore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -234,11 +235,13 @@ def _remove_older(prepared: Preparation, keep_last: int) -> None:
     try:
         keep_every, written = prepared.options.keep_every, prepared.written
         cleanup = remove_older(str(prepared.run.location), keep_last, keep_every, written=written)
-    except Exception as error:  # The new checkpoint is committed, so the write must not fail.
-        warn(f"{prepared.target} is written, but older checkpoints could not be removed: {error}")
-    else:
-        if cleanup.foreign:
-            warn(left_alone(cleanup.foreign))
+        message = left_alone(cleanup.foreign) if cleanup.foreign else ""
+    except Exception as error:
+        message = f"{prepared.target} is written, but older checkpoints could not be removed: {error}"
+    # The new checkpoint is committed, so the write must not fail, even if warnings are errors.
+    with suppress(Warning):
+        if message:
+            warn(message)
 
 
 def _continue_in_background(pending: PendingWrite, prepared: Preparation, ranks: Ranks) -> None:

@@ -3,6 +3,7 @@ calls it extra state. The scales of the quantized weights of bitsandbytes are an
 
 from __future__ import annotations
 
+import traceback
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,15 @@ class ExtraState:
             # The attribute of the object may be another function: zckpt.offload replaces it to watch the calls.
             return type(root).state_dict(root, keep_vars=keep_vars)
         except Exception as error:  # A module of the user can raise any error.
-            raise UnsupportedError(f"the state_dict of the model fails: {type(error).__name__}: {error}") from error
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise UnsupportedError(
+                f"the state_dict of the model fails in {frame.name}, line {frame.lineno} of {frame.filename}: "
+                f"{type(error).__name__}: {error}",
+                hint="what bitsandbytes has quantized cannot be saved on a CPU after a forward pass in eval mode; "
+                "call engine.train() before the first one"
+                if "bitsandbytes" in frame.filename
+                else None,
+            ) from error
 
     @cached_property
     def _paths(self) -> dict[str, str]:
@@ -152,6 +161,8 @@ def _unsaveable(name: str, value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return f"it is of the type {type(value).__name__}, and only tensors can be saved"
     why = not_plain(value)
+    if why is None and (value.is_meta or (value.numel() and not value.untyped_storage().nbytes())):
+        why = "has no values"
     if why is None and value.dtype not in DTYPE_NAMES:
         why = f"has dtype {value.dtype}, which safetensors does not know"
     return f"it {why}" if why else ""

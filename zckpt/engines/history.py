@@ -14,7 +14,8 @@ _writes = 0
 _written: dict[str, tuple[ReferenceType[object], int]] = {}
 """The engine that has written the last checkpoint of each run, and the number of that write."""
 _writers: dict[str, tuple[str, ReferenceType[object]]] = {}
-"""The engine that writes to each directory of a run, and the identity of its run."""
+"""The engine that writes to each directory of a run, and the one that has written each checkpoint, with the identity of
+its run."""
 
 
 class History:
@@ -59,6 +60,11 @@ def note_write(engine: object, run_id: str) -> None:
     history.run_id, history.since = run_id, _writes
 
 
+def has_written(run_id: str) -> bool:
+    """Returns whether an engine of this process has written a checkpoint of the run with this identity."""
+    return run_id in _written
+
+
 def note_restore(engine: object, run_id: str) -> None:
     """Notes that ``engine`` goes on with the run with this identity."""
     history = history_of(engine)
@@ -66,8 +72,9 @@ def note_restore(engine: object, run_id: str) -> None:
 
 
 def claim(engine: object, directory: str) -> bool:
-    """Notes that ``engine`` writes to this directory of a run, and returns True. Returns False, and notes nothing, if
-    another engine of this process, which belongs to another run, writes there already."""
+    """Notes that ``engine`` writes to this directory, which is that of a run or of a checkpoint, and returns True.
+    Returns False, and notes nothing, if another engine of this process, which belongs to another run, has written there
+    and still exists."""
     run_id, writer = _writers.get(directory, ("", None))
     own_run_id = history_of(engine).run_id
     if writer is not None and run_id != own_run_id and _exists_beside(writer, engine):

@@ -3,6 +3,7 @@ buffers."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -91,8 +92,10 @@ def holdings(part: str, name: str, value: Any, *, workspace: bool = False, in_tr
             items = inner_tensors(value).values()
         elif value.numel() and not value.is_meta:
             yield Holding(part, name, value, value.dtype, workspace, in_tree)
-    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        items = value.values() if isinstance(value, Mapping) else value
+    elif isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, list | tuple | set | frozenset | deque):  # To iterate over other objects may change them.
+        items = value
     for item in items:
         yield from holdings(part, name, item, workspace=workspace, in_tree=in_tree)
 

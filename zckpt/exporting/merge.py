@@ -176,7 +176,9 @@ def _changes(adapter: Adapter, names: Mapping[str, str], sources: Mapping[str, S
                 "of the base model",
             )
         weight = sources[names[base]]
-        if not TORCH_DTYPES[weight.dtype].is_floating_point or ITEM_BYTES[weight.dtype] < 2:
+        # bitsandbytes can keep weights of 4 bits in tensors of bf16, with their scales beside them.
+        is_packed = any(name.startswith(f"{base}.") for name in names)
+        if is_packed or not TORCH_DTYPES[weight.dtype].is_floating_point or ITEM_BYTES[weight.dtype] < 2:
             raise _refused(adapter, f"{base} is quantized ({weight.dtype})")
         required = ["lora_embedding_A", "lora_embedding_B"] if embedding else ["lora_A.weight", "lora_B.weight"]
         required += ["lora_magnitude_vector"] if adapter.settings["use_dora"] else []

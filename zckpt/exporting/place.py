@@ -140,6 +140,13 @@ class Place(NamedTuple):
         except OSError as error:
             raise from_os_error(error, "rename", self.prepared) from error
         try:
+            if self.patterns is not None and os.path.isdir(self.prepared):
+                foreign = [*_foreign(self.prepared, self.patterns)]
+                if foreign:  # somebody has put it there since the last check
+                    raise CheckpointExistsError(
+                        f"the directory has got {first_few(foreign, 5)} meanwhile", file=self.path,
+                        hint="give a path that nobody else writes to",
+                    )  # fmt: skip
             open_store(os.path.dirname(self.path)).sync_names("")
             then()
         except BaseException:

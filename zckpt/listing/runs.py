@@ -358,12 +358,9 @@ def nothing_at(store: Store) -> CheckpointNotFoundError:
         run = run.parent
     checkpoints = _newest_first(_checkpoints(run))
     place = printable(str(run.location))
-    hint = f"the checkpoints in {place} are, newest first: {_listed(checkpoints, run)}" if checkpoints else ""
-    if str(store.location).startswith("~"):
-        hint = "here ~ is the name of a directory: give the whole path of the home directory instead"
-    return CheckpointNotFoundError(
-        what, file=str(store.location), hint=hint or "give the directory of a checkpoint or run"
-    )
+    listed = f"the checkpoints in {place} are, newest first: {_listed(checkpoints, run)}"
+    hint = listed if checkpoints else "give the directory of a checkpoint or run"
+    return CheckpointNotFoundError(what, file=str(store.location), hint=hint)
 
 
 def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> CheckpointNotFoundError:

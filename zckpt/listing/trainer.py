@@ -13,6 +13,7 @@ import os
 import zipfile
 from contextlib import suppress
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import ZckptError
@@ -103,9 +104,12 @@ def last_of_kinds(folders: Sequence[str], kinds: Collection[Kind]) -> str | None
 
 def kind_of_models(folder: str) -> Kind:
     """Returns what a directory of Accelerate is, which has a checkpoint for each model."""
+    # The states of the random generators are the last files that Accelerate writes.
+    if not any(name.startswith("random_states_") for name in os.listdir(folder)):
+        return Kind.UNFINISHED
     models = [if_whole(store) for store, entries in directories(open_store(folder)) if is_begun(entries)]
     if not models:
-        return Kind.FOREIGN
+        return Kind.FOREIGN if any(Path(folder).glob("**/*optim*")) else Kind.UNFINISHED
     if None in models:
         return Kind.UNFINISHED
     return Kind.FULL if all(model and model.lineage.use is Use.RESUME for model in models) else Kind.WEIGHTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ from zckpt.state.inventory import BUFFER, MASTER, PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
+
+_RUN_ID = re.compile("[0-9a-f]{16}")
 
 
 class Use(StrEnum):
@@ -46,9 +49,12 @@ def lineage_of(value: object, tensors: Mapping[str, int]) -> Lineage | None:
     if not isinstance(value, dict):
         return None
     run_id, use, recorded = (value.get(key) for key in ("run", "use", "tensors"))
-    if not (isinstance(run_id, str) and use in list(Use) and isinstance(recorded, dict)):
+    if not (isinstance(run_id, str) and _RUN_ID.fullmatch(run_id)):
+        return None
+    if use not in list(Use) or not isinstance(recorded, dict):
         return None
     lost = any(not isinstance(count, int) or tensors.get(part, 0) < count for part, count in recorded.items())
+    lost = lost or (use == Use.RESUME and MASTER not in tensors)
     return Lineage(run_id, Use.PART if lost else Use(use))
 
 

@@ -55,6 +55,11 @@ class Location:
                 f"{text!r} looks like a URL, of which pathlib has taken a slash away",
                 hint="give a URL, or a directory of that name, as a string",
             )
+        if text == "~" or text.startswith("~/"):
+            raise UnsupportedError(
+                f"{text!r} begins with a tilde, which only a shell replaces by the home directory",
+                hint=f"give os.path.expanduser({text!r}); a directory of this name is {f'./{text}'!r}",
+            )
         if os.sep == "/" and _OF_WINDOWS.match(text):
             raise UnsupportedError(
                 f"{text!r} is a path of Windows, and this is another system",

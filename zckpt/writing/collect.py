@@ -201,7 +201,7 @@ def _sieve(changes: Changes) -> Sieve:
     def mark(path: str, reason: str) -> object | None:
         return None if _GIVEN.match(path) else left_out(reason)
 
-    return Sieve(_packed, _replacement, _key, mark, changes.left_out)
+    return Sieve(_packed, _replacement, _key, mark, left_out=changes.left_out)
 
 
 def _replacement(where: str, value: object) -> tree.Plain | None:

@@ -136,6 +136,8 @@ class Sieve:
     mark: Callable[[str, str], object | None]
     """Returns what a map has in the place of an entry that goes, or None if it has nothing. The arguments are the path
     of the entry and the reason."""
+    inside: set[int] = dataclasses.field(default_factory=set)
+    """The values that are being sifted, by ``id``."""
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     """The entries that went: the path of each, and in words the path and the reason."""
 
@@ -147,18 +149,26 @@ class Sieve:
             return value
         except StateError as error:
             # The parts of a value that is too deep or too large are not tried one by one.
-            if error.rule is not None and depth > ROOT_DEPTH:
+            if id(value) in self.inside or (error.rule is not None and depth > ROOT_DEPTH):
                 raise
-            simpler = self.replacement(path, value)
-            if simpler is not None:
-                return self.sifted(simpler.value, path, depth)
-            if type(value) in (list, tuple):
-                entries = Sieve(self.pack, self.replacement, self.put_key, self.mark)
-                items = type(value)([entries.sifted(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)])
-                self.left_out.update(entries.left_out)  # If the whole list goes, only the list itself counts.
-                return items
-            if type(value) not in (dict, OrderedDict, Counter):
-                raise
+            self.inside.add(id(value))
+            try:
+                return self._sifted_parts(value, path, depth, error)
+            finally:
+                self.inside.discard(id(value))
+
+    def _sifted_parts(self, value: Any, path: str, depth: int, error: StateError) -> Any:
+        """Does the work of ``sifted`` for a value that cannot be kept whole, because of ``error``."""
+        simpler = self.replacement(path, value)
+        if simpler is not None:
+            return self.sifted(simpler.value, path, depth)
+        if type(value) in (list, tuple):
+            entries = Sieve(self.pack, self.replacement, self.put_key, self.mark, self.inside)
+            items = type(value)([entries.sifted(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)])
+            self.left_out.update(entries.left_out)  # If the whole list goes, only the list itself counts.
+            return items
+        if type(value) not in (dict, OrderedDict, Counter):
+            raise error
         kept, packed_keys = type(value)(), set[str | int]()
         for key, item in value.items():
             entry = tree.below(path, key)

@@ -22,9 +22,8 @@ from zckpt.transfer.write import Source, unchanged_files
 from zckpt.writing.collect import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
-    from zckpt.format.names import Tier
     from zckpt.listing.contents import Contents
     from zckpt.plan.layout import DataFilePlan
     from zckpt.storage.contract import Store
@@ -38,8 +37,9 @@ REUSED_BYTES_MIN = 64 << 10
 written."""
 
 
-_read_back: set[tuple[str, int, str, Tier]] = set()
-"""The shared files that this process has read back, by the save id, rank, part and tier of their first write."""
+_read_back: set[tuple[str, Hashable]] = set()
+"""The shared files that this process has read back, by the save id of their first write and the identity of the file.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +110,15 @@ def read_back(
     bytes."""
     sound = dict(same)
     for data_file in data_files:
-        path, file_id = data_file.id.path, data_file.id
-        first_write = (file_id.origin, file_id.rank, file_id.part, file_id.tier)
-        if path not in same or first_write in _read_back:
+        path = data_file.id.path
+        if path not in same:
+            continue
+        place = same[path].location
+        files = {(data_file.id.origin, file.identity) for file in open_store(place.parent).files(place.name)}
+        if files <= _read_back:
             continue
         if _is_sound(data_file, same[path], budget, block_bytes):
-            _read_back.add(first_write)
+            _read_back.update(files)
         else:
             del sound[path]
             warn(f"{same[path].location} is damaged on the disk, so it is not shared but written anew from memory")

@@ -59,7 +59,10 @@ def save_adapter(engine: Any, directory: Path) -> None:
     ("kind", "stage"),
     [
         ("nf4", 2), ("nf4-bf16", 3), ("int8", 3),
-        *(pytest.param(*case, marks=pytest.mark.matrix) for case in [("int8", 2), ("fp4-once", 0), ("nf4", 3), ("fp4-bf16", 1)]),
+        *(
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in [("int8", 2), ("fp4-once", 0), ("nf4", 3), ("fp4-bf16", 1)]
+        ),
     ],
 )  # fmt: skip
 def test_a_fresh_engine_gets_the_quantized_base(cluster: Cluster, tmp_path: Path, kind: str, stage: int) -> None:

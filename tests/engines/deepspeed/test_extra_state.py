@@ -174,7 +174,8 @@ def test_what_cannot_be_saved_is_refused_by_name(cluster: Cluster, tmp_path: Pat
 
 def fail_in_state_dict(path: Path) -> None:
     engine = make_engine(2, model=nn.Sequential(Adding(NotImplementedError("saving is not implemented"))))
-    with pytest.raises(zckpt.UnsupportedError, match="state_dict of the model fails: NotImplementedError: saving is"):
+    failure = r"state_dict of the model fails in .*: NotImplementedError: saving is"
+    with pytest.raises(zckpt.UnsupportedError, match=failure):
         zckpt.write(engine, path)
     assert not path.exists()
 

@@ -35,6 +35,7 @@ import torch
 from zckpt.engines.composed import compose, decomposed, is_composed, is_decomposed, misfit
 from zckpt.engines.contract import without_left_out
 from zckpt.engines.deepspeed.flats import FlatBuffer, bound, geometry, is_bound, moments, numbers
+from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError, first_few
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ class Saved:
         self, tree: Any, bound: Any = None, kept: Collection[str] = (), *, keeps_settings: bool = False
     ) -> None:
         self._keeps_settings = keeps_settings
+        self.left_out: set[str] = set()
+        """The keys of the states that the save has left out. The engine keeps its own values of these."""
         has_no_class = isinstance(tree, Mapping) and tree.get("class", "") is None
         self.optimizer_class = None if has_no_class else _member(tree, "class", str, "optimizer")
         self.inner_class = _member(tree, "inner_class", str, "optimizer") if "inner_class" in tree else None
@@ -179,7 +182,7 @@ class Saved:
                 raise FormatError(f"state: optimizer.states.values.step is {step!r}")
             if "bound" in entry:
                 _names(entry, "bound", "optimizer.states")
-            entry["values"] = without_left_out(entry["values"])
+            entry["values"] = self._kept_values(entry["values"])
             self._state_of.update(dict.fromkeys(entry["params"], entry))
         self._counted = self._state_of
         if (self.inner_class or self.optimizer_class) in COUNTING_TOGETHER:
@@ -191,8 +194,13 @@ class Saved:
         )
         self._bound: dict[tuple[str, ...], Mapping[str, Any]] = {}
         for entry in [] if bound is None else _members({"bound": bound}, "bound"):
-            values = without_left_out(_member(entry, "values", dict, "optimizer.bound"))
+            values = self._kept_values(_member(entry, "values", dict, "optimizer.bound"))
             self._bound[tuple(entry["params"])] = {**entry, "values": values}
+
+    def _kept_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        kept = without_left_out(values)
+        self.left_out |= values.keys() - kept.keys()
+        return kept
 
     @staticmethod
     def has_bound(tree: Any) -> bool:
@@ -314,7 +322,7 @@ def problems(
             continue
         reasons += reasons_of_state
         live = optimizer.state.get(flat.master, {})
-        not_saved = bound(flat, live).keys() - state.values.keys()
+        not_saved = bound(flat, live).keys() - state.values.keys() - saved.left_out
         if not_saved and not reasons_of_state:
             keys = ", ".join(sorted(map(str, not_saved)))
             reasons.append(f"missing: optimizer state {keys} of {first_few(flat.names, 1)}")
@@ -432,7 +440,8 @@ def _placed(value: Any, present: Any, device: torch.device) -> Any:
         value = value()
     if isinstance(value, torch.Tensor):
         if isinstance(present, torch.Tensor) and present.shape == value.shape and present.dtype == value.dtype:
-            return present.copy_(value)
+            set_in_place(present, value)
+            return present
         return value.detach().to(device, copy=True)
     if isinstance(value, (list, tuple)):
         alike = isinstance(present, (list, tuple)) and len(present) == len(value)

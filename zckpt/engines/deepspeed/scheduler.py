@@ -93,7 +93,7 @@ class SavedScheduler:
             return "the checkpoint has no scheduler"
         steps = self._steps()
         if not steps:
-            return "the two schedulers count their steps in different ways"
+            return "one of the two schedulers does not count its steps, or they count them in different ways"
         if steps[0] > steps[1]:
             return f"it has taken {steps[0]} steps already, and that of the checkpoint only {steps[1]}"
         needed = [p.name for p in inspect.signature(self._scheduler.step).parameters.values() if p.default is p.empty]
