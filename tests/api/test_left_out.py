@@ -295,7 +295,9 @@ def test_what_contains_itself_is_left_out() -> None:
 
 def test_looking_at_a_state_leaves_iterators_and_arrays_alone() -> None:
     numbers, tensor = iter([1, 2]), torch.ones(2)
-    found = holdings("state", "s", {"numbers": numbers, "array": np.array(3), "tensors": [tensor]})
+    tensors: list[Any] = [tensor]
+    tensors.append(tensors)
+    found = holdings("state", "s", {"numbers": numbers, "array": np.array(3), "tensors": tensors})
     assert [holding.data for holding in found] == [tensor]
     assert [*numbers] == [1, 2]
 

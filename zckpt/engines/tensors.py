@@ -81,9 +81,18 @@ def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
         target.data = values
 
 
-def holdings(part: str, name: str, value: Any, *, workspace: bool = False, in_tree: bool = False) -> Iterator[Holding]:
+def holdings(
+    part: str,
+    name: str,
+    value: Any,
+    *,
+    workspace: bool = False,
+    in_tree: bool = False,
+    inside: frozenset[int] = frozenset(),
+) -> Iterator[Holding]:
     """Yields a holding for each dense tensor with elements that is in ``value``. ``value`` is a tensor, or a collection
-    in which there are tensors. ``workspace``, ``in_tree``: as in ``Holding``."""
+    in which there are tensors. ``workspace``, ``in_tree``: as in ``Holding``. ``inside``: the collections that ``value``
+    is in, by ``id``, because a collection may contain itself."""
     items: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         if value.layout == torch.sparse_coo:
@@ -96,8 +105,10 @@ def holdings(part: str, name: str, value: Any, *, workspace: bool = False, in_tr
         items = value.values()
     elif isinstance(value, list | tuple | set | frozenset | deque):  # To iterate over other objects may change them.
         items = value
-    for item in items:
-        yield from holdings(part, name, item, workspace=workspace, in_tree=in_tree)
+    if id(value) not in inside:
+        within = inside | {id(value)}
+        for item in items:
+            yield from holdings(part, name, item, workspace=workspace, in_tree=in_tree, inside=within)
 
 
 def some_bytes(tensors: Sequence[torch.Tensor]) -> bytes:
