@@ -91,8 +91,8 @@ def holdings(
     inside: frozenset[int] = frozenset(),
 ) -> Iterator[Holding]:
     """Yields a holding for each dense tensor with elements that is in ``value``. ``value`` is a tensor, or a collection
-    in which there are tensors. ``workspace``, ``in_tree``: as in ``Holding``. ``inside``: the collections that ``value``
-    is in, by ``id``, because a collection may contain itself."""
+    in which there are tensors. ``workspace``, ``in_tree``: as in ``Holding``. ``inside``: the collections in which
+    ``value`` is, by ``id``, because a collection may contain itself."""
     items: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         if value.layout == torch.sparse_coo:
