@@ -156,6 +156,16 @@ def fail_once(run: str) -> None:
     engine.save_checkpoint(run)
     zckpt.wait()
     assert zckpt.open(run).contents.left_out == ()
+    engine.load_checkpoint(run)
+    engine.save_checkpoint(f"{run}/first", "full")
+    zckpt.wait()
+    with mock.patch.object(RankWrite, "commit", side_effect=zckpt.StorageError("no commit")):
+        engine.save_checkpoint(f"{run}/second", "failed")  # a directory of its own, so it would be full
+        with pytest.raises(zckpt.StorageError, match="no commit"):
+            zckpt.wait()
+    engine.save_checkpoint(f"{run}/second", "next")
+    zckpt.wait()
+    assert zckpt.open(f"{run}/second").contents.left_out == ()
 
 
 def test_a_save_that_has_failed_does_not_count(cluster: Cluster, tmp_path: Path) -> None:

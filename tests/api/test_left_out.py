@@ -317,3 +317,33 @@ def save_two_engines_with_one_tag(directory: str) -> None:
 
 def test_a_save_says_that_it_replaces_what_another_engine_has_saved(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(save_two_engines_with_one_tag, 1, str(tmp_path))
+
+
+class Strange(torch.optim.AdamW):
+    """An optimizer whose state has tensors that no checkpoint can hold, and one whose elements share their memory."""
+
+    def step(self, closure: Any = None) -> Any:
+        returned = super().step(closure)
+        for state in self.state.values():
+            state.setdefault("wide", torch.ones(1).expand(4))
+            state.setdefault("meta", torch.empty(2, device="meta"))
+            state.setdefault("sparse", torch.eye(2).to_sparse())
+        return returned
+
+
+def save_and_load_strange_states(directory: str) -> None:
+    from tests.support import models
+
+    models.OPTIMIZERS["strange"] = partial(Strange, lr=1e-2)
+    engine = zckpt.attach(make_engine(stage=2, optimizer="strange"))
+    said(partial(train, engine, 1))
+    engine.save_checkpoint(directory)
+    before = tensors_of(engine)
+    said(partial(train, engine, 1))
+    engine.load_checkpoint(directory)
+    assert_same(before, tensors_of(engine))
+    assert all(state["meta"].is_meta and state["sparse"].is_sparse for state in inner(engine).state.values())
+
+
+def test_an_engine_loads_what_it_has_saved_in_part(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(save_and_load_strange_states, 1, str(tmp_path))

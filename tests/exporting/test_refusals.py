@@ -13,6 +13,7 @@ import zckpt
 from tests.support.faults import BROKEN, NO_SPACE, Fault, faulty
 from tests.support.hugging_face import content, make_hugging_face, write_model
 from tests.support.states import write_state
+from zckpt.storage import files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,6 +127,22 @@ def test_an_earlier_export_survives_a_failure(tmp_path: Path, format: Format, na
     zckpt.export(tmp_path / "ckpt", out, format=format, overwrite=True)
     assert (content(out) if format == "hf" else out.read_bytes()) != before
     assert sorted(os.listdir(tmp_path)) == there
+
+
+def test_a_file_that_appears_after_the_last_check_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_state(tmp_path / "ckpt", parts=["master"])
+    out, put_in_place = tmp_path / "out", files.put_in_place
+    zckpt.export(tmp_path / "ckpt", out)
+
+    def late(prepared: str, path: str) -> None:
+        monkeypatch.undo()
+        (out / "notes.txt").write_text("the only copy")
+        put_in_place(prepared, path)
+
+    monkeypatch.setattr(files, "put_in_place", late)
+    with pytest.raises(zckpt.CheckpointExistsError, match=r"the directory has got notes\.txt meanwhile"):
+        zckpt.export(tmp_path / "ckpt", out, overwrite=True)
+    assert sorted(os.listdir(out)) == ["model.safetensors", "notes.txt"]
 
 
 def test_only_an_export_is_replaced_and_only_on_request(tmp_path: Path) -> None:

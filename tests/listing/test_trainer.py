@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import zckpt
 from tests.support.states import write_state
+from zckpt.api import frameworks
 from zckpt.listing.find import find
 from zckpt.listing.runs import is_begun
 from zckpt.listing.trainer import Kind, kind_of, kind_of_models, last_checkpoint, rng_file, superseded
@@ -174,3 +176,16 @@ def test_a_folder_of_accelerate_without_all_of_its_files_is_not_whole(tmp_path: 
     assert kind_of_models(str(folder)) is Kind.UNFINISHED, "the write has failed"
     (folder / "optimizer.bin").touch()
     assert kind_of_models(str(folder)) is Kind.FOREIGN
+
+
+def test_a_checkpoint_that_takes_the_place_of_one_to_be_removed_stays(tmp_path: Path) -> None:
+    """Lightning asks for the removal of a checkpoint from which alone training can go on, and saves there again."""
+    engine, best = ReferenceEngine(), str(tmp_path / "best.ckpt")
+    zckpt.write(engine, best)
+    frameworks._held_back[best] = frameworks._save_id(best), partial(shutil.rmtree, best)
+    frameworks._remove_held_back()
+    zckpt.write(engine, best, overwrite=True)
+    zckpt.write(engine, tmp_path / "last.ckpt")
+    frameworks._remove_held_back()
+    assert zckpt.validate(best).ok
+    assert not frameworks._held_back
