@@ -20,7 +20,7 @@ how a byte gets from an engine to the disk and back.
 This table is for people who change zckpt. It has the modules and folders of the package, from the lowest to the
 highest. Each imports only itself and the rows above it. This includes imports that are only for type checkers:
 
-    version    no torch         the version of the library
+    version    no torch, no I/O the version of the library
     errors     no torch, no I/O all errors, and how an error of the operating system becomes one of them
     progress   no torch         the progress that a caller gets while bytes move, and a progress bar that shows it
     system     no torch         calls that only Linux has, threads that are always joined, available memory

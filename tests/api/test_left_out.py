@@ -306,7 +306,7 @@ def save_two_engines_with_one_tag(directory: str) -> None:
     engines = [zckpt.attach(make_engine(seed=seed)) for seed in (0, 1)]
     first, second = engines
     first.save_checkpoint(directory, "mine")
-    with pytest.warns(UserWarning, match="two engines write to"):
+    with pytest.warns(UserWarning, match="two engines of this process write to"):
         second.save_checkpoint(directory, "other")
     with pytest.warns(UserWarning, match="this save replaces .*mine, which another engine of this process has written"):
         second.save_checkpoint(directory, "mine")

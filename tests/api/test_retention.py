@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import time
-from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -176,36 +173,6 @@ def test_the_frozen_weights_of_a_run_stay(tmp_path: Path) -> None:
     assert directory_names(tmp_path) == ["s1", "s3"]
 
 
-ANOTHER_JOB = """
-import sys, zckpt
-from zckpt.testing import ReferenceEngine
-engine = ReferenceEngine(seed=3)
-print("ready", flush=True)
-for name in sys.stdin:
-    zckpt.write(engine, name.strip(), keep_last=1)
-    print("written", flush=True)
-"""
-
-
-def test_jobs_with_one_directory(tmp_path: Path) -> None:
-    """The file ``latest`` stays with the job that began to write first."""
-    command = [sys.executable, "-Wdefault", "-c", ANOTHER_JOB]
-    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, bufsize=1) as job:
-        assert job.stdin is not None
-        assert job.stdout is not None
-        assert job.stdout.readline() == "ready\n"
-        engine = written(tmp_path, 1)
-        for step in (1, 2):
-            job.stdin.write(f"{tmp_path}/other{step}\n")
-            assert job.stdout.readline() == "written\n"
-            engine.train(1)
-            zckpt.write(engine, tmp_path / f"s{step + 1}", keep_last=1)
-        _, errors = job.communicate()
-    assert "two engines write to" in errors
-    assert directory_names(tmp_path) == ["other2", "s3"]
-    assert zckpt.open(tmp_path).path == str(tmp_path / "s3")
-
-
 def two_engines() -> tuple[ReferenceEngine, ReferenceEngine]:
     return ReferenceEngine(), ReferenceEngine(seed=5)
 
@@ -213,7 +180,7 @@ def two_engines() -> tuple[ReferenceEngine, ReferenceEngine]:
 def test_two_engines_in_one_directory(tmp_path: Path) -> None:
     actor, critic = two_engines()
     zckpt.write(actor, tmp_path / "actor1", keep_last=1)
-    with pytest.warns(UserWarning, match="two engines write to .*: `latest` there goes on naming"):
+    with pytest.warns(UserWarning, match="two engines of this process write to .*: `latest` there goes on naming"):
         zckpt.write(critic, tmp_path / "critic1", keep_last=1)
     for step in (2, 3):
         actor.train(1)

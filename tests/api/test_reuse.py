@@ -178,7 +178,7 @@ def test_a_file_with_another_layout_is_written(engine: Tuned, tmp_path: Path, ch
     assert same_all(zckpt.open(second).load(), engine.full)
 
 
-@pytest.mark.filterwarnings("ignore:two engines write to")
+@pytest.mark.filterwarnings("ignore:two engines of this process write to")
 def test_the_caller_chooses_the_earlier_checkpoint(engine: Tuned, tmp_path: Path) -> None:
     first = zckpt.write(engine, tmp_path / "one" / "a")
     assert shared(zckpt.write(engine, tmp_path / "one" / "b", reuse=None)) == set()

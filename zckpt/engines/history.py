@@ -60,11 +60,6 @@ def note_write(engine: object, run_id: str) -> None:
     history.run_id, history.since = run_id, _writes
 
 
-def has_written(run_id: str) -> bool:
-    """Returns whether an engine of this process has written a checkpoint of the run with this identity."""
-    return run_id in _written
-
-
 def note_restore(engine: object, run_id: str) -> None:
     """Notes that ``engine`` goes on with the run with this identity."""
     history = history_of(engine)

@@ -4,7 +4,6 @@ files."""
 from __future__ import annotations
 
 import platform
-from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,14 +12,13 @@ import msgpack
 import torch
 
 from zckpt.engines import adapt
-from zckpt.engines.history import claim, has_written, history_of, note_write, run_id_of_next_write
+from zckpt.engines.history import claim, history_of, note_write, run_id_of_next_write
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
 from zckpt.errors import RankError, StateError, ZckptError, first_few, warn
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, digest
-from zckpt.listing.find import open_contents
-from zckpt.listing.runs import committed_at, latest_name, read_latest, refuse_place
+from zckpt.listing.runs import latest_name, refuse_place
 from zckpt.offloading.away import away
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_data_files
@@ -33,7 +31,7 @@ from zckpt.storage.space import Space
 from zckpt.system import linux
 from zckpt.system.available import available_bytes
 from zckpt.transfer.budget import Budget
-from zckpt.version import IMPORTED_AT, __version__
+from zckpt.version import __version__
 from zckpt.writing.collect import Changes, add_rank_tree, collect, fingerprint, kept_client_state, pack_tree
 from zckpt.writing.rank_write import RankWrite
 from zckpt.writing.reuse import LATEST, SameFile, earlier_checkpoint, reused
@@ -238,22 +236,10 @@ class Preparation:
                     f"this save replaces {self.target}, which another engine of this process has written: give each "
                     "engine a directory of its own, or tags of its own"
                 )
-            if not claim(self._engine, str(self.run.location)) or self._latest_is_of_others():
+            if not claim(self._engine, str(self.run.location)):
                 self._stay_beside()
             return self.write.begin(self._lock)
         return Space(self.target, 0, None)
-
-    def _latest_is_of_others(self) -> bool:
-        """Returns whether ``latest`` names a checkpoint of another run that another process has written since this one
-        began."""
-        with suppress(ZckptError):
-            if self.options.latest and self.run.exists(names.LATEST):
-                newest = self.run.child(read_latest(self.run))
-                if str(newest.location) != history_of(self._engine).last and committed_at(newest) > IMPORTED_AT:
-                    contents = open_contents(newest)
-                    with closing(contents.reader):
-                        return not has_written(contents.lineage.run_id)
-        return False
 
     def _stay_beside(self) -> None:
         """Lets ``latest`` go on naming the checkpoints of another engine that writes to the same directory."""
@@ -263,7 +249,7 @@ class Preparation:
         if not history.beside:
             history.beside = True
             warn(
-                f"two engines write to {self.run.location}: `latest` there goes on naming the "
+                f"two engines of this process write to {self.run.location}: `latest` there goes on naming the "
                 "checkpoints of the other one, and keep_last counts those of each engine alone. Give each engine a "
                 "directory of its own, or restore this one by the path of its checkpoint"
             )
