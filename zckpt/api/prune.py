@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Series(NamedTuple):
     """What is alike for the checkpoints that take each other's place."""
 
-    run: str
+    run_id: str
     """The identity of the training run."""
     use: str
     """What the checkpoints can be used for."""
@@ -122,11 +122,11 @@ def remove_older(
         if is_latest(store, checkpoint.store):
             reasons[checkpoint.path] = "`latest` names it"
         elif checkpoint.path in last:
-            reasons[checkpoint.path] = f"one of the last {keep_last} of run {series.run} with use {series.use!r}"
+            reasons[checkpoint.path] = f"one of the last {keep_last} of run {series.run_id} with use {series.use!r}"
         elif keep_every is not None and checkpoint.step % keep_every == 0:
             reasons[checkpoint.path] = f"its step, {checkpoint.step}, is a multiple of {keep_every}"
-        elif run_id not in (None, series.run):
-            reasons[checkpoint.path] = f"it belongs to another run, {series.run}"
+        elif run_id not in (None, series.run_id):
+            reasons[checkpoint.path] = f"it belongs to another run, {series.run_id}"
     for checkpoint in committed:
         if checkpoint.path not in reasons:
             work.clean(checkpoint.store, store, checkpoint.save_id)

@@ -14,8 +14,8 @@ _writes = 0
 _written: dict[str, tuple[ReferenceType[object], int]] = {}
 """The engine that has written the last checkpoint of each run, and the number of that write."""
 _writers: dict[str, tuple[str, ReferenceType[object]]] = {}
-"""The engine that writes to each directory of a run, and the one that has written each checkpoint, with the identity of
-its run."""
+"""Who has written last to each directory of a run, and to each directory of a checkpoint: the identity of the run, and
+the engine."""
 
 
 class History:

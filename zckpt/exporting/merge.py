@@ -164,6 +164,7 @@ def _changes(adapter: Adapter, names: Mapping[str, str], sources: Mapping[str, S
     merges: dict[str, Merge] = {}
     square: list[str] = []
     orientations: set[bool] = set()
+    with_more = {name.rpartition(".")[0] for name in names}
     for layer, kinds in adapter.layers.items():
         if not kinds:
             continue
@@ -177,8 +178,7 @@ def _changes(adapter: Adapter, names: Mapping[str, str], sources: Mapping[str, S
             )
         weight = sources[names[base]]
         # bitsandbytes can keep weights of 4 bits in tensors of bf16, with their scales beside them.
-        is_packed = any(name.startswith(f"{base}.") for name in names)
-        if is_packed or not TORCH_DTYPES[weight.dtype].is_floating_point or ITEM_BYTES[weight.dtype] < 2:
+        if base in with_more or not TORCH_DTYPES[weight.dtype].is_floating_point or ITEM_BYTES[weight.dtype] < 2:
             raise _refused(adapter, f"{base} is quantized ({weight.dtype})")
         required = ["lora_embedding_A", "lora_embedding_B"] if embedding else ["lora_A.weight", "lora_B.weight"]
         required += ["lora_magnitude_vector"] if adapter.settings["use_dora"] else []

@@ -90,7 +90,8 @@ def open_contents(store: Store) -> Contents:
 
 
 def manifest_of(store: Store) -> Manifest:
-    """Returns the manifest of the checkpoint in exactly this directory. Raises what ``open_contents`` raises."""
+    """Returns the manifest of the checkpoint in exactly this directory. Raises CheckpointNotFoundError, FormatError and
+    StorageError."""
     with closing(_reader(store)) as reader:
         return read_manifest(store, reader)
 

@@ -301,11 +301,11 @@ def newest_to_resume(checkpoint: Store, lineage: Lineage) -> str | None:
     return str(place.parent if of_framework else place)
 
 
-def can_resume(checkpoint: Store, run: str | None = None) -> bool:
+def can_resume(checkpoint: Store, run_id: str | None = None) -> bool:
     """Whether there is a checkpoint in exactly this directory that is whole, and from which training can go on.
-    ``run``: the identity of the run that it has to belong to. None means any run. No tensor is read."""
+    ``run_id``: the identity of the run that it has to belong to. None means any run. No tensor is read."""
     contents = if_whole(checkpoint)
-    return contents is not None and contents.lineage.use is Use.RESUME and run in (None, contents.lineage.run_id)
+    return contents is not None and contents.lineage.use is Use.RESUME and run_id in (None, contents.lineage.run_id)
 
 
 def if_whole(checkpoint: Store) -> Contents | None:

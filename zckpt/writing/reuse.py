@@ -115,7 +115,7 @@ def read_back(
             continue
         place = same[path].location
         files = {(data_file.id.origin, file.identity) for file in open_store(place.parent).files(place.name)}
-        if files <= _read_back:
+        if files and files <= _read_back:
             continue
         if _is_sound(data_file, same[path], budget, block_bytes):
             _read_back.update(files)
