@@ -10,6 +10,7 @@
 # make clean     removes .venv, .cache, build and the caches of the tools
 #
 # make test-crash      kills writes at every operation and at 300 random times, and at 50,000 losses of power (30 minutes)
+# make test-gpu        runs the tests that need an NVIDIA GPU
 # make test-browser    tests the page of `zckpt report` in a headless Chromium, which it installs on Debian
 # make test-versions   runs some of the tests with every DeepSpeed version that zckpt supports
 # make test-pythons    runs some of the tests with every version of Python in PYTHONS (python3.13)
@@ -63,7 +64,7 @@ export MAX_JOBS ?= 2
 # Most tests use one processor at a time, so as many run at once.
 PYTEST := $(PY) -m pytest --numprocesses $(MAX_JOBS) --dist worksteal
 
-.PHONY: help setup lint check test test-all test-crash test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-coverage fuzz docs clean
+.PHONY: help setup lint check test test-all test-crash test-gpu test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-coverage fuzz docs clean
 
 # Prints the comment at the head of this file.
 help:
@@ -83,6 +84,9 @@ test-all: setup $(DOCS) lint
 test-crash: setup
 	@ZCKPT_TEST_EVERY=1 ZCKPT_TEST_KILLS=150 ZCKPT_TEST_VARIANTS=12000 $(PYTEST) -m "matrix or not matrix" \
 	    tests/faults/test_crashes.py tests/faults/test_power_loss.py tests/ranks/test_lost_ranks.py tests/faults/test_store_faults.py
+
+test-gpu: setup
+	@$(PY) -m pytest -m gpu tests
 
 test-browser: setup $(BROWSER)
 	@$(install_browser)

@@ -22,7 +22,7 @@ from tests.support.endings import ended, ends, started
 from tests.support.memory import memory
 from tests.support.models import make_engine, train
 from tests.support.plain_engine import Engine, engines_are_adapters
-from tests.support.runs import AFTER, BEFORE, assert_goes_on_alike, raw, restore_and_go_on, settings, tensors_of
+from tests.support.runs import SNAPSHOTS, assert_goes_on_alike, restore_and_go_on, write_in_background_and_go_on
 from tests.support.slow_writes import held, slow
 from zckpt.engines.hooks import call_before
 
@@ -41,29 +41,6 @@ MODES: dict[str, dict[str, Any]] = {
     "3": {"stage": 3, "model": "odd", "groups": True, "scheduler": True},
     "3-cpu": {"stage": 3, "model": "odd", **CPU},
 }
-SNAPSHOTS = {"copy": {}, "little-memory": {"snapshot_bytes": 0}, "lazy": {"snapshot": "lazy"}}
-
-
-def write_in_background_and_go_on(path: str, setup: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    engine = make_engine(**setup)
-    train(engine, BEFORE)
-    before = tensors_of(engine), raw(engine), settings(engine)
-    where = torch.arange(3)
-    with slow(0.2), held() as go_on:
-        pending = zckpt.write(
-            engine, path, client_state={"note": "made by a test", "where": where}, background=True, **options
-        )
-        where.zero_()
-        losses = train(engine, AFTER, BEFORE)
-        after = tensors_of(engine), raw(engine), settings(engine)
-        assert not Path(path, "manifest.msgpack").exists()
-        go_on()
-        assert pending.wait() == pending.path == path
-    assert pending.done
-    assert pending.error is None
-    return {"path": path, "before": before, "losses": losses, "after": after}
-
-
 EVERY_TIME = {("0", "copy"), ("3", "lazy"), ("2-cpu", "lazy"), ("0-fp32", "lazy"), ("3-cpu", "little-memory")}
 
 

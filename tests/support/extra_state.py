@@ -110,7 +110,7 @@ def make_engine(stage: int, seed: int = 0, model: nn.Module | None = None, **con
 
 def batch(engine: Any, step: int) -> torch.Tensor:
     random = torch.Generator().manual_seed(100 * step + engine.global_rank)
-    return torch.randn(4, 32, generator=random).bfloat16()
+    return torch.randn(4, 32, generator=random).to(engine.device, torch.bfloat16)
 
 
 def train(engine: Any, steps: int) -> list[float]:

@@ -286,8 +286,8 @@ def train(engine: deepspeed.DeepSpeedEngine, steps: int, start_step: int = 0) ->
 def batch(engine: deepspeed.DeepSpeedEngine, step: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(1000 * step + engine.global_rank)
     if isinstance(engine.module, GPT2LMHeadModel):
-        tokens = torch.randint(64, (4, 16), generator=random)
+        tokens = torch.randint(64, (4, 16), generator=random).to(engine.device)
         return {"input_ids": tokens, "labels": tokens}
     features = {Odd: 63, ResizedOdd: 63, Wide: 1024}.get(type(engine.module), 64)
     x = torch.randn(4, features, generator=random)
-    return {"x": x.to(next(engine.module.parameters()).dtype)}
+    return {"x": x.to(engine.device, next(engine.module.parameters()).dtype)}

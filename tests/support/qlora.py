@@ -7,6 +7,7 @@ from typing import Any
 
 import peft
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from tests.support.extra_state import make_engine as make_engine_over
@@ -32,7 +33,7 @@ def quantized(layer: nn.Linear, kind: str) -> nn.Linear:
         new = bnb.nn.Linear4bit(**sizes, compute_dtype=torch.bfloat16, **options)
         new.weight = bnb.nn.Params4bit(layer.weight.detach(), requires_grad=False, module=new, **options)
     new.bias = layer.bias
-    return new.to("cpu")  # this quantizes the weight
+    return new.to(get_accelerator().current_device_name())  # this quantizes the weight
 
 
 def make_quantized(kind: str, seed: int = 0) -> Any:
@@ -65,7 +66,7 @@ def train(engine: Any, steps: int) -> list[float]:
     """Trains some steps and returns their losses."""
     losses = []
     for step in range(engine.global_steps, engine.global_steps + steps):
-        batch = tokens(step, engine.global_rank)
+        batch = tokens(step, engine.global_rank).to(engine.device)
         loss = engine(input_ids=batch, labels=batch).loss
         engine.backward(loss)
         engine.step()
@@ -74,5 +75,5 @@ def train(engine: Any, steps: int) -> list[float]:
 
 
 def logits(model: Any) -> torch.Tensor:
-    output: torch.Tensor = model(input_ids=tokens()).logits.detach().clone()
+    output: torch.Tensor = model(input_ids=tokens().to(next(model.parameters()).device)).logits.detach().clone()
     return output

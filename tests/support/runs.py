@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,12 +14,19 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 import zckpt
 from tests.support.fragments import data_of
 from tests.support.models import make_engine, train
+from tests.support.slow_writes import held, slow
 from zckpt.api.open import open_checkpoint
 from zckpt.engines import adapt
 
 BEFORE, AFTER = 3, 3
 ADAM = ("exp_avg", "exp_avg_sq")
 """The names of the state tensors of AdamW."""
+SNAPSHOTS: dict[str, dict[str, Any]] = {
+    "copy": {},
+    "little-memory": {"snapshot_bytes": 0},
+    "lazy": {"snapshot": "lazy"},
+}
+"""Options of writes in the background."""
 
 
 def tensors_of(engine: Any) -> dict[tuple[str, int, int], torch.Tensor]:
@@ -180,6 +188,26 @@ def write_and_go_on(path: str, setup: dict[str, Any]) -> dict[str, Any]:
     losses = train(engine, AFTER, BEFORE)
     after = tensors_of(engine), raw(engine), settings(engine)
     return {"path": written, "before": before, "losses": losses, "after": after}
+
+
+def write_in_background_and_go_on(path: str, setup: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    engine = make_engine(**setup)
+    train(engine, BEFORE)
+    before = tensors_of(engine), raw(engine), settings(engine)
+    where = torch.arange(3)
+    with slow(0.2), held() as go_on:
+        pending = zckpt.write(
+            engine, path, client_state={"note": "made by a test", "where": where}, background=True, **options
+        )
+        where.zero_()
+        losses = train(engine, AFTER, BEFORE)
+        after = tensors_of(engine), raw(engine), settings(engine)
+        assert not Path(path, "manifest.msgpack").exists()
+        go_on()
+        assert pending.wait() == pending.path == path
+    assert pending.done
+    assert pending.error is None
+    return {"path": path, "before": before, "losses": losses, "after": after}
 
 
 def restore_and_go_on(path: str, setup: dict[str, Any], trained: int) -> dict[str, Any]:
