@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import traceback
@@ -198,8 +199,11 @@ class StagingPool:
 
     def _make(self) -> list[StagingBuffer]:
         """Makes more buffers. Returns an empty list if the limit is reached."""
-        room = torch.from_numpy(np.empty(self.nbytes + PAGE_BYTES, np.uint8))
-        return [StagingBuffer(aligned(room, self.nbytes, PAGE_BYTES), self._queue)]
+        return [StagingBuffer(self._room(), self._queue)]
+
+    def _room(self) -> torch.Tensor:
+        """Returns memory for a buffer. It is not pinned."""
+        return aligned(torch.from_numpy(np.empty(self.nbytes + PAGE_BYTES, np.uint8)), self.nbytes, PAGE_BYTES)
 
     def _end(self) -> None:
         """Prepares the idle pool for the next user. It is called when the last user has left. The buffers stay
@@ -270,6 +274,44 @@ class PinnedPool(StagingPool):
         give_back_pinned_memory()
 
 
+class BounceBuffer(StagingBuffer):
+    """A staging buffer in memory that is not pinned. Copies from a device go through a pinned buffer, and are done when
+    ``from_device`` returns."""
+
+    def __init__(self, tensor: torch.Tensor, queue: Callable[[torch.device], CopyQueue], pinned: PinnedPool) -> None:
+        super().__init__(tensor, queue)
+        self._pinned = pinned
+
+    def from_device(self, device: torch.device, copies: Sequence[FromDevice]) -> None:
+        with self._pinned.lend() as pinned:
+            pinned.from_device(device, copies)
+            pinned.wait()
+            for copy in copies:
+                ctypes.memmove(self.address + copy.start, pinned.address + copy.start, len(copy.source))
+
+
+class BouncePool(StagingPool):
+    """A pool for a snapshot of states on devices. Its buffers are not pinned, but copies from a device go through a few
+    buffers that are. On an H200, this is five times as fast as to pin as much memory as the snapshot takes, and the
+    buffers are there already when the next snapshot is taken."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena.batch_bytes)
+        self._pinned = PinnedPool(arena, arena.buffers)
+        self._pinned_bytes = arena.nbytes
+
+    def buffers_within(self, budget: Budget, snapshot_bytes: int = 0) -> int:
+        return super().buffers_within(budget, snapshot_bytes - self._pinned_bytes)
+
+    @contextmanager
+    def work(self, items: int = sys.maxsize) -> Iterator[None]:
+        with self._pinned.work(items), super().work(items):
+            yield
+
+    def _make(self) -> list[StagingBuffer]:
+        return [BounceBuffer(self._room(), self._queue, self._pinned)]
+
+
 @lru_cache(maxsize=4)
 def host_pool(batch_bytes: int) -> StagingPool:
     """Returns the pool of buffers in memory that is not pinned. All callers that ask for the same size share one
@@ -277,15 +319,21 @@ def host_pool(batch_bytes: int) -> StagingPool:
     return StagingPool(batch_bytes)
 
 
+@lru_cache(maxsize=4)
+def snapshot_pool(arena: Arena) -> BouncePool:
+    """Returns the pool for snapshots of states on devices. All callers with the same arena share one pool."""
+    return BouncePool(arena)
+
+
 def pool_for(devices: Iterable[torch.device], budget: Budget, block_bytes: int, snapshot_bytes: int = 0) -> StagingPool:
-    """Returns the pool for reads and writes of whole blocks between files, these devices and host memory. A pinned pool
-    takes at most ``snapshot_bytes`` bytes or the bytes of the budget, whichever is more."""
+    """Returns the pool for reads and writes of whole blocks between files, these devices and host memory. A write that
+    takes a snapshot of more bytes than the pinned memory for ``budget`` gets a pool for snapshots."""
     # All devices are asked before the pool is made, because each question pins a byte of memory.
     with_streams = [has_streams(device) for device in devices]
     if not any(with_streams):
         return host_pool(budget.batch_bytes(block_bytes))
     arena = Arena.within(budget, block_bytes)
-    return PinnedPool(arena, arena.buffers * max(snapshot_bytes // arena.nbytes, 1))
+    return snapshot_pool(arena) if snapshot_bytes > arena.nbytes else PinnedPool(arena, arena.buffers)
 
 
 def _floor_power_of_two(number: int) -> int:
