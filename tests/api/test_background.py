@@ -252,15 +252,16 @@ import torch
 def write():
     import zckpt
     from zckpt.testing import ReferenceEngine
-    zckpt.write(ReferenceEngine(), sys.argv[1])
+    zckpt.write(ReferenceEngine(), sys.argv[1], background={background})
 
 atexit.register(write)
 """
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 starts no threads while the interpreter ends")
-def test_an_exit_handler_may_be_the_first_to_write(tmp_path: Path) -> None:
-    assert ends(AS_THE_LAST_THING, tmp_path / "c") == [(0, "", "")]
+@pytest.mark.parametrize("background", [False, True])
+def test_an_exit_handler_may_be_the_first_to_write(tmp_path: Path, background: bool) -> None:
+    assert ends(AS_THE_LAST_THING.format(background=background), tmp_path / "c") == [(0, "", "")]
     assert zckpt.validate(tmp_path).ok
 
 

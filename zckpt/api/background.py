@@ -316,9 +316,14 @@ def _settle_before_the_end() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-with suppress(RuntimeError):  # The process is ending already.
+imported_at_the_end = False
+"""Whether the process was ending already when this module was imported. Then Python calls none of the functions below
+that wait for work in the background."""
+try:
     # Python calls this before it waits for threads. It does not expect Ctrl-C while it waits.
     threading._register_atexit(_settle_before_the_end)  # type: ignore[attr-defined]
+except RuntimeError:
+    imported_at_the_end = True
 
 
 @atexit.register
