@@ -11,6 +11,7 @@ import torch
 import zckpt
 from tests.support.memory_store import Disk, File, in_memory
 from tests.support.states import same_all, write_state
+from zckpt.listing.runs import directories_of
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.testing import ReferenceEngine, StoreContract
@@ -112,7 +113,7 @@ def test_leftovers_and_older_checkpoints_are_removed(disk: Disk) -> None:
         if clean is zckpt.gc:
             assert [item.path.partition("step")[2] for item in done.removed] == ["3/data-0123456789abcdef"]
     assert zckpt.open(RUN).step == 3
-    assert open_store(RUN).directories() == ["step2", "step3"]
+    assert directories_of(open_store(RUN)) == ["step2", "step3"]
     assert not [item for item in disk if "step1" in item]
 
 
@@ -129,7 +130,7 @@ def test_a_checkpoint_without_a_manifest_is_repaired_or_discarded() -> None:
     for name in ("a", "copy"):
         assert zckpt.validate(f"{RUN}/{name}").ok
     zckpt.gc(RUN, discard="b")
-    assert open_store(RUN).directories() == ["a", "copy"]
+    assert directories_of(open_store(RUN)) == ["a", "copy"]
 
 
 def test_errors_name_what_is_there(disk: Disk) -> None:
@@ -153,7 +154,7 @@ def test_errors_name_what_is_there(disk: Disk) -> None:
 def test_one_writer_at_a_time() -> None:
     with WriteLock(open_store(f"{RUN}/c")), pytest.raises(zckpt.LockedError, match=f"{RUN}/c/write.lock"):
         zckpt.write(trained(1), f"{RUN}/c")
-    assert not open_store(RUN).exists(""), "the directories that the lock has made are gone with it"
+    assert open_store(RUN).entry("") is None, "the directories that the lock has made are gone with it"
     zckpt.write(trained(1), f"{RUN}/c")
     assert not zckpt.gc(RUN).in_use
 

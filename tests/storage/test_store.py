@@ -43,7 +43,7 @@ def test_only_a_file_is_shared(tmp_path: Path) -> None:
     (tmp_path / "directory").mkdir()
     for source in ("link", "directory"):
         assert not store.share("new", store.location.child(source))
-        assert not store.exists("new")
+        assert store.entry("new") is None
     assert store.share("new", store.location.child("file"))
     assert (tmp_path / "new").read_bytes() == b"mine"
 

@@ -21,6 +21,7 @@ from tests.support.hub import cached
 from tests.support.states import Written, same_all, write_state
 from zckpt.cli import main
 from zckpt.format import names
+from zckpt.listing.runs import directories_of
 from zckpt.storage import local_reader
 from zckpt.storage.schemes import open_store
 
@@ -93,7 +94,7 @@ def test_no_link_is_followed_even_to_what_is_sound(tmp_path: Path, written: Writ
 def test_the_way_to_a_checkpoint_may_have_links(tmp_path: Path, written: Written) -> None:
     link(tmp_path / "other", tmp_path / "run")
     assert same_all(zckpt.open(tmp_path / "other").load(), written.full)
-    assert open_store(tmp_path).directories() == ["run"], "though they are not listed"
+    assert directories_of(open_store(tmp_path)) == ["run"], "though they are not listed"
 
 
 @on_posix
@@ -261,4 +262,4 @@ def test_a_name_that_no_file_can_have_is_missing(written: Written) -> None:
         with mock.patch("os.open", side_effect=error), mock.patch("os.lstat", side_effect=error):
             with pytest.raises(zckpt.MissingFileError):
                 reader.size("x")
-            assert not open_store(written.path).exists("x")
+            assert open_store(written.path).entry("x") is None

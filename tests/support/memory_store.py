@@ -15,7 +15,7 @@ import numpy as np
 from zckpt.errors import StorageError
 from zckpt.format.names import temporary
 from zckpt.format.rules import broken
-from zckpt.storage.contract import IOCount, StoredFile
+from zckpt.storage.contract import Entry, IOCount
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import SCHEMES
 
@@ -113,25 +113,20 @@ class MemoryStore:
     def reader(self) -> MemoryReader:
         return MemoryReader(self)
 
-    def exists(self, path: str) -> bool:
-        return self.full(path) in self.disk
+    def entry(self, path: str) -> Entry | None:
+        if self.full(path) not in self.disk:
+            return None
+        file = self._file(path)
+        if file is None:
+            return Entry(path, None, 0.0, is_directory=True)
+        links = sum(other is file for other in list(self.disk.values()))
+        return Entry(path, len(file.data), file.changed_at, False, links, id(file))
 
-    def entries(self) -> list[str] | None:
-        return list({below.partition("/")[0] for below in self._below("")}) if self.is_directory("") else None
-
-    def directories(self) -> list[str]:
-        if not self.is_directory(""):
-            raise self._error("there is no such directory", "")
-        return sorted(below for below in self._below("") if "/" not in below and self.is_directory(below))
-
-    def files(self, path: str) -> list[StoredFile]:
-        files = [self._file(path), *(self.child(path)._file(below) for below in self._below(path))]
-        disk = list(self.disk.values())
-        return [
-            StoredFile(len(file.data), sum(other is file for other in disk), id(file))
-            for file in files
-            if file is not None
-        ]
+    def entries(self, path: str = "", *, deep: bool = False) -> list[Entry] | None:
+        if not self.is_directory(path):
+            return None
+        entries = [self.child(path).entry(below) for below in self._below(path) if deep or "/" not in below]
+        return [entry for entry in entries if entry is not None and not (deep and entry.is_directory)]
 
     def free_bytes(self) -> int | None:
         return self.free
@@ -170,7 +165,7 @@ class MemoryStore:
 
     def share(self, path: str, source: Location) -> bool:
         file = self.disk.get(source.path.strip("/"))
-        if source.scheme != self.location.scheme or file is None or self.exists(path):
+        if source.scheme != self.location.scheme or file is None or self.entry(path) is not None:
             return False
         return self._put(path, file)
 
@@ -219,10 +214,6 @@ class MemoryStore:
         if file is None:
             raise self._error("it is not there", path)
         file.changed_at = time.time()
-
-    def changed_at(self, path: str) -> float | None:
-        file = self._file(path)
-        return None if file is None else file.changed_at
 
     def now(self) -> float:
         return time.time()

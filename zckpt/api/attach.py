@@ -22,7 +22,7 @@ from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.listing.find import find
 from zckpt.listing.other_formats import deepspeed_files
-from zckpt.listing.runs import can_resume, latest_name
+from zckpt.listing.runs import can_resume, latest_name, names_in
 from zckpt.ranks.collectives import Ranks
 from zckpt.restoring.plan import Caller, Request, check_settings, engine_state
 from zckpt.state.inventory import RESERVED_PARTS
@@ -476,7 +476,7 @@ def _find(run: Store, tag: object, universal: bool) -> tuple[str | None, bool]:
             continue
         named_tag = raw.decode(errors="surrogateescape").strip()
         checkpoint = run.child(named_tag)
-        if universal and file == "latest" and not checkpoint.exists(names.MANIFEST):
+        if universal and file == "latest" and checkpoint.entry(names.MANIFEST) is None:
             continue
         if _has_deepspeed_format(checkpoint):
             return named_tag, True
@@ -485,4 +485,4 @@ def _find(run: Store, tag: object, universal: bool) -> tuple[str | None, bool]:
 
 
 def _has_deepspeed_format(store: Store) -> bool:
-    return not store.exists(names.MANIFEST) and bool(deepspeed_files(store.entries() or ()))
+    return store.entry(names.MANIFEST) is None and bool(deepspeed_files(names_in(store)))

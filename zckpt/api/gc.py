@@ -9,7 +9,7 @@ from zckpt.cleaning.work import Work
 from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError
 from zckpt.format import names
 from zckpt.listing.leftovers import run_leftovers
-from zckpt.listing.runs import directories, is_begun, nothing_at
+from zckpt.listing.runs import directories, is_begun, names_at
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.process_names import left_over
 from zckpt.storage.schemes import open_store
@@ -47,9 +47,7 @@ def gc(path: StrPath, *, dry_run: bool = False, discard: StrPath | Collection[St
         UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
     """
     run = open_store(path)
-    entries = run.entries()
-    if entries is None:
-        raise nothing_at(run)
+    entries = names_at(run)
     checkpoints = [run] * is_begun(entries) + [store for store, entries in directories(run) if is_begun(entries)]
     work = Work(dry_run, _discarded(run, checkpoints, discard))
     for checkpoint in checkpoints:
@@ -71,7 +69,7 @@ def _discarded(run: Store, checkpoints: Sequence[Store], discard: StrPath | Coll
                 f"discard names {path!r}, in which no checkpoint was begun", file=str(run.location)
             )
         for checkpoint in matching:
-            if checkpoint.exists(names.MANIFEST):
+            if checkpoint.entry(names.MANIFEST) is not None:
                 raise CheckpointExistsError(
                     "discard names a checkpoint that has a manifest", file=str(checkpoint.location),
                     hint="to remove checkpoints that have a manifest, use zckpt.prune",

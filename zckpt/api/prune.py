@@ -11,7 +11,7 @@ from zckpt.cleaning.work import Work, is_latest
 from zckpt.errors import CheckpointNotFoundError, FormatError, StorageError
 from zckpt.format import names
 from zckpt.listing.find import open_contents
-from zckpt.listing.runs import check_lengths, directories, is_of_trainer, nothing_at
+from zckpt.listing.runs import check_lengths, directories, is_of_trainer, names_at
 from zckpt.plan.catalog import tensor_counts
 from zckpt.state.inventory import PARAM
 from zckpt.storage.schemes import open_store
@@ -102,10 +102,7 @@ def remove_older(
     this checkpoint counts as the one that was committed last, even if its manifest has an older time. The clocks of two
     hosts may differ, and the files of a copied run may have any times."""
     store = open_store(run)
-    entries = store.entries()
-    if entries is None:
-        raise nothing_at(store)
-    if names.MANIFEST in entries:
+    if names.MANIFEST in names_at(store):
         raise CheckpointNotFoundError(
             "this is the directory of one checkpoint, not of a run", file=str(store.location),
             hint=f"give the directory of its run, such as {store.location.absolute().parent}",
@@ -153,15 +150,15 @@ def _committed(stores: Sequence[Store], now: float) -> tuple[list[_Committed], l
             with closing(contents.reader):
                 check_lengths(contents)
                 series = _series_of(store, contents.manifest, contents.lineage)
-            changed_at = store.changed_at(names.MANIFEST)
+            entry = store.entry(names.MANIFEST)
         except CheckpointNotFoundError:
             continue  # Another process has removed it meanwhile.
         except (FormatError, StorageError):
             unreadable.append(path)
             continue
         manifest = contents.manifest
-        if changed_at is not None:
-            committed.append(_Committed(changed_at, manifest.step, path, series, manifest.save_id, store))
+        if entry is not None:
+            committed.append(_Committed(entry.changed_at, manifest.step, path, series, manifest.save_id, store))
     past = [checkpoint for checkpoint in committed if checkpoint.changed_at <= now]
     for number, checkpoint in enumerate(committed):
         if checkpoint.changed_at > now:

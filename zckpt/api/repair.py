@@ -18,7 +18,7 @@ from zckpt.errors import (
 from zckpt.format import names
 from zckpt.listing.find import manifest_of, open_contents
 from zckpt.listing.leftovers import may_be_named
-from zckpt.listing.runs import not_a_checkpoint, nothing_at
+from zckpt.listing.runs import names_at, not_a_checkpoint
 from zckpt.repairing.rebuilt import check_copy, check_rebuilt, copy_data, put_files, rebuild_from, structure_findings
 from zckpt.repairing.salvage import refused, the_save
 from zckpt.storage.lock import WriteLock
@@ -96,12 +96,10 @@ def repair(
     """
     source = open_store(path)
     target = source if output is None else open_store(output)
-    entries = source.entries()
-    if entries is None:
-        raise nothing_at(source)
+    entries = names_at(source)
     if not any(name == names.MANIFEST or names.is_data_dir(name) for name in entries):
         raise not_a_checkpoint(source, entries, "this is not the directory of a checkpoint")
-    if output is not None and target.exists(names.MANIFEST):
+    if output is not None and target.entry(names.MANIFEST) is not None:
         raise CheckpointExistsError(
             "there is already a checkpoint here", file=str(target.location), hint="choose another output"
         )
@@ -130,7 +128,7 @@ def _repair(
     if old is None or elsewhere or rebuilt.differs_from(old):
         files[names.MANIFEST] = rebuilt.manifest  # The manifest is the last file, because it commits the others.
     data_dir = names.data_dir(save.save_id)
-    if elsewhere and target.exists(data_dir):
+    if elsewhere and target.entry(data_dir) is not None:
         existing = str(target.location.child(data_dir))
         raise CheckpointExistsError("the data of this save are here", file=existing, hint="choose another output")
     try:

@@ -161,7 +161,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def is_zckpts(path: StrPath) -> bool:
     """Returns whether this directory has a manifest. The manifest may be damaged."""
-    return open_store(path).exists(names.MANIFEST)
+    return open_store(path).entry(names.MANIFEST) is not None
 
 
 def teach_deepspeed() -> None:

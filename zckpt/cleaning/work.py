@@ -8,21 +8,21 @@ from zckpt.cleaning.cleanup import Cleanup, Removed
 from zckpt.errors import LockedError, StorageError
 from zckpt.format import names
 from zckpt.listing.leftovers import is_file, leftovers, look, named_files
-from zckpt.listing.runs import is_of_trainer, read_latest
+from zckpt.listing.runs import is_of_trainer, names_in, read_latest
 from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock
 from zckpt.writing.removal import prepared_manifests, recoverable, remove_found
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
-    from zckpt.storage.contract import Store, StoredFile
+    from zckpt.storage.contract import Entry, Store
     from zckpt.storage.location import Location
 
 
 def is_latest(run: Store, checkpoint: Store) -> bool:
     """Returns whether the file ``latest`` of a run names this checkpoint. Raises FormatError if ``latest`` cannot be
     read."""
-    if not run.exists(names.LATEST):
+    if run.entry(names.LATEST) is None:
         return False
     return run.location.child(read_latest(run)).resolved() == checkpoint.location.resolved()
 
@@ -103,7 +103,7 @@ class Work:
                 self.remove(parent, [names.LATEST], "retention")
             self.remove(store, [names.MANIFEST], "retention")
             self.remove(store, [names.data_dir(save_id)], "retention", named_files(left.manifest))
-            old = [name for name in sorted(store.entries() or ()) if names.is_old(name)]
+            old = [name for name in names_in(store) if names.is_old(name)]
             self.remove(store, [name for name in old if is_file(store, name)], "retention")
 
     def remove(self, store: Store, entries: Sequence[str], reason: str, named: Collection[str] | None = None) -> None:
@@ -111,21 +111,21 @@ class Work:
         argument of ``look``. The removal of a manifest is durable before the entries after it are removed."""
         for name in entries:
             found, path = look(store, name, named), str(store.location.child(name))
-            stored = [file for own in found.files for file in store.files(own)]
+            stored = [entry for own in found.files if (entry := store.entry(own)) is not None]
             self.foreign += [str(store.location.child(foreign)) for foreign in found.foreign]
             if not self.dry_run:
                 remove_found(store, found)
                 if name == names.MANIFEST:
                     store.sync_names("")
-                    if store.exists(name):
+                    if store.entry(name) is not None:
                         raise StorageError("cannot remove the manifest", file=path)
-                elif store.exists(name) and look(store, name, named).files:
+                elif store.entry(name) is not None and look(store, name, named).files:
                     continue  # It could not be removed. A later clean-up will find it again.
             if found.files or not found.foreign:
                 freed, shared = self._freed(stored)
                 self.removed.append(Removed(path, freed, shared, reason))
 
-    def _freed(self, stored: Sequence[StoredFile]) -> tuple[int, int]:
+    def _freed(self, stored: Sequence[Entry]) -> tuple[int, int]:
         """Returns the number of bytes of removed files whose disk space is freed, and the number of bytes of removed
         files that still have other hard links."""
         freed = shared = 0
@@ -133,7 +133,7 @@ class Work:
             links = self._links.pop(file.identity, file.links) - 1
             if links > 0:
                 self._links[file.identity] = links
-                shared += file.nbytes
+                shared += file.nbytes or 0
             else:
-                freed += file.nbytes
+                freed += file.nbytes or 0
         return freed, shared

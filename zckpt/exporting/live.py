@@ -197,7 +197,7 @@ class _RankExport:
     def begin(self) -> None:
         """Creates the files that this rank writes, and allocates its memory. Raises RankError if this rank does not see
         the directory, and StorageError."""
-        if not self._store.exists(""):
+        if self._store.entry("") is None:
             raise RankError(
                 "rank 0 has made a directory that this rank does not see", file=str(self._store.location),
                 rank=self._ranks.job_rank, hint="export to a file system that all ranks share",

@@ -18,10 +18,12 @@ from zckpt.listing.contents import Contents
 from zckpt.listing.other_formats import other_format
 from zckpt.listing.runs import (
     NOTHING_CHANGED,
+    directories_of,
     has_manifest,
     is_of_trainer,
+    names_at,
+    names_in,
     not_a_checkpoint,
-    nothing_at,
     read_latest,
     read_manifest,
     what_is_here,
@@ -42,11 +44,9 @@ def find(path: StrPath) -> Store:
     names. In the output directory of a Trainer, ``latest`` is that of a ``save_model``, so there it is the checkpoint
     with the most steps. Raises CheckpointNotFoundError, UnfinishedWriteError and FormatError (L001)."""
     store = open_store(path)
-    if store.exists(names.MANIFEST):
+    entries = names_at(store)
+    if names.MANIFEST in entries:
         return store
-    entries = store.entries()
-    if entries is None:
-        raise nothing_at(store)
     if names.LATEST in entries:
         try:
             name = read_latest(store)
@@ -56,7 +56,7 @@ def find(path: StrPath) -> Store:
         except FormatError as error:
             error.hint = f"{error.hint}; {what_is_here(store)}" if error.hint else what_is_here(store)
             raise
-        other = other_format(checkpoint.entries() or ())
+        other = other_format(names_in(checkpoint))
         if other is not None:
             message, hint = f"`latest` names {other.what}", other.hint
         else:
@@ -74,7 +74,7 @@ def find(path: StrPath) -> Store:
 def _newer_of_trainer(run: Store, checkpoint: Store) -> Store | None:
     """Returns the newest checkpoint in the directories ``checkpoint-<N>`` of a Trainer, if it has more steps than
     ``checkpoint``."""
-    of_trainer = [name for name in run.directories() if is_of_trainer(name)]
+    of_trainer = [name for name in directories_of(run) if is_of_trainer(name)]
     for name in sorted(of_trainer, key=lambda name: int(name.rpartition("-")[2]), reverse=True):
         with suppress(ZckptError):
             newest = find(str(run.location.child(name)))
@@ -97,7 +97,7 @@ def manifest_of(store: Store) -> Manifest:
 
 
 def _reader(store: Store) -> Reader:
-    if not store.exists(names.MANIFEST):
+    if store.entry(names.MANIFEST) is None:
         raise CheckpointNotFoundError("there is no manifest", file=str(store.location))
     return store.reader()
 

@@ -78,9 +78,9 @@ def run_leftovers(run: Store) -> list[str]:
     so a file counts as left over when it is older than ``DEAD_SECONDS``. A commit needs such a file only for an
     instant."""
     temporaries = [name for name in entries_of(run) if names.is_temporary(name, names.LATEST) and is_file(run, name)]
-    changed_at = {name: run.changed_at(name) for name in temporaries}
-    now = run.now() if temporaries else 0.0
-    return [name for name, at in changed_at.items() if at is not None and now - at > DEAD_SECONDS]
+    entries = [entry for entry in map(run.entry, temporaries) if entry is not None]
+    now = run.now() if entries else 0.0
+    return [entry.path for entry in entries if now - entry.changed_at > DEAD_SECONDS]
 
 
 def look(store: Store, name: str, named: Collection[str] | None = None) -> Found:
@@ -96,10 +96,11 @@ def look(store: Store, name: str, named: Collection[str] | None = None) -> Found
     if not names.is_data_dir(name):
         return Found([name], [], [])
     found = Found([], [], [])
-    if name in store.directories():
+    entry = store.entry(name)
+    if entry is not None and entry.is_directory:
         with closing(store.reader()) as reader:
             _look(store, reader, name, named or (), found)
-    elif store.exists(name):
+    elif entry is not None:
         found.foreign.append(name)
     return found if named is not None or not found.foreign else Found([], [], found.foreign)
 
@@ -107,12 +108,11 @@ def look(store: Store, name: str, named: Collection[str] | None = None) -> Found
 def _look(store: Store, reader: Reader, path: str, named: Collection[str], found: Found) -> None:
     """Adds to ``found`` what is in a data directory, or in the directory of a rank."""
     directory, in_data_dir = store.child(path), "/" not in path
-    directories = {*directory.directories()}
-    for name in sorted(directory.entries() or ()):
-        below = f"{path}/{name}"
-        if name in directories and in_data_dir and names.split_rank_dir(name) is not None:
+    for entry in sorted(directory.entries() or ()):
+        name, below = entry.path, f"{path}/{entry.path}"
+        if entry.is_directory and in_data_dir and names.split_rank_dir(name) is not None:
             _look(store, reader, below, named, found)
-        elif name not in directories and (below in named or _is_own(reader, below, in_data_dir=in_data_dir)):
+        elif not entry.is_directory and (below in named or _is_own(reader, below, in_data_dir=in_data_dir)):
             found.files.append(below)
         else:
             found.foreign.append(below)

@@ -93,7 +93,7 @@ def has_manifest(run: Store, name: str) -> bool:
     """Whether a checkpoint is at this path in the run. Raises FormatError (F002) for a path of several components if
     one of them is a link."""
     if "/" not in name:  # a single component may be a link
-        return run.child(name).exists(names.MANIFEST)
+        return run.child(name).entry(names.MANIFEST) is not None
     with closing(run.reader()) as reader:
         try:
             reader.size(f"{name}/{names.MANIFEST}")
@@ -115,7 +115,7 @@ def directories(run: Store) -> Iterator[tuple[Store, list[str]]]:
 
 def _below(above: Store, depth: int, nested: bool) -> Iterator[tuple[Store, list[str]]]:
     try:
-        subdirectories = above.directories()
+        subdirectories = directories_of(above)
     except StorageError:
         return
     for name in subdirectories:
@@ -134,9 +134,27 @@ def entries_of(store: Store) -> list[str]:
     """Returns the entries of a directory in sorted order. If they cannot be read, it returns an empty list, so that
     nothing there is removed."""
     try:
-        return sorted(store.entries() or ())
+        return names_in(store)
     except StorageError:
         return []
+
+
+def names_in(store: Store) -> list[str]:
+    """Returns the entries of a directory in sorted order, and none if there is no directory. Raises StorageError."""
+    return sorted(entry.path for entry in store.entries() or ())
+
+
+def names_at(store: Store) -> list[str]:
+    """Returns the entries of a directory in sorted order. Raises CheckpointNotFoundError if there is no directory, and
+    StorageError."""
+    if (listed := store.entries()) is None:
+        raise nothing_at(store)
+    return sorted(entry.path for entry in listed)
+
+
+def directories_of(store: Store) -> list[str]:
+    """Returns the names of the directories in a directory, without links, in sorted order. Raises StorageError."""
+    return sorted(entry.path for entry in store.entries() or () if entry.is_directory)
 
 
 def is_of_trainer(name: str) -> bool:
@@ -164,7 +182,7 @@ def run_of(checkpoint: Store) -> Store:
         return above.parent
     candidate = above
     for _ in range(DEPTH_MAX):
-        if candidate.exists(names.LATEST):
+        if candidate.entry(names.LATEST) is not None:
             return candidate
         candidate = candidate.parent
     return above
@@ -212,7 +230,7 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
             hint=f"write elsewhere, or move what {place} has of this checkpoint (manifest.msgpack, data-*) to a "
             f"directory of its own, such as {place}/global_step<N>",
         )  # fmt: skip
-    if latest and run.exists(names.LATEST) and names.LATEST in run.directories():
+    if latest and (entry := run.entry(names.LATEST)) is not None and entry.is_directory:
         raise CheckpointExistsError(
             "a directory is in the place of the file `latest`, which is to name the new checkpoint",
             file=str(run.location.child(names.LATEST)),
@@ -235,7 +253,7 @@ def _checkpoint_above(path: Store, levels: int) -> Location | None:
     """Returns the nearest directory with a checkpoint among the ``levels`` directories above the path, or None."""
     for _ in range(levels):
         path = path.parent
-        if path.exists(names.MANIFEST):
+        if path.entry(names.MANIFEST) is not None:
             return path.location
     return None
 
@@ -260,8 +278,8 @@ def _of_same_run(checkpoint: Store) -> list[Store]:
     if not _ACCELERATE.fullmatch(location.parent.name):
         return _newest_first(_checkpoints(run_of(checkpoint)))
     saves = open_store(location.parent.parent)
-    same = [saves.child(f"{name}/{location.name}") for name in saves.directories() if _ACCELERATE.fullmatch(name)]
-    return _newest_first(store for store in same[:DIRECTORIES_MAX] if store.exists(names.MANIFEST))
+    same = [saves.child(f"{name}/{location.name}") for name in directories_of(saves) if _ACCELERATE.fullmatch(name)]
+    return _newest_first(store for store in same[:DIRECTORIES_MAX] if store.entry(names.MANIFEST) is not None)
 
 
 def _newest_first(checkpoints: Iterable[Store]) -> list[Store]:
@@ -282,9 +300,8 @@ def _searched(run: Store) -> Iterator[tuple[Store, list[str]]]:
 def committed_at(store: Store) -> float:
     """Returns when a checkpoint was committed, in seconds since the epoch, or 0 if that cannot be found out."""
     try:
-        with closing(store.reader()) as reader:
-            reader.size(names.MANIFEST)  # raises an error unless it is a regular file, because to open it could block
-        return store.changed_at(names.MANIFEST) or 0.0
+        entry = store.entry(names.MANIFEST)
+        return 0.0 if entry is None or entry.nbytes is None else entry.changed_at
     except ZckptError:
         return 0.0
 
@@ -352,7 +369,7 @@ def what_is_whole(checkpoint: Store) -> str:
 def nothing_at(store: Store) -> CheckpointNotFoundError:
     """Returns the error for a path at which there is no directory. It names the checkpoints of the run that the path
     would be in."""
-    what = "the path is a file" if store.exists("") else "the path does not exist"
+    what = "the path is a file" if store.entry("") is not None else "the path does not exist"
     run = store.parent
     if is_of_trainer(run.location.name):
         run = run.parent

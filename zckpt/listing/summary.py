@@ -123,7 +123,7 @@ def summary(path: StrPath) -> CheckpointSummary | RunSummary:
     """Returns the summary of the checkpoint at ``path``, or, if ``path`` is the directory of a run, of all its
     checkpoints. If there is neither, it raises the error that ``zckpt.open`` raises."""
     store = open_store(path)
-    if not store.exists(names.MANIFEST):
+    if store.entry(names.MANIFEST) is None:
         of_run = _run(store)
         if of_run.checkpoints:
             return of_run
@@ -141,10 +141,11 @@ def _checkpoint(store: Store) -> CheckpointSummary:
         except FormatError as error:
             problem = str(error)
     parts = tuple(_part(manifest, part) for part in manifest.parts if part.name != STATE)
+    data = store.entries(names.data_dir(manifest.save_id), deep=True) or ()
     return CheckpointSummary(
         **_begun(store, str(store.location), contents, problem, time.time()), save_id=manifest.save_id,
         writer=manifest.writer, parts=parts, files=len(manifest.files),
-        shared_bytes=sum(file.nbytes for file in store.files(names.data_dir(manifest.save_id)) if file.links > 1),
+        shared_bytes=sum(entry.nbytes or 0 for entry in data if entry.links > 1),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from zckpt.format import names
 from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.format.rules import broken
 from zckpt.listing.contents import read_header
+from zckpt.listing.runs import directories_of, names_in
 from zckpt.plan.rebuild import FoundFile
 from zckpt.repairing.digest_tables import fit_tables, read_tables
 
@@ -40,7 +41,7 @@ def the_save(store: Store, old: Manifest | None, finding: str) -> FoundSave:
     """Returns the only save whose data are in ``store`` and complete. ``old`` is its manifest. If that is lost or
     damaged, ``old`` is None and ``finding`` says what is wrong with it. Raises RepairError, which lists everything that
     is missing or damaged."""
-    saves = [name for name in store.directories() if names.is_data_dir(name)]
+    saves = [name for name in directories_of(store) if names.is_data_dir(name)]
     if old is not None:
         saves = [name for name in saves if name == names.data_dir(old.save_id)]
     if len(saves) != 1:
@@ -61,12 +62,12 @@ def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[Fo
     ranks = set()
     data_dir = names.data_dir(save_id)
     with closing(checkpoint.reader()) as reader:
-        for directory in checkpoint.child(data_dir).directories():
+        for directory in directories_of(checkpoint.child(data_dir)):
             rank, place = names.split_rank_dir(directory), f"{data_dir}/{directory}"
             if rank is None:
                 continue
             ranks.add(rank)
-            for name in sorted(checkpoint.child(place).entries() or ()):
+            for name in names_in(checkpoint.child(place)):
                 part_and_tier = names.split_data_file_name(name)
                 if part_and_tier is not None:
                     with _listed(problems):

@@ -191,15 +191,22 @@ class PageSharing(Protocol):
         begins at byte ``offset``."""
 
 
-class StoredFile(NamedTuple):
-    """The space that a file takes."""
+class Entry(NamedTuple):
+    """What is at a path of a store."""
 
-    nbytes: int
-    """The length of the file."""
-    links: int
+    path: str
+    """The path, relative to the directory that was listed."""
+    nbytes: int | None
+    """The length of the file. None if this is a directory, a link, or anything else that is not a regular file."""
+    changed_at: float
+    """When the file was last written, prepared or touched, in seconds of the store's own clock, which is the same for
+    all hosts. The time may be rounded to whole seconds, like the time that ``Store.now`` returns."""
+    is_directory: bool = False
+    links: int = 1
     """How many paths in this and other directories lead to the file. Its space is free once all of them are removed."""
-    identity: Hashable
-    """A value that is equal for all paths that lead to this file, and different for all other files of the store."""
+    identity: Hashable = None
+    """A value that is equal for all paths that lead to this file, and different for all other files of the store. None
+    means that no other path leads to it."""
 
 
 class Creator(Protocol):
@@ -235,22 +242,14 @@ class Store(Creator, Protocol):
     def reader(self) -> Reader:
         """Returns a new reader of the files in this directory. The caller closes it."""
 
-    def exists(self, path: str) -> bool:
-        """Returns whether there is anything at this path. A link that leads nowhere counts. The store's own directory
-        may be reached through links."""
+    def entry(self, path: str) -> Entry | None:
+        """Returns what is at this path, or None if nothing is there. A link is not followed, and counts even if it
+        leads nowhere. The store's own directory may be reached through links."""
 
-    def entries(self) -> list[str] | None:
-        """Returns the names of all files and directories directly in this directory, in any order. Returns None if
-        there is no such directory, also if a file has its name."""
-
-    def directories(self) -> list[str]:
-        """Returns the names of the directories directly in this directory, in ascending order and without links. Raises
-        StorageError if this directory does not exist."""
-
-    def files(self, path: str) -> list[StoredFile]:
-        """Returns the file at ``path``, or all files in and below the directory ``path``, in any order. Returns an
-        empty list if nothing is there. Files that are removed during the call are left out, or returned, without an
-        error."""
+    def entries(self, path: str = "", *, deep: bool = False) -> list[Entry] | None:
+        """Returns everything that is directly in the directory ``path``, in any order. With ``deep``, returns all that
+        is in and below the directory, except directories. Returns None if there is no such directory, also if a file
+        has its name. What is removed during the call is left out, or returned, without an error."""
 
     def free_bytes(self) -> int | None:
         """Returns how many more bytes this process may store in the directory, which exists. Returns None if the store
@@ -309,7 +308,7 @@ class Store(Creator, Protocol):
     def remove_if_empty(self, path: str) -> None:
         """Removes a directory if it is empty. Removes no file, and no directory above it. Raises nothing."""
 
-    # Locks: ``zckpt.storage.lock`` calls these methods. ``changed_at`` and ``now`` also tell the age of checkpoints.
+    # Locks: ``zckpt.storage.lock`` calls these methods. ``now`` also tells the age of checkpoints.
 
     def claim(self, path: str, data: bytes) -> bool:
         """Makes a new file that has these bytes from its first instant on, and returns True. Returns False if the file
@@ -322,14 +321,9 @@ class Store(Creator, Protocol):
         withdraws its own lock when it ends, or the lock of a dead writer."""
 
     def touch(self, path: str) -> None:
-        """Sets the time that ``changed_at`` returns for a file to now. Raises StorageError if there is no file. If
+        """Sets the time ``changed_at`` of a file to now. Raises StorageError if there is no file. If
         somebody withdraws or removes the file at the same time, it must not come back. A writer touches its lock every
         few seconds, to show that it is alive."""
 
-    def changed_at(self, path: str) -> float | None:
-        """Returns when a file was last written, prepared or touched, in seconds of the store's own clock, which is the
-        same for all hosts. Returns None if there is no file. The time may be rounded to whole seconds, like the
-        time that ``now`` returns."""
-
     def now(self) -> float:
-        """Returns the time of the same clock as ``changed_at``, in seconds. The directory exists."""
+        """Returns the time of the same clock as ``Entry.changed_at``, in seconds. The directory exists."""

@@ -11,12 +11,12 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format import names
 from zckpt.progress import logger
-from zckpt.storage.contract import StoredFile
+from zckpt.storage.contract import Entry
 from zckpt.storage.files import BINARY, UNSUPPORTED, free_bytes, is_impossible_name, is_link, sync_data
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
@@ -25,6 +25,8 @@ from zckpt.system import linux
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+T = TypeVar("T")
 
 RENAME_WAIT_SECONDS = 5.0
 """How long a rename waits on Windows for other processes that have the file open, in seconds."""
@@ -52,46 +54,39 @@ class LocalStore:
     def reader(self) -> LocalReader:
         return LocalReader(self._root)
 
-    def exists(self, path: str) -> bool:
-        try:
-            os.lstat(self._full(path)) if path else os.stat(self._root)
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have such a name
-            return False
-        except OSError as error:
-            if is_impossible_name(error):
-                return False
-            raise from_os_error(error, "look for", self._full(path)) from error
-        return True
+    def entry(self, path: str) -> Entry | None:
+        full = self._full(path)
 
-    def entries(self) -> list[str] | None:
-        try:
-            return os.listdir(self._root)
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            return None
-        except OSError as error:
-            if is_impossible_name(error):
-                return None
-            raise from_os_error(error, "list", self._root) from error
+        def look() -> Entry:
+            status = os.lstat(full) if path else os.stat(full)
+            if stat.S_ISREG(status.st_mode):
+                with suppress(PermissionError), open(full, "rb") as file:
+                    # The time of an open file is from the server, not from this host's cache.
+                    status = os.fstat(file.fileno())
+            return _entry(path, status)
 
-    def directories(self) -> list[str]:
-        try:
-            with os.scandir(self._root) as entries:
-                return sorted(
-                    entry.name
-                    for entry in entries
-                    if entry.is_dir(follow_symlinks=False) and not is_link(entry.stat(follow_symlinks=False))
-                )
-        except OSError as error:
-            raise from_os_error(error, "list", self._root) from error
+        return _unless_absent(full, look)
 
-    def files(self, path: str) -> list[StoredFile]:
-        full, stored_files = self._full(path), []
-        paths = [os.path.join(directory, name) for directory, _, file_names in os.walk(full) for name in file_names]
-        for file in paths if os.path.isdir(full) else [full]:
-            with suppress(FileNotFoundError):
-                status = os.lstat(file)
-                stored_files.append(StoredFile(status.st_size, status.st_nlink, (status.st_dev, status.st_ino)))
-        return stored_files
+    def entries(self, path: str = "", *, deep: bool = False) -> list[Entry] | None:
+        full = self._full(path)
+
+        def listed() -> list[Entry]:
+            entries = []
+            with os.scandir(full) as found:
+                for one in found:
+                    with suppress(FileNotFoundError):
+                        entries.append(_entry(one.name, one.stat(follow_symlinks=False)))
+            return entries
+
+        entries = _unless_absent(full, listed)
+        if entries is None or not deep:
+            return entries
+        return [
+            below._replace(path=f"{entry.path}/{below.path}")
+            for entry in entries
+            if entry.is_directory
+            for below in self.child(path).entries(entry.path, deep=True) or ()
+        ] + [entry for entry in entries if not entry.is_directory]
 
     def free_bytes(self) -> int | None:
         return free_bytes(self._root)
@@ -239,16 +234,6 @@ class LocalStore:
         except OSError as error:
             raise from_os_error(error, "touch", self._full(path)) from error
 
-    def changed_at(self, path: str) -> float | None:
-        try:
-            # Opening the file gets its time from the server, not from this host's cache.
-            with open(self._full(path), "rb") as file:
-                return os.fstat(file.fileno()).st_mtime
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise from_os_error(error, "look at", self._full(path)) from error
-
     def now(self) -> float:
         probe = self._full(_temporary(names.LOCK))
         try:
@@ -263,6 +248,25 @@ class LocalStore:
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, path) if path else self._root
+
+
+def _unless_absent(path: str, action: Callable[[], T]) -> T | None:
+    """Returns what ``action`` returns, or None if nothing is at the path."""
+    try:
+        return action()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have such a name
+        return None
+    except OSError as error:
+        if is_impossible_name(error):
+            return None
+        raise from_os_error(error, "look at", path) from error
+
+
+def _entry(path: str, status: os.stat_result) -> Entry:
+    link = is_link(status)
+    nbytes = status.st_size if stat.S_ISREG(status.st_mode) and not link else None
+    is_directory = stat.S_ISDIR(status.st_mode) and not link
+    return Entry(path, nbytes, status.st_mtime, is_directory, status.st_nlink, (status.st_dev, status.st_ino))
 
 
 def _make_missing(path: str, made: list[str]) -> bool:

@@ -157,8 +157,8 @@ def is_alive(store: Store, holder: bytes) -> bool:
         gone = type(pid) is int and not linux.is_running(pid, started if type(started) is int else None)
         if gone or (pid == os.getpid() and fields.get("save_id") not in _held):
             return False
-    last_heartbeat = store.changed_at(names.LOCK)
-    return last_heartbeat is not None and store.now() - last_heartbeat < DEAD_SECONDS
+    entry = store.entry(names.LOCK)
+    return entry is not None and store.now() - entry.changed_at < DEAD_SECONDS
 
 
 def who(holder: bytes) -> str:

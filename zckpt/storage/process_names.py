@@ -57,7 +57,7 @@ def left_over(entries: Iterable[str]) -> Iterator[str]:
 def remove_left_over(directory: Store) -> None:
     """Removes the temporary files and directories of dead processes from a directory. Does nothing if the directory
     does not exist."""
-    for name in left_over(directory.entries() or ()):
+    for name in left_over(entry.path for entry in directory.entries() or ()):
         directory.remove(name)
 
 

@@ -57,7 +57,26 @@ def read(store: Store, path: str, nbytes: int = 1 << 20) -> bytes:
 
 def total_bytes(store: Store, path: str) -> int:
     """Returns the size of a file, or of all files in and below a directory."""
-    return sum(file.nbytes for file in store.files(path))
+    entries = store.entries(path, deep=True)
+    return sum(
+        entry.nbytes or 0 for entry in ([store.entry(path)] if entries is None else entries) if entry is not None
+    )
+
+
+def names(store: Store, path: str = "") -> list[str]:
+    """Returns the names of what is directly in a directory, in any order."""
+    return [entry.path for entry in store.entries(path) or ()]
+
+
+def directories(store: Store, path: str = "") -> list[str]:
+    """Returns the names of the directories directly in a directory, in ascending order."""
+    return sorted(entry.path for entry in store.entries(path) or () if entry.is_directory)
+
+
+def changed_at(store: Store, path: str) -> float:
+    """Returns when a file was changed, or 0 if there is none."""
+    entry = store.entry(path)
+    return 0.0 if entry is None else entry.changed_at
 
 
 def replace(store: Store, path: str, data: bytes) -> None:

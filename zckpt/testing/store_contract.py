@@ -19,8 +19,11 @@ from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.testing.store_calls import (
     CHANGE_SECONDS,
     ROUNDS,
+    changed_at,
     content,
+    directories,
     fail,
+    names,
     pages,
     read,
     replace,
@@ -61,11 +64,9 @@ class StoreContract:
     def test_a_new_store_is_not_there(self, store: Store) -> None:
         """A store whose directory does not exist has no entries and no files."""
         assert store.entries() is None
-        assert not store.exists("")
-        assert not store.exists("a/b")
-        assert store.files("a") == []
-        with pytest.raises(StorageError):
-            store.directories()
+        assert store.entry("") is None
+        assert store.entry("a/b") is None
+        assert store.entries("a", deep=True) is None
 
     def test_children_and_parents_are_stores_at_their_locations(self, store: Store) -> None:
         child = store.child("data").child("rank")
@@ -73,21 +74,21 @@ class StoreContract:
         assert child.parent.parent.location == store.location
         assert store.parent.location == store.location.parent
         assert store.child("").location == store.location
-        assert not store.exists(""), "to make a store touches nothing"
+        assert store.entry("") is None, "to make a store touches nothing"
         child.make_directories("deep")
         child.put("deep/a", b"content")
-        assert store.child("data").entries() == ["rank"]
+        assert names(store, "data") == ["rank"]
         assert read(store, "data/rank/deep/a") == read(child.parent, "rank/deep/a") == b"content"
-        assert store.parent.directories() == [store.location.name]
+        assert directories(store.parent) == [store.location.name]
 
     def test_directories_exist_for_everybody_once_made(self, store: Store) -> None:
-        names = ["rank", "data", store.location.name, store.parent.location.name]
-        for expected in (names, []):
+        new = ["rank", "data", store.location.name, store.parent.location.name]
+        for expected in (new, []):
             made = store.make_directories("data/rank")
             assert [location.name for location in made[:4]] == expected, "those that this call has made"
-            assert store.exists("data")
-            assert store.exists("data/rank")
-        assert store.entries() == ["data"]
+            assert store.entry("data") is not None
+            assert store.entry("data/rank") is not None
+        assert names(store) == ["data"]
 
     def test_what_is_put_is_read(self, store: Store) -> None:
         store.make_directories("data")
@@ -95,8 +96,8 @@ class StoreContract:
             store.put(f"data/{nbytes}", content(nbytes))
             store.sync_names("data")
             assert read(store, f"data/{nbytes}") == content(nbytes)
-            assert store.exists(f"data/{nbytes}")
-        assert store.entries() == ["data"]
+            assert store.entry(f"data/{nbytes}") is not None
+        assert names(store) == ["data"]
 
     def test_put_and_create_replace_nothing(self, store: Store) -> None:
         store.make_directories("")
@@ -121,7 +122,7 @@ class StoreContract:
         seen = seen_meanwhile(store, "a", commit)
         assert len(seen) > 1
         assert seen <= set(versions)
-        assert store.entries() == ["a"]
+        assert names(store) == ["a"]
 
     def test_either_a_commit_or_the_removal_of_what_was_prepared_comes_first(self, store: Store) -> None:
         """The takeover of a dead writer's lock depends on this: once the file that a writer has prepared is removed,
@@ -140,7 +141,7 @@ class StoreContract:
                 return new if succeeds(lambda: store.commit("a", prepared)) else old
 
             assert together([commit, remove]) == [read(store, "a")] * 2
-            assert store.entries() == ["a"]
+            assert names(store) == ["a"]
 
     def test_what_is_prepared_is_committed_unless_somebody_has_removed_it(self, store: Store) -> None:
         store.make_directories("")
@@ -151,13 +152,13 @@ class StoreContract:
         assert read(store, prepared) == b"new"
         store.commit("a", prepared)
         assert read(store, "a") == b"new"
-        assert not store.exists(prepared)
+        assert store.entry(prepared) is None
         store.remove(store.prepare("a", b"newer", "89abcdef"))
         with pytest.raises(StorageError):
             store.commit("a", temporary("a", "89abcdef"))
         assert read(store, "a") == b"new"
         store.remove(temporary("b", "89abcdef"))
-        assert len(store.entries() or ()) == 2, "a, and what was prepared for b with random digits"
+        assert len(names(store)) == 2, "a, and what was prepared for b with random digits"
 
     def test_what_cannot_be_prepared_leaves_nothing(self, store: Store) -> None:
         """A ``prepare`` that fails, because the temporary file exists already, leaves no file of its own."""
@@ -165,7 +166,7 @@ class StoreContract:
         prepared = store.prepare("a", b"one", "01234567")
         with pytest.raises(StorageError):
             store.prepare("a", b"two", "01234567")
-        assert set(store.entries() or ()) <= {prepared}
+        assert {*names(store)} <= {prepared}
 
     @pytest.mark.parametrize("direct", [False, True])
     @pytest.mark.parametrize("reserved", [0, 150_000, 200_001])
@@ -224,18 +225,20 @@ class StoreContract:
             store.make_directories(directory)
         store.put("old/a", data)
         assert not store.share("new/none", store.location.child("old/none"))
-        assert not store.exists("new/none")
+        assert store.entry("new/none") is None
         if not store.share("new/a", store.location.child("old/a")):
-            assert not store.exists("new/a")
+            assert store.entry("new/a") is None
             pytest.skip("this store shares no files")
         assert store.child("not/there").may_share(store.location.child("old"))
         assert not store.share("new/a", store.location.child("old/a")), "it is there"
-        (old,), (new,) = store.files("old/a"), store.files("new/a")
+        old, new = store.entry("old/a"), store.entry("new/a")
+        assert old is not None
+        assert new is not None
         assert old.nbytes == new.nbytes == len(data)
         assert (old.identity == new.identity) == (old.links == new.links == 2)
         store.remove("old")
         assert read(store, "new/a") == data
-        assert [file.links for file in store.files("new")] == [1]
+        assert [entry.links for entry in store.entries("new", deep=True) or ()] == [1]
 
     def test_any_part_is_read(self, store: Store) -> None:
         store.make_directories("data")
@@ -301,9 +304,9 @@ class StoreContract:
                 with pytest.raises(MissingFileError) as caught:
                     action()
                 assert (caught.value.file, caught.value.rule) == (str(store.location.child(path)), "F001")
-        assert store.changed_at("a") is None
-        assert fail(lambda: store.touch("a"), lambda: store.commit("b", "a"), store.child("a").directories)
-        assert store.entries() == ["data"]
+        assert store.entry("a") is None
+        assert fail(lambda: store.touch("a"), lambda: store.commit("b", "a"))
+        assert names(store) == ["data"]
 
     def test_a_path_is_a_file_or_a_directory(self, store: Store) -> None:
         store.make_directories("data/rank")
@@ -319,19 +322,18 @@ class StoreContract:
                 action()
             assert (caught.value.file, caught.value.rule) == (str(store.location.child("data")), "F002")
         reader.close()
-        assert store.child("a").entries() is None
+        assert store.entries("a") is None
         assert not store.claim("data", b"")
         prepared = store.prepare("data", b"")
         assert fail(
-            store.child("a").directories,
             lambda: store.make_directories("a"),
             lambda: store.make_directories("a/b/c"),
             lambda: store.put("data", b""),
             lambda: store.create("data", 0, direct=False),
             lambda: store.commit("data", prepared),
         )
-        assert set(store.entries() or ()) == {"a", "data", prepared}
-        assert store.child("data").directories() == ["rank"]
+        assert {*names(store)} == {"a", "data", prepared}
+        assert directories(store, "data") == ["rank"]
 
     def test_nothing_comes_to_be_in_a_directory_that_is_not_there(self, store: Store) -> None:
         """No file can be made in a directory that was never made, or that was removed."""
@@ -342,28 +344,28 @@ class StoreContract:
             assert not store.claim(path, b"")
             assert fail(partial(store.put, path, b""), partial(store.prepare, path, b""))
             assert fail(partial(store.create, path, 0, direct=False))
-        assert store.entries() == []
+        assert names(store) == []
 
     def test_what_is_removed_is_gone_with_all_in_it(self, store: Store) -> None:
         store.make_directories("data/rank")
         store.put("data/rank/a", b"a")
         store.put("b", b"b")
         store.remove_if_empty("data/rank")
-        assert store.exists("data/rank/a")
-        assert store.child("data").directories() == ["rank"], "it is not empty"
+        assert store.entry("data/rank/a") is not None
+        assert directories(store, "data") == ["rank"], "it is not empty"
         store.remove_if_empty("b")
-        assert store.exists("b"), "it is no directory"
+        assert store.entry("b") is not None, "it is no directory"
         store.remove("data/rank/a")
         store.remove_if_empty("data/rank")
         assert store.entries() is not None
-        assert store.child("data").entries() == [], "it is empty, but was not to be removed"
+        assert names(store, "data") == [], "it is empty, but was not to be removed"
         store.make_directories("data/rank/deep")
         store.put("data/rank/deep/a", b"a")
         for path in ("data", "b", "never there"):
             store.remove(path)
-        assert store.entries() == []
+        assert names(store) == []
         store.remove_if_empty("")
-        assert not store.exists("")
+        assert store.entry("") is None
 
     def test_names_that_begin_alike_are_told_apart(self, store: Store) -> None:
         """A store without directories must not confuse ``a`` with ``ab`` or ``a.b``."""
@@ -372,16 +374,16 @@ class StoreContract:
         for path in ("a/x", "ab/x", "a.b/x", "empty.b/x"):
             store.put(path, b"four")
         assert total_bytes(store, "a") == 4
-        assert store.child("a").entries() == ["x"]
+        assert names(store, "a") == ["x"]
         store.remove("a")
         store.remove_if_empty("empty")
-        assert store.directories() == ["a.b", "ab", "empty.b"]
+        assert directories(store) == ["a.b", "ab", "empty.b"]
         for path in ("b", "bc", "b.c"):
             store.put(path, b"four")
         assert total_bytes(store, "b") == 4
-        assert not store.exists("a")
+        assert store.entry("a") is None
         store.remove("b")
-        assert set(store.entries() or ()) == {"ab", "a.b", "empty.b", "bc", "b.c"}
+        assert {*names(store)} == {"ab", "a.b", "empty.b", "bc", "b.c"}
         assert total_bytes(store, "") == 5 * 4
 
     def test_of_many_claims_one_succeeds(self, store: Store) -> None:
@@ -393,7 +395,7 @@ class StoreContract:
             data = datas[results.index(True)]
             assert read(store, "lock") == data
             assert sum(together([partial(store.withdraw, "lock", data)] * 8)) == 1
-            assert store.entries() == []
+            assert names(store) == []
 
     def test_only_what_was_claimed_is_withdrawn(self, store: Store) -> None:
         store.make_directories("")
@@ -402,7 +404,7 @@ class StoreContract:
         assert read(store, "lock") == b"mine", "as it was"
         assert store.withdraw("lock", b"mine")
         assert not store.withdraw("lock", b"mine")
-        assert store.entries() == []
+        assert names(store) == []
 
     def test_a_claim_has_its_bytes_from_its_first_instant(self, store: Store) -> None:
         store.make_directories("")
@@ -424,7 +426,7 @@ class StoreContract:
             assert store.claim("lock", b"mine")
             touch = partial(succeeds, partial(store.touch, "lock"))
             assert together([touch, touch, partial(store.withdraw, "lock", b"mine"), touch])[2]
-            assert store.entries() == []
+            assert names(store) == []
 
     def test_a_file_has_the_age_of_its_last_change(self, store: Store) -> None:
         store.make_directories("")
@@ -432,19 +434,19 @@ class StoreContract:
 
         def aged(path: str, action: Callable[[], object]) -> None:
             """Repeats ``action`` until the clock has moved on. Then the file must be younger than before."""
-            old = store.changed_at(path) or before - 2 * CLOCK_SECONDS
+            old = changed_at(store, path) or before - 2 * CLOCK_SECONDS
             give_up = time.monotonic() + CHANGE_SECONDS
-            while (store.changed_at(path) or 0) <= old:
+            while changed_at(store, path) <= old:
                 assert time.monotonic() < give_up, "its age has not changed"
                 action()
                 time.sleep(0.01)
-            assert before - CLOCK_SECONDS <= (store.changed_at(path) or 0) <= store.now() + CLOCK_SECONDS
+            assert before - CLOCK_SECONDS <= changed_at(store, path) <= store.now() + CLOCK_SECONDS
 
         aged("a", lambda: replace(store, "a", b"a"))
         aged("a", lambda: store.touch("a"))
         aged("a", lambda: replace(store, "a", b"b"))
         assert store.now() < before + 60 + time.monotonic() - begun
-        assert store.entries() == ["a"]
+        assert names(store) == ["a"]
 
     def test_sizes_are_those_of_all_files_below(self, store: Store) -> None:
         store.make_directories("data/rank")
@@ -453,7 +455,7 @@ class StoreContract:
             store.put(path, content(nbytes))
         sizes = [total_bytes(store, path) for path in ("data", "data/rank", "c", "empty", "no")]
         assert sizes == [5300, 300, 7, 0, 0]
-        assert store.directories() == ["data", "empty"]
+        assert directories(store) == ["data", "empty"]
 
     def test_free_space_is_a_number_of_bytes_if_it_is_known(self, store: Store) -> None:
         store.make_directories("")

@@ -243,7 +243,7 @@ class Preparation:
 
     def _stay_beside(self) -> None:
         """Lets ``latest`` go on naming the checkpoints of another engine that writes to the same directory."""
-        if self.run.exists(names.LATEST):
+        if self.run.entry(names.LATEST) is not None:
             self.write.latest_in = None
         history = history_of(self._engine)
         if not history.beside:

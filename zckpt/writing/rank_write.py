@@ -13,7 +13,7 @@ from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.listing.leftovers import is_file, may_be_named, named_files, run_leftovers
 from zckpt.listing.other_formats import deepspeed_files
-from zckpt.listing.runs import latest_name
+from zckpt.listing.runs import latest_name, names_in
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_writes
 from zckpt.progress import logged, reported
@@ -108,7 +108,7 @@ class RankWrite:
         self.lock = lock
         lock.acquire()
         store, overwrite = self.store, self.options.overwrite
-        foreign = deepspeed_files(store.entries() or ())
+        foreign = deepspeed_files(names_in(store))
         if foreign and not self.options.replace_foreign:
             raise CheckpointExistsError(
                 f"there is a checkpoint in DeepSpeed's own format here ({first_few(foreign, 3)}): DeepSpeed would go "
@@ -117,7 +117,7 @@ class RankWrite:
                 hint="write elsewhere, remove these files, or have them replaced: write(..., overwrite=True), "
                 "attach(engine, replace_deepspeed=True), zckpt run --replace-deepspeed",
             )
-        if store.exists(names.MANIFEST) and not overwrite:
+        if store.entry(names.MANIFEST) is not None and not overwrite:
             raise CheckpointExistsError(
                 "there is already a checkpoint here", file=str(store.location),
                 hint="write elsewhere, or replace it with overwrite=True (--overwrite)",
@@ -132,12 +132,12 @@ class RankWrite:
             if names.is_temporary(prepared, names.LATEST) and is_file(run, prepared):
                 run.remove(prepared)
         data_dir = names.data_dir(self.save_id)
-        if store.exists(data_dir):  # a copy has the save id of its source
+        if store.entry(data_dir) is not None:  # a copy has the save id of its source
             raise CheckpointExistsError(
                 "the data of the same save are here already", file=str(store.location.child(data_dir)),
                 hint="`zckpt validate` says whether they are whole; to copy them again, remove this directory first",
             )  # fmt: skip
-        data = [name for name in store.entries() or () if names.is_data_dir(name) and name not in left.foreign]
+        data = [name for name in names_in(store) if names.is_data_dir(name) and name not in left.foreign]
         named = {} if left.manifest is None else {names.data_dir(left.manifest.save_id): named_files(left.manifest)}
         self._replaced = {name: named.get(name) for name in [*data, *foreign]}
         self._begun = True
@@ -153,7 +153,7 @@ class RankWrite:
         """
         store, options, block_bytes = self.store, self.options, self.metadata.block_bytes
         data_dir, rank_dir = names.data_dir(self.save_id), names.rank_dir(self.save_id, self.rank)
-        if not store.exists(data_dir):
+        if store.entry(data_dir) is None:
             raise RankError(
                 "rank 0 has made a directory that this rank does not see",
                 file=str(store.location.child(data_dir)), rank=self.rank,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from zckpt.errors import CheckpointExistsError, StorageError, warn
 from zckpt.format import names
 from zckpt.listing.leftovers import is_file, left_alone, leftovers, look
-from zckpt.listing.runs import entries_of
+from zckpt.listing.runs import directories_of, entries_of
 from zckpt.repairing.salvage import is_complete
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def recoverable(checkpoint: Store) -> list[str]:
     """Returns the names of the data directories from which ``zckpt.repair`` could make a checkpoint. These are the ones
     that have all files of a save, if there is no manifest. ``leftovers`` returns them too."""
     try:
-        directories = [] if checkpoint.exists(names.MANIFEST) else checkpoint.directories()
+        directories = directories_of(checkpoint) if checkpoint.entry(names.MANIFEST) is None else []
     except StorageError:
         return []
     return [

@@ -114,11 +114,12 @@ def read_back(
         if path not in same:
             continue
         place = same[path].location
-        files = {(data_file.id.origin, file.identity) for file in open_store(place.parent).files(place.name)}
-        if files and files <= _read_back:
+        entry = open_store(place.parent).entry(place.name)
+        file = (data_file.id.origin, str(place) if entry is None else entry.identity or str(place))
+        if file in _read_back:
             continue
         if _is_sound(data_file, same[path], budget, block_bytes):
-            _read_back.update(files)
+            _read_back.add(file)
         else:
             del sound[path]
             warn(f"{same[path].location} is damaged on the disk, so it is not shared but written anew from memory")
