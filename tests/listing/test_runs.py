@@ -74,6 +74,17 @@ def test_a_directory_of_checkpoints_lists_them(tmp_path: Path) -> None:
     assert "newest first: s7, s6, s5, s4, s3 and 3 more" in said(tmp_path, FormatError)
 
 
+def test_a_directory_of_runs_lists_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "actor", "s1", latest=True)
+    write(tmp_path / "checkpoint_3", "pytorch_model")  # as Accelerate makes it
+    (tmp_path / "notes").mkdir()
+    assert "give one of the runs that are here: actor, checkpoint_3" in said(tmp_path)
+    assert main(["info", str(tmp_path)]) == 2
+    assert "give one of the runs that are here: actor, checkpoint_3" in capsys.readouterr().err
+    assert f"did you mean {tmp_path / 'actor'}?" in said(tmp_path / "acter")
+    assert "did you mean" not in said(tmp_path / "critic")
+
+
 def test_a_path_that_is_not_there_lists_the_checkpoints_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,7 +134,7 @@ def test_checkpoints_in_directories_of_a_run(tmp_path: Path) -> None:
     write(tmp_path, "epoch0/s1", "epoch1/half/s2", "a/b/c/d/e/s4")
     write(tmp_path / "other", "s3", latest=True)
     (tmp_path / "epoch0" / "link").symlink_to(tmp_path / "other" / "s3")
-    assert "no checkpoint is here" in said(tmp_path)
+    assert "give one of the runs that are here: epoch0, other" in said(tmp_path)
     (tmp_path / "latest").write_bytes(b"epoch2/s1\n")
     assert "newest first: epoch1/half/s2, epoch0/s1\n" in said(tmp_path) + "\n"
     assert runs.run_of(open_store(tmp_path / "epoch1" / "half" / "s2")).location == Location.of(tmp_path)

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from contextlib import closing
+from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -376,7 +377,9 @@ def nothing_at(store: Store) -> CheckpointNotFoundError:
     checkpoints = _newest_first(_checkpoints(run))
     place = printable(str(run.location))
     listed = f"the checkpoints in {place} are, newest first: {_listed(checkpoints, run)}"
-    hint = listed if checkpoints else "give the directory of a checkpoint or run"
+    alike = get_close_matches(store.location.name, entries_of(store.parent), 1)
+    meant = f"did you mean {printable(str(store.parent.location.child(alike[0])))}?" if alike else ""
+    hint = listed if checkpoints else meant or "give the directory of a checkpoint or run"
     return CheckpointNotFoundError(what, file=str(store.location), hint=hint)
 
 
@@ -392,11 +395,14 @@ def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> Chec
 
 
 def what_is_here(run: Store) -> str:
-    """Returns the hint of an error that says that ``run`` is not a checkpoint. It names the checkpoints that are in
-    this directory, and says what to do."""
+    """Returns the hint of an error that says that ``run`` is not a checkpoint. It names the checkpoints or the runs
+    that are in this directory, and says what to do."""
     ours = _ours_in(run)
     if ours:
         return ours
+    runs = [directory for directory, entries in _searched(run) if names.LATEST in entries or _ours_in(directory)]
+    if runs:
+        return f"give one of the runs that are here: {_listed(runs, run)}"
     foreign = [(directory, other) for directory, entries in _searched(run) if (other := other_format(entries))]
     if foreign:
         kind = foreign[0][1]
