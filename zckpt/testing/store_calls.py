@@ -88,6 +88,7 @@ def together(calls: Iterable[Callable[[], T]]) -> list[T]:
     of them raises. Each thread pauses at random lines of Python, so that a missing lock is noticed."""
     calls = list(calls)
     barrier = threading.Barrier(len(calls))
+    tracing = threading.Lock()  # Python refuses to begin to trace in two threads at the same moment.
 
     def halt(*_: object) -> Callable[..., Any]:
         if random.random() < 0.2:
@@ -97,11 +98,13 @@ def together(calls: Iterable[Callable[[], T]]) -> list[T]:
     def run(call: Callable[[], T]) -> T:
         barrier.wait()
         before = sys.gettrace()
-        sys.settrace(halt)
+        with tracing:
+            sys.settrace(halt)
         try:
             return call()
         finally:
-            sys.settrace(before)
+            with tracing:
+                sys.settrace(before)
 
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(run, calls))
