@@ -125,7 +125,9 @@ $(TORCHES:%=test-torch-%): test-torch-%: .cache/torches/%/constraints.txt
 	@mkdir -p $(@D)
 	@sed 's/^torch==.*/torch==$*/' $< > $@
 
+# transformers imports torchao if it is installed, but the newest torchao cannot be imported with an old torch.
 test-with-this-torch: setup
+	@$(PY) -c 'import torchao.optim' 2>/dev/null || $(PIP) uninstall --yes torchao
 	@$(PYTEST)
 
 lint: $(SETUP)
