@@ -255,13 +255,16 @@ def write():
     zckpt.write(ReferenceEngine(), sys.argv[1], background={background})
 
 atexit.register(write)
+{then}
 """
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 starts no threads while the interpreter ends")
+@pytest.mark.parametrize("then", ["", "import zckpt.api.background"])
 @pytest.mark.parametrize("background", [False, True])
-def test_an_exit_handler_may_be_the_first_to_write(tmp_path: Path, background: bool) -> None:
-    assert ends(AS_THE_LAST_THING.format(background=background), tmp_path / "c") == [(0, "", "")]
+def test_an_exit_handler_may_be_the_first_to_write(tmp_path: Path, background: bool, then: str) -> None:
+    """If zckpt was imported after the handler was registered, Python has called zckpt's own handlers before it."""
+    assert ends(AS_THE_LAST_THING.format(background=background, then=then), tmp_path / "c") == [(0, "", "")]
     assert zckpt.validate(tmp_path).ok
 
 
@@ -324,6 +327,7 @@ assert zckpt.validate(run, level="digests").ok
 
 
 @pytest.mark.linux
+@pytest.mark.offload
 def test_a_forked_process_neither_waits_for_the_work_of_its_parent_nor_disturbs_it(tmp_path: Path) -> None:
     ((status, out, errors),) = ends(FORKS, tmp_path)
     assert (status, errors) == (0, "")

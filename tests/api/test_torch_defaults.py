@@ -88,6 +88,7 @@ EVERY_COMMIT = ("3",)
     "setup", [pytest.param(name, marks=() if name in EVERY_COMMIT else pytest.mark.matrix) for name in SETUPS]
 )
 @pytest.mark.parametrize(("device", "dtype"), [("meta", torch.float64), ("cpu", torch.bfloat16)])
+@pytest.mark.offload
 def test_no_call_depends_on_the_defaults(
     cluster: Cluster, tmp_path: Path, setup: str, device: str, dtype: torch.dtype
 ) -> None:

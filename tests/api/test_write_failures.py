@@ -221,7 +221,7 @@ def test_an_existing_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> Non
     assert is_whole(tmp_path / "c", old)
 
 
-@pytest.mark.parametrize("call", ["lstat", "listdir", "open", "mkdir", "pwritev", "write", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["lstat", "scandir", "open", "mkdir", "pwritev", "write", "fsync", "replace"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_any_system_call_may_fail(tmp_path: Path, call: str, overwrite: bool) -> None:
     """The first call fails, then the second, and so on. Afterwards either the old or the new checkpoint is there and

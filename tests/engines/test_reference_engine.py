@@ -138,6 +138,7 @@ def freed() -> torch.Tensor:
     ],
     ids=["composed", "opaque", "freed"],
 )
+@pytest.mark.offload
 def test_tensors_whose_values_are_elsewhere_are_neither_read_nor_written(
     tmp_path: Path, given: Callable[[], torch.Tensor], why: str
 ) -> None:

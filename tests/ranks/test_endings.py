@@ -45,6 +45,7 @@ zckpt.write(engine, sys.argv[1] + "/run/step0", background=True)
 """
 
 
+@pytest.mark.offload
 def test_no_thread_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
     for status, out, errors in ends(ALL_THREADS, tmp_path, ranks=2):
         assert (status, errors) == (0, "")

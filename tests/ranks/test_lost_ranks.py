@@ -198,6 +198,7 @@ def test_a_rank_that_is_gone_is_named_by_every_other_rank(cluster: Cluster, tmp_
             assert how != "hang" or "take a step" in message
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.7."), reason="this torch cannot change the timeout of gloo")
 def test_a_slow_rank_is_waited_for(cluster: Cluster) -> None:
     assert cluster.run(be_slow, 3) == ["done"] * 3
 

@@ -348,6 +348,7 @@ def beside_another_group(directory: str) -> None:
     assert committed == (["own", "all"] if dist.get_rank() == 0 else [])
 
 
+@pytest.mark.offload
 def test_ranks_do_not_wait_for_the_background_of_other_ranks(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(beside_another_group, 2, str(tmp_path))
     for name in ("both/step1", "own/step1", "own/step2"):
@@ -419,6 +420,7 @@ def offload_shared_memory(directory: str) -> None:
         assert_same(written, {f"master/{name}": tensor for name, tensor in engine.tensors["master"].items()})
 
 
+@pytest.mark.offload
 def test_a_write_waits_until_an_offload_of_other_ranks_has_moved_memory(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(offload_shared_memory, 2, str(tmp_path))
 

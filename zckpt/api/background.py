@@ -290,10 +290,20 @@ def after_commit(action: Callable[[], None], ranks: Ranks | None = None) -> None
     action()
 
 
+_is_ending = False
+"""Whether the process is ending, so that Python has called ``_settle_before_the_end`` already, or never calls it."""
+
+
+def is_ending() -> bool:
+    """Returns whether nothing waits any more, at the end of the process, for work that begins in the background now."""
+    return _is_ending
+
+
 def _settle_before_the_end() -> None:
     """Waits for the work in the background when the process is about to end. Ctrl-C gives this work up, and then ends
     the process as it ends other programs. A second Ctrl-C does not wait."""
-    interrupted = False
+    global _is_ending
+    _is_ending, interrupted = True, False
 
     def interrupt(*_: object) -> None:
         nonlocal interrupted
@@ -316,14 +326,11 @@ def _settle_before_the_end() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-imported_at_the_end = False
-"""Whether the process was ending already when this module was imported. Then Python calls none of the functions below
-that wait for work in the background."""
 try:
     # Python calls this before it waits for threads. It does not expect Ctrl-C while it waits.
     threading._register_atexit(_settle_before_the_end)  # type: ignore[attr-defined]
 except RuntimeError:
-    imported_at_the_end = True
+    _is_ending = True
 
 
 @atexit.register

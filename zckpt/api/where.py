@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zckpt.engines import adapt, group_of
 from zckpt.errors import UnsupportedError
 from zckpt.offloading.away import moved_from, storage_of
-from zckpt.offloading.memory import is_locked
+from zckpt.offloading.memory import is_locked, is_pinned
 from zckpt.ranks.collectives import Ranks
 from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, FileRange
 from zckpt.system.available import available_bytes
@@ -210,7 +210,7 @@ def _tier(storage: torch.UntypedStorage, locked: Sequence[tuple[int, int]]) -> s
     if storage.device.type != "cpu":
         return "device"
     # DeepSpeed can lock memory in its own way, which torch does not notice.
-    return "pinned" if is_locked(storage, locked) or storage.is_pinned() else "pageable"
+    return "pinned" if is_locked(storage, locked) or is_pinned(storage) else "pageable"
 
 
 def _on_disk(path: str) -> int:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from zckpt.api.background import PendingWrite, imported_at_the_end, wait_for
+from zckpt.api.background import PendingWrite, is_ending, wait_for
 from zckpt.api.prune import remove_older
 from zckpt.engines import group_of
 from zckpt.errors import warn
@@ -256,5 +256,5 @@ def _continue_in_background(pending: PendingWrite, prepared: Preparation, ranks:
     ranks.together(stand_by, "begin the write")
     pending.start()
     ranks.together(lambda: pending.wait_until_copied(ranks), "copy the state", interruptible=False)
-    if imported_at_the_end:
+    if is_ending():
         pending.wait()

@@ -22,7 +22,7 @@ from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import NDIM_MAX
 from zckpt.state.inventory import BUFFER, PARAM, FileRange, Fragment
-from zckpt.transfer.stored import in_order
+from zckpt.transfer.stored import in_order, stored_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,8 +94,8 @@ def _stored(path: str) -> Iterator[tuple[str, tuple[int, ...], str, FileRange | 
             if suffix == ".bin":
                 with values_of(file):
                     for key, tensor in load(file).items():
-                        dtype = dtype_name(tensor.dtype, key)
-                        yield key, tuple(tensor.shape), dtype, in_order(tensor.detach()).view(-1)
+                        dtype, ordered = dtype_name(tensor.dtype, key), in_order(tensor.detach())
+                        yield key, tuple(tensor.shape), dtype, stored_range(ordered) or ordered.view(-1)
             else:
                 yield from _safetensors(file)
         if os.path.exists(os.path.join(path, f"{stem}{suffix}")) or _index(path, f"{stem}{suffix}"):

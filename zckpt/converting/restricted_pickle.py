@@ -429,6 +429,8 @@ class _Unpickler(pickle._Unpickler):
         if last < 0:
             return torch.empty(sizes, dtype=dtype, device="cpu")
         tensor = torch.empty(0, dtype=dtype, device="meta").set_(storage.data, offset, sizes, strides)
+        # Older versions of torch, such as 2.7, forget the place of a storage to which no reference of Python leads.
+        tensor._zckpt_storage = storage.data  # type: ignore[attr-defined]
         is_read = tensor.numel() == 1 or bool(lazy)
         if not is_read and tensor.is_contiguous():
             return tensor

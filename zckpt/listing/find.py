@@ -44,9 +44,9 @@ def find(path: StrPath) -> Store:
     names. In the output directory of a Trainer, ``latest`` is that of a ``save_model``, so there it is the checkpoint
     with the most steps. Raises CheckpointNotFoundError, UnfinishedWriteError and FormatError (L001)."""
     store = open_store(path)
-    entries = names_at(store)
-    if names.MANIFEST in entries:
+    if store.entry(names.MANIFEST) is not None:
         return store
+    entries = names_at(store)
     if names.LATEST in entries:
         try:
             name = read_latest(store)

@@ -108,7 +108,7 @@ def look(store: Store, name: str, named: Collection[str] | None = None) -> Found
 def _look(store: Store, reader: Reader, path: str, named: Collection[str], found: Found) -> None:
     """Adds to ``found`` what is in a data directory, or in the directory of a rank."""
     directory, in_data_dir = store.child(path), "/" not in path
-    for entry in sorted(directory.entries() or ()):
+    for entry in sorted(directory.entries() or (), key=lambda entry: entry.path):
         name, below = entry.path, f"{path}/{entry.path}"
         if entry.is_directory and in_data_dir and names.split_rank_dir(name) is not None:
             _look(store, reader, below, named, found)

@@ -148,9 +148,10 @@ def names_in(store: Store) -> list[str]:
 def names_at(store: Store) -> list[str]:
     """Returns the entries of a directory in sorted order. Raises CheckpointNotFoundError if there is no directory, and
     StorageError."""
-    if (listed := store.entries()) is None:
+    entries = store.entries()
+    if entries is None:
         raise nothing_at(store)
-    return sorted(entry.path for entry in listed)
+    return sorted(entry.path for entry in entries)
 
 
 def directories_of(store: Store) -> list[str]:
@@ -284,8 +285,8 @@ def _of_same_run(checkpoint: Store) -> list[Store]:
 
 
 def _newest_first(checkpoints: Iterable[Store]) -> list[Store]:
-    """Returns the checkpoints sorted, the one that was committed last first. Those whose manifest cannot be opened,
-    because it is a link, are left out."""
+    """Returns the checkpoints sorted, the one that was committed last first. Those whose manifest is
+    not a regular file are left out."""
     committed = ((committed_at(store), str(store.location), store) for store in checkpoints)
     return [store for at, _, store in sorted(committed, key=lambda entry: entry[:2], reverse=True) if at]
 
@@ -369,18 +370,28 @@ def what_is_whole(checkpoint: Store) -> str:
 
 def nothing_at(store: Store) -> CheckpointNotFoundError:
     """Returns the error for a path at which there is no directory. It names the checkpoints of the run that the path
-    would be in."""
+    would be in, or a directory with a similar name."""
     what = "the path is a file" if store.entry("") is not None else "the path does not exist"
     run = store.parent
     if is_of_trainer(run.location.name):
         run = run.parent
     checkpoints = _newest_first(_checkpoints(run))
     place = printable(str(run.location))
-    listed = f"the checkpoints in {place} are, newest first: {_listed(checkpoints, run)}"
-    alike = get_close_matches(store.location.name, entries_of(store.parent), 1)
-    meant = f"did you mean {printable(str(store.parent.location.child(alike[0])))}?" if alike else ""
-    hint = listed if checkpoints else meant or "give the directory of a checkpoint or run"
+    if checkpoints:
+        hint = f"the checkpoints in {place} are, newest first: {_listed(checkpoints, run)}"
+    else:
+        hint = _similar_to(store) or "give the directory of a checkpoint or run"
     return CheckpointNotFoundError(what, file=str(store.location), hint=hint)
+
+
+def _similar_to(store: Store) -> str:
+    """Returns a question that names a directory with a similar name, or an empty text if there is none."""
+    try:
+        beside = directories_of(store.parent)[:DIRECTORIES_MAX]
+    except StorageError:
+        return ""
+    similar = get_close_matches(store.location.name, beside, 1)
+    return "".join(f"did you mean {printable(str(store.parent.location.child(name)))}?" for name in similar)
 
 
 def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> CheckpointNotFoundError:
@@ -400,7 +411,7 @@ def what_is_here(run: Store) -> str:
     ours = _ours_in(run)
     if ours:
         return ours
-    runs = [directory for directory, entries in _searched(run) if names.LATEST in entries or _ours_in(directory)]
+    runs = _runs_in(run)
     if runs:
         return f"give one of the runs that are here: {_listed(runs, run)}"
     foreign = [(directory, other) for directory, entries in _searched(run) if (other := other_format(entries))]
@@ -409,6 +420,14 @@ def what_is_here(run: Store) -> str:
         listed = _listed([directory for directory, other in foreign if other is kind], run)
         return f"{kind.what} is in {listed}; {kind.hint}"
     return "no checkpoint is here; give the directory of a checkpoint or run"
+
+
+def _runs_in(above: Store) -> list[Store]:
+    """Returns the directories that have checkpoints in them, among the directories of ``above``. It looks at no more
+    than ``DIRECTORIES_MAX`` directories and directories of these."""
+    pairs = ((directory, entries) for directory, _ in directories(above) for _, entries in directories(directory))
+    begun = [directory for directory, entries in islice(pairs, DIRECTORIES_MAX) if is_begun(entries)]
+    return [*{directory.location: directory for directory in begun}.values()]
 
 
 def _ours_in(run: Store) -> str:

@@ -141,7 +141,8 @@ def _checkpoint(store: Store) -> CheckpointSummary:
         except FormatError as error:
             problem = str(error)
     parts = tuple(_part(manifest, part) for part in manifest.parts if part.name != STATE)
-    data = store.entries(names.data_dir(manifest.save_id), deep=True) or ()
+    ranks = (names.rank_dir(manifest.save_id, rank) for rank in range(manifest.world_size))
+    data = [entry for directory in ranks for entry in store.entries(directory) or ()]
     return CheckpointSummary(
         **_begun(store, str(store.location), contents, problem, time.time()), save_id=manifest.save_id,
         writer=manifest.writer, parts=parts, files=len(manifest.files),

@@ -195,12 +195,13 @@ class Entry(NamedTuple):
     """What is at a path of a store."""
 
     path: str
-    """The path, relative to the directory that was listed."""
+    """The path as it was given to ``Store.entry``, or relative to the directory that ``Store.entries`` has listed."""
     nbytes: int | None
     """The length of the file. None if this is a directory, a link, or anything else that is not a regular file."""
     changed_at: float
     """When the file was last written, prepared or touched, in seconds of the store's own clock, which is the same for
-    all hosts. The time may be rounded to whole seconds, like the time that ``Store.now`` returns."""
+    all hosts. The time may be rounded to whole seconds, like the time that ``Store.now`` returns. If the entry comes
+    from ``Store.entries``, the time may be an older one, and that of a directory means nothing."""
     is_directory: bool = False
     links: int = 1
     """How many paths in this and other directories lead to the file. Its space is free once all of them are removed."""
@@ -321,9 +322,9 @@ class Store(Creator, Protocol):
         withdraws its own lock when it ends, or the lock of a dead writer."""
 
     def touch(self, path: str) -> None:
-        """Sets the time ``changed_at`` of a file to now. Raises StorageError if there is no file. If
-        somebody withdraws or removes the file at the same time, it must not come back. A writer touches its lock every
-        few seconds, to show that it is alive."""
+        """Sets the time ``changed_at`` of a file to now. Raises StorageError if there is no file. If somebody withdraws
+        or removes the file at the same time, it must not come back. A writer touches its lock every few seconds, to
+        show that it is alive."""
 
     def now(self) -> float:
         """Returns the time of the same clock as ``Entry.changed_at``, in seconds. The directory exists."""

@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 RENAME_WAIT_SECONDS = 5.0
 """How long a rename waits on Windows for other processes that have the file open, in seconds."""
+_AS_IT_IS: int = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+"""The flags by which a file is opened so that no link is followed, and nothing blocks."""
 _NO_SYNC = UNSUPPORTED | {errno.EBADF}
 """The error numbers by which a system says that a directory cannot be synced. Some systems sync only files that are
 open for writing, and report EBADF."""
@@ -60,33 +62,44 @@ class LocalStore:
         def look() -> Entry:
             status = os.lstat(full) if path else os.stat(full)
             if stat.S_ISREG(status.st_mode):
-                with suppress(PermissionError), open(full, "rb") as file:
-                    # The time of an open file is from the server, not from this host's cache.
-                    status = os.fstat(file.fileno())
+                # The time of an open file is from the server, not from this host's cache.
+                try:
+                    fd = os.open(full, os.O_RDONLY | BINARY | _AS_IT_IS)
+                except FileNotFoundError:
+                    raise
+                except OSError:  # It may not be opened.
+                    return _entry(path, status)
+                status = os.fstat(fd)
+                os.close(fd)
             return _entry(path, status)
 
         return _unless_absent(full, look)
 
     def entries(self, path: str = "", *, deep: bool = False) -> list[Entry] | None:
-        full = self._full(path)
-
-        def listed() -> list[Entry]:
-            entries = []
-            with os.scandir(full) as found:
-                for one in found:
-                    with suppress(FileNotFoundError):
-                        entries.append(_entry(one.name, one.stat(follow_symlinks=False)))
-            return entries
-
-        entries = _unless_absent(full, listed)
+        entries = self._listed(path)
         if entries is None or not deep:
             return entries
-        return [
-            below._replace(path=f"{entry.path}/{below.path}")
-            for entry in entries
-            if entry.is_directory
-            for below in self.child(path).entries(entry.path, deep=True) or ()
-        ] + [entry for entry in entries if not entry.is_directory]
+        files, directories = [], [""]
+        while directories:
+            above = directories.pop()
+            for entry in self._listed(f"{path}/{above}".strip("/")) or ():
+                entry = entry._replace(path=f"{above}/{entry.path}".lstrip("/"))
+                if entry.is_directory:
+                    directories.append(entry.path)
+                else:
+                    files.append(entry)
+        return files
+
+    def _listed(self, path: str) -> list[Entry] | None:
+        def listed() -> list[Entry]:
+            entries = []
+            with os.scandir(self._full(path)) as found:
+                for one in found:
+                    with suppress(FileNotFoundError):
+                        entries.append(_entry(one.name, os.lstat(one.path)))
+            return entries
+
+        return _unless_absent(self._full(path), listed)
 
     def free_bytes(self) -> int | None:
         return free_bytes(self._root)

@@ -57,10 +57,8 @@ def read(store: Store, path: str, nbytes: int = 1 << 20) -> bytes:
 
 def total_bytes(store: Store, path: str) -> int:
     """Returns the size of a file, or of all files in and below a directory."""
-    entries = store.entries(path, deep=True)
-    return sum(
-        entry.nbytes or 0 for entry in ([store.entry(path)] if entries is None else entries) if entry is not None
-    )
+    entry, below = store.entry(path), store.entries(path, deep=True) or ()
+    return sum(each.nbytes or 0 for each in (entry, *below) if each is not None)
 
 
 def names(store: Store, path: str = "") -> list[str]:

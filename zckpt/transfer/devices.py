@@ -107,7 +107,7 @@ def pinned_memory(nbytes: int) -> torch.Tensor:
     except RuntimeError as error:
         raise DeviceError(
             f"cannot pin {nbytes} bytes of host memory: {_first_sentence(error)}",
-            hint="a smaller budget (ZCKPT_BUDGET_BYTES) and a smaller snapshot_bytes need less",
+            hint="a smaller budget (ZCKPT_BUDGET_BYTES) needs less",
         ) from error
 
 

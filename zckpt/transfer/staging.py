@@ -284,16 +284,20 @@ class BounceBuffer(StagingBuffer):
 
     def from_device(self, device: torch.device, copies: Sequence[FromDevice]) -> None:
         with self._pinned.lend() as pinned:
-            pinned.from_device(device, copies)
-            pinned.wait()
+            try:
+                pinned.from_device(device, copies)
+                pinned.wait()
+            except BaseException:
+                self._pinned.wait()  # A copy that is queued already must not reach the buffer when others use it.
+                raise
             for copy in copies:
                 ctypes.memmove(self.address + copy.start, pinned.address + copy.start, len(copy.source))
 
 
 class BouncePool(StagingPool):
     """A pool for a snapshot of states on devices. Its buffers are not pinned, but copies from a device go through a few
-    buffers that are. On an H200, this is five times as fast as to pin as much memory as the snapshot takes, and the
-    buffers are there already when the next snapshot is taken."""
+    buffers that are. On an H200, this takes a fifth of the time of pinning as much memory as the snapshot takes. The
+    buffers are kept for the next snapshot."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena.batch_bytes)
@@ -327,13 +331,13 @@ def snapshot_pool(arena: Arena) -> BouncePool:
 
 def pool_for(devices: Iterable[torch.device], budget: Budget, block_bytes: int, snapshot_bytes: int = 0) -> StagingPool:
     """Returns the pool for reads and writes of whole blocks between files, these devices and host memory. A write that
-    takes a snapshot of more bytes than the pinned memory for ``budget`` gets a pool for snapshots."""
+    may take a snapshot of twice the pinned memory for ``budget``, or of more, gets a pool for snapshots."""
     # All devices are asked before the pool is made, because each question pins a byte of memory.
     with_streams = [has_streams(device) for device in devices]
     if not any(with_streams):
         return host_pool(budget.batch_bytes(block_bytes))
     arena = Arena.within(budget, block_bytes)
-    return snapshot_pool(arena) if snapshot_bytes > arena.nbytes else PinnedPool(arena, arena.buffers)
+    return snapshot_pool(arena) if snapshot_bytes >= 2 * arena.nbytes else PinnedPool(arena, arena.buffers)
 
 
 def _floor_power_of_two(number: int) -> int:

@@ -115,8 +115,8 @@ def read_back(
             continue
         place = same[path].location
         entry = open_store(place.parent).entry(place.name)
-        file = (data_file.id.origin, str(place) if entry is None else entry.identity or str(place))
-        if file in _read_back:
+        file = (data_file.id.origin, (entry and entry.identity) or str(place))
+        if entry is not None and file in _read_back:
             continue
         if _is_sound(data_file, same[path], budget, block_bytes):
             _read_back.add(file)

@@ -118,6 +118,7 @@ def refuse_a_weight(path: str, given: str) -> None:
     assert not Path(path).exists()
 
 
+@pytest.mark.offload
 def test_a_weight_without_memory_of_its_own_is_refused_by_name(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(write_trained, 1, str(tmp_path / "c"), {"stage": 0, "dtype": "fp32"})
     cluster.run(refuse_a_weight, 1, str(tmp_path / "run"), str(tmp_path / "c"))
@@ -141,6 +142,7 @@ def look_and_offload(path: str) -> None:
     assert held(engine) == held(other)
 
 
+@pytest.mark.offload
 def test_where_and_offload_with_coded_and_plain_states(cluster: Cluster, tmp_path: Path) -> None:
     """At stage 0 in fp32, the momentum of the weights is coded, and that of the biases is not."""
     cluster.run(look_and_offload, 1, str(tmp_path))

@@ -281,6 +281,7 @@ def write_offloaded(directory: Path) -> None:
     assert same_all(state_of(engine), saved)
 
 
+@pytest.mark.offload
 def test_a_write_of_an_offloaded_engine_brings_nothing_back(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(write_offloaded, 1, tmp_path)
 
