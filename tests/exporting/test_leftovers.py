@@ -50,5 +50,8 @@ def test_what_a_killed_export_has_left_is_removed(tmp_path: Path, write: Callabl
         zckpt.gc(run)
         assert temporaries() == [temporary], "its process is alive"
     assert temporaries() == [temporary], "its process was killed"
+    stored = [file for file in (run / temporary, *(run / temporary).rglob("*")) if file.is_file()]
+    (removed,) = zckpt.gc(run, dry_run=True).removed
+    assert removed.nbytes == sum(file.stat().st_size for file in stored) > 0
     write(checkpoint, run / "c")
     assert temporaries() == []
