@@ -179,7 +179,8 @@ def test_a_folder_of_accelerate_without_all_of_its_files_is_not_whole(tmp_path: 
 
 
 def test_a_checkpoint_that_takes_the_place_of_one_to_be_removed_stays(tmp_path: Path) -> None:
-    """Lightning asks for the removal of a checkpoint from which alone training can go on, and saves there again."""
+    """Lightning removes the only checkpoint from which training can go on, and then saves a new one at the same
+    path. zckpt keeps the old checkpoint until then, and the new one stays."""
     engine, best = ReferenceEngine(), str(tmp_path / "best.ckpt")
     zckpt.write(engine, best)
     frameworks._held_back[best] = frameworks._save_id(best), partial(shutil.rmtree, best)

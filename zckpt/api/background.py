@@ -295,7 +295,8 @@ _is_ending = False
 
 
 def is_ending() -> bool:
-    """Returns whether nothing waits any more, at the end of the process, for work that begins in the background now."""
+    """Returns whether the process is ending. Python does not wait any more for work that begins in the background
+    then."""
     return _is_ending
 
 

@@ -285,8 +285,8 @@ def _of_same_run(checkpoint: Store) -> list[Store]:
 
 
 def _newest_first(checkpoints: Iterable[Store]) -> list[Store]:
-    """Returns the checkpoints sorted, the one that was committed last first. Those whose manifest is
-    not a regular file are left out."""
+    """Sorts checkpoints by the time of their commit, and returns them, the newest first. Leaves out a checkpoint whose
+    manifest is not a regular file."""
     committed = ((committed_at(store), str(store.location), store) for store in checkpoints)
     return [store for at, _, store in sorted(committed, key=lambda entry: entry[:2], reverse=True) if at]
 

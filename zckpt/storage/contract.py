@@ -309,7 +309,7 @@ class Store(Creator, Protocol):
     def remove_if_empty(self, path: str) -> None:
         """Removes a directory if it is empty. Removes no file, and no directory above it. Raises nothing."""
 
-    # Locks: ``zckpt.storage.lock`` calls these methods. ``now`` also tells the age of checkpoints.
+    # The methods that ``zckpt.storage.lock`` calls. ``now`` is also called to find out how old a temporary file is.
 
     def claim(self, path: str, data: bytes) -> bool:
         """Makes a new file that has these bytes from its first instant on, and returns True. Returns False if the file

@@ -62,15 +62,12 @@ class LocalStore:
         def look() -> Entry:
             status = os.lstat(full) if path else os.stat(full)
             if stat.S_ISREG(status.st_mode):
-                # The time of an open file is from the server, not from this host's cache.
-                try:
+                # The time of an open file is from the server, not from this host's cache. Only a lack of permission is
+                # ignored: after any other error, an old time could make the lock of a live writer look dead.
+                with suppress(PermissionError):
                     fd = os.open(full, os.O_RDONLY | BINARY | _AS_IT_IS)
-                except FileNotFoundError:
-                    raise
-                except OSError:  # It may not be opened.
-                    return _entry(path, status)
-                status = os.fstat(fd)
-                os.close(fd)
+                    status = os.fstat(fd)
+                    os.close(fd)
             return _entry(path, status)
 
         return _unless_absent(full, look)

@@ -61,16 +61,6 @@ def total_bytes(store: Store, path: str) -> int:
     return sum(each.nbytes or 0 for each in (entry, *below) if each is not None)
 
 
-def names(store: Store, path: str = "") -> list[str]:
-    """Returns the names of what is directly in a directory, in any order."""
-    return [entry.path for entry in store.entries(path) or ()]
-
-
-def directories(store: Store, path: str = "") -> list[str]:
-    """Returns the names of the directories directly in a directory, in ascending order."""
-    return sorted(entry.path for entry in store.entries(path) or () if entry.is_directory)
-
-
 def changed_at(store: Store, path: str) -> float:
     """Returns when a file was changed, or 0 if there is none."""
     entry = store.entry(path)

@@ -14,6 +14,7 @@ import pytest
 
 from zckpt.errors import FormatError, MissingFileError, StorageError
 from zckpt.format.names import temporary
+from zckpt.listing.runs import directories_of, names_in
 from zckpt.state.inventory import FileRange
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.testing.store_calls import (
@@ -21,9 +22,7 @@ from zckpt.testing.store_calls import (
     ROUNDS,
     changed_at,
     content,
-    directories,
     fail,
-    names,
     pages,
     read,
     replace,
@@ -77,9 +76,9 @@ class StoreContract:
         assert store.entry("") is None, "to make a store touches nothing"
         child.make_directories("deep")
         child.put("deep/a", b"content")
-        assert names(store, "data") == ["rank"]
+        assert names_in(store.child("data")) == ["rank"]
         assert read(store, "data/rank/deep/a") == read(child.parent, "rank/deep/a") == b"content"
-        assert directories(store.parent) == [store.location.name]
+        assert directories_of(store.parent) == [store.location.name]
 
     def test_directories_exist_for_everybody_once_made(self, store: Store) -> None:
         new = ["rank", "data", store.location.name, store.parent.location.name]
@@ -88,7 +87,7 @@ class StoreContract:
             assert [location.name for location in made[:4]] == expected, "those that this call has made"
             assert store.entry("data") is not None
             assert store.entry("data/rank") is not None
-        assert names(store) == ["data"]
+        assert names_in(store) == ["data"]
 
     def test_what_is_put_is_read(self, store: Store) -> None:
         store.make_directories("data")
@@ -97,7 +96,7 @@ class StoreContract:
             store.sync_names("data")
             assert read(store, f"data/{nbytes}") == content(nbytes)
             assert store.entry(f"data/{nbytes}") is not None
-        assert names(store) == ["data"]
+        assert names_in(store) == ["data"]
 
     def test_put_and_create_replace_nothing(self, store: Store) -> None:
         store.make_directories("")
@@ -122,7 +121,7 @@ class StoreContract:
         seen = seen_meanwhile(store, "a", commit)
         assert len(seen) > 1
         assert seen <= set(versions)
-        assert names(store) == ["a"]
+        assert names_in(store) == ["a"]
 
     def test_either_a_commit_or_the_removal_of_what_was_prepared_comes_first(self, store: Store) -> None:
         """The takeover of a dead writer's lock depends on this: once the file that a writer has prepared is removed,
@@ -141,7 +140,7 @@ class StoreContract:
                 return new if succeeds(lambda: store.commit("a", prepared)) else old
 
             assert together([commit, remove]) == [read(store, "a")] * 2
-            assert names(store) == ["a"]
+            assert names_in(store) == ["a"]
 
     def test_what_is_prepared_is_committed_unless_somebody_has_removed_it(self, store: Store) -> None:
         store.make_directories("")
@@ -158,7 +157,7 @@ class StoreContract:
             store.commit("a", temporary("a", "89abcdef"))
         assert read(store, "a") == b"new"
         store.remove(temporary("b", "89abcdef"))
-        assert len(names(store)) == 2, "a, and what was prepared for b with random digits"
+        assert len(names_in(store)) == 2, "a, and what was prepared for b with random digits"
 
     def test_what_cannot_be_prepared_leaves_nothing(self, store: Store) -> None:
         """A ``prepare`` that fails, because the temporary file exists already, leaves no file of its own."""
@@ -166,7 +165,7 @@ class StoreContract:
         prepared = store.prepare("a", b"one", "01234567")
         with pytest.raises(StorageError):
             store.prepare("a", b"two", "01234567")
-        assert {*names(store)} <= {prepared}
+        assert {*names_in(store)} <= {prepared}
 
     @pytest.mark.parametrize("direct", [False, True])
     @pytest.mark.parametrize("reserved", [0, 150_000, 200_001])
@@ -306,7 +305,7 @@ class StoreContract:
                 assert (caught.value.file, caught.value.rule) == (str(store.location.child(path)), "F001")
         assert store.entry("a") is None
         assert fail(lambda: store.touch("a"), lambda: store.commit("b", "a"))
-        assert names(store) == ["data"]
+        assert names_in(store) == ["data"]
 
     def test_a_path_is_a_file_or_a_directory(self, store: Store) -> None:
         store.make_directories("data/rank")
@@ -332,8 +331,8 @@ class StoreContract:
             lambda: store.create("data", 0, direct=False),
             lambda: store.commit("data", prepared),
         )
-        assert {*names(store)} == {"a", "data", prepared}
-        assert directories(store, "data") == ["rank"]
+        assert {*names_in(store)} == {"a", "data", prepared}
+        assert directories_of(store.child("data")) == ["rank"]
 
     def test_nothing_comes_to_be_in_a_directory_that_is_not_there(self, store: Store) -> None:
         """No file can be made in a directory that was never made, or that was removed."""
@@ -344,7 +343,7 @@ class StoreContract:
             assert not store.claim(path, b"")
             assert fail(partial(store.put, path, b""), partial(store.prepare, path, b""))
             assert fail(partial(store.create, path, 0, direct=False))
-        assert names(store) == []
+        assert names_in(store) == []
 
     def test_what_is_removed_is_gone_with_all_in_it(self, store: Store) -> None:
         store.make_directories("data/rank")
@@ -352,18 +351,18 @@ class StoreContract:
         store.put("b", b"b")
         store.remove_if_empty("data/rank")
         assert store.entry("data/rank/a") is not None
-        assert directories(store, "data") == ["rank"], "it is not empty"
+        assert directories_of(store.child("data")) == ["rank"], "it is not empty"
         store.remove_if_empty("b")
         assert store.entry("b") is not None, "it is no directory"
         store.remove("data/rank/a")
         store.remove_if_empty("data/rank")
         assert store.entries() is not None
-        assert names(store, "data") == [], "it is empty, but was not to be removed"
+        assert names_in(store.child("data")) == [], "it is empty, but was not to be removed"
         store.make_directories("data/rank/deep")
         store.put("data/rank/deep/a", b"a")
         for path in ("data", "b", "never there"):
             store.remove(path)
-        assert names(store) == []
+        assert names_in(store) == []
         store.remove_if_empty("")
         assert store.entry("") is None
 
@@ -374,16 +373,16 @@ class StoreContract:
         for path in ("a/x", "ab/x", "a.b/x", "empty.b/x"):
             store.put(path, b"four")
         assert total_bytes(store, "a") == 4
-        assert names(store, "a") == ["x"]
+        assert names_in(store.child("a")) == ["x"]
         store.remove("a")
         store.remove_if_empty("empty")
-        assert directories(store) == ["a.b", "ab", "empty.b"]
+        assert directories_of(store) == ["a.b", "ab", "empty.b"]
         for path in ("b", "bc", "b.c"):
             store.put(path, b"four")
         assert total_bytes(store, "b") == 4
         assert store.entry("a") is None
         store.remove("b")
-        assert {*names(store)} == {"ab", "a.b", "empty.b", "bc", "b.c"}
+        assert {*names_in(store)} == {"ab", "a.b", "empty.b", "bc", "b.c"}
         assert total_bytes(store, "") == 5 * 4
 
     def test_of_many_claims_one_succeeds(self, store: Store) -> None:
@@ -395,7 +394,7 @@ class StoreContract:
             data = datas[results.index(True)]
             assert read(store, "lock") == data
             assert sum(together([partial(store.withdraw, "lock", data)] * 8)) == 1
-            assert names(store) == []
+            assert names_in(store) == []
 
     def test_only_what_was_claimed_is_withdrawn(self, store: Store) -> None:
         store.make_directories("")
@@ -404,7 +403,7 @@ class StoreContract:
         assert read(store, "lock") == b"mine", "as it was"
         assert store.withdraw("lock", b"mine")
         assert not store.withdraw("lock", b"mine")
-        assert names(store) == []
+        assert names_in(store) == []
 
     def test_a_claim_has_its_bytes_from_its_first_instant(self, store: Store) -> None:
         store.make_directories("")
@@ -426,7 +425,7 @@ class StoreContract:
             assert store.claim("lock", b"mine")
             touch = partial(succeeds, partial(store.touch, "lock"))
             assert together([touch, touch, partial(store.withdraw, "lock", b"mine"), touch])[2]
-            assert names(store) == []
+            assert names_in(store) == []
 
     def test_a_file_has_the_age_of_its_last_change(self, store: Store) -> None:
         store.make_directories("")
@@ -446,7 +445,7 @@ class StoreContract:
         aged("a", lambda: store.touch("a"))
         aged("a", lambda: replace(store, "a", b"b"))
         assert store.now() < before + 60 + time.monotonic() - begun
-        assert names(store) == ["a"]
+        assert names_in(store) == ["a"]
 
     def test_sizes_are_those_of_all_files_below(self, store: Store) -> None:
         store.make_directories("data/rank")
@@ -455,7 +454,7 @@ class StoreContract:
             store.put(path, content(nbytes))
         sizes = [total_bytes(store, path) for path in ("data", "data/rank", "c", "empty", "no")]
         assert sizes == [5300, 300, 7, 0, 0]
-        assert directories(store) == ["data", "empty"]
+        assert directories_of(store) == ["data", "empty"]
 
     def test_free_space_is_a_number_of_bytes_if_it_is_known(self, store: Store) -> None:
         store.make_directories("")

@@ -202,7 +202,7 @@ class StagingPool:
         return [StagingBuffer(self._room(), self._queue)]
 
     def _room(self) -> torch.Tensor:
-        """Returns memory for a buffer. It is not pinned."""
+        """Returns memory for one buffer of this pool, which is not pinned."""
         return aligned(torch.from_numpy(np.empty(self.nbytes + PAGE_BYTES, np.uint8)), self.nbytes, PAGE_BYTES)
 
     def _end(self) -> None:

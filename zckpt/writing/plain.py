@@ -137,7 +137,8 @@ class Sieve:
     """Returns what a map has in the place of an entry that goes, or None if it has nothing. The arguments are the path
     of the entry and the reason."""
     inside: set[int] = dataclasses.field(default_factory=set)
-    """The ``id`` of each value of which ``sifted`` is looking at the parts. A value may contain itself."""
+    """The ``id`` of every dict and list that ``sifted`` has entered and not left yet. By these it notices a value that
+    contains itself."""
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     """The entries that went: the path of each, and in words the path and the reason."""
 
