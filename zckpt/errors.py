@@ -183,7 +183,10 @@ class TagError(RankError, AssertionError):
 
 
 class StorageError(ZckptError, OSError):
-    """The operating system refused to read or write a file. ``__cause__`` is its error."""
+    """The operating system or a server refused to read or write a file. ``__cause__`` is its error."""
+
+    transient = False
+    """Whether the store could not be reached for the moment, so that to try again later can help."""
 
 
 class NoSpaceError(StorageError):

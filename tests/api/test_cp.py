@@ -311,7 +311,7 @@ def test_damaged_data_that_are_copied_unverified_are_still_found_in_the_copy(tmp
 
 
 @pytest.mark.parametrize("keys", [None, SOME], ids=["whole", "some"])
-@pytest.mark.parametrize("names", [("create",), ("write",), ("sync",), ("put",), ("prepare",)])
+@pytest.mark.parametrize("names", [("create",), ("write",), ("sync",), ("put_new",), ("prepare",)])
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, keys: Any, names: tuple[str, ...], at: int) -> None:
     written(tmp_path / "a")

@@ -264,7 +264,7 @@ def test_files_that_the_manifest_names_are_not_read_to_recognise_them(tmp_path: 
     with faulty() as operations:
         write_through(tmp_path / "c", torch.zeros(300), overwrite=True, reuse=None)
     of_old = [(name, os.path.relpath(file, old)) for name, file in operations.done if old.name in file]
-    assert {name for name, _ in of_old} <= {"entry", "entries", "remove", "remove_if_empty"}
+    assert {name for name, _ in of_old} <= {"entry", "entries", "remove"}
     assert sum(name == "entries" for name, _ in of_old) == 2, "one for each directory"
 
 

@@ -60,7 +60,7 @@ def test_no_lock_is_taken_if_there_is_nothing_to_remove(tmp_path: Path) -> None:
     litter(tmp_path / "s2")
     with faulty() as operations:
         zckpt.gc(tmp_path)
-    locked = {os.path.dirname(file) for name, file in operations.done if name == "claim"}
+    locked = {os.path.dirname(file) for name, file in operations.done if name == "put"}
     assert locked == {str(tmp_path / "s2")}
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("engines_are_adapters")
 
-TAKING_SPACE = ("make_directories", "claim", "create", "write", "sync", "put", "prepare", "sync_names", "commit")
+TAKING_SPACE = ("create", "write", "sync", "put", "put_new", "prepare", "sync_names", "commit")
 CALLS: dict[str, Callable[[Path, Path], object]] = {
     "write": lambda source, out: zckpt.write(Engine(), out),
     "write in the background": lambda source, out: zckpt.write(Engine(), out, background=True).wait(),
@@ -102,10 +102,13 @@ def test_a_directory_that_another_writer_removes_meanwhile_is_made_again(
         real(path, *arguments)
 
     monkeypatch.setattr(os, "mkdir", mkdir)
-    made = open_store(tmp_path / "run").make_directories("c")
+    store = open_store(tmp_path / "run")
+    store.put_new("c/file", b"")
     assert removed == ["run"]
-    assert made[0].name == "c"
-    assert (tmp_path / "run" / "c").is_dir()
+    assert (tmp_path / "run" / "c" / "file").is_file()
+    store.remove("c/file")
+    store.remove_made()
+    assert tree(tmp_path) == set()
 
 
 def fail_on_rank_1(path: str) -> str:

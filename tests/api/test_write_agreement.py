@@ -21,6 +21,7 @@ import torch
 import zckpt
 from tests.support.crashes import Half
 from tests.support.failing_functions import called_functions, failing_once
+from tests.support.faults import BROKEN, Fault, faulty
 from tests.support.interrupts import interrupt_in, wait_until_main_is_in
 from tests.support.models import make_engine, train
 from tests.support.plain_engine import Engine, engines_are_adapters, everything
@@ -30,7 +31,6 @@ from zckpt.api.write import write_engine
 from zckpt.ranks import heartbeat as life
 from zckpt.ranks.collectives import Ranks
 from zckpt.state.inventory import Inventory
-from zckpt.storage.local_store import LocalStore
 from zckpt.system.threads import Worker, stop
 from zckpt.transfer import write as io_write
 from zckpt.transfer.budget import Budget
@@ -271,21 +271,12 @@ def test_an_interrupt_while_the_state_is_copied_in_the_background(tmp_path: Path
 def test_latest_is_prepared_before_the_commit(tmp_path: Path) -> None:
     zckpt.write(Engine(step=1), tmp_path / "c")
     before = everything(tmp_path)
-    prepare, commit = LocalStore.prepare, LocalStore.commit
-
-    def refused(name: str, action: Any) -> Any:
-        def act(self: LocalStore, path: str, *others: Any) -> Any:
-            if path == name:
-                raise zckpt.StorageError("refused", file=path)
-            return action(self, path, *others)
-
-        return act
-
-    with mock.patch.object(LocalStore, "prepare", refused("latest", prepare)), pytest.raises(zckpt.StorageError):
+    of_latest = str(tmp_path / "latest")
+    with faulty(Fault(BROKEN, names=("prepare",), path=of_latest)), pytest.raises(zckpt.StorageError):
         zckpt.write(Engine(step=2), tmp_path / "c", overwrite=True)
     assert everything(tmp_path) == before
     with (
-        mock.patch.object(LocalStore, "commit", refused("latest", commit)),
+        faulty(Fault(BROKEN, names=("commit",), path=of_latest)),
         pytest.raises(zckpt.StorageError, match="committed and whole; the file `latest` does not name it"),
     ):
         zckpt.write(Engine(step=3), tmp_path / "d")

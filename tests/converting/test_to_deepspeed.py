@@ -309,7 +309,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(file.name for file in out.iterdir()) == ["global_step5", "latest"]
 
 
-@pytest.mark.parametrize("name", ["make_directories", "create", "write", "sync", "prepare", "commit"])
+@pytest.mark.parametrize("name", ["create", "write", "sync", "prepare", "commit"])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, name: str) -> None:
     path, out = tmp_path / "run" / "global_step5", tmp_path / "out"
     write_run(path, {"a": (300, 50)})

@@ -22,7 +22,7 @@ from tests.support.states import write_through
 from tests.support.waiting import wait_until
 from zckpt.errors import CheckpointExistsError, LockedError, MissingFileError, StorageError
 from zckpt.storage import lock as lock_module
-from zckpt.storage.local_store import LocalStore
+from zckpt.storage.local_store import LocalStore, Temporary
 from zckpt.storage.lock import DEAD_SECONDS, WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.system import linux
@@ -31,8 +31,6 @@ from zckpt.writing.rank_write import RankWrite
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from zckpt.storage.contract import Store
 
 
 def held(path: Path) -> list[float]:
@@ -53,7 +51,7 @@ MANY = 12
 def race(path: Path, number: int) -> bool:
     """Returns whether this process, which is one of ``MANY``, gets the lock and has it when all have tried.
 
-    A process that withdraws the lock of a dead writer may withdraw a new lock instead. It puts the new lock back,
+    A process that removes the lock of a dead writer may remove a new lock instead. It puts the new lock back,
     unless another process has got the lock in between.
     """
     lock, tried, has_lock = WriteLock(open_store(path / "c")), path / "tried", True
@@ -180,7 +178,7 @@ def test_without_process_ids_the_heartbeat_decides(tmp_path: Path) -> None:
 def test_a_lock_that_could_not_be_given_back_is_free(tmp_path: Path) -> None:
     lock = WriteLock(open_store(tmp_path))
     lock.acquire()
-    with mock.patch.object(LocalStore, "withdraw", side_effect=StorageError("the disk is on fire")):
+    with mock.patch.object(LocalStore, "remove_if", side_effect=StorageError("the disk is on fire")):
         lock.release()
     assert names_in(tmp_path) == ["write.lock"]
     with WriteLock(open_store(tmp_path)):
@@ -200,11 +198,11 @@ def test_a_process_that_stands_still_is_taken_for_dead_after_a_while(tmp_path: P
 
 
 def test_the_holder_gives_signs_of_life(tmp_path: Path) -> None:
-    looks, read_lock = [], lock_module.read_lock
+    looks, put = [], LocalStore.put
 
-    def look(store: Store) -> bytes | None:
+    def look(store: LocalStore, *arguments: Any, **keywords: Any) -> bool:
         looks.append(store)
-        return read_lock(store)
+        return put(store, *arguments, **keywords)
 
     def wait_for_looks(count: int) -> None:
         """Waits until the heartbeat has begun to look at the lock so many times from now on."""
@@ -212,7 +210,8 @@ def test_the_holder_gives_signs_of_life(tmp_path: Path) -> None:
         wait_until(lambda: len(looks) >= expected)
 
     with (
-        mock.patch.multiple(lock_module, HEARTBEAT_SECONDS=0.02, read_lock=look),
+        mock.patch.object(lock_module, "HEARTBEAT_SECONDS", 0.02),
+        mock.patch.object(LocalStore, "put", look),
         WriteLock(open_store(tmp_path)) as lock,
     ):
         os.utime(tmp_path / "write.lock", (0, 0))
@@ -301,16 +300,16 @@ def test_a_writer_that_was_taken_for_dead_does_not_commit(tmp_path: Path) -> Non
 def write_stopped_at(path: Path, wait: Callable[[], None], number: int, when: str) -> object:
     """Writes, and waits just before or just after the rename that commits. At both times the writer has already checked
     its lock."""
-    rename = LocalStore.commit
+    rename = Temporary.commit
 
-    def commit(store: LocalStore, name: str, prepared: str) -> None:
+    def commit(prepared: Temporary, *over: Any) -> None:
         if when == "before":
             wait()
-        rename(store, name, prepared)
+        rename(prepared, *over)
         if when == "after":
             wait()
 
-    with mock.patch.object(LocalStore, "commit", commit):
+    with mock.patch.object(Temporary, "commit", commit):
         return write_through(path, value(number), overwrite=True, latest=False)
 
 

@@ -104,7 +104,6 @@ def test_leftovers_and_older_checkpoints_are_removed(disk: Disk) -> None:
         engine.train(1)
         zckpt.write(engine, f"{RUN}/step{step}")
     store = open_store(f"{RUN}/step3")
-    store.make_directories("data-0123456789abcdef/rank-00000")
     store.put("data-0123456789abcdef/rank-00000/master.safetensors", bytes(100))
     for clean in (zckpt.gc, partial(zckpt.prune, keep_last=2)):
         dry = clean(RUN, dry_run=True)
@@ -144,7 +143,7 @@ def test_errors_name_what_is_there(disk: Disk) -> None:
     open_store(f"{RUN}/step1").remove("manifest.msgpack")
     zckpt.write(trained(2), f"{RUN}/step2")
     file = next(name for name in disk if "step2" in name and name.endswith("master.safetensors"))
-    disk[file] = File(b"short")
+    disk[file] = File(b"short", 0.0)
     with pytest.raises(zckpt.FormatError, match="F003"):
         zckpt.open(RUN).load()
     with pytest.raises(zckpt.CheckpointExistsError, match=f"{RUN}/step2 is a checkpoint, which would hide one"):

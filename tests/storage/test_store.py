@@ -25,7 +25,7 @@ from zckpt.system import linux
 from zckpt.testing import StoreContract
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from zckpt.storage.contract import Store
 
@@ -48,6 +48,46 @@ def test_only_a_file_is_shared(tmp_path: Path) -> None:
     assert (tmp_path / "new").read_bytes() == b"mine"
 
 
+def test_a_path_is_a_file_or_a_directory(tmp_path: Path) -> None:
+    """What would make a path both is an error that names the path, and changes nothing."""
+    store = open_store(tmp_path)
+    (tmp_path / "data" / "rank").mkdir(parents=True)
+    (tmp_path / "a").write_bytes(b"a")
+    actions: dict[str, Callable[[], object]] = {
+        "a": lambda: store.create("a", 0, direct=False),
+        "a/b/c": lambda: store.put_new("a/b/c", b""),
+        "a/b": lambda: store.put("a/b", b""),
+        "data": lambda: store.put_new("data", b""),
+        "data ": store.prepare("data", b"", "01234567").commit,
+    }
+    for path, action in actions.items():
+        with pytest.raises(zckpt.StorageError) as caught:
+            action()
+        assert str(tmp_path / path.strip().split("/")[0]) in (caught.value.file or "")
+    assert not store.put("data", b"")
+    assert not store.put("a", b"")
+    temporary = "data.01234567.tmp"
+    assert sorted(os.listdir(tmp_path)) == ["a", "data", temporary]
+    assert (tmp_path / "a").read_bytes() == b"a"
+    assert os.listdir(tmp_path / "data") == ["rank"]
+
+
+def test_what_cannot_be_prepared_leaves_nothing(tmp_path: Path) -> None:
+    """A ``prepare`` that fails, because the temporary file exists already, leaves no file of its own."""
+    store = open_store(tmp_path)
+    store.prepare("a", b"one", "01234567")
+    with pytest.raises(zckpt.StorageError):
+        store.prepare("a", b"two", "01234567")
+    assert {*os.listdir(tmp_path)} <= {"a.01234567.tmp"}
+
+
+def test_a_store_that_is_a_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    open_store(tmp_path / "link").remove("")
+    assert sorted(os.listdir(tmp_path)) == ["link", "there"]
+
+
 @pytest.mark.linux
 class TestLocalStoreInMemory(StoreContract):
     @pytest.fixture
@@ -63,14 +103,16 @@ class TestLocalStoreWithoutLinks(StoreContract):
             yield open_store(tmp_path / "run" / "c")
 
     @pytest.mark.skip(reason="there, others may see the file before its content")
-    def test_a_claim_has_its_bytes_from_its_first_instant(self, store: Store) -> None: ...
+    def test_a_put_has_its_bytes_from_its_first_instant(self, store: Store) -> None: ...
 
 
 class TestFaultyStoreWithoutFaults(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
         with faulty() as operations:
-            yield open_store(str(tmp_path / "run" / "c"))
+            store = open_store(str(tmp_path / "run" / "c"))
+            assert store.entry("") is None
+            yield store
         assert operations.done
 
 
@@ -79,8 +121,8 @@ def test_a_file_system_without_links(tmp_path: Path, number: int) -> None:
     """File systems without links have several error numbers for this."""
     store = open_store(tmp_path)
     with mock.patch("os.link", side_effect=OSError(number, "no links here")):
-        assert store.claim("lock", b"mine")
-        assert not store.claim("lock", b"yours")
+        assert store.put("lock", b"mine")
+        assert not store.put("lock", b"yours")
     assert (tmp_path / "lock").read_bytes() == b"mine"
 
 
@@ -93,7 +135,7 @@ def test_a_file_system_that_syncs_no_directories(tmp_path: Path, number: int) ->
 
 def test_a_directory_that_could_not_be_synced_is_an_error(tmp_path: Path) -> None:
     with only_directories_fail_to_sync(errno.EIO), pytest.raises(zckpt.StorageError, match="cannot fsync"):
-        open_store(tmp_path).make_directories("a")
+        open_store(tmp_path).put_new("a/b", b"")
 
 
 @contextmanager
@@ -114,7 +156,7 @@ def only_directories_fail_to_sync(number: int) -> Iterator[None]:
 @pytest.mark.skipif(sys.platform == "darwin", reason="simulates Windows")
 def test_a_rename_waits_for_readers_on_windows(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.put("a", b"old")
+    store.put_new("a", b"old")
     real, refused = os.replace, iter([PermissionError(errno.EACCES, "somebody reads it")] * 3)
 
     def replace(old: str, new: str) -> None:
@@ -125,10 +167,10 @@ def test_a_rename_waits_for_readers_on_windows(tmp_path: Path) -> None:
     with mock.patch("os.replace", replace), mock.patch("sys.platform", "win32"):
         at_once = mock.patch.object(local_store, "RENAME_WAIT_SECONDS", 0)
         with at_once, pytest.raises(zckpt.StorageError, match="rename"):
-            store.commit("a", store.prepare("a", b"new"))
+            store.prepare("a", b"new").commit()
         assert store.reader().read("a", 0, 9) == b"old"
         with mock.patch.object(local_store, "RENAME_WAIT_SECONDS", 600):
-            store.commit("a", store.prepare("a", b"new"))
+            store.prepare("a", b"new").commit()
     assert store.reader().read("a", 0, 9) == b"new"
 
 
@@ -178,6 +220,6 @@ def test_a_disk_that_fails_to_sync_on_macos_is_told(
     store = open_store(tmp_path)
     if told:
         with pytest.raises(zckpt.StorageError):
-            store.put("file", b"content")
+            store.put_new("file", b"content")
     else:
-        store.put("file", b"content")
+        store.put_new("file", b"content")

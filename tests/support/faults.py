@@ -11,12 +11,13 @@ import signal
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from zckpt.errors import from_os_error
 from zckpt.storage.local_reader import LocalReader
-from zckpt.storage.local_store import LocalStore
+from zckpt.storage.local_store import LocalStore, Temporary
 from zckpt.storage.local_writer import LocalWriter
 from zckpt.storage.schemes import SCHEMES
 
@@ -73,16 +74,22 @@ class Watched:
             return self
         if isinstance(attribute, LocalStore):  # the parent
             return Watched(attribute, self._operations, str(attribute.location))
-        if not callable(attribute) or name == "close":
+        if not callable(attribute) or name in ("close", "discard", "remove_made"):
             return attribute
         if name == "child":
             return lambda path: Watched(attribute(path), self._operations, os.path.join(self._file, path))
+
+        if name == "remove":  # one operation for each path, because another process may see what is between them
+            return lambda *paths: [
+                self._operations.run(name, os.path.join(self._file, path), partial(attribute, path)) for path in paths
+            ]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             of_a_file = args and isinstance(args[0], str)
             file = os.path.join(self._file, args[0]) if of_a_file else self._file
             result = self._operations.run(name, file, lambda: attribute(*args, **kwargs))
-            return Watched(result, self._operations, file) if isinstance(result, (LocalReader, LocalWriter)) else result
+            is_part = isinstance(result, (LocalReader, LocalWriter, Temporary))
+            return Watched(result, self._operations, file) if is_part else result
 
         return call
 

@@ -16,8 +16,8 @@ from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, compara
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
-from zckpt.storage.space import Space
 from zckpt.writing.options import WriteOptions
+from zckpt.writing.rank_write import join
 
 if TYPE_CHECKING:
     from zckpt.plan.select import Keys
@@ -121,7 +121,7 @@ def cp(
             try:
                 rank_records = ranks.share(copy.rank_records, "plan the copy")
                 space = ranks.first(lambda: copy.begin(lock, [*chain(*rank_records)]), "begin the copy")
-                ranks.together(lambda: Space(*space).refuse_lack(), "begin the copy")
+                ranks.together(lambda: join(target, copy.save_id, ranks.rank, space), "begin the copy")
                 digests = ranks.share(copy.write, "copy")
                 ranks.first(lambda: copy.commit([*chain(*digests)]), "commit")
             finally:

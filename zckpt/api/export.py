@@ -288,4 +288,4 @@ def _write(
 
 def _put_small(store: Store, plan: ExportPlan) -> None:
     for name, data in plan.small_files.items():
-        store.put(name, data)
+        store.put_new(name, data)

@@ -115,7 +115,7 @@ def report(
         page = _page(directories, checkpoints, reports, values, libraries)
         place.begin()
         try:
-            place.store.put(Location.of(place.prepared).name, page)
+            place.store.put_new(Location.of(place.prepared).name, page)
             place.finish()
         except BaseException:
             place.remove()

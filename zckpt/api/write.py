@@ -14,7 +14,6 @@ from zckpt.listing.leftovers import left_alone
 from zckpt.offloading.away import away
 from zckpt.ranks.collectives import Ranks
 from zckpt.state.inventory import PARAM
-from zckpt.storage.space import Space
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.writing.options import WriteOptions
 from zckpt.writing.prepare import Preparation
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
+    from zckpt.storage.space import Space
     from zckpt.transfer.budget import Budget
 
     class _Options(TypedDict, total=False):
@@ -196,7 +196,7 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
 
         try:
             spaces = ranks.share(begin, "begin the write")
-            ranks.together(lambda: Space(*spaces[0]).refuse_lack(), "begin the write")
+            ranks.together(lambda: prepared.join(spaces[0]), "begin the write")
             if pending is None:
                 finish(Snapshot())
             else:

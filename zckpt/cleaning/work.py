@@ -81,7 +81,7 @@ class Work:
         except LockedError:
             self.in_use.append(path)
         else:
-            store.remove_if_empty("")
+            store.remove("")
 
     def _clean(self, store: Store, unwanted_in: Store | None, save_id: str) -> None:
         prepared = prepared_manifests(store)
@@ -111,7 +111,7 @@ class Work:
         argument of ``look``. The removal of a manifest is durable before the entries after it are removed."""
         for name in entries:
             found, path = look(store, name, named), str(store.location.child(name))
-            stored = [entry for own in found.files for entry in _files(store, own)]
+            stored = [entry for entry in map(store.entry, found.files) if entry is not None]
             self.foreign += [str(store.location.child(foreign)) for foreign in found.foreign]
             if not self.dry_run:
                 remove_found(store, found)
@@ -137,12 +137,3 @@ class Work:
             else:
                 freed += file.nbytes or 0
         return freed, shared
-
-
-def _files(store: Store, path: str) -> list[Entry]:
-    """Returns the file at a path, or all files below the directory at this path."""
-    below = store.entries(path, deep=True)
-    if below is not None:
-        return below
-    entry = store.entry(path)
-    return [] if entry is None else [entry]

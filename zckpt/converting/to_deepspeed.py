@@ -125,7 +125,7 @@ def _finish(place: Place, run: str, tag: str) -> None:
     latest = store.prepare(names.LATEST, tag.encode(), secrets.token_hex(4))
     try:
         _check_latest(run)  # Another process may have written a checkpoint there in the meantime.
-        place.finish(lambda: store.commit(names.LATEST, latest))
+        place.finish(latest.commit)
     except BaseException:
-        store.remove(latest)
+        latest.discard()
         raise

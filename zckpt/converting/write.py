@@ -23,13 +23,12 @@ from zckpt.progress import PartOfProgress, reported
 from zckpt.state.inventory import STATE
 from zckpt.state.lineage import Lineage, Use
 from zckpt.storage.lock import WriteLock
-from zckpt.storage.space import Space
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.transfer.stored import stored_range
 from zckpt.version import __version__
 from zckpt.writing.collect import add_rank_tree, fingerprint, pack_tree
 from zckpt.writing.options import WriteOptions
-from zckpt.writing.rank_write import RankWrite
+from zckpt.writing.rank_write import RankWrite, join
 
 if TYPE_CHECKING:
     from zckpt.converting.source import Source
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from zckpt.ranks.collectives import Ranks
     from zckpt.state.inventory import Fragment
     from zckpt.storage.contract import Store
+    from zckpt.storage.space import Space
     from zckpt.transfer.budget import Budget
 
 REPEATED_MAX = 8
@@ -119,7 +119,7 @@ def write_source(
     try:
         rank_records = ranks.share(plan, "plan the checkpoint")
         space = ranks.first(begin, "begin the checkpoint")
-        ranks.together(lambda: Space(*space).refuse_lack(), "begin the checkpoint")
+        ranks.together(lambda: join(store, planned.save_id, ranks.rank, space), "begin the checkpoint")
         digests = ranks.share(write, "convert")
         ranks.first(lambda: begun[0].commit([digest for _, digest in sorted(chain(*digests))]), "commit")
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from zckpt.errors import CheckpointExistsError, UnsupportedError, first_few, from_os_error
 from zckpt.listing.runs import refuse_in_checkpoint
 from zckpt.storage import files
+from zckpt.storage.local_store import make_directories
 from zckpt.storage.location import Location
 from zckpt.storage.process_names import remove_left_over, temporary
-from zckpt.storage.schemes import open_store, remove_made
+from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +47,7 @@ class Place(NamedTuple):
     """Patterns of the paths of the files that the directory may have. None means that it is a file."""
     marks: Sequence[bytes]
     """For a file, bytes that are near the beginning of every file of the same kind."""
-    made: list[Location]
+    made: list[str]
     """The directories that ``begin`` has made, the innermost first."""
 
     @classmethod
@@ -126,8 +128,8 @@ class Place(NamedTuple):
     def begin(self) -> None:
         """Makes the directory of ``store``, and removes temporary files that dead processes have left beside the place.
         Raises StorageError."""
-        remove_left_over(open_store(os.path.dirname(self.path)))
-        self.made.extend(self.store.make_directories(""))
+        remove_left_over(os.path.dirname(self.path))
+        make_directories(self.store.location.path, self.made)
 
     def finish(self, then: Callable[[], None] = lambda: None) -> None:
         """Renames the temporary file or directory to ``path``, where it replaces an earlier one, and calls ``then``.
@@ -157,8 +159,10 @@ class Place(NamedTuple):
     def remove(self) -> None:
         """Removes what is at the temporary path. After ``finish``, this is what was at ``path`` before. Also removes
         each directory that ``begin`` has made and that is empty."""
-        open_store(self.prepared).remove("")
-        remove_made(self.made)
+        files.remove_tree(self.prepared)
+        while self.made:
+            with suppress(OSError):  # it is not empty
+                os.rmdir(self.made.pop(0))
 
 
 def _has_code(directory: str) -> bool:

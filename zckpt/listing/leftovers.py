@@ -93,10 +93,10 @@ def look(store: Store, name: str, named: Collection[str] | None = None) -> Found
     known only by its name. If anything in it is foreign, all of it stays. Raises StorageError if something cannot be
     read.
     """
+    found, entry = Found([], [], []), store.entry(name)
     if not names.is_data_dir(name):
-        return Found([name], [], [])
-    found = Found([], [], [])
-    entry = store.entry(name)
+        _add_all(store, name, found, is_directory=entry is not None and entry.is_directory)
+        return found
     if entry is not None and entry.is_directory:
         with closing(store.reader()) as reader:
             _look(store, reader, name, named or (), found)
@@ -116,6 +116,16 @@ def _look(store: Store, reader: Reader, path: str, named: Collection[str], found
             found.files.append(below)
         else:
             found.foreign.append(below)
+    found.directories.append(path)
+
+
+def _add_all(store: Store, path: str, found: Found, *, is_directory: bool) -> None:
+    """Adds to ``found`` a file, or a directory with all that is in it."""
+    if not is_directory:
+        found.files.append(path)
+        return
+    for entry in store.entries(path) or ():
+        _add_all(store, f"{path}/{entry.path}", found, is_directory=entry.is_directory)
     found.directories.append(path)
 
 

@@ -174,13 +174,13 @@ def put_files(
             continue
         if present is not None:
             kept.append(f"{path}.{secrets.token_hex(4)}.old")
-            store.put(kept[-1], present)
+            store.put_new(kept[-1], present)
         prepared = store.prepare(path, data)
         try:
             confirm()
-            store.commit(path, prepared)
+            prepared.commit(present)
         except BaseException:
-            store.remove(prepared)
+            prepared.discard()
             raise
         changed.append(path)
     return tuple(changed), tuple(kept)
@@ -206,8 +206,6 @@ def copy_data(source: Store, target: Store, save: FoundSave, budget: Budget) -> 
         finally:
             writer.close()
 
-    for rank in save.files:
-        target.make_directories(names.rank_dir(save.save_id, rank))
     with closing(source.reader()) as reader, staging.work():
         budget.run([partial(copy, file) for files_of_rank in save.files.values() for file in files_of_rank])
     for rank in save.files:

@@ -1,36 +1,35 @@
 """The contract of stores. zckpt reads and changes the place where checkpoints are stored only by these methods.
 
-A new store is a class with the methods of ``Store``, one line in the table of ``zckpt.storage.schemes``, and a test
-class that derives from ``zckpt.testing.StoreContract``. This file alone defines what the methods have to do. A package
-outside of zckpt adds its store by ``zckpt.storage.schemes.SCHEMES["s3"] = S3Store``, before the store is first used.
+The contract is that of an object store, such as S3: files are put as a whole, under conditions, and are listed by the
+beginning of their paths. A new store is a class that derives from ``Store`` and has its abstract methods, one line in
+the table of ``zckpt.storage.schemes``, and a test class that derives from ``zckpt.testing.StoreContract``. This file
+alone defines what the methods have to do. A package outside of zckpt adds its store by
+``zckpt.storage.schemes.SCHEMES["s3"] = S3Store``, before the store is first used.
 
 - Several processes on several hosts use a store at the same time. As soon as a method has returned, all of them see
-  what it has done. Three methods are atomic: ``commit``, ``claim`` and ``withdraw``.
-- Something is *durable* if it survives a loss of power. If the names in a store are always durable, ``sync_names`` does
-  nothing.
-- Files are made only in directories that ``make_directories`` has made and that nobody has removed. For any other
-  directory, ``put``, ``create`` and ``prepare`` raise StorageError, and ``claim`` returns False. A store that has no
-  directories, such as an object store, marks them, for instance by empty objects, and looks for the mark.
-- No path is a file and a directory at once. A method that would make a path both raises StorageError and changes
-  nothing. ``claim`` returns False instead.
+  what it has done.
+- Something is *durable* if it survives a loss of power.
+- There are no directories to be made: a file may be put at any path, and what is in a directory is what has a path that
+  begins with its name. A store that has directories makes those that a new file needs. zckpt never gives a file the
+  path of a directory.
 - Every failure raises a StorageError with ``file=str(location of the file)``. If there is no space, it is a
-  NoSpaceError. Only the methods of ``Reader`` also raise FormatErrors, which are not StorageErrors: MissingFileError
-  (F001) if there is no such file, and FormatError (F002) if the path is a link or anything else that is not a regular
-  file. ``zckpt.format.rules.broken`` makes both: ``raise broken("F001", "the file is missing", file=...)``.
-
-An object store that cannot rename needs a ``commit`` of its own. If it copies ``prepared`` to ``path`` and then deletes
-``prepared``, it may change ``path`` after ``remove(prepared)`` has returned, which the contract forbids. One solution
-is that ``commit`` and ``remove`` both begin by making a mark, with a write that succeeds only if the mark does not
-exist yet. The one that makes the mark goes first. If this is ``commit``, ``remove`` waits for the commit, or carries it
-out itself.
+  NoSpaceError. If the store could not be reached, ``transient`` of the error is true, and to try again later can help.
+  Only the methods of ``Reader`` also raise FormatErrors, which are not StorageErrors: MissingFileError (F001) if there
+  is no such file, and FormatError (F002) if the path is a link or anything else that is not a regular file.
+  ``zckpt.format.rules.broken`` makes both: ``raise broken("F001", "the file is missing", file=...)``.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
+from contextlib import closing
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from zckpt.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -214,117 +213,183 @@ class Creator(Protocol):
     """Makes new files."""
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> Writer:
-        """Makes a new file in a directory that exists, and returns its writer. Raises StorageError if the file exists.
-        At least ``reserved_bytes`` bytes will be written, so the length of the file does not depend on this number. A
-        lack of space for them should raise an error here already. ``direct`` asks that the file be written past all
-        caches, if the store can do this."""
+        """Makes a new file and returns its writer. Nobody else makes a file of this path at the same time. A store that
+        knows at once that the file exists raises StorageError. At least ``reserved_bytes`` bytes will be written, so
+        the length of the file does not depend on this number. A lack of space for them should raise an error here
+        already. ``direct`` asks that the file be written past all caches, if the store can do this."""
 
 
-class Store(Creator, Protocol):
+class Anything(Enum):
+    """The type of ``ANYTHING``."""
+
+    ANYTHING = auto()
+
+
+ANYTHING = Anything.ANYTHING
+"""The condition of a put that always holds."""
+
+Condition = bytes | None | Anything
+"""What has to be at a path so that a put replaces it: a file with exactly these bytes, nothing (None), or
+``ANYTHING``. No two files that are put at one path have the same bytes, except by a heartbeat of the same lock."""
+
+
+class Prepared(Protocol):
+    """A small file that is ready to be put at its path."""
+
+    def commit(self, over: Condition = ANYTHING) -> None:
+        """Puts the file at its path. At every instant, there are all of the new bytes or what was there before. They
+        are durable on return. If ``over`` does not hold, or somebody has removed what was prepared, raises StorageError
+        and changes nothing. zckpt commits the manifest of a checkpoint, over what was there when the write began, and
+        then the file ``latest`` of the run."""
+
+    def discard(self) -> None:
+        """Removes what was prepared, unless it was committed. Raises nothing."""
+
+
+class Store(Creator, ABC):
     """A directory that contains checkpoints, or the directory of one checkpoint.
 
     Paths of files are relative to the directory, with ``/`` between their components. The empty path is the directory
     itself, which need not exist. Making a ``Store`` does no I/O.
     """
 
-    @property
-    def location(self) -> Location:
-        """The location that this store was made for."""
+    requests_in_flight: int = 0
+    """How many requests this store serves best at a time. 0 means as many as the budget has threads."""
+
+    stops_commits: bool = False
+    """Whether a commit fails once another process has removed the file that ``prepare`` has made. Then zckpt removes
+    this file of a writer that it takes for dead, and after that also the data of this writer. In all other stores, only
+    the condition of a commit stops a writer that was taken for dead. There, zckpt removes the data of others only after
+    it has committed itself, or when they are old."""
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
 
     @property
     def parent(self) -> Store:
         """The store at ``location.parent``."""
+        return type(self)(self.location.parent)
 
     def child(self, path: str) -> Store:
         """Returns the store at ``location.child(path)``."""
+        return type(self)(self.location.child(path))
 
     # Reading and listing
 
+    @abstractmethod
     def reader(self) -> Reader:
         """Returns a new reader of the files in this directory. The caller closes it."""
 
+    @abstractmethod
     def entry(self, path: str) -> Entry | None:
         """Returns what is at this path, or None if nothing is there. A link is not followed, and counts even if it
         leads nowhere. The store's own directory may be reached through links."""
 
+    @abstractmethod
     def entries(self, path: str = "", *, deep: bool = False) -> list[Entry] | None:
         """Returns everything that is directly in the directory ``path``, in any order. With ``deep``, returns all that
         is in and below the directory, except directories. Returns None if there is no such directory, also if a file
         has its name. What is removed during the call is left out, or returned, without an error."""
 
+    def sizes(self, paths: Sequence[str]) -> list[int]:
+        """Returns the length in bytes of each of these files, which may be many. Raises what ``Reader.size`` raises."""
+        with closing(self.reader()) as reader:
+            return [reader.size(path) for path in paths]
+
+    # Small files (``create`` makes large ones)
+
+    @abstractmethod
+    def put(self, path: str, data: bytes, over: Condition = None) -> bool:
+        """Puts a file with these bytes at the path, and returns True. The file has all of them from its first instant
+        on. If ``over`` does not hold, returns False and changes nothing. If several processes call this for one path at
+        the same time, with the same ``over`` and different ``data``, one of them succeeds. If ``data`` is equal to
+        ``over``, only the time ``changed_at`` changes. A writer puts the lock of a checkpoint, and puts it again every
+        few seconds to show that it is alive."""
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Makes a new file with these bytes, as ``create`` does. It is durable except for its name."""
+        writer = self.create(path, 0, direct=False)
+        try:
+            writer.write(memoryview(data), 0)
+            writer.sync()
+        finally:
+            writer.close()
+
+    def prepare(self, path: str, data: bytes, digits: str = "") -> Prepared:
+        """Prepares to put a file with these bytes at the path. What can fail beforehand, such as for lack of space,
+        fails here. Then nothing is left. A store that needs a temporary file for this, which has to be durable except
+        for its name, gives it the path ``zckpt.format.names.temporary(path, digits)``, with eight random hexadecimal
+        digits if ``digits`` is empty."""
+        return _PutLater(self, path, data)
+
+    # Removal
+
+    @abstractmethod
+    def remove(self, *paths: str) -> None:
+        """Removes files, and directories that are empty, one after the other. Raises nothing: what cannot be removed
+        stays. If what was prepared is removed and committed at the same time, and the store ``stops_commits``, one of
+        the two comes first: either ``commit`` raises, or the file is at its path when ``remove`` returns."""
+
+    @abstractmethod
+    def remove_if(self, path: str, data: bytes) -> bool:
+        """Removes a file that has these bytes, and returns True. Returns False if the file has other bytes, or does not
+        exist. If several processes do this at the same time, one of them succeeds. A writer removes its own lock in
+        this way when it ends."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Returns the time of the same clock as ``Entry.changed_at``, in seconds. Something is in the directory."""
+
+    # What only file systems have. What stands here is right for all other stores.
+
+    def sync_names(self, path: str) -> None:
+        """Makes the names directly in the directory ``path`` durable. zckpt calls this after it has made or removed
+        files there, and always before a commit."""
+        return
+
+    def remove_made(self) -> None:
+        """Removes each directory above the files of this object that the object has made itself, and that is empty. The
+        object is one that ``open_store``, ``child`` or ``parent`` has returned. Raises nothing but an interrupt. zckpt
+        calls this after a write has failed."""
+        return
+
     def free_bytes(self) -> int | None:
         """Returns how many more bytes this process may store in the directory, which exists. Returns None if the store
         cannot know this. Raises nothing. zckpt calls this before a write, to refuse a write that would not fit."""
-
-    # New files (``create`` is above)
-
-    def make_directories(self, path: str) -> list[Location]:
-        """Makes the directory ``path`` and all directories above it, and makes their names durable. Returns those that
-        this very call has made, the innermost first, and none that was there or that another process has made at the
-        same time. After an error, no new directory is left. zckpt calls this before it makes files in a directory, and
-        removes the directories that a failed call has made if they are empty."""
+        return None
 
     def share(self, path: str, source: Location) -> bool:
         """Makes a new file at ``path`` that has the bytes of the file ``source``, without writing them: the two files
         share their pages, or are two names of one file. zckpt calls this for a data file that another checkpoint has
         already. ``source`` is durable and never changes. The new file is durable except for its name. What later
         happens to one of the two files, such as its removal, does not affect the other one. Returns False, and changes
-        nothing, if the file cannot be shared. Most stores always return False. Raises nothing."""
+        nothing, if the file cannot be shared. Raises nothing."""
+        return False
 
     def may_share(self, directory: Location) -> bool:
         """Returns whether ``share`` may succeed for files of ``directory``. Returns False if it cannot, for instance
         because ``directory`` is on another file system. zckpt calls this to find out how much space a write needs, when
         this store's own directory may not exist yet. Raises nothing."""
+        return False
 
-    def put(self, path: str, data: bytes) -> None:
-        """Makes a new file with these bytes in a directory that exists. Raises StorageError if the file exists. The
-        file is durable except for its name. zckpt calls this for small files, such as the index and the digest
-        tables."""
 
-    def sync_names(self, path: str) -> None:
-        """Makes the names directly in the directory ``path`` durable. zckpt calls this after it has made or removed
-        files there, and always before a commit."""
+class _PutLater:
+    """What ``Store.prepare`` returns where a put is atomic: the bytes are kept until the commit."""
 
-    # Commits
+    def __init__(self, store: Store, path: str, data: bytes) -> None:
+        self._store, self._path, self._data = store, path, data
 
-    def prepare(self, path: str, data: bytes, digits: str = "") -> str:
-        """Makes a temporary file with these bytes, which ``commit`` will move to ``path``. Its content is durable, its
-        name is not. Returns the path of the temporary file: ``zckpt.format.names.temporary(path, digits)``, with eight
-        random hexadecimal digits if ``digits`` is empty. After an error, no file is left. Raises StorageError if the
-        temporary file exists already, and may remove this file then."""
+    def commit(self, over: Condition = ANYTHING) -> None:
+        if not self._store.put(self._path, self._data, over):
+            raise changed_meanwhile(self._store, self._path)
 
-    def commit(self, path: str, prepared: str) -> None:
-        """Replaces ``path`` by the file ``prepared``, which no longer exists afterwards. At every instant, ``path`` has
-        either all of the new content or all of the old content, if there was any. The new content is durable on return.
-        Raises StorageError, and changes nothing, if somebody has removed ``prepared``, even if that happened during the
-        call. zckpt commits the manifest of a checkpoint, and then the file ``latest`` of the run."""
+    def discard(self) -> None: ...
 
-    # Removal
 
-    def remove(self, path: str) -> None:
-        """Removes a file, or a directory with everything in it. Raises nothing: what cannot be removed stays. If a
-        prepared file is removed and committed at the same time, one of the two calls comes first: either ``commit``
-        raises, or ``path`` has its new content when ``remove`` returns."""
-
-    def remove_if_empty(self, path: str) -> None:
-        """Removes a directory if it is empty. Removes no file, and no directory above it. Raises nothing."""
-
-    # The methods that ``zckpt.storage.lock`` calls. ``now`` is also called to find out how old a temporary file is.
-
-    def claim(self, path: str, data: bytes) -> bool:
-        """Makes a new file that has these bytes from its first instant on, and returns True. Returns False if the file
-        exists already, or if its directory was removed. If several processes claim a path at the same time, one of them
-        succeeds. A writer claims the lock of a checkpoint."""
-
-    def withdraw(self, path: str, data: bytes) -> bool:
-        """Removes a file that was claimed with ``data``, and returns True. Returns False if the file has other content,
-        or does not exist. If several processes withdraw a file at the same time, one of them succeeds. A writer
-        withdraws its own lock when it ends, or the lock of a dead writer."""
-
-    def touch(self, path: str) -> None:
-        """Sets the time ``changed_at`` of a file to now. Raises StorageError if there is no file. If somebody withdraws
-        or removes the file at the same time, it must not come back. A writer touches its lock every few seconds, to
-        show that it is alive."""
-
-    def now(self) -> float:
-        """Returns the time of the same clock as ``Entry.changed_at``, in seconds. The directory exists."""
+def changed_meanwhile(store: Store, path: str) -> StorageError:
+    """Returns the error of a commit whose condition does not hold."""
+    return StorageError(
+        "another process has changed or removed it since this one began",
+        file=str(store.location.child(path)),
+        hint="let one process at a time write here",
+    )

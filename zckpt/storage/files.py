@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from zckpt.errors import StorageError, from_os_error
@@ -112,6 +113,13 @@ def _fill(path: str, offset: int, room: Bytes, flags: int = 0) -> None:
         if isinstance(error, StorageError):
             raise
         raise from_os_error(error, "read", path, offset + filled, offset + len(room)) from error
+
+
+def remove_tree(path: str) -> None:
+    """Removes a file, or a directory with everything in it. Raises nothing: what cannot be removed stays."""
+    with suppress(OSError):
+        os.unlink(path)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def put_in_place(prepared: str, path: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import shutil
 import stat
 import sys
 import time
@@ -16,15 +15,17 @@ from typing import TYPE_CHECKING, TypeVar
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format import names
 from zckpt.progress import logger
-from zckpt.storage.contract import Entry
+from zckpt.storage.contract import ANYTHING, Entry, Store, changed_meanwhile
 from zckpt.storage.files import BINARY, UNSUPPORTED, free_bytes, is_impossible_name, is_link, sync_data
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
-from zckpt.storage.location import Location
 from zckpt.system import linux
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from zckpt.storage.contract import Condition
+    from zckpt.storage.location import Location
 
 T = TypeVar("T")
 
@@ -35,23 +36,22 @@ _AS_IT_IS: int = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _NO_SYNC = UNSUPPORTED | {errno.EBADF}
 """The error numbers by which a system says that a directory cannot be synced. Some systems sync only files that are
 open for writing, and report EBADF."""
+_ATTEMPTS = 5
+"""How often a directory is made for a new file while other processes remove it."""
 _NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK}
 """The error numbers by which a file system says that it has no hard links."""
 
 
-class LocalStore:
+class LocalStore(Store):
     """A store whose directory is a directory of a file system."""
 
+    stops_commits = True
+
     def __init__(self, location: Location) -> None:
-        self.location = location
+        super().__init__(location)
         self._root = location.path
-
-    @property
-    def parent(self) -> LocalStore:
-        return LocalStore(self.location.parent)
-
-    def child(self, path: str) -> LocalStore:
-        return LocalStore(self.location.child(path))
+        self._made: list[str] = []
+        """The directories that this object has made, the innermost first."""
 
     def reader(self) -> LocalReader:
         return LocalReader(self._root)
@@ -99,21 +99,30 @@ class LocalStore:
         return _unless_absent(self._full(path), listed)
 
     def free_bytes(self) -> int | None:
-        return free_bytes(self._root)
-
-    def make_directories(self, path: str) -> list[Location]:
-        made: list[str] = []
-        try:
-            while not _make_missing(self._full(path), made):
-                pass
-        except BaseException:
-            for directory in made:
-                _quietly(os.rmdir, directory)
-            raise
-        return [Location("", directory) for directory in made]
+        return free_bytes(_existing(self._root))
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> LocalWriter:
-        return LocalWriter(self._full(path), reserved_bytes, direct)
+        full = self._full(path)
+        for _ in range(_ATTEMPTS):
+            try:
+                return LocalWriter(full, reserved_bytes, direct)
+            except StorageError as error:
+                # The directory does not exist yet, or another process, whose write has failed, has removed it.
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+                self._make_directories(os.path.dirname(full))
+        return LocalWriter(full, reserved_bytes, direct)
+
+    def _make_directories(self, path: str) -> None:
+        made: list[str] = []
+        try:
+            make_directories(path, made)
+        finally:
+            self._made = [*made, *self._made]
+
+    def remove_made(self) -> None:
+        while self._made:
+            _quietly(os.rmdir, self._made.pop(0))
 
     def share(self, path: str, source: Location) -> bool:
         full = self._full(path)
@@ -121,86 +130,76 @@ class LocalStore:
             status = os.lstat(source.path)
             if source.scheme or not stat.S_ISREG(status.st_mode) or is_link(status):
                 return False
+            if not os.path.isdir(os.path.dirname(full)):
+                self._make_directories(os.path.dirname(full))
             if not _share_blocks(full, source.path):
                 logger.debug("%s: a hard link, since the file system shares no blocks with %s", full, source.path)
                 os.link(source.path, full)
         # The files are on two file systems, or the file system has no links, or too many of them. The caller writes the
         # bytes.
-        except OSError as error:
+        except OSError as error:  # StorageError is an OSError
             logger.debug("%s: written, not shared with %s: %s", full, source.path, error)
             return False
         return True
 
     def may_share(self, directory: Location) -> bool:
-        existing = self._root
-        while not os.path.isdir(existing):
-            existing = os.path.dirname(existing) or "."
         try:
-            return not directory.scheme and os.stat(existing).st_dev == os.stat(directory.path).st_dev
+            return not directory.scheme and os.stat(_existing(self._root)).st_dev == os.stat(directory.path).st_dev
         except OSError:
             return False
 
-    def put(self, path: str, data: bytes) -> None:
-        path = self._full(path)
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
+    def put(self, path: str, data: bytes, over: Condition = None) -> bool:
+        if over is ANYTHING:
+            prepared = self.prepare(path, data)
             try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(fd, view) :]
-                sync_data(fd)
+                prepared.commit()
             finally:
-                os.close(fd)
-        except OSError as error:
-            raise from_os_error(error, "write", path, 0, len(data)) from error
+                prepared.discard()
+            return True
+        if over == data:
+            return self._touch(path, data)
+        if over is not None and not self.remove_if(path, over):
+            return False
+        # A writer that died may have made the directory without syncing its name.
+        self._make_directories(os.path.dirname(self._full(path)))
+        same = _temporary(path)
+        try:
+            self.put_new(same, data)
+            return self._put_where_none_is(path, data, self._full(same))
+        finally:
+            _quietly(os.unlink, self._full(same))
 
     def sync_names(self, path: str) -> None:
         _fsync_directory(self._full(path))
 
-    def prepare(self, path: str, data: bytes, digits: str = "") -> str:
-        prepared = _temporary(path, digits)
+    def prepare(self, path: str, data: bytes, digits: str = "") -> Temporary:
+        temporary = _temporary(path, digits)
         try:
-            self.put(prepared, data)
+            self.put_new(temporary, data)
         except BaseException:
-            _quietly(os.unlink, self._full(prepared))
+            _quietly(os.unlink, self._full(temporary))
             raise
-        return prepared
+        return Temporary(self, path, self._full(path), self._full(temporary))
 
-    def commit(self, path: str, prepared: str) -> None:
-        try:
-            _retry_while_open(lambda: os.replace(self._full(prepared), self._full(path)))
-        except OSError as error:
-            raise from_os_error(error, "rename", self._full(prepared)) from error
-        _fsync_directory(os.path.dirname(self._full(path)))
+    def remove(self, *paths: str) -> None:
+        for path in paths:
+            full = self._full(path)
+            try:
+                if path:  # The store's own directory may be reached through a link, which stays.
+                    os.unlink(full)
+                    continue
+            except OSError:  # It may be a directory.
+                pass
+            _quietly(os.rmdir, full)
 
-    def remove(self, path: str) -> None:
-        _quietly(os.unlink, self._full(path))
-        shutil.rmtree(self._full(path), ignore_errors=True)
-
-    def remove_if_empty(self, path: str) -> None:
-        _quietly(os.rmdir, self._full(path))
-
-    def claim(self, path: str, data: bytes) -> bool:
-        prepared = _temporary(path)
-        try:
-            self.put(prepared, data)
-            return self._put_where_none_is(path, data, self._full(prepared))
-        except StorageError as error:
-            # Another process has claimed the path, and has removed the directory since.
-            if isinstance(error.__cause__, FileNotFoundError):
-                return False
-            raise
-        finally:
-            _quietly(os.unlink, self._full(prepared))
-
-    def withdraw(self, path: str, data: bytes) -> bool:
-        # A rename decides who withdraws the file: of several processes that rename it, only one finds it.
+    def remove_if(self, path: str, data: bytes) -> bool:
+        # A rename decides who removes the file: of several processes that rename it, only one finds it.
         moved = self._full(_temporary(path))
         try:
             _retry_while_open(lambda: os.rename(self._full(path), moved))
             content = Path(moved).read_bytes()
-            # The file belongs to somebody else, so it is put back. If a third process has claimed the path in between,
-            # the owner of the file finds this out before it commits.
+            # The file belongs to somebody else, so it is put back. If a third process has put a file there in
+            # between, the owner of the file finds this out before it commits.
             if content != data:
                 self._put_where_none_is(path, content, moved)
             _retry_while_open(lambda: os.unlink(moved))
@@ -231,18 +230,25 @@ class LocalStore:
         """Does the same as ``_put_where_none_is`` on a file system without links. Other processes may see the file
         before it has its content."""
         try:
-            self.put(path, data)
+            self.put_new(path, data)
         except StorageError as error:
             if isinstance(error.__cause__, FileExistsError):
                 return False
             raise
         return True
 
-    def touch(self, path: str) -> None:
+    def _touch(self, path: str, data: bytes) -> bool:
+        """Sets the time of a file to now if it has these bytes. Returns whether it has."""
+        full = self._full(path)
         try:
-            os.utime(self._full(path))
+            if Path(full).read_bytes() != data:
+                return False
+            os.utime(full)
+        except FileNotFoundError:
+            return False
         except OSError as error:
-            raise from_os_error(error, "touch", self._full(path)) from error
+            raise from_os_error(error, "touch", full) from error
+        return True
 
     def now(self) -> float:
         probe = self._full(_temporary(names.LOCK))
@@ -277,6 +283,57 @@ def _entry(path: str, status: os.stat_result) -> Entry:
     nbytes = status.st_size if stat.S_ISREG(status.st_mode) and not link else None
     is_directory = stat.S_ISDIR(status.st_mode) and not link
     return Entry(path, nbytes, status.st_mtime, is_directory, status.st_nlink, (status.st_dev, status.st_ino))
+
+
+class Temporary:
+    """A file that is ready to be renamed to its path."""
+
+    def __init__(self, store: LocalStore, path: str, full: str, temporary: str) -> None:
+        self._store, self._path, self._full, self._temporary = store, path, full, temporary
+
+    def commit(self, over: Condition = ANYTHING) -> None:
+        # Between this look and the rename, nobody but another writer changes the file. A writer that has taken over the
+        # lock has removed the temporary file before, so the rename fails.
+        if over is not ANYTHING and _content(self._full) != over:
+            raise changed_meanwhile(self._store, self._path)
+        try:
+            _retry_while_open(lambda: os.replace(self._temporary, self._full))
+        except OSError as error:
+            raise from_os_error(error, "rename", self._temporary) from error
+        _fsync_directory(os.path.dirname(self._full))
+
+    def discard(self) -> None:
+        _quietly(os.unlink, self._temporary)
+
+
+def _content(path: str) -> bytes | None:
+    """Returns the bytes of a file, or None if there is none. Raises StorageError."""
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise from_os_error(error, "read", path) from error
+
+
+def _existing(path: str) -> str:
+    """Returns the nearest directory that exists: this one, or one above it."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(path) or "."
+    return path
+
+
+def make_directories(path: str, made: list[str]) -> None:
+    """Makes a directory and all directories above it, and makes their names durable. Adds those that this very call has
+    made to the front of ``made``, and none that was there or that another process has made at the same time. After an
+    error, no new directory is left, and ``made`` is empty. Raises StorageError."""
+    try:
+        while not _make_missing(path, made):
+            pass
+    except BaseException:
+        while made:
+            _quietly(os.rmdir, made.pop(0))
+        raise
 
 
 def _make_missing(path: str, made: list[str]) -> bool:

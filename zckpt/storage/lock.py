@@ -2,7 +2,7 @@
 
 The lock is a file in the checkpoint. It says which process on which host is writing, and its time shows that the writer
 is alive. Locks of the operating system do not suffice, because not every file system keeps them between the hosts of a
-cluster. The lock needs only one atomic operation: making a file with its content if there is no such file.
+cluster. The lock needs only one atomic operation: putting a file at a path if nothing, or a certain content, is there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import LockedError, MissingFileError, ZckptError
 from zckpt.format import names
-from zckpt.storage.schemes import remove_made
 from zckpt.system import linux
 from zckpt.system.threads import Worker, stop
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from zckpt.storage.contract import Store
-    from zckpt.storage.location import Location
 
 HEARTBEAT_SECONDS = 10.0
 """How often a writer touches its lock, in seconds."""
@@ -61,9 +59,8 @@ class WriteLock:
             "copied": copied,
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        self._data = json.dumps(holder).encode()
-        self._made: list[Location] = []
-        """The directories that ``acquire`` has made, the innermost first."""
+        self.data = json.dumps(holder).encode()
+        """The content of the lock."""
         self._released = threading.Event()
         # The thread is a daemon, so that holding a lock keeps no process alive.
         self._heart = Worker(self._beat, "zckpt-heartbeat", daemon=True)
@@ -79,12 +76,12 @@ class WriteLock:
             raise
 
     def _acquire(self) -> None:
+        holder: bytes | None = None
         for _ in range(_ATTEMPTS):  # other processes may take or release the lock at the same time
-            self._made = [*self._store.make_directories(""), *self._made]
             _held.add(self.save_id)
-            if self._store.claim(names.LOCK, self._data):
+            if self._store.put(names.LOCK, self.data, holder):
                 # A writer that counts as dead may still be alive, may have checked its lock for the last time, and may
-                # be about to commit. Removing the manifest that it has prepared stops the commit.
+                # be about to commit. Removing the manifest that it has prepared stops the commit, if the store can.
                 for save_id in self.dead:
                     prepared = names.temporary(names.MANIFEST, names.prepared_digits(save_id))
                     if names.is_temporary(prepared, names.MANIFEST):
@@ -96,25 +93,24 @@ class WriteLock:
                 if is_alive(self._store, holder):
                     raise _locked(self._store, "another process is writing here", holder)
                 self.dead |= {str(_parse(holder).get(field)) for field in ("save_id", "copied")}
-                self._store.withdraw(names.LOCK, holder)
         raise _locked(self._store, "others keep writing here", b"")
 
     def confirm(self) -> None:
         """Raises LockedError if another process has taken this lock over because this process counted as dead."""
         holder = read_lock(self._store)
-        if holder != self._data:
+        if holder != self.data:
             raise _locked(self._store, "another process has taken over here, for this one gave no sign", holder or b"")
 
     def release(self) -> None:
-        """Releases the lock, and removes each directory that ``acquire`` has made and that is empty. May be called
-        several times. Raises nothing but an interrupt."""
+        """Releases the lock, and removes each directory that was made for it and that is empty. May be called several
+        times. Raises nothing but an interrupt."""
         self._released.set()
         stop([self._heart])
         if self.save_id in _held:
             _held.discard(self.save_id)
             with suppress(ZckptError):  # the lock that stays counts as dead later
-                self._store.withdraw(names.LOCK, self._data)
-        remove_made(self._made)
+                self._store.remove_if(names.LOCK, self.data)
+        self._store.remove_made()
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -127,8 +123,7 @@ class WriteLock:
         while not self._released.wait(HEARTBEAT_SECONDS):
             # The next heartbeat may succeed, and `confirm` finds out whether the lock was taken over.
             with suppress(ZckptError):
-                if read_lock(self._store) == self._data:
-                    self._store.touch(names.LOCK)
+                self._store.put(names.LOCK, self.data, over=self.data)
 
 
 def read_lock(store: Store) -> bytes | None:
@@ -139,6 +134,13 @@ def read_lock(store: Store) -> bytes | None:
             return reader.read(names.LOCK, 0, _LOCK_BYTES_MAX)
         except MissingFileError:
             return None
+
+
+def is_held(store: Store, save_id: str) -> bool:
+    """Returns whether the lock of a checkpoint is that of the write with this save id, or of a copy of the checkpoint
+    with this save id. Raises StorageError and FormatError (F002)."""
+    fields = _parse(read_lock(store) or b"")
+    return save_id in (fields.get("save_id"), fields.get("copied"))
 
 
 def is_lock(holder: bytes) -> bool:

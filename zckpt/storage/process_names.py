@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from zckpt.errors import from_os_error
 from zckpt.format import names
+from zckpt.storage.files import remove_tree
 from zckpt.system import linux
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from zckpt.storage.contract import Store
 
 SCRATCH = "zckpt-scratch-"
 """How the names of scratch files begin."""
@@ -54,11 +54,17 @@ def left_over(entries: Iterable[str]) -> Iterator[str]:
             yield name
 
 
-def remove_left_over(directory: Store) -> None:
+def remove_left_over(directory: str) -> None:
     """Removes the temporary files and directories of dead processes from a directory. Does nothing if the directory
-    does not exist."""
-    for name in left_over(entry.path for entry in directory.entries() or ()):
-        directory.remove(name)
+    does not exist. Raises StorageError if it cannot be listed."""
+    try:
+        entries = os.listdir(directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise from_os_error(error, "list", directory) from error
+    for name in left_over(entries):
+        remove_tree(os.path.join(directory, name))
 
 
 def _place() -> str | None:

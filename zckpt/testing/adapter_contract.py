@@ -137,7 +137,6 @@ class AdapterContract(EngineDefinition):
         """Only ``finish`` is collective: each rank in turn calls all other methods of a restore, while the other ranks
         wait."""
         turns = f"{written.path}-turns"
-        open_store(turns).make_directories("")
         results = run(self._restore_in_turn, self.ranks, written.path, turns)
         for (held, _), (before, *_) in zip(results, written.held, strict=True):
             assert held == before

@@ -68,7 +68,7 @@ def changed_at(store: Store, path: str) -> float:
 
 
 def replace(store: Store, path: str, data: bytes) -> None:
-    store.commit(path, store.prepare(path, data))
+    store.prepare(path, data).commit()
 
 
 def together(calls: Iterable[Callable[[], T]]) -> list[T]:
@@ -135,8 +135,3 @@ def succeeds(action: Callable[[], object]) -> bool:
     except StorageError:
         return False
     return True
-
-
-def fail(*actions: Callable[[], object]) -> bool:
-    """Returns whether each of the calls raises StorageError."""
-    return not any(map(succeeds, actions))

@@ -33,7 +33,7 @@ from zckpt.system.available import available_bytes
 from zckpt.transfer.budget import Budget
 from zckpt.version import __version__
 from zckpt.writing.collect import Changes, add_rank_tree, collect, fingerprint, kept_client_state, pack_tree
-from zckpt.writing.rank_write import RankWrite
+from zckpt.writing.rank_write import RankWrite, join
 from zckpt.writing.reuse import LATEST, SameFile, earlier_checkpoint, reused
 from zckpt.writing.saves import saves_of
 
@@ -240,6 +240,10 @@ class Preparation:
                 self._stay_beside()
             return self.write.begin(self._lock)
         return Space(self.target, 0, None)
+
+    def join(self, space: Sequence[Any]) -> None:
+        """On each rank, checks that it can take part in the write. ``space``: what ``begin`` has returned on rank 0."""
+        join(self.write.store, self.write.save_id, self._rank, space)
 
     def _stay_beside(self) -> None:
         """Lets ``latest`` go on naming the checkpoints of another engine that writes to the same directory."""

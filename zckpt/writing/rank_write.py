@@ -3,22 +3,33 @@ manifest and the index, and commits."""
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from zckpt.errors import CheckpointExistsError, RankError, StorageError, first_few
+from zckpt.errors import (
+    CheckpointExistsError,
+    FormatError,
+    MissingFileError,
+    RankError,
+    StorageError,
+    first_few,
+)
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import digest
+from zckpt.format.limits import MANIFEST_BYTES_MAX
 from zckpt.listing.leftovers import is_file, may_be_named, named_files, run_leftovers
 from zckpt.listing.other_formats import deepspeed_files
-from zckpt.listing.runs import latest_name, names_in
+from zckpt.listing.runs import latest_name, manifest_bytes, names_in
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_writes
 from zckpt.progress import logged, reported
 from zckpt.state.inventory import ANY_TIME, FileRange
+from zckpt.storage.contract import ANYTHING
 from zckpt.storage.location import Location
+from zckpt.storage.lock import is_held
 from zckpt.storage.space import Space
 from zckpt.transfer.budget import Budget
 from zckpt.transfer.devices import devices_of, synchronize
@@ -32,11 +43,16 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.plan.layout import DataFilePlan
-    from zckpt.storage.contract import Store
+    from zckpt.storage.contract import Condition, Prepared, Store
     from zckpt.storage.lock import WriteLock
     from zckpt.transfer.snapshot import Snapshot
     from zckpt.transfer.write import Source
     from zckpt.writing.options import WriteOptions
+
+
+LATE_SECONDS = 5.0
+"""For how many seconds a rank looks for the lock of rank 0. The client of a network file system may remember for a
+while that a file does not exist."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -77,6 +93,8 @@ class RankWrite:
     _replaced: Mapping[str, Collection[str] | None] = field(default_factory=dict, init=False)
     """The names of the files and directories that are removed after the commit: those of an older checkpoint, and those
     of DeepSpeed's own checkpoint. The value of each is the argument ``named`` of ``look``."""
+    _over: Condition = field(default=None, init=False)
+    """What the commit replaces: the manifest that was there when the write began, or nothing."""
 
     def shared_bytes(self) -> int:
         """Returns how many bytes of this rank's files the store may share with existing files, which are those of an
@@ -117,15 +135,15 @@ class RankWrite:
                 hint="write elsewhere, remove these files, or have them replaced: write(..., overwrite=True), "
                 "attach(engine, replace_deepspeed=True), zckpt run --replace-deepspeed",
             )
-        if store.entry(names.MANIFEST) is not None and not overwrite:
+        self._over = _manifest_in(store)
+        if self._over is not None and not overwrite:
             raise CheckpointExistsError(
                 "there is already a checkpoint here", file=str(store.location),
                 hint="write elsewhere, or replace it with overwrite=True (--overwrite)",
             )  # fmt: skip
         left = clear_for_write(store, overwrite=overwrite, dead=lock.dead)
         run = store.parent
-        for name in run_leftovers(run):
-            run.remove(name)
+        run.remove(*run_leftovers(run))
         for dead_save in lock.dead:
             prepared = names.temporary(names.LATEST, names.prepared_digits(dead_save))
             # The save id is from a file that anybody may have made.
@@ -141,7 +159,6 @@ class RankWrite:
         named = {} if left.manifest is None else {names.data_dir(left.manifest.save_id): named_files(left.manifest)}
         self._replaced = {name: named.get(name) for name in [*data, *foreign]}
         self._begun = True
-        store.make_directories(data_dir)
         return Space.of(store, self.needed_bytes)
 
     def write_data_files(self, snapshot: Snapshot) -> bytes:
@@ -152,14 +169,7 @@ class RankWrite:
         may still be in buffers. Raises StorageError, RankError, and ZckptError if the write is given up.
         """
         store, options, block_bytes = self.store, self.options, self.metadata.block_bytes
-        data_dir, rank_dir = names.data_dir(self.save_id), names.rank_dir(self.save_id, self.rank)
-        if store.entry(data_dir) is None:
-            raise RankError(
-                "rank 0 has made a directory that this rank does not see",
-                file=str(store.location.child(data_dir)), rank=self.rank,
-                hint="write to a file system that all ranks share",
-            )  # fmt: skip
-        store.make_directories(rank_dir)
+        rank_dir = names.rank_dir(self.save_id, self.rank)
         # Tensors that were not contiguous were copied while the write was planned. In the background, that was another
         # thread, whose stream of the device this thread has to wait for.
         devices = devices_of(tensors_of(fragment for data_file in self.data_files for fragment in data_file.fragments))
@@ -181,7 +191,7 @@ class RankWrite:
         ):
             table = run_writes(store, plan, budget, staging, snapshot, advance, self.source, shared, snapshot_bytes)
         if self.with_table:
-            store.put(names.digests_path(self.save_id, self.rank), table)
+            store.put_new(names.digests_path(self.save_id, self.rank), table)
         store.sync_names(rank_dir)
         return digest(table)
 
@@ -194,27 +204,25 @@ class RankWrite:
         """Writes the index, then the manifest, then the file ``latest``, and then removes what was there when the write
         began. The caller calls it when the files of every rank are durable.
 
-        The manifest and ``latest`` are written under temporary names first, so that a full disk is noticed before the
-        commit. Raises LockedError if another writer has taken over the lock. That writer has removed the temporary
-        manifest, or it reads the committed manifest before it removes anything.
+        The manifest and ``latest`` are prepared first, so that a full disk is noticed before the commit. Raises
+        LockedError if another writer has taken over the lock. That writer has removed the prepared manifest, or it
+        reads the committed manifest before it removes anything.
         """
         assert self.lock is not None, "the write has begun"
         store, run, confirm = self.store, self.latest_in, self.lock.confirm
         digits = names.prepared_digits(self.lock.save_id)
         written = manifest_format.decode(manifest)
-        with closing(store.reader()) as reader:
-            for file in written.files:
-                path = written.path(file)
-                size = reader.size(path)
-                if size != file.nbytes:
-                    raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=path)
-        store.put(names.index_path(self.save_id), index)
+        paths = [*map(written.path, written.files)]
+        for file, path, size in zip(written.files, paths, store.sizes(paths), strict=True):
+            if size != file.nbytes:
+                raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=path)
+        store.put_new(names.index_path(self.save_id), index)
         store.sync_names(names.data_dir(self.save_id))
         with ExitStack() as temporary:
 
-            def prepare(into: Store, path: str, data: bytes) -> str:
+            def prepare(into: Store, path: str, data: bytes) -> Prepared:
                 prepared = into.prepare(path, data, digits)
-                temporary.callback(into.remove, prepared)  # after the commit, there is no file of this name any more
+                temporary.callback(prepared.discard)
                 return prepared
 
             prepared = prepare(store, names.MANIFEST, manifest)
@@ -223,14 +231,14 @@ class RankWrite:
                 prepared_latest = prepare(run, names.LATEST, named)
             confirm()
             try:
-                store.commit(names.MANIFEST, prepared)
+                prepared.commit(self._over)
             except BaseException:
                 confirm()  # raises the reason, if another writer has removed the temporary manifest
                 raise
             confirm()  # a writer that has taken over since may need the files that are removed below
             if run is not None:
                 try:
-                    run.commit(names.LATEST, prepared_latest)
+                    prepared_latest.commit()
                 except StorageError as error:
                     error.hint = f"{store.location} is committed and whole; the file `latest` does not name it yet"
                     raise
@@ -246,3 +254,32 @@ class RankWrite:
                     remove(self.store, {names.data_dir(self.save_id): ()})
             finally:
                 lock.release()
+
+
+def join(store: Store, save_id: str, rank: int, space: Sequence[Any]) -> None:
+    """Checks on one rank that it can take part in the write of this save, which rank 0 has begun. ``space`` has the
+    fields of the ``Space`` that ``RankWrite.begin`` has returned there. Raises RankError if this rank does not see the
+    lock of rank 0, NoSpaceError, and StorageError."""
+    give_up = time.monotonic() + LATE_SECONDS
+    while not is_held(store, save_id):
+        if time.monotonic() > give_up:
+            raise RankError(
+                "rank 0 has taken a lock that this rank does not see",
+                file=str(store.location.child(names.LOCK)), rank=rank,
+                hint="write to a file system that all ranks share",
+            )  # fmt: skip
+        time.sleep(0.1)
+    Space(*space).refuse_lack()
+
+
+def _manifest_in(store: Store) -> Condition:
+    """Returns the bytes of the manifest, or None if there is none. Returns ``ANYTHING`` if what is there is too long
+    for a manifest, or is no file. Raises StorageError."""
+    with closing(store.reader()) as reader:
+        try:
+            manifest = manifest_bytes(reader)
+        except MissingFileError:
+            return None
+        except FormatError:
+            return ANYTHING
+    return manifest if len(manifest) <= MANIFEST_BYTES_MAX else ANYTHING

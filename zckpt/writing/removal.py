@@ -32,15 +32,15 @@ def recoverable(checkpoint: Store) -> list[str]:
 
 def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str] = ()) -> Leftovers:
     """Removes the leftovers of a checkpoint for a new write. The caller holds the lock of the checkpoint. Files that
-    cannot be removed stay. A save that could be repaired stays until the new write has committed. ``dead`` has the save
-    ids of the writers whose lock was taken over. They have not committed, so nobody misses their data. What is foreign
-    stays, and a warning says so.
+    cannot be removed stay. In a store that does not stop commits, all leftovers stay until the new write has committed,
+    because until then a writer that was taken for dead may still commit. A save that could be repaired stays until then
+    in any store. ``dead`` has the save ids of the writers whose lock was taken over. They have not committed, so nobody
+    misses their data. What is foreign stays, and a warning says so.
 
     Returns what there was. Raises CheckpointExistsError if there is a save that could be repaired, unless it is to be
     overwritten.
     """
-    for name in prepared_manifests(checkpoint):
-        checkpoint.remove(name)
+    checkpoint.remove(*prepared_manifests(checkpoint))
     kept = [name for name in recoverable(checkpoint) if name.removeprefix("data-") not in dead]
     if kept and not overwrite:
         raise CheckpointExistsError(
@@ -50,7 +50,8 @@ def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str]
             "overwrite=True (--overwrite)",
         )
     left = leftovers(checkpoint)
-    remove(checkpoint, {name: None for name in left.own if name not in kept})
+    if checkpoint.stops_commits:
+        remove(checkpoint, {name: None for name in left.own if name not in kept})
     if left.foreign:
         warn(left_alone([checkpoint.location.child(name) for name in left.foreign]))
     return left
@@ -81,7 +82,4 @@ def remove(checkpoint: Store, entries: Mapping[str, Collection[str] | None]) -> 
 
 def remove_found(store: Store, found: Found) -> None:
     """Removes what ``look`` has found, except what is foreign."""
-    for path in found.files:
-        store.remove(path)
-    for path in found.directories:
-        store.remove_if_empty(path)
+    store.remove(*found.files, *found.directories)
