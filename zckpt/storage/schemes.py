@@ -7,22 +7,18 @@ from typing import TYPE_CHECKING
 from zckpt.errors import UnsupportedError
 from zckpt.storage.local_store import LocalStore
 from zckpt.storage.location import Location, StrPath
+from zckpt.storage.object_store import ObjectStore, WebStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from zckpt.storage.contract import Store
 
-SCHEMES: dict[str, Callable[[Location], Store]] = {"": LocalStore}
+SCHEMES: dict[str, Callable[[Location], Store]] = {
+    "": LocalStore, "s3": ObjectStore, "gs": ObjectStore, "az": ObjectStore, "http": WebStore, "https": WebStore,
+}  # fmt: skip
 """The class, or another callable, that makes the store of a location, by the location's scheme. A new store adds one
 line here. If a store needs another package, it imports the package only when a store is made."""
-
-
-def remove_made(made: list[Location]) -> None:
-    """Removes each directory that ``Store.make_directories`` has made and that is empty, the innermost first, and takes
-    it off the list. Raises nothing but an interrupt."""
-    while made:
-        open_store(made.pop(0)).remove_if_empty("")
 
 
 def open_store(path: StrPath | Location) -> Store:
