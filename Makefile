@@ -270,7 +270,6 @@ missing=; \
 command -v ip >/dev/null || missing="$$missing iproute2"; \
 command -v sshfs >/dev/null || missing="$$missing sshfs"; \
 [ -e /usr/lib/openssh/sftp-server ] || missing="$$missing openssh-sftp-server"; \
-[ -n "$$(find /usr/lib -name libfaketimeMT.so.1)" ] || missing="$$missing libfaketime"; \
 what="tests on several machines"; $(install_missing)
 endef
 define install_packages

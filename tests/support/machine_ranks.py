@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Any
 
-from tests.support.cluster import ROOT, die_with_parent
+from tests.support.cluster import ROOT, ClusterError, die_with_parent
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -45,6 +45,14 @@ def outcomes_on(
     pids = [node.pid for node in nodes for _ in range(ranks_per_node)]
     local = (nodes[0].address, ranks_per_node)
     return cluster.outcomes(run_on_a_machine, len(pids), pids, *local, function, *args, init=False, **options)
+
+
+def values_on(cluster: Cluster, nodes: Sequence[Machine], function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Does what ``outcomes_on`` does with one rank on each machine, and returns their values. Fails if a rank fails."""
+    outcomes = outcomes_on(cluster, nodes, function, *args)
+    if any(outcome.failed for outcome in outcomes):
+        raise ClusterError(outcomes)
+    return [outcome.value for outcome in outcomes]
 
 
 def run_on_a_machine(

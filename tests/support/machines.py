@@ -23,7 +23,6 @@ import sys
 import tempfile
 import uuid
 from contextlib import ExitStack
-from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +37,12 @@ DISK_BYTES = 256 << 20
 SHM_BYTES = 256 << 20
 COMMAND_SECONDS = 60
 FILES_PORT = 2022
+EXPORTED = "exported"
 CACHE_SECONDS = 10
 """How long a machine may show old attributes of a common file, in seconds. Clients of NFS do so for 3 to 60 s."""
 SFTP_SERVER = "/usr/lib/openssh/sftp-server"
-FAKETIME = "/usr/lib/*/faketime/libfaketimeMT.so.1"
+COMPILER = os.environ.get("CC", "cc")
+SHIFTED_CLOCK = Path(__file__).parent / "scripts" / "shifted_clock.c"
 EXT4_IOC_SHUTDOWN = 0x8004587D
 EXT4_GOING_FLAGS_NOLOGFLUSH = 2
 NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
@@ -75,8 +76,8 @@ def why_no_common_files() -> str | None:
 
 def why_no_clocks() -> str | None:
     """Returns the reason for which the clocks of machines cannot differ, or None if they can. A time namespace does not
-    suffice, because it has no clock of the time of day."""
-    return None if glob(FAKETIME) else "other clocks need libfaketime (install libfaketime)"
+    suffice, because it cannot shift the time of day."""
+    return None if shutil.which(COMPILER) else "other clocks need a C compiler (install gcc)"
 
 
 def command(*arguments: Any) -> str:
@@ -219,33 +220,40 @@ class Machine:
         state = os.statvfs(self.path(self.disk))
         return state.f_bavail * state.f_frsize
 
-    def shift_clock(self, seconds: float) -> None:
-        """Lets the time of day be so many seconds later for all processes that are started from now on. The common file
-        system is mounted anew, because its client has a clock, too. The kernel sets the times of files on the machine's
-        own disk, and its clock stays as it is."""
-        # The monotonic clock stays as it is, and so do the times of files that stat(2) returns.
-        self._clock = {
-            "LD_PRELOAD": glob(FAKETIME)[0], "FAKETIME": f"{seconds:+g}",
-            "DONT_FAKE_MONOTONIC": "1", "NO_FAKE_STAT": "1",
-        }  # fmt: skip
-        if self._exporter is not None:
-            self.shell(f"umount {self.common}")
-            self.mount_common(self._exporter)
+    def shift_clock(self, seconds: int) -> None:
+        """Lets the time of day be so many seconds later for all processes that are started from now on.
 
-    def export_files(self) -> Path:
-        """Serves a directory on the machine's own disk, which other machines can mount. Returns the directory."""
-        directory = self.disk / "exported"
-        self.path(directory).mkdir(exist_ok=True)
+        The kernel's clock stays as it is, which sets the times of files on the machine's own disk. So does the clock of
+        the client of the common file system, until ``remount_common``.
+        """
+        library = self._machines.directory / "shifted_clock.so"
+        if not library.exists():
+            command(COMPILER, "-shared", "-fPIC", "-o", library, SHIFTED_CLOCK)
+        self._clock = {"LD_PRELOAD": str(library), "CLOCK_SHIFT_SECONDS": str(seconds)}
+
+    @property
+    def exported(self) -> Path:
+        """The directory that ``export_files`` serves, as a process outside of the machine finds it."""
+        return self.path(self.disk / EXPORTED)
+
+    def export_files(self) -> None:
+        """Serves a directory on the machine's own disk, which other machines can mount."""
+        self.exported.mkdir(exist_ok=True)
         self.popen([sys.executable, "-m", "tests.support.scripts.serve_files", FILES_PORT, SFTP_SERVER])
         wait_until(lambda: f":{FILES_PORT}" in self.shell("ss --listening --tcp --numeric"))
-        return directory
 
     def mount_common(self, exporter: Machine) -> None:
         """Mounts what another machine exports, at the same path on every machine. As with NFS, attributes of files are
         cached for a while, and a read or write waits as long as the other machine cannot be reached."""
         self._exporter = exporter
         options = f"directport={FILES_PORT},dcache_timeout={CACHE_SECONDS},attr_timeout={CACHE_SECONDS}"
-        self.run(["sshfs", "-o", options, f"{exporter.address}:{exporter.disk / 'exported'}", self.common])
+        self.run(["sshfs", "-o", options, f"{exporter.address}:{exporter.disk / EXPORTED}", self.common])
+
+    def remount_common(self) -> None:
+        """Mounts the common file system again, so that nothing of it is cached and its client has a shifted clock."""
+        assert self._exporter is not None
+        self.shell(f"umount {self.common}")
+        self.mount_common(self._exporter)
 
     def path(self, path: str | os.PathLike[str]) -> Path:
         """Returns the path by which a process outside of the machine finds a file of the machine."""
