@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import zckpt
 from tests.support.faults import Fault, faulty
@@ -38,6 +39,25 @@ def test_a_restored_run_goes_on_bit_for_bit(machines: Machines, files: Machine, 
     resumed = values_on(cluster, machines.nodes, restore_and_go_on, path, setup, 0)
     assert_goes_on_alike(through, resumed)
     assert zckpt.validate(files.exported / "run").ok
+
+
+def replace_and_restore(run: str) -> list[tuple[int, int]]:
+    """Replaces a checkpoint again and again. Returns what was restored, and the step of what was opened, each time."""
+    engine, seen = make_engine(stage=2), []
+    for number in range(4):
+        train(engine, 1, number)
+        state = {"number": number, "text": "x" * 500 * (number % 3)}  # so that the manifest's size changes
+        zckpt.write(engine, f"{run}/c", client_state=state, overwrite=True)
+        seen.append((zckpt.restore(engine, run)["number"], zckpt.open(run).step))
+        torch.distributed.barrier()
+    return seen
+
+
+def test_every_machine_sees_at_once_what_has_replaced_a_checkpoint(
+    machines: Machines, files: Machine, cluster: Cluster
+) -> None:
+    seen = values_on(cluster, machines.nodes, replace_and_restore, f"{files.common}/run")
+    assert seen == [[(number, number + 1) for number in range(4)]] * 3
 
 
 def write_and_be_disturbed(run: str, marks: str, who: int) -> tuple[str, str, int | None, float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -66,6 +67,23 @@ def test_a_slow_link_lets_only_so_many_bytes_through(machines: Machines, files: 
     began = time.monotonic()
     node.shell(f"head -c 2000000 /dev/zero > {node.common}/file")
     assert time.monotonic() - began > 1.5
+
+
+def test_a_late_link_delivers_everything_later(machines: Machines, files: Machine) -> None:
+    node, other, _ = machines.nodes
+    node.slow(100_000_000, delay_seconds=0.2)
+    connect = (
+        "import socket, sys, time; began = time.monotonic(); connection = socket.socket();"
+        f"print(connection.connect_ex(('{other.name}', 9)), time.monotonic() - began)"
+    )
+    refused, seconds = node.run(["python3", "-c", connect]).split()
+    assert int(refused) == errno.ECONNREFUSED
+    assert 0.4 <= float(seconds) < 5
+    node.shell(f"head -c 2000000 /dev/urandom > {node.disk}/file; cp {node.disk}/file {node.common}/file")
+    assert (files.exported / "file").read_bytes() == node.path(node.disk / "file").read_bytes()
+    node.kill()
+    node.start()
+    assert reaches(node, other)
 
 
 def test_a_killed_machine_is_gone_and_can_start_again(machines: Machines) -> None:

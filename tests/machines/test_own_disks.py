@@ -30,6 +30,6 @@ def test_a_directory_that_not_all_ranks_see_is_refused_on_every_rank(machines: M
     for message, rank, seconds in values_on(cluster, machines.nodes, fail_to_write, f"{disk}/run/c"):
         assert "rank 0 has made a directory that this rank does not see" in message
         assert rank in (1, 2)
-        assert seconds < 10
+        assert seconds < 60, "not only when a rank is given up"
     for node in machines.nodes:
         assert node.shell(f"ls {disk}") == "lost+found\n"

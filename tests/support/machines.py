@@ -93,17 +93,9 @@ def first_process(*options: str) -> tuple[subprocess.Popen[str], int]:
 
     Returns its parent, which ends with it and with this process, and its id in the pid namespace of this process.
     """
+    enter = [*WITH_ITS_PARENT, "unshare", *options, "--fork", "--kill-child"]
     parent = subprocess.Popen(
-        [
-            *WITH_ITS_PARENT,
-            "unshare",
-            *options,
-            "--fork",
-            "--kill-child",
-            "sh",
-            "-c",
-            "echo ready; exec sleep infinity",
-        ],
+        [*enter, "sh", "-c", "echo ready; exec sleep infinity"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -141,6 +133,7 @@ class Machine:
         self._boot_id = machines.directory / f"boot-id-of-{name}"
         self._exporter: Machine | None = None
         self._clock: dict[str, str] = {}
+        self._delay: subprocess.Popen[str] | None = None
         self._processes: list[subprocess.Popen[Any]] = []
 
     def start(self) -> None:
@@ -192,7 +185,13 @@ class Machine:
                 with self._processes.pop():  # waits for it and closes its pipes
                     pass
             # The kernel removes the rest soon after the last process, and the machine can start again after that.
-            self._machines.in_switch(f"ip link delete {self._port} 2>/dev/null || true")
+            self._machines.in_switch(
+                f"for link in {self._port} {self._port}-s; do ip link delete $link 2>/dev/null || true; done"
+            )
+            if self._delay is not None:
+                self._delay.kill()
+                with self._delay:  # waits for it and closes its pipe
+                    self._delay = None
             wait_until(lambda: not command("losetup", "--associated", self._image))
 
     def cut(self) -> None:
@@ -203,11 +202,28 @@ class Machine:
         """Takes the link up again."""
         self._machines.in_switch(f"ip link set {self._port} up")
 
-    def slow(self, bytes_per_second: int) -> None:
-        """Lets at most so many bytes through the link in each direction, and delays what has to wait for this."""
+    def slow(self, bytes_per_second: int, delay_seconds: float = 0) -> None:
+        """Lets at most so many bytes through the link in each direction, and delivers everything so much later. Lasts
+        until the machine ends."""
         limit = f"root tbf rate {bytes_per_second}bps burst 64kb latency 2s"
-        self._machines.in_switch(f"tc qdisc replace dev {self._port} {limit}")
-        self.shell(f"tc qdisc replace dev eth0 {limit}")
+        self._machines.in_switch(f"tc qdisc add dev {self._port} {limit}")
+        self.shell(f"tc qdisc add dev eth0 {limit}")
+        if delay_seconds:
+            # The port moves to a second switch. Everything between the two switches goes through the script.
+            ends = [f"{self._port}-{side}" for side in "ab"]
+            script = [sys.executable, "-m", "tests.support.scripts.delay", str(delay_seconds), *ends]
+            self._delay = subprocess.Popen(
+                [*self._machines.switch, *WITH_ITS_PARENT, *script], stdout=subprocess.PIPE, text=True, cwd=ROOT
+            )
+            assert self._delay.stdout is not None
+            assert self._delay.stdout.readline() == "ready\n"
+            self._machines.in_switch(
+                f"""ip link add name {self._port}-s type bridge
+                ip link set {self._port}-s up
+                ip link set {self._port} master {self._port}-s
+                ip link set {ends[0]} master {self._port}-s up
+                ip link set {ends[1]} master switch up"""
+            )
 
     def fill_disk(self, *, free_bytes: int) -> None:
         """Fills the machine's own disk with a file, so that at most ``free_bytes`` are free."""
@@ -243,10 +259,13 @@ class Machine:
         wait_until(lambda: f":{FILES_PORT}" in self.shell("ss --listening --tcp --numeric"))
 
     def mount_common(self, exporter: Machine) -> None:
-        """Mounts what another machine exports, at the same path on every machine. As with NFS, attributes of files are
-        cached for a while, and a read or write waits as long as the other machine cannot be reached."""
+        """Mounts what another machine exports, at the same path on every machine.
+
+        As with NFS, attributes of files are cached for a while, but a file that is opened is seen as it is. A read or
+        write waits as long as the other machine cannot be reached.
+        """
         self._exporter = exporter
-        options = f"directport={FILES_PORT},dcache_timeout={CACHE_SECONDS},attr_timeout={CACHE_SECONDS}"
+        options = f"directport={FILES_PORT},dcache_timeout={CACHE_SECONDS},attr_timeout=0"
         self.run(["sshfs", "-o", options, f"{exporter.address}:{exporter.disk / EXPORTED}", self.common])
 
     def remount_common(self) -> None:
@@ -302,8 +321,9 @@ class Machines:
             self.hosts.write_text("127.0.0.1 localhost\n")
             for mount_point in ("disk", "common"):
                 (self.directory / mount_point).mkdir()
-            switch, self._switch_pid = first_process("--net")
-            self._all.callback(end, switch, self._switch_pid)
+            parent, pid = first_process("--net")
+            self._all.callback(end, parent, pid)
+            self.switch = ("nsenter", f"--target={pid}", "--net", "--")
             self.in_switch("ip link add name switch type bridge; ip link set switch up")
             self.nodes = [self.add(f"node-{number}") for number in range(self.count)]
         except BaseException:
@@ -326,4 +346,4 @@ class Machines:
 
     def in_switch(self, script: str) -> None:
         """Runs a shell script with the network of the switch."""
-        command("nsenter", f"--target={self._switch_pid}", "--net", "sh", "-ec", script)
+        command(*self.switch, "sh", "-ec", script)
