@@ -10,6 +10,7 @@
 # make clean     removes .venv, .cache, build and the caches of the tools
 #
 # make test-crash      kills writes at every operation and at 300 random times, and at 50,000 losses of power (30 minutes)
+# make test-machines   runs ranks on machines of Linux namespaces; needs root, and installs what it needs on Debian
 # make test-gpu        runs the tests that need an NVIDIA GPU
 # make test-browser    tests the page of `zckpt report` in a headless Chromium, which it installs on Debian
 # make test-versions   runs some of the tests with every DeepSpeed version that zckpt supports
@@ -64,7 +65,7 @@ export MAX_JOBS ?= 2
 # Most tests use one processor at a time, so as many run at once.
 PYTEST := $(PY) -m pytest --numprocesses $(MAX_JOBS) --dist worksteal
 
-.PHONY: help setup lint check test test-all test-crash test-gpu test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-coverage fuzz docs clean
+.PHONY: help setup lint check test test-all test-crash test-machines test-gpu test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-coverage fuzz docs clean
 
 # Prints the comment at the head of this file.
 help:
@@ -79,11 +80,15 @@ test: setup lint
 	@$(PYTEST)
 
 test-all: setup $(DOCS) lint
-	@$(PYTEST) -m "matrix or not matrix"
+	@$(PYTEST) -m "not machines"
 
 test-crash: setup
 	@ZCKPT_TEST_EVERY=1 ZCKPT_TEST_KILLS=150 ZCKPT_TEST_VARIANTS=12000 $(PYTEST) -m "matrix or not matrix" \
 	    tests/faults/test_crashes.py tests/faults/test_power_loss.py tests/ranks/test_lost_ranks.py tests/faults/test_store_faults.py
+
+test-machines: setup
+	@$(install_machines)
+	@$(PY) -m pytest -m machines tests/machines
 
 test-gpu: setup
 	@$(PY) -m pytest -m gpu tests
@@ -259,6 +264,13 @@ missing=; \
 command -v chromium >/dev/null || missing="$$missing chromium"; \
 command -v chromedriver >/dev/null || missing="$$missing chromium-driver"; \
 what="tests of the page of zckpt report"; $(install_missing)
+endef
+define install_machines
+missing=; \
+command -v ip >/dev/null || missing="$$missing iproute2"; \
+command -v sshfs >/dev/null || missing="$$missing sshfs"; \
+[ -e /usr/lib/openssh/sftp-server ] || missing="$$missing openssh-sftp-server"; \
+what="tests on several machines"; $(install_missing)
 endef
 define install_packages
 missing=; \
