@@ -29,7 +29,7 @@ from zckpt.api import background
 from zckpt.engines import group_of
 from zckpt.offloading.files import write_out
 from zckpt.ranks import heartbeat as life
-from zckpt.ranks.collectives import Ranks
+from zckpt.ranks.collectives import BACKGROUND, Ranks
 from zckpt.testing import ReferenceEngine
 from zckpt.writing.rank_write import RankWrite
 
@@ -61,7 +61,7 @@ def talk_in_groups(directory: str) -> list[Any]:
 
     results: list[Any] = [ranks.rank, ranks.size, ranks.gather(str(dist.get_rank()).encode())]
     if is_in_first:
-        assert Ranks(group, background=True).agree("the same", "words") == "the same"
+        assert Ranks(group, channel=BACKGROUND).agree("the same", "words") == "the same"
         with pytest.raises(zckpt.RankError) as caught:
             ranks.together(hang, "hang")
         given_up.touch()

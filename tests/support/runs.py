@@ -179,11 +179,12 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_and_go_on(path: str, setup: dict[str, Any]) -> dict[str, Any]:
+def write_and_go_on(path: str, setup: dict[str, Any], **options: Any) -> dict[str, Any]:
     engine = make_engine(**setup)
     train(engine, BEFORE)
     before = tensors_of(engine), raw(engine), settings(engine)
-    written = zckpt.write(engine, path, client_state={"note": "made by a test", "where": torch.arange(3)})
+    client_state = {"note": "made by a test", "where": torch.arange(3)}
+    written = zckpt.write(engine, path, client_state=client_state, **options)
     assert all(torch.equal(value, before[0][key]) for key, value in tensors_of(engine).items())
     losses = train(engine, AFTER, BEFORE)
     after = tensors_of(engine), raw(engine), settings(engine)

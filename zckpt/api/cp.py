@@ -121,7 +121,7 @@ def cp(
             try:
                 rank_records = ranks.share(copy.rank_records, "plan the copy")
                 space = ranks.first(lambda: copy.begin(lock, [*chain(*rank_records)]), "begin the copy")
-                ranks.together(lambda: join(target, copy.save_id, ranks.rank, space), "begin the copy")
+                ranks.together(lambda: join(target, copy.save_id, ranks.rank, 0, space), "begin the copy")
                 digests = ranks.share(copy.write, "copy")
                 ranks.first(lambda: copy.commit([*chain(*digests)]), "commit")
             finally:

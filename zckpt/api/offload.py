@@ -14,7 +14,7 @@ from zckpt.offloading.files import unchanged, write_out
 from zckpt.offloading.memory import check_supported, give_back
 from zckpt.offloading.parts import asked_for, chosen, in_order, movable, next_in_use
 from zckpt.progress import logger
-from zckpt.ranks.collectives import Ranks, check_arguments, comparable
+from zckpt.ranks.collectives import BACKGROUND, Ranks, check_arguments, comparable
 from zckpt.state.inventory import MASTER, PARAM
 from zckpt.storage.scratch import scratch_directory, wait_for_closing
 from zckpt.transfer.budget import Budget, flag
@@ -123,7 +123,7 @@ def offload(
         if not moved_parts:
             rank_offload.decide_auto()
             return Offloaded()
-        writing_ranks = Ranks(group, background=True, call="zckpt.offload") if background else ranks
+        writing_ranks = Ranks(group, channel=BACKGROUND, call="zckpt.offload") if background else ranks
 
         def finish(snapshot: Snapshot) -> None:
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -22,7 +22,9 @@ from zckpt.plan.reshard import ElementRange
 from zckpt.plan.select import by_part, several
 from zckpt.progress import Progress, logged, reported
 from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
-from zckpt.reading.checkpoint import ReadRequest
+from zckpt.ranks.files import Peers
+from zckpt.reading.checkpoint import Checkpoint, ReadRequest
+from zckpt.restoring.machines import find_spread
 from zckpt.restoring.plan import Request, RestorePlan, check_settings, plan_restore
 from zckpt.state.lineage import Use
 from zckpt.storage.location import Location, StrPath
@@ -34,9 +36,9 @@ from zckpt.transfer.memory import check_fragments, check_memory
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from zckpt.listing.contents import TensorInfo
-    from zckpt.reading.checkpoint import Checkpoint
+    from zckpt.listing.contents import Contents, TensorInfo
     from zckpt.state.inventory import Fragment
+    from zckpt.storage.contract import Store
     from zckpt.transfer.budget import Budget
 
     class _Options(TypedDict, total=False):
@@ -210,12 +212,16 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Res
         )  # fmt: skip
 
     def prepare() -> list[str]:
-        plans.append(_plan(engine, path, request, ranks))
+        contents = None if spread is None else spread.contents(peers)
+        plans.append(_plan(engine, path, request, ranks, spread and spread.store, contents))
         return ["\n".join(plans[0].problems), plans[0].checkpoint.manifest.save_id]
 
     # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
-    with ranks.undivided():
+    with ranks.undivided(), ExitStack() as exchange:
         check_arguments(ranks.share(arguments, "prepare the restore"))
+        spread = find_spread(path, ranks)
+        if spread is not None:
+            peers = exchange.enter_context(Peers(group_of(engine), spread.store.reader(), request.caller.call))
         problems, save_ids = zip(*ranks.share(prepare, "prepare the restore"), strict=True)
         (plan,) = plans
         if any(problems):
@@ -263,7 +269,11 @@ def _raise_first(errors: Sequence[BaseException]) -> None:
         raise errors[0]
 
 
-def _plan(engine: object, path: StrPath, request: Request, ranks: Ranks) -> RestorePlan:
+def _plan(
+    engine: object, path: StrPath, request: Request, ranks: Ranks, store: Store | None, contents: Contents | None
+) -> RestorePlan:
+    """Plans the restore of this rank. ``store`` and ``contents`` are those of a checkpoint that is spread over several
+    machines, or None if all ranks find the checkpoint at ``path``."""
     adapter = adapt(engine)
     adapter.refuse_unsupported(drop_gradients=True, leave_out=request.leave_out)
     if any(check_device(device).type == "meta" for device in adapter.devices):
@@ -272,9 +282,12 @@ def _plan(engine: object, path: StrPath, request: Request, ranks: Ranks) -> Rest
             hint="give them memory before they are restored, such as by module.to_empty(device=...)",
         )
     check_memory(tensors_in_memory(adapter, adapter.parts), MismatchError)
-    store = find(path)
+    store = store or find(path)
     with advised(store):
-        checkpoint = open_checkpoint(store, request.budget)
+        if contents is None:
+            checkpoint = open_checkpoint(store, request.budget)
+        else:
+            checkpoint = Checkpoint(str(store.location), contents, request.budget)
         names = registered(engine).objects if request.resumes else ()
         plan = plan_restore(adapter, checkpoint, request, ranks.rank, ranks.size, names)
     for warning in plan.warnings if ranks.rank == 0 else ():

@@ -12,7 +12,7 @@ from zckpt.engines import group_of
 from zckpt.errors import warn
 from zckpt.listing.leftovers import left_alone
 from zckpt.offloading.away import away
-from zckpt.ranks.collectives import Ranks
+from zckpt.ranks.collectives import BACKGROUND, Ranks
 from zckpt.state.inventory import PARAM
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.writing.options import WriteOptions
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         keep_last: int | None
         keep_every: int | None
         reuse: StrPath | None
+        node_local: bool
 
     class _BackgroundOptions(_Options, total=False):
         snapshot: Literal["copy", "lazy"]
@@ -73,6 +74,7 @@ def write(
     keep_last: int | None = None,
     keep_every: int | None = None,
     reuse: StrPath | None = "latest",
+    node_local: bool = False,
     background: bool = False,
     snapshot: Literal["copy", "lazy"] = "copy",
     snapshot_bytes: int | None = None,
@@ -96,8 +98,8 @@ def write(
 
     Args:
         engine: the engine that ``deepspeed.initialize`` has returned.
-        path: the directory of the checkpoint, on a file system that all ranks share. None means
-            ``checkpoints/global_step<N>``.
+        path: the directory of the checkpoint: a path of a file system, or a URL such as ``s3://bucket/run/step100``.
+            All ranks have to see it, unless ``node_local`` is true. None means ``checkpoints/global_step<N>``.
         parts: the name of a part of the state, or several names. None means all parts that a bit-exact resume needs.
         exclude: the names of parts that are left out, such as ``param``, which holds frozen weights. If a tied tensor
             is left out, so are all of its names.
@@ -132,6 +134,9 @@ def write(
             the checkpoint that this engine wrote or restored last. If there is none, or if it cannot be read, "latest"
             means the checkpoint that the file ``latest`` names. If that cannot be read either, all files are written.
             None also writes all files.
+        node_local: whether ``path`` may be on a disk of its own on each machine. Each machine then gets the files of
+            its own ranks, and all machines commit together. Which ranks see the same directory is found out. If all of
+            them do, this changes nothing.
         background: whether a PendingWrite is returned before the data are on disk.
         snapshot: with ``background``, the time at which training may continue. "copy" means that the state has been
             copied in memory. "lazy" means that only what the optimizer does not own has been copied, such as buffers
@@ -165,8 +170,8 @@ def write(
     options = WriteOptions(
         parts=parts, exclude=exclude, client_state=client_state, rank_state=rank_state, overwrite=overwrite,
         latest=latest, budget=budget, progress=progress, pending_gradients=pending_gradients, keep_last=keep_last,
-        keep_every=keep_every, reuse=reuse, background=background, snapshot=snapshot, snapshot_bytes=snapshot_bytes,
-        replace_foreign=overwrite,
+        keep_every=keep_every, reuse=reuse, node_local=node_local, background=background, snapshot=snapshot,
+        snapshot_bytes=snapshot_bytes, replace_foreign=overwrite,
     )  # fmt: skip
     return write_engine(engine, path, options)
 
@@ -184,7 +189,7 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
         plans = ranks.share(lambda: prepared.plan(facts), "plan the write")
         rank_write = prepared.write
         # The ranks have agreed by now on whether they write in the background.
-        writing_ranks = Ranks(group, background=True, call="zckpt.write") if options.background else ranks
+        writing_ranks = Ranks(group, channel=BACKGROUND, call="zckpt.write") if options.background else ranks
 
         finish = partial(_finish, prepared, writing_ranks)
 
@@ -192,11 +197,13 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
             nonlocal pending
             if options.background:
                 pending = PendingWrite(prepared.target, finish, writing_ranks)
-            return prepared.begin(plans)
+            return prepared.begin(described)
 
         try:
+            prepared.find_machines(ranks)
+            described, *_ = ranks.share(lambda: prepared.describe(plans), "plan the write")
             spaces = ranks.share(begin, "begin the write")
-            ranks.together(lambda: prepared.join(spaces[0]), "begin the write")
+            ranks.together(lambda: prepared.join(spaces), "begin the write")
             if pending is None:
                 finish(Snapshot())
             else:
@@ -220,7 +227,10 @@ def _finish(prepared: Preparation, ranks: Ranks, snapshot: Snapshot) -> None:
     try:
         digests = ranks.share(lambda: rank_write.write_data_files(snapshot), "write")
         ranks.together(snapshot.check, "write")  # This rank may have been interrupted while it waited for the others.
-        ranks.first(lambda: prepared.commit(digests), "commit")
+        # Nothing is committed before all leaders have prepared, so no machine shows what another one will not show.
+        ranks.share(lambda: prepared.prepare_commit(digests), "commit", interruptible=False)
+        ranks.share(prepared.commit, "commit", interruptible=False)
+        ranks.share(prepared.finish, "commit", interruptible=False)
     except BaseException:
         rank_write.remove()
         raise

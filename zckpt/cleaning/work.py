@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from zckpt.cleaning.cleanup import Cleanup, Removed
 from zckpt.errors import LockedError, StorageError
 from zckpt.format import names
+from zckpt.listing.doubt import in_doubt
 from zckpt.listing.leftovers import is_file, leftovers, look, named_files
 from zckpt.listing.runs import is_of_trainer, names_in, read_latest
 from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock
@@ -66,6 +67,9 @@ class Work:
             self.in_use.append(path)
             return
         self.foreign += [str(store.location.child(name)) for name in left.foreign]
+        if in_doubt(store) and not is_discarded:
+            self.recoverable.append(path)
+            return
         complete = [] if is_discarded else recoverable(store)
         if complete:
             self.recoverable.append(path)

@@ -11,7 +11,7 @@ import torch
 
 from zckpt.comparing.report import StateDifference
 from zckpt.errors import first_few
-from zckpt.format.names import LINEAGE
+from zckpt.format.names import LINEAGE, MACHINES
 from zckpt.transfer.memory import host_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def settings(checkpoint: Checkpoint) -> dict[str, object]:
     the entry ``state``. Raises FormatError and StorageError."""
     state = checkpoint.state
     shared = state if isinstance(state, Mapping) else {"state": state}
-    of_state = {key: value for key, value in shared.items() if key != LINEAGE}
+    of_state = {key: value for key, value in shared.items() if key not in (LINEAGE, MACHINES)}
     return {"step": checkpoint.step, "aliases": checkpoint.aliases, **of_state}
 
 

@@ -119,7 +119,7 @@ def write_source(
     try:
         rank_records = ranks.share(plan, "plan the checkpoint")
         space = ranks.first(begin, "begin the checkpoint")
-        ranks.together(lambda: join(store, planned.save_id, ranks.rank, space), "begin the checkpoint")
+        ranks.together(lambda: join(store, planned.save_id, ranks.rank, 0, space), "begin the checkpoint")
         digests = ranks.share(write, "convert")
         ranks.first(lambda: begun[0].commit([digest for _, digest in sorted(chain(*digests))]), "commit")
     finally:

@@ -224,6 +224,7 @@ def _state(contents: Contents, rows: Sequence[Ints]) -> bytes:
         return contents.manifest.state
     root = tree.unpack(contents.manifest.state, _Reference, names.MANIFEST)
     root.pop(names.LINEAGE, None)
+    root.pop(names.MACHINES, None)
     if left_out:
         root[names.LEFT_OUT] = sorted({*left_out, *contents.left_out})
 

@@ -36,6 +36,9 @@ LEFT_OUT = "left_out"
 """The key, in the root tree, of a list with the names of the optimizer's parts that a write or a copy has left out."""
 LINEAGE = "lineage"
 """The key, in the root tree, of a map that says which run the checkpoint belongs to, and what it can be used for."""
+MACHINES = "machines"
+"""The key, in the root tree, of a list of machines, if each has written the files of its own ranks to a disk of its
+own. Each is a map with the name of its ``host`` and the numbers of its ``ranks``."""
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
 _SAVE_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -232,6 +232,12 @@ class Contents(Mapping[str, TensorInfo]):
         partial = "copied_from" in self.manifest.writer  # so does the writer of every copy of some tensors
         use = judged(tensors, root.get("engine"), left_out=self.left_out, partial=partial)
         return Lineage(run_of(self.manifest), use)
+
+    @cached_property
+    def machines(self) -> tuple[Machine, ...]:
+        """The machines of which each has written the files of its own ranks to a disk of its own. Empty if all ranks
+        wrote to one place."""
+        return machines_of(self.manifest.state)
 
     @cached_property
     def plain_state(self) -> dict[Any, Any]:
@@ -515,3 +521,26 @@ def read_header(reader: Reader, path: str, expected_bytes: int | None = None) ->
     if expected_bytes is not None and nbytes != expected_bytes:
         raise broken("S003", f"the data begins at {nbytes}, expected {expected_bytes}", file=path)
     return reader.read(path, 0, nbytes)
+
+
+class Machine(NamedTuple):
+    """A machine that has the files of some ranks on a disk of its own."""
+
+    host: str
+    """The name of the host of the first of these ranks."""
+    ranks: tuple[int, ...]
+    """The numbers of the ranks that see this disk, in ascending order."""
+
+
+def machines_of(state: bytes) -> tuple[Machine, ...]:
+    """Returns the machines that the packed root tree of a checkpoint records, or none if it does not record any, or not
+    in the right form. Raises FormatError."""
+    root = tree.unpack(state, lambda extension, name: None, names.MANIFEST)
+    recorded = root.get(names.MACHINES) if isinstance(root, dict) else None
+    machines = []
+    for machine in recorded if isinstance(recorded, (list, tuple)) else ():
+        host, ranks = (machine.get("host"), machine.get("ranks")) if isinstance(machine, dict) else (None, None)
+        if not isinstance(host, str) or not isinstance(ranks, (list, tuple)) or not all(type(r) is int for r in ranks):
+            return ()
+        machines.append(Machine(host, tuple(ranks)))
+    return tuple(machines)

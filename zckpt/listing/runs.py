@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -342,21 +342,36 @@ def if_whole(checkpoint: Store) -> Contents | None:
 
 def check_lengths(contents: Contents) -> None:
     """Raises FormatError (F001 to F003, D001, I001) unless every file that the manifest names is there and as long as
-    it has to be. No data are read."""
+    it has to be. If each machine has the files of its own ranks, one machine is enough. No data are read."""
     manifest, reader = contents.manifest, contents.reader
-    digest_counts = [0] * manifest.world_size
+    ranks = ranks_here(contents)
+    digest_counts = dict.fromkeys(ranks, 0)
     for number, file in enumerate(manifest.files):
+        if file.rank not in digest_counts:
+            continue
         contents.check_length(number)
         spans = (file.data_start, file.nbytes - file.data_start)
         count = file.first_block + sum(block_count(nbytes, manifest.block_bytes) for nbytes in spans)
         digest_counts[file.rank] = max(digest_counts[file.rank], count)
-    for rank, count in enumerate(digest_counts):
+    for rank, count in digest_counts.items():
         path = names.digests_path(manifest.save_id, rank)
         nbytes = reader.size(path)
         # This is a lower bound, because the exact number of digests is known only from the index.
         if nbytes < count * DIGEST_BYTES:
             raise broken("D001", f"the table is {nbytes} bytes long", file=path)
     contents.check_index_length()
+
+
+def ranks_here(contents: Contents) -> list[int]:
+    """Returns the ranks whose files have to be in the directory of a checkpoint: all ranks, or, if each machine has the
+    files of its own ranks, those of each machine of which something is here. Raises FormatError and StorageError."""
+    manifest = contents.manifest
+    here: list[int] = []
+    for machine in contents.machines:
+        with suppress(MissingFileError):
+            contents.reader.size(names.digests_path(manifest.save_id, machine.ranks[0]))
+            here += machine.ranks
+    return here or list(range(manifest.world_size))
 
 
 def what_is_whole(checkpoint: Store) -> str:

@@ -18,7 +18,7 @@ from zckpt.format.digest import DIGEST_BYTES
 from zckpt.format.index import Layout
 from zckpt.format.limits import INDEX_PIECES_MAX
 from zckpt.format.manifest import File, Files, Manifest, Part
-from zckpt.format.names import LINEAGE, Tier
+from zckpt.format.names import LINEAGE, MACHINES, Tier
 from zckpt.format.rules import broken
 from zckpt.state.inventory import MASTER, PARAM
 from zckpt.state.lineage import Lineage, run_by_tensors
@@ -206,6 +206,8 @@ class SaveMetadata:
     writer: Mapping[str, str]
     lineage: Lineage | None = None
     """The lineage that is added to the root tree. If its ``run`` is empty, ``run_of`` decides about it."""
+    machines: Sequence[Mapping[str, object]] = ()
+    """The machines of which each has only the files of its own ranks, for the root tree. Empty if there is one."""
 
 
 def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMetadata) -> tuple[bytes, bytes]:
@@ -269,6 +271,8 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
         lineage = metadata.lineage if metadata.lineage.run_id else replace(metadata.lineage, run_id=run_of(manifest))
         entry = lineage.tree(tensor_counts(manifest))
         manifest = replace(manifest, state=tree.with_entry(manifest.state, LINEAGE, entry))
+    if metadata.machines:
+        manifest = replace(manifest, state=tree.with_entry(manifest.state, MACHINES, metadata.machines))
     raw = manifest_format.encode(manifest)
     _check(raw, index)
     return raw, index

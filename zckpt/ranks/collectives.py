@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CALLS, BACKGROUND, FILES = "calls", "background", "files"
+"""The channels of messages between ranks. Each has a group of its own."""
+
 _job_of_parent: object = None
 """In a forked process, the default process group that its parent had."""
 
@@ -55,14 +58,16 @@ class Ranks:
     """The ranks of ``group``, numbered from 0 in the order of the group. Without ``group``, these are all ranks of the
     job, or this process alone if there is no job.
 
-    Every method is collective: all ranks call it, in the same order. With ``background``, the methods may be called in
-    another thread at the same time, and work even after the training has destroyed its process groups. ``call`` is the
+    Every method is collective: all ranks call it, in the same order. The methods of objects with different channels may
+    be called in different threads at the same time: ``CALLS``, ``BACKGROUND`` for writes in the background, which go on
+    even after the training has destroyed its process groups, and ``FILES`` for files that ranks send each other.
+    ``call`` is the
     function of zckpt that every rank has to call. Messages about late ranks name it. An error of a rank that fails or
     is gone names the rank by its number in the job.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, background: bool = False, call: str = "the same function"
+        self, group: dist.ProcessGroup | None = None, *, channel: str = CALLS, call: str = "the same function"
     ) -> None:
         members: tuple[int, ...] = (0,)
         number = 0
@@ -71,10 +76,10 @@ class Ranks:
 
             members = tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
             number = dist.get_rank()
-        self._connect(members, number, background, call)
+        self._connect(members, number, channel, call)
 
-    def _connect(self, members: tuple[int, ...], number: int, background: bool, call: str) -> None:
-        self.members, self._background, self._call = members, background, call
+    def _connect(self, members: tuple[int, ...], number: int, channel: str, call: str) -> None:
+        self.members, self._channel, self._call = members, channel, call
         self.job_rank = number
         self.rank = members.index(number)
         self.size = len(members)
@@ -90,14 +95,14 @@ class Ranks:
             )
         from zckpt.ranks.groups import group_of
 
-        self._group = group_of(members, self.rank, background, call)
+        self._group = group_of(members, self.rank, channel, call)
 
     def foreground(self, call: str) -> Ranks:
         """The same ranks, for calls at the time when the background uses its own group. If the training has destroyed
         its process groups since, this is this process alone."""
         ranks = object.__new__(Ranks)
         number = self.members[self.rank]
-        ranks._connect((number,) if self.job_is_over else self.members, number, False, call)
+        ranks._connect((number,) if self.job_is_over else self.members, number, CALLS, call)
         return ranks
 
     @property
@@ -148,7 +153,7 @@ class Ranks:
         except RankError:
             from zckpt.ranks.groups import forget
 
-            forget(self.members, self._background)
+            forget(self.members, self._channel)
             raise
 
     def _gather(self, group: Group, data: bytes) -> list[bytes]:

@@ -42,8 +42,8 @@ _LIMITS = {
 }
 """Maps what the system says when ranks cannot connect to a hint that says what to do."""
 
-_groups: dict[tuple[tuple[int, ...], bool], tuple[object, Group]] = {}
-"""The groups that were made, by the ranks in them and whether they are used in the background. With each group goes the
+_groups: dict[tuple[tuple[int, ...], str], tuple[object, Group]] = {}
+"""The groups that were made, by the ranks in them and by their channels. With each group goes the
 default process group of the job for which it was made."""
 
 
@@ -106,17 +106,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_groups_to_parent)
 
 
-def group_of(members: tuple[int, ...], rank: int, background: bool, call: str) -> Group:
+def group_of(members: tuple[int, ...], rank: int, channel: str, call: str) -> Group:
     """Returns the group of these ranks. It is made once for each process and job, because all ranks have to make it
     together. After a rank was lost, it is made anew."""
     world = job()
     for stale in [key for key, (made_for, _) in list(_groups.items()) if made_for is not world]:
-        if stale[1] == background:  # A write in the background may still use a group of a world that is gone.
+        if stale[1] == channel:  # A write in the background may still use a group of a world that is gone.
             _groups.pop(stale)[1].close()
-    known = _groups.get((members, background))
+    known = _groups.get((members, channel))
     if known is None:
         store = dist.distributed_c10d._get_default_store()
-        name = meet(store, f"{members}{background}", rank, members, call)
+        name = meet(store, f"{members}{channel}", rank, members, call)
         lives = Lives(store, name, rank, members)
         try:
             with lives.shown("connect", call), lives.waiting():
@@ -124,13 +124,13 @@ def group_of(members: tuple[int, ...], rank: int, background: bool, call: str) -
         except BaseException:
             lives.close()
             raise
-        known = _groups[members, background] = world, group
+        known = _groups[members, channel] = world, group
     return known[1]
 
 
-def forget(members: tuple[int, ...], background: bool) -> None:
+def forget(members: tuple[int, ...], channel: str) -> None:
     """Closes the group of these ranks, of which one was lost."""
-    _groups.pop((members, background))[1].close()
+    _groups.pop((members, channel))[1].close()
 
 
 class _Addresses(dist.Store if dist.is_available() else object):  # type: ignore[misc]

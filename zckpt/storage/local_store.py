@@ -243,7 +243,12 @@ class LocalStore(Store):
         try:
             if Path(full).read_bytes() != data:
                 return False
-            os.utime(full)
+            # A byte is written, because then the file server sets the time. utime may set that of this host's clock.
+            fd = os.open(full, os.O_WRONLY | BINARY)
+            try:
+                os.write(fd, data[:1])
+            finally:
+                os.close(fd)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -251,16 +256,15 @@ class LocalStore(Store):
         return True
 
     def now(self) -> float:
-        probe = self._full(_temporary(names.LOCK))
+        probe = _temporary(names.LOCK)
         try:
-            with open(probe, "xb") as file:
-                # utime sets the time by the file server's clock, not by this host's. On Windows it takes only a path.
-                os.utime(file.fileno() if os.utime in os.supports_fd else probe)
-                return os.fstat(file.fileno()).st_mtime
-        except OSError as error:
-            raise from_os_error(error, "create", probe) from error
+            self.put_new(probe, b"now")  # The file server sets the time of what is written.
+            entry = self.entry(probe)
         finally:
-            _quietly(os.unlink, probe)
+            _quietly(os.unlink, self._full(probe))
+        if entry is None:
+            raise StorageError("somebody has removed the file at once", file=self._full(probe))
+        return entry.changed_at
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, path) if path else self._root

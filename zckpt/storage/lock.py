@@ -41,10 +41,10 @@ is a leftover and counts as dead."""
 class WriteLock:
     """The right to change one checkpoint. Use it as a context manager, or call ``acquire`` and ``release``."""
 
-    def __init__(self, store: Store, copied: str = "") -> None:
+    def __init__(self, store: Store, copied: str = "", save_id: str | None = None) -> None:
         """Prepares a lock, which ``acquire`` takes. ``copied`` is the save id of the checkpoint that is copied, or
-        empty if the write is not a copy."""
-        self.save_id = secrets.token_hex(8)
+        empty if the write is not a copy. ``save_id`` is that of the write if another process has drawn it."""
+        self.save_id = save_id or secrets.token_hex(8)
         """The id of the write that holds the lock. It makes the lock different from any other lock."""
         self.dead: set[str] = set()
         """The save ids of the dead writers whose locks this one has taken over, and the save ids of the checkpoints

@@ -43,6 +43,7 @@ class WriteOptions:
     keep_last: int | None = None
     keep_every: int | None = None
     reuse: StrPath | None = "latest"
+    node_local: bool = False
     run: StrPath | None = None
     """The directory that gets the file ``latest``, which names the checkpoint by its path relative to this directory.
     None means the parent of the checkpoint's directory."""
@@ -89,5 +90,5 @@ class WriteOptions:
         return comparable(
             path=path, parts=self.parts, exclude=self.exclude, overwrite=self.overwrite, latest=self.latest,
             pending_gradients=self.pending_gradients, background=self.background, snapshot=self.snapshot,
-            reuse=None if self.reuse is None else str(self.reuse),
+            reuse=None if self.reuse is None else str(self.reuse), node_local=self.node_local,
         )  # fmt: skip

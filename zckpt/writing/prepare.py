@@ -18,6 +18,7 @@ from zckpt.engines.registered import with_registered
 from zckpt.errors import RankError, StateError, ZckptError, first_few, warn
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, digest
+from zckpt.listing.doubt import settle
 from zckpt.listing.runs import latest_name, refuse_place
 from zckpt.offloading.away import away
 from zckpt.plan import catalog
@@ -33,6 +34,7 @@ from zckpt.system.available import available_bytes
 from zckpt.transfer.budget import Budget
 from zckpt.version import __version__
 from zckpt.writing.collect import Changes, add_rank_tree, collect, fingerprint, kept_client_state, pack_tree
+from zckpt.writing.machines import Machines, find_machines
 from zckpt.writing.rank_write import RankWrite, join
 from zckpt.writing.reuse import LATEST, SameFile, earlier_checkpoint, reused
 from zckpt.writing.saves import saves_of
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from zckpt.plan.layout import DataFilePlan
+    from zckpt.ranks.collectives import Ranks
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
     from zckpt.writing.options import WriteOptions
@@ -82,6 +85,8 @@ class Planned(NamedTuple):
     scalars: Mapping[str, str]
     """The values that the optimizer keeps once for all ranks, by their path. It is empty unless the ranks differ in
     them."""
+    data_bytes: int
+    """The size of the rank's files in bytes."""
     shared_bytes: int
     """How many bytes of the rank's files may be shared with existing files, and need no space then."""
     replaced: Mapping[str, str]
@@ -197,9 +202,10 @@ class Preparation:
         )  # fmt: skip
         differ = any(of_rank.scalars != facts[0].scalars for of_rank in facts)
         rank_record = catalog.pack(catalog.rank_record(rank, data_files))
+        data_bytes = sum(data_file.nbytes for data_file in data_files)
         return Planned(
-            rank_record, collected.scalars if differ else {}, self.write.shared_bytes(), self._changes.replaced,
-            self._changes.left_out,
+            rank_record, collected.scalars if differ else {}, data_bytes, self.write.shared_bytes(),
+            self._changes.replaced, self._changes.left_out,
         )  # fmt: skip
 
     def _reused(
@@ -214,11 +220,20 @@ class Preparation:
                 raise
         return data_files, {}
 
-    def begin(self, plans_of_ranks: Sequence[Planned]) -> Space:
-        """On rank 0, makes and checks the manifest and the index, takes the lock, and makes the directory of the data.
-        Returns the space in bytes that the write needs and that is free. Only rank 0 looks this up. Raises StateError
-        on each rank if the optimizers of the ranks differ in a value that is kept once."""
-        plans = [Planned(*values) for values in plans_of_ranks]
+    def find_machines(self, ranks: Ranks) -> None:
+        """Finds out which ranks see the same directory, if each machine may have a disk of its own. Then also commits
+        what a crash has left committed on some machines only. This is collective."""
+        self._machines = Machines.common(self._size)
+        if self.options.node_local:
+            settle(self._store, ranks)
+            self._machines = find_machines(self._store, self.write.save_id, ranks)
+        if len(self._machines.all) > 1:
+            self.write.machine = self._machines.of(self._rank).ranks
+
+    def describe(self, plans_of_ranks: Sequence[Planned]) -> Sequence[bytes]:
+        """On rank 0, makes and checks the manifest and the index. Returns both there if there are other leaders, which
+        need them. Raises StateError on each rank if the optimizers of the ranks differ in a value that is kept once."""
+        plans = self._plans = [Planned(*values) for values in plans_of_ranks]
         note_write(self._engine, self._run_id)
         if any(of_rank.scalars for of_rank in plans):
             error = _differing([of_rank.scalars for of_rank in plans])
@@ -226,24 +241,41 @@ class Preparation:
                 raise error
             if self._rank == 0:
                 warn(f"{error.message}: the checkpoint has that of rank 0, which every rank gets in a resume")
-        if self._rank == 0:
-            self._tell_changes(plans)
-            rank_records = catalog.unpack(of_rank.rank_record for of_rank in plans)
-            self.write.describe(rank_records, sum(of_rank.shared_bytes for of_rank in plans))
-            refuse_place(self._store, self.run, latest=self.options.latest)
-            if not claim(self._engine, self.target) and self.options.leave_out:
-                warn(
-                    f"this save replaces {self.target}, which another engine of this process has written: give each "
-                    "engine a directory of its own, or tags of its own"
-                )
-            if not claim(self._engine, str(self.run.location)):
-                self._stay_beside()
-            return self.write.begin(self._lock)
-        return Space(self.target, 0, None)
+        if self._rank:
+            return ()
+        self._tell_changes(plans)
+        self.write.metadata = replace(self._metadata, machines=self._machines.tree())
+        self.write.describe(catalog.unpack(of_rank.rank_record for of_rank in plans))
+        return self.write.described if self.write.machine else ()
 
-    def join(self, space: Sequence[Any]) -> None:
-        """On each rank, checks that it can take part in the write. ``space``: what ``begin`` has returned on rank 0."""
-        join(self.write.store, self.write.save_id, self._rank, space)
+    def begin(self, described: Sequence[bytes]) -> Space:
+        """On the leader of each machine, takes the lock, and makes the directory of the data. ``described``: what
+        ``describe`` has returned on rank 0. Returns the space in bytes that the machine needs and that is free. Only
+        leaders look this up."""
+        if not self._machines.leads(self._rank):
+            return Space(self.target, 0, None)
+        if self._rank:
+            manifest, index = described
+            self.write.described = manifest, index
+            self._lock = WriteLock(self._store, save_id=self.write.save_id)
+        own = [self._plans[rank] for rank in self._machines.of(self._rank).ranks]
+        self.write.needed_bytes = sum(of_rank.data_bytes - of_rank.shared_bytes for of_rank in own)
+        self.write.needed_bytes += sum(map(len, self.write.described))
+        refuse_place(self._store, self.run, latest=self.options.latest)
+        if not claim(self._engine, self.target) and self.options.leave_out:
+            warn(
+                f"this save replaces {self.target}, which another engine of this process has written: give each "
+                "engine a directory of its own, or tags of its own"
+            )
+        if not claim(self._engine, str(self.run.location)):
+            self._stay_beside()
+        return self.write.begin(self._lock)
+
+    def join(self, spaces: Sequence[Sequence[Any]]) -> None:
+        """On each rank, checks that it can take part in the write. ``spaces``: what ``begin`` has returned on each
+        rank."""
+        leader = self._machines.of(self._rank).ranks[0]
+        join(self.write.store, self.write.save_id, self._rank, leader, spaces[leader])
 
     def _stay_beside(self) -> None:
         """Lets ``latest`` go on naming the checkpoints of another engine that writes to the same directory."""
@@ -268,10 +300,21 @@ class Preparation:
         tell(self._engine, "some values come back in a plain form", replaced)
         tell(self._engine, LEFT_OUT, {path: said for of_rank in plans for path, said in of_rank.left_out.items()})
 
-    def commit(self, digests: Sequence[bytes]) -> None:
-        """On rank 0, commits as ``RankWrite.commit`` does."""
-        self.write.commit(digests)
-        history_of(self._engine).last = self.target
+    def prepare_commit(self, digests: Sequence[bytes]) -> None:
+        """On each leader, does what ``RankWrite.prepare_commit`` does."""
+        if self._machines.leads(self._rank):
+            self.write.prepare_commit(*self.write.with_digests(digests))
+
+    def commit(self) -> None:
+        """On each leader, does what ``RankWrite.commit_prepared`` does."""
+        if self._machines.leads(self._rank):
+            self.write.commit_prepared()
+
+    def finish(self) -> None:
+        """On each leader, does what ``RankWrite.finish`` does."""
+        if self._machines.leads(self._rank):
+            self.write.finish()
+            history_of(self._engine).last = self.target
 
 
 def _check_engines(facts: Sequence[Facts], options: WriteOptions, rank: int) -> None:

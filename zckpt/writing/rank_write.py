@@ -4,7 +4,7 @@ manifest and the index, and commits."""
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,11 @@ while that a file does not exist."""
 class RankWrite:
     """One rank's part in a write. ``describe`` and ``begin`` are called on rank 0, then ``write_data_files`` on every
     rank, then ``commit`` on rank 0, each after all ranks have done the step before. After the commit, the lock is
-    released. After a failure on any rank, every rank calls ``remove``."""
+    released. After a failure on any rank, every rank calls ``remove``.
+
+    If each machine writes to a disk of its own, rank 0 calls ``describe``, and the leader of every machine does all
+    else that rank 0 does: ``begin``, and instead of ``commit`` the three steps ``prepare_commit``, ``commit_prepared``
+    and ``finish``, each after all leaders have done the step before. So the machines commit together."""
 
     store: Store
     """The directory of the checkpoint."""
@@ -81,18 +85,25 @@ class RankWrite:
     same: Mapping[str, SameFile] = field(default_factory=dict)
     """The files of this rank that another checkpoint has already, by their path. The store is asked to share them. If
     it cannot, they are written."""
+    machine: Collection[int] | None = None
+    """The ranks whose files are in this directory, if each machine writes to a disk of its own. None means all
+    ranks."""
     needed_bytes: int = field(default=0, init=False)
     """How many bytes all ranks write. ``describe`` sets it on rank 0. A copy of a whole checkpoint, which does not call
     ``describe``, sets it itself."""
     lock: WriteLock | None = field(default=None, init=False)
-    """The lock of the checkpoint, from ``begin`` to ``remove``. It is None on all ranks but rank 0."""
-    _manifest: bytes = field(default=b"", init=False)
-    _index: bytes = field(default=b"", init=False)
+    """The lock of the checkpoint, from ``begin`` to ``remove``. It is None on all ranks but the leader."""
+    described: tuple[bytes, bytes] = field(default=(b"", b""), init=False)
+    """The manifest without digests, and the index. ``describe`` sets them on rank 0."""
     _begun: bool = field(default=False, init=False)
     """Whether this write has made the directory of the new data. Only then may it remove the directory."""
     _replaced: Mapping[str, Collection[str] | None] = field(default_factory=dict, init=False)
     """The names of the files and directories that are removed after the commit: those of an older checkpoint, and those
     of DeepSpeed's own checkpoint. The value of each is the argument ``named`` of ``look``."""
+    _prepared: list[Prepared] = field(default_factory=list, init=False)
+    """The prepared manifest, and after it the prepared file ``latest``, if there is one."""
+    _in_doubt: bool = field(default=False, init=False)
+    """Whether another leader may have committed, so that what this one has prepared must stay."""
     _over: Condition = field(default=None, init=False)
     """What the commit replaces: the manifest that was there when the write began, or nothing."""
 
@@ -109,12 +120,11 @@ class RankWrite:
         sources = [(data_file.nbytes, source(data_file)) for data_file in self.data_files]
         return sum(nbytes for nbytes, location in sources if location and self.store.may_share(location.parent))
 
-    def describe(self, rank_records: Sequence[catalog.RankRecord], shared_bytes: int = 0) -> None:
-        """Makes the manifest and the index from the records of all ranks. Raises the errors of ``catalog``.
-        ``shared_bytes`` is the sum of the values that the method ``shared_bytes`` has returned on all ranks."""
-        self._manifest, self._index = catalog.catalog(rank_records, self.save_id, self.metadata)
+    def describe(self, rank_records: Sequence[catalog.RankRecord]) -> None:
+        """Makes the manifest and the index from the records of all ranks. Raises the errors of ``catalog``."""
+        self.described = catalog.catalog(rank_records, self.save_id, self.metadata)
         data_bytes = sum(file.nbytes for record in rank_records for file in record.files)
-        self.needed_bytes = data_bytes - shared_bytes + len(self._index) + len(self._manifest)
+        self.needed_bytes = data_bytes + sum(map(len, self.described))
 
     def begin(self, lock: WriteLock) -> Space:
         """Takes the lock. Then removes the leftovers of writers that died, because they take space, and makes the
@@ -198,51 +208,75 @@ class RankWrite:
     def commit(self, digests: Sequence[bytes]) -> None:
         """Commits the checkpoint. The caller calls it when the files of every rank are durable. ``digests`` has the
         digest of each rank's digest table."""
-        self.put_in_place(catalog.with_digests(self._manifest, digests), self._index)
+        self.put_in_place(*self.with_digests(digests))
+
+    def with_digests(self, digests: Sequence[bytes]) -> tuple[bytes, bytes]:
+        """Returns the manifest with the digest of each rank's digest table, and the index."""
+        manifest, index = self.described
+        return catalog.with_digests(manifest, digests), index
 
     def put_in_place(self, manifest: bytes, index: bytes) -> None:
-        """Writes the index, then the manifest, then the file ``latest``, and then removes what was there when the write
-        began. The caller calls it when the files of every rank are durable.
+        """Does the three steps of a commit one after the other, for a write with one leader."""
+        try:
+            self.prepare_commit(manifest, index)
+            self.commit_prepared()
+        except BaseException:
+            self._discard()
+            raise
+        self.finish()
 
-        The manifest and ``latest`` are prepared first, so that a full disk is noticed before the commit. Raises
-        LockedError if another writer has taken over the lock. That writer has removed the prepared manifest, or it
-        reads the committed manifest before it removes anything.
+    def prepare_commit(self, manifest: bytes, index: bytes) -> None:
+        """The first step of a commit, on a leader: writes the index, and prepares the manifest and the file ``latest``,
+        so that a full disk is noticed before the commit. The caller calls it when the files of every rank are durable.
         """
         assert self.lock is not None, "the write has begun"
-        store, run, confirm = self.store, self.latest_in, self.lock.confirm
-        digits = names.prepared_digits(self.lock.save_id)
+        store, digits = self.store, names.prepared_digits(self.lock.save_id)
         written = manifest_format.decode(manifest)
-        paths = [*map(written.path, written.files)]
-        for file, path, size in zip(written.files, paths, store.sizes(paths), strict=True):
+        own = [file for file in written.files if self.machine is None or file.rank in self.machine]
+        for file, size in zip(own, store.sizes([*map(written.path, own)]), strict=True):
             if size != file.nbytes:
-                raise RankError(f"rank {file.rank} wrote {file.nbytes} bytes, rank 0 sees {size}", file=path)
+                message = f"rank {file.rank} wrote {file.nbytes} bytes, rank {self.rank} sees {size}"
+                raise RankError(message, file=written.path(file))
         store.put_new(names.index_path(self.save_id), index)
         store.sync_names(names.data_dir(self.save_id))
-        with ExitStack() as temporary:
+        self._prepared.append(store.prepare(names.MANIFEST, manifest, digits))
+        if self.latest_in is not None:
+            named = names.encode_latest(latest_name(store.location, self.latest_in.location))
+            self._prepared.append(self.latest_in.prepare(names.LATEST, named, digits))
 
-            def prepare(into: Store, path: str, data: bytes) -> Prepared:
-                prepared = into.prepare(path, data, digits)
-                temporary.callback(prepared.discard)
-                return prepared
+    def commit_prepared(self) -> None:
+        """The second step, on a leader: commits. Raises LockedError if another writer has taken over the lock. That
+        writer has removed the prepared manifest, or it reads the committed manifest before it removes anything. If
+        there are several leaders, the commit of another one may have succeeded when that of this one fails. So what is
+        prepared stays from here on, and ``zckpt.listing.doubt`` settles what becomes of it."""
+        assert self.lock is not None, "the write has begun"
+        self._in_doubt = self.machine is not None
+        confirm = self.lock.confirm
+        confirm()
+        try:
+            self._prepared[0].commit(self._over)
+        except BaseException:
+            confirm()  # raises the reason, if another writer has removed the prepared manifest
+            raise
+        confirm()  # a writer that has taken over since may need the files that are removed below
 
-            prepared = prepare(store, names.MANIFEST, manifest)
-            if run is not None:
-                named = names.encode_latest(latest_name(store.location, run.location))
-                prepared_latest = prepare(run, names.LATEST, named)
-            confirm()
-            try:
-                prepared.commit(self._over)
-            except BaseException:
-                confirm()  # raises the reason, if another writer has removed the temporary manifest
-                raise
-            confirm()  # a writer that has taken over since may need the files that are removed below
-            if run is not None:
-                try:
-                    prepared_latest.commit()
-                except StorageError as error:
-                    error.hint = f"{store.location} is committed and whole; the file `latest` does not name it yet"
-                    raise
-        remove(store, self._replaced)
+    def finish(self) -> None:
+        """The third step, on a leader, when all have committed: makes ``latest`` name the checkpoint, and removes what
+        was there when the write began."""
+        try:
+            for latest in self._prepared[1:]:
+                latest.commit()
+        except StorageError as error:
+            error.hint = f"{self.store.location} is committed and whole; the file `latest` does not name it yet"
+            raise
+        finally:
+            self._discard()
+        remove(self.store, self._replaced)
+
+    def _discard(self, from_number: int = 0) -> None:
+        """Removes what was prepared and not committed. ``from_number`` is 1 if the prepared manifest stays."""
+        while len(self._prepared) > from_number:
+            self._prepared.pop().discard()
 
     def remove(self) -> None:
         """Removes what this write has made, unless the checkpoint is committed. It is called after a failure, and may
@@ -250,23 +284,25 @@ class RankWrite:
         if self.lock is not None:
             lock, self.lock = self.lock, None
             try:
-                if self._begun and not may_be_named(self.store, self.save_id):
+                self._discard(from_number=int(self._in_doubt))
+                if self._begun and not self._in_doubt and not may_be_named(self.store, self.save_id):
                     remove(self.store, {names.data_dir(self.save_id): ()})
             finally:
                 lock.release()
 
 
-def join(store: Store, save_id: str, rank: int, space: Sequence[Any]) -> None:
-    """Checks on one rank that it can take part in the write of this save, which rank 0 has begun. ``space`` has the
-    fields of the ``Space`` that ``RankWrite.begin`` has returned there. Raises RankError if this rank does not see the
-    lock of rank 0, NoSpaceError, and StorageError."""
+def join(store: Store, save_id: str, rank: int, leader: int, space: Sequence[Any]) -> None:
+    """Checks on one rank that it can take part in the write of this save, which the rank ``leader`` has begun.
+    ``space`` has the fields of the ``Space`` that ``RankWrite.begin`` has returned there. Raises RankError if this rank
+    does not see the lock of the leader, NoSpaceError, and StorageError."""
     give_up = time.monotonic() + LATE_SECONDS
     while not is_held(store, save_id):
         if time.monotonic() > give_up:
             raise RankError(
-                "rank 0 has taken a lock that this rank does not see",
+                f"rank {leader} has taken a lock that this rank does not see",
                 file=str(store.location.child(names.LOCK)), rank=rank,
-                hint="write to a file system that all ranks share",
+                hint="write to a place that all ranks share, or let each machine write to a disk of its own: "
+                "write(..., node_local=True)",
             )  # fmt: skip
         time.sleep(0.1)
     Space(*space).refuse_lack()

@@ -1,0 +1,160 @@
+"""Each machine writes the files of its own ranks to a disk of its own, and all machines commit together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.models import make_engine, train
+from tests.support.own_disks import own_disk
+from tests.support.runs import assert_goes_on_alike, restore_and_go_on, write_and_go_on
+from zckpt.storage.local_store import Temporary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+SETUP: dict[str, Any] = {"stage": 2}
+TWO_MACHINES = ["a", "a", "b", "b"]
+"""The names of the disks of four ranks on two machines."""
+
+
+def on_disks(disks: list[str], root: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls a function on a rank that sees only the disk of its machine."""
+    with own_disk(os.path.join(root, disks[int(os.environ["RANK"])])):
+        return function(*args, **options)
+
+
+def manifests(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.glob("*/run/*/manifest.msgpack")}
+
+
+@pytest.mark.parametrize("disks", [TWO_MACHINES, ["a", "b", "b"]], ids=" ".join)
+def test_a_resume_on_the_same_machines_reads_local_files_only(
+    cluster: Cluster, tmp_path: Path, disks: list[str]
+) -> None:
+    run = [disks, str(tmp_path)]
+    through = cluster.run(on_disks, len(disks), *run, write_and_go_on, "disk://run/c", SETUP, node_local=True)
+    written = manifests(tmp_path)
+    assert {*written} == {"a/run/c/manifest.msgpack", "b/run/c/manifest.msgpack"}
+    assert len({*written.values()}) == 1
+    for disk in "ab":
+        (data,) = (tmp_path / disk / "run" / "c").glob("data-*")
+        ranks = [rank for rank, name in enumerate(disks) if name == disk]
+        assert sorted(os.listdir(data)) == ["index.bin", *(f"rank-{rank:05}" for rank in ranks)]
+        assert (tmp_path / disk / "run" / "latest").read_text() == "c\n"
+        assert sorted(os.listdir(tmp_path / disk / "run" / "c")) == [data.name, "manifest.msgpack"]
+    resumed = cluster.run(on_disks, len(disks), *run, restore_without_peers, "disk://run", SETUP, 0)
+    assert_goes_on_alike(through, resumed)
+
+
+def restore_without_peers(*args: Any) -> dict[str, Any]:
+    with mock.patch("zckpt.ranks.files.Peers.read", side_effect=AssertionError("a file was read from another rank")):
+        return restore_and_go_on(*args)
+
+
+@pytest.mark.parametrize("moved", [["b", "b", "a", "a"], ["a", "b", "a", "b"]], ids=" ".join)
+def test_ranks_that_have_moved_get_their_bytes_from_the_ranks_that_have_them(
+    cluster: Cluster, tmp_path: Path, moved: list[str]
+) -> None:
+    run = str(tmp_path)
+    through = cluster.run(on_disks, 4, TWO_MACHINES, run, write_and_go_on, "disk://run/c", SETUP, node_local=True)
+    resumed = cluster.run(on_disks, 4, moved, run, restore_and_go_on, "disk://run", SETUP, 0)
+    assert_goes_on_alike(through, resumed)
+
+
+def weights(path: str, ranks: int) -> tuple[list[torch.Tensor], str]:
+    engine = make_engine(**SETUP, seed=3)
+    zckpt.restore(engine, path)
+    return [parameter.detach().clone() for parameter in engine.module.parameters()], ""
+
+
+@pytest.mark.parametrize("disks", [["a", "b"], ["b", "b", "a"], ["b", "c", "a"]], ids=" ".join)
+def test_another_number_of_ranks_and_a_new_machine(cluster: Cluster, tmp_path: Path, disks: list[str]) -> None:
+    """The machine c is new, and has nothing on its disk."""
+    run = str(tmp_path)
+    cluster.run(on_disks, 4, TWO_MACHINES, run, write_and_go_on, "disk://run/c", SETUP, node_local=True)
+    shutil.copytree(tmp_path / "a" / "run", tmp_path / "all" / "run")
+    shutil.copytree(tmp_path / "b" / "run", tmp_path / "all" / "run", dirs_exist_ok=True)
+    assert zckpt.validate(tmp_path / "all" / "run").ok
+    ((expected, _),) = cluster.run(weights, 1, str(tmp_path / "all" / "run"), 1)
+    for restored, _ in cluster.run(on_disks, len(disks), disks, run, weights, "disk://run", len(disks)):
+        assert all(torch.equal(a, b) for a, b in zip(restored, expected, strict=True))
+
+
+def failing_restore(path: str) -> str:
+    engine = make_engine(**SETUP)
+    with pytest.raises(zckpt.ZckptError) as caught:
+        zckpt.restore(engine, path)
+    return str(caught.value)
+
+
+def write_twice(path: str) -> None:
+    engine = make_engine(**SETUP)
+    for name in ("older", "newer"):
+        train(engine, 1)
+        zckpt.write(engine, f"{path}/{name}", node_local=True)
+
+
+def test_a_machine_that_is_gone_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(on_disks, 2, ["a", "b"], str(tmp_path), write_twice, "disk://run")
+    (data,) = (tmp_path / "b" / "run" / "newer").glob("data-*")
+    shutil.rmtree(data)
+    for message in cluster.run(on_disks, 2, ["a", "b"], str(tmp_path), failing_restore, "disk://run"):
+        assert "with ranks 1" in message
+        assert "F001" in message
+        assert "whole, newest first: older" in message
+
+
+def failing_write(path: str, fails_on: int) -> str:
+    engine = make_engine(**SETUP)
+    train(engine, 2)
+    refused = zckpt.StorageError("refused") if int(os.environ["RANK"]) == fails_on else Temporary.commit
+    commit = mock.patch.object(Temporary, "commit", autospec=True, side_effect=refused)
+    with pytest.raises(zckpt.ZckptError) as caught, commit:
+        zckpt.write(engine, path, node_local=True)
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("fails_on", [0, 1])
+def test_a_commit_that_fails_on_one_machine_is_completed_by_the_next_restore(
+    cluster: Cluster, tmp_path: Path, fails_on: int
+) -> None:
+    """The other machine has committed, so the checkpoint exists."""
+    run = str(tmp_path)
+    names = cluster.run(on_disks, 2, ["a", "b"], run, failing_write, "disk://run/c", fails_on)
+    assert sorted(names) == ["RankError", "StorageError"]
+    assert {*manifests(tmp_path)} == {f"{'ba'[fails_on]}/run/c/manifest.msgpack"}
+    failed = tmp_path / "ab"[fails_on] / "run"
+    cleanup = zckpt.gc(failed)
+    assert (cleanup.removed, cleanup.recoverable) == ((), (str(failed / "c"),)), "nobody can tell from one machine"
+    cluster.run(on_disks, 2, ["a", "b"], run, weights, "disk://run/c", 2)
+    assert len(manifests(tmp_path)) == 2
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_keep_last_removes_older_checkpoints_on_every_machine(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(on_disks, 2, ["a", "b"], str(tmp_path), write_three, "disk://run")
+    for disk in "ab":
+        assert sorted(os.listdir(tmp_path / disk / "run")) == ["latest", "step2", "step3"]
+
+
+def write_three(path: str) -> None:
+    engine = make_engine(**SETUP)
+    for step in (1, 2, 3):
+        train(engine, 1)
+        zckpt.write(engine, f"{path}/step{step}", node_local=True, keep_last=2)
+
+
+def test_ranks_that_share_a_directory_write_one_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(write_and_go_on, 2, str(tmp_path / "run" / "c"), SETUP, node_local=True)
+    assert zckpt.validate(tmp_path / "run").ok
+    assert "machines" not in zckpt.open(tmp_path / "run").state

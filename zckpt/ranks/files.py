@@ -1,0 +1,226 @@
+"""Files that ranks send each other, because each machine has the files of its own ranks only.
+
+On each rank, one thread exchanges messages with those of the other ranks, in rounds. In each round, all ranks tell what
+they want to read. Every rank then sends the bytes that are wanted of it. The memory that a round takes is bounded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from zckpt.errors import RankError, StorageError, ZckptError
+from zckpt.ranks.collectives import FILES, Ranks
+from zckpt.storage.contract import IOCount
+from zckpt.system.threads import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Self
+
+    import torch.distributed as dist
+
+    from zckpt.storage.buffers import Bytes
+    from zckpt.storage.contract import Reader
+
+REQUEST_BYTES = 4 << 20
+"""The most bytes of one request. Longer reads are cut."""
+ROUND_BYTES = 16 << 20
+"""The most bytes that one rank sends in one round, and the most that one rank receives."""
+PAUSE_SECONDS = 0.02
+"""How long all ranks wait before the next round if no rank wants anything, in seconds."""
+
+
+class Wanted(NamedTuple):
+    """A range of a file that one rank wants from another one."""
+
+    rank: int
+    """The rank that wants it."""
+    number: int
+    """The number of the request among those of this rank."""
+    holder: int
+    """The rank that has the file."""
+    path: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request that a thread of this rank waits for."""
+
+    holder: int
+    path: str
+    offset: int
+    target: Bytes
+    done: threading.Event = field(default_factory=threading.Event)
+    nbytes: int = 0
+    """How many bytes there were: fewer than asked for if the file ends before."""
+    error: str = ""
+
+
+def accepted(wanted: Sequence[Wanted], round_bytes: int) -> list[Wanted]:
+    """Returns those of the requests that are served in this round: as many, in their order, as fit into ``round_bytes``
+    for each rank that sends and for each rank that receives, and at least one."""
+    sent: dict[int, int] = {}
+    received: dict[int, int] = {}
+    served = []
+    for request in wanted:
+        loads = sent.get(request.holder, 0), received.get(request.rank, 0)
+        if max(loads) + request.nbytes <= round_bytes or not any(loads):
+            sent[request.holder], received[request.rank] = (load + request.nbytes for load in loads)
+            served.append(request)
+    return served
+
+
+class Peers:
+    """The exchange of files between the ranks of ``group``. All ranks make one, and all of them end it, which waits for
+    the others. In between, each rank may read what the others have. Use it as a context manager."""
+
+    def __init__(self, group: dist.ProcessGroup | None, reader: Reader | None, call: str) -> None:
+        """``reader`` reads the files that this rank has. ``call`` is the function of zckpt that all ranks call."""
+        self._ranks = Ranks(group, channel=FILES, call=call)
+        self._reader = reader
+        self._waiting: deque[_Request] = deque()
+        self._lock = threading.Lock()
+        self._ended = False
+        self._failure: BaseException | None = None
+        self._thread = Worker(self._exchange, "zckpt-files", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._ended = True
+        self._thread.wait()
+
+    def read(self, holder: int, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
+        """Fills ``views`` from byte ``offset`` of a file that the rank ``holder`` has. Returns the number of bytes
+        read, which is smaller only if the file ends before. Raises StorageError, and RankError if a rank is lost."""
+        requests = []
+        for view in map(np.asarray, views):
+            for start in range(0, len(view), REQUEST_BYTES):
+                requests.append(_Request(holder, path, offset, view[start : start + REQUEST_BYTES]))
+                offset += len(requests[-1].target)
+        with self._lock:
+            if self._ended:
+                raise StorageError("the ranks do not exchange files any more", file=path)
+            self._waiting.extend(requests)
+        for request in requests:
+            while not request.done.wait(0.1):
+                if self._failure is not None:
+                    raise RankError(f"rank {holder}, which has the file, is lost: {self._failure}", file=path)
+            if request.error:
+                raise StorageError(f"rank {holder} cannot read it: {request.error}", file=path)
+        filled = 0
+        for request in requests:
+            filled += request.nbytes
+            if request.nbytes < len(request.target):
+                break
+        return filled
+
+    def _exchange(self) -> None:
+        try:
+            while self._round():
+                pass
+        except BaseException as error:  # ``read`` raises it
+            self._failure = error
+
+    def _round(self) -> bool:
+        """Does one round with all other ranks. Returns whether there will be another one."""
+        with self._lock:
+            ended, own = self._ended, list(self._waiting)[: ROUND_BYTES // REQUEST_BYTES]
+        asked = [[request.holder, request.path, request.offset, len(request.target)] for request in own]
+        told: list[Any] = self._ranks.share(lambda: [ended, asked], "ask for files")
+        wanted = [
+            Wanted(rank, number, *request)
+            for rank, (_, requests) in enumerate(told)
+            for number, request in enumerate(requests)
+        ]
+        if not wanted:
+            if all(ended_there for ended_there, _ in told):
+                return False
+            time.sleep(PAUSE_SECONDS)
+            return True
+        served = accepted(wanted, ROUND_BYTES)
+        rank, size = self._ranks.rank, self._ranks.size
+        to_send = sorted(one for one in served if one.holder == rank)  # by the rank that receives
+        sent = torch.zeros(sum(one.nbytes for one in to_send), dtype=torch.uint8, device="cpu")
+        results = self._ranks.share(lambda: self._read(to_send, sent.numpy()), "read files for other ranks")
+        to_receive = sorted((one for one in served if one.rank == rank), key=lambda one: (one.holder, one.number))
+        received = torch.empty(sum(one.nbytes for one in to_receive), dtype=torch.uint8, device="cpu")
+        self._ranks.exchange(
+            sent, [sum(one.nbytes for one in to_send if one.rank == other) for other in range(size)],
+            received, [sum(one.nbytes for one in to_receive if one.holder == other) for other in range(size)],
+        )  # fmt: skip
+        outcomes = {(of[0], of[1]): of[2:] for of_holder in results for of in of_holder}
+        start = 0
+        for one in to_receive:
+            request = own[one.number]
+            request.nbytes, request.error = outcomes[rank, one.number]
+            request.target[: request.nbytes] = received.numpy()[start : start + request.nbytes]
+            start += one.nbytes
+            with self._lock:
+                self._waiting.remove(request)
+            request.done.set()
+        return True
+
+    def _read(self, to_send: Sequence[Wanted], room: Bytes) -> list[list[Any]]:
+        """Reads what other ranks want. Returns for each request the rank, the number of the request, the number of
+        bytes read, and the text of an error."""
+        outcomes: list[list[Any]] = []
+        start = 0
+        for one in to_send:
+            nbytes, error = 0, ""
+            try:
+                assert self._reader is not None, "only ranks that have files are asked"
+                nbytes = self._reader.read_into(one.path, [room[start : start + one.nbytes]], one.offset)
+            except ZckptError as caught:  # the rank that has asked raises it
+                error = str(caught)
+            outcomes.append([one.rank, one.number, nbytes, error])
+            start += one.nbytes
+        return outcomes
+
+
+class PeerReader:
+    """Reads the files of this machine from its disk, and all others from the ranks that have them."""
+
+    direct = None
+
+    def __init__(self, peers: Peers, local: Reader, elsewhere: Mapping[str, tuple[int, int]]) -> None:
+        """``elsewhere``: for each file that is not here, a rank that has it, and its size in bytes."""
+        self.count = IOCount()
+        self._peers, self._local, self._elsewhere = peers, local, elsewhere
+
+    def size(self, path: str) -> int:
+        return self._elsewhere[path][1] if path in self._elsewhere else self._local.size(path)
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        if path not in self._elsewhere:
+            return self._local.read(path, offset, nbytes)
+        room = np.empty(max(min(nbytes, self.size(path) - offset), 0), np.uint8)
+        filled = self._from_peer(path, [room], offset)
+        self.count.add(metadata_bytes=filled)
+        return room[:filled].tobytes()
+
+    def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
+        if path not in self._elsewhere:
+            return self._local.read_into(path, views, offset)
+        filled = self._from_peer(path, views, offset)
+        self.count.add(data_bytes=filled)
+        return filled
+
+    def _from_peer(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
+        self.count.add(reads=1)
+        return self._peers.read(self._elsewhere[path][0], path, views, offset)
+
+    def close(self) -> None:
+        self._local.close()

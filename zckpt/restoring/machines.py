@@ -1,0 +1,150 @@
+"""Opens, on all ranks together, a checkpoint of which each machine has the files of its own ranks."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zckpt.errors import FormatError, ZckptError, first_few
+from zckpt.format import names
+from zckpt.format.rules import broken
+from zckpt.listing.contents import Contents
+from zckpt.listing.doubt import settle
+from zckpt.listing.find import find
+from zckpt.listing.runs import COMPARED_MAX, decode_manifest, directories, manifest_bytes
+from zckpt.ranks.files import PeerReader
+from zckpt.storage.schemes import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from zckpt.format.manifest import Manifest
+    from zckpt.ranks.collectives import Ranks
+    from zckpt.ranks.files import Peers
+    from zckpt.storage.contract import Store
+    from zckpt.storage.location import StrPath
+
+
+class Spread(NamedTuple):
+    """A checkpoint of which each machine has the files of its own ranks."""
+
+    store: Store
+    """The directory of the checkpoint on this machine, which need not exist."""
+    manifest: Manifest
+    elsewhere: Mapping[str, tuple[int, int]]
+    """For each file that this rank does not see, a rank that does, and the size of the file in bytes."""
+
+    def contents(self, peers: Peers) -> Contents:
+        """Returns what the checkpoint holds. Files of other machines are read from their ranks."""
+        return Contents(self.manifest, PeerReader(peers, self.store.reader(), self.elsewhere))
+
+
+def find_spread(path: StrPath, ranks: Ranks) -> Spread | None:
+    """Returns the checkpoint at ``path``, or that of the run at ``path``, if it was written with ``node_local``.
+    Returns None if no rank finds such a checkpoint. This is collective. If a crash has left a checkpoint committed on
+    some machines only, commits it on the others.
+
+    If the ranks find different checkpoints, it is the one with the most steps. Raises FormatError (F001), which names
+    the machines that are gone, if no rank sees some of the files, RankError and StorageError.
+    """
+    base = open_store(path)
+
+    def look() -> Any:
+        try:
+            store = find(path)
+            with closing(store.reader()) as reader:
+                manifest = decode_manifest(store, manifest_bytes(reader))
+                machines = Contents(manifest, reader).machines
+        except ZckptError:  # It is raised again if no other rank finds one.
+            return None
+        name = store.location.path_from(base.location)
+        return [manifest.step, manifest.save_id, "" if name == "." else name] if machines else None
+
+    reports = ranks.share(look, "find the checkpoint")
+    if not any(reports):
+        return None
+    newest = max(report for report in reports if report)
+    store, source = base.child(newest[-1]), reports.index(newest)
+    settle(store, ranks)
+
+    def give() -> bytes:
+        if ranks.rank != source:
+            return b""
+        with closing(store.reader()) as reader:
+            return manifest_bytes(reader)
+
+    raw = ranks.share(give, "read the manifest")[source]
+    manifest = decode_manifest(store, raw)
+    seen = ranks.share(lambda: _seen(store, manifest), "look for the files")
+    missing = sorted({*_files(manifest)} - {path for of_rank in seen for path in of_rank})
+    if missing:
+        whole = _whole(base, ranks)
+        raise _gone(store, Contents(manifest, store.reader()), missing, whole)
+    elsewhere = {}
+    for file in _files(manifest):
+        if file not in seen[ranks.rank]:
+            holders = [rank for rank, of_rank in enumerate(seen) if file in of_rank]
+            holder = holders[ranks.rank % len(holders)]  # so that not all ranks ask the same one
+            elsewhere[file] = holder, seen[holder][file]
+    return Spread(store, manifest, elsewhere)
+
+
+def _sizes(manifest: Manifest) -> dict[str, int]:
+    """Returns the size in bytes of each file of a checkpoint that the manifest records. It records all but those of
+    digest tables."""
+    sizes = {manifest.path(file): file.nbytes for file in manifest.files}
+    return {**sizes, names.index_path(manifest.save_id): manifest.index_bytes}
+
+
+def _files(manifest: Manifest) -> Iterable[str]:
+    """Returns the paths of all files of a checkpoint except the manifest."""
+    tables = (names.digests_path(manifest.save_id, rank) for rank in range(manifest.world_size))
+    return [*_sizes(manifest), *tables]
+
+
+def _seen(store: Store, manifest: Manifest) -> dict[str, int]:
+    """Returns the sizes of those files of a checkpoint that this rank sees, except those of the wrong length."""
+    data_dir, sizes = names.data_dir(manifest.save_id), _sizes(manifest)
+    listed = {f"{data_dir}/{entry.path}": entry.nbytes for entry in store.entries(data_dir, deep=True) or ()}
+    seen = ((path, listed.get(path)) for path in _files(manifest))
+    return {path: nbytes for path, nbytes in seen if nbytes is not None and sizes.get(path, nbytes) == nbytes}
+
+
+def _whole(run: Store, ranks: Ranks) -> list[str]:
+    """Returns the names of other checkpoints of a run that are whole on all machines together, newest first."""
+
+    def look() -> list[Any]:
+        found = []
+        for store, entries in directories(run):
+            if names.MANIFEST in entries:
+                try:
+                    with closing(store.reader()) as reader:
+                        manifest = decode_manifest(store, manifest_bytes(reader))
+                except ZckptError:
+                    continue
+                lacking = {*_files(manifest)} - {*_seen(store, manifest)}
+                found.append([manifest.step, store.location.path_from(run.location), manifest.save_id, [*lacking]])
+        return sorted(found, reverse=True)[:COMPARED_MAX]
+
+    lacking: dict[tuple[int, str, str], set[str]] = {}
+    for step, name, save_id, files in chain(*ranks.share(look, "look for whole checkpoints")):
+        lacking.setdefault((step, name, save_id), {*files}).intersection_update(files)
+    return [name for (_, name, _), files in sorted(lacking.items(), reverse=True) if not files]
+
+
+def _gone(store: Store, contents: Contents, missing: Sequence[str], whole: Sequence[str]) -> FormatError:
+    manifest = contents.manifest
+    of_rank = {rank: names.rank_dir(manifest.save_id, rank) for rank in range(manifest.world_size)}
+    lost = [
+        f"{machine.host} with ranks {first_few(machine.ranks, 8)}"
+        for machine in contents.machines
+        if any(path.startswith(f"{of_rank[rank]}/") for rank in machine.ranks if rank in of_rank for path in missing)
+    ]
+    what = f"of the run's other checkpoints these are whole, newest first: {', '.join(whole)}"
+    return broken(
+        "F001", f"no rank sees {len(missing)} files of the checkpoint ({first_few(missing, 2)}); they were on a disk "
+        f"of {' and '.join(lost) or 'another machine'}", file=str(store.location),
+        hint=f"start a rank on that machine, or restore another checkpoint; "
+        f"{what if whole else 'no other checkpoint of the run is whole on these machines'}",
+    )  # fmt: skip

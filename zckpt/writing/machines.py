@@ -1,0 +1,64 @@
+"""Finds out which ranks of a write see the same directory, because each machine may write to a disk of its own."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zckpt.format import names
+from zckpt.listing.contents import Machine
+
+if TYPE_CHECKING:
+    from zckpt.ranks.collectives import Ranks
+    from zckpt.storage.contract import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines of a write. The ranks of one machine see the same directory. The first of them is its *leader*: it
+    takes the lock of the directory, and commits there."""
+
+    all: tuple[Machine, ...]
+    """The machines, in the order of their leaders."""
+
+    @classmethod
+    def common(cls, size: int) -> Machines:
+        """Returns the one machine of ``size`` ranks that all see the same directory."""
+        return cls((Machine("", tuple(range(size))),))
+
+    def of(self, rank: int) -> Machine:
+        """Returns the machine of a rank."""
+        return next(machine for machine in self.all if rank in machine.ranks)
+
+    def leads(self, rank: int) -> bool:
+        """Returns whether this rank is the leader of its machine."""
+        return self.of(rank).ranks[0] == rank
+
+    def tree(self) -> list[dict[str, object]]:
+        """Returns the value that the tree of a checkpoint holds. It is empty if there is only one machine."""
+        return [] if len(self.all) == 1 else [{"host": host, "ranks": list(ranks)} for host, ranks in self.all]
+
+
+def find_machines(store: Store, save_id: str, ranks: Ranks) -> Machines:
+    """Returns the machines of all ranks. Each rank puts a file with a name of its own into the directory of the
+    checkpoint, looks which of the others it sees, and removes its file. This is collective. Raises StorageError and
+    RankError."""
+
+    def mark(rank: int) -> str:
+        # The names differ from write to write, so that no client of a network file system remembers them.
+        return names.temporary(names.LOCK, f"{(int(save_id[:8], 16) + rank) % 2**32:08x}")
+
+    def look() -> tuple[int, str]:
+        leader = next(rank for rank in range(ranks.rank + 1) if store.entry(mark(rank)) is not None)
+        return leader, socket.gethostname()
+
+    try:
+        ranks.together(lambda: store.put(mark(ranks.rank), b""), "look for the other machines")
+        seen = ranks.share(look, "look for the other machines")
+    finally:
+        store.remove(mark(ranks.rank))
+    members: dict[int, list[int]] = {}
+    for rank, (leader, _) in enumerate(seen):
+        members.setdefault(leader, []).append(rank)
+    return Machines(tuple(Machine(seen[leader][1], tuple(of_leader)) for leader, of_leader in sorted(members.items())))
