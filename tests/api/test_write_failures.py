@@ -153,7 +153,7 @@ def test_a_write_that_does_not_fit_is_refused_before_a_byte_is_written(tmp_path:
 def test_a_store_that_cannot_know_its_free_space_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with in_memory():
         zckpt.write(Engine(), "memory://run/a", latest=False)
-        monkeypatch.setattr(MemoryStore, "free", 1)
+        monkeypatch.setattr(MemoryStore, "free_bytes", lambda store: 1)
         with pytest.raises(NoSpaceError, match="and 1 are free"):
             zckpt.write(Engine(), "memory://run/b", latest=False)
 

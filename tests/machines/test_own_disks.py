@@ -28,7 +28,7 @@ def fail_to_write(path: str) -> tuple[str, int | None, float]:
 def test_a_directory_that_not_all_ranks_see_is_refused_on_every_rank(machines: Machines, cluster: Cluster) -> None:
     disk = machines.nodes[0].disk
     for message, rank, seconds in values_on(cluster, machines.nodes, fail_to_write, f"{disk}/run/c"):
-        assert "rank 0 has made a directory that this rank does not see" in message
+        assert "rank 0 has taken a lock that this rank does not see" in message
         assert rank in (1, 2)
         assert seconds < 60, "not only when a rank is given up"
     for node in machines.nodes:

@@ -45,7 +45,7 @@ class Killed(BaseException):
 
 @dataclass
 class Recorder:
-    """Takes the place of ``os``, ``shutil`` and the calls that only Linux has, on a file system that shares pages."""
+    """Takes the place of ``os`` and the calls that only Linux has, on a file system that shares pages."""
 
     die_at: int | None = None
     """The number of the call before which the process dies, or None if it does not die."""
@@ -121,13 +121,6 @@ class Recorder:
             self.note("rmdir", path)
         os.rmdir(path)
 
-    def rmtree(self, path: str, ignore_errors: bool) -> None:
-        assert ignore_errors
-        for directory, _, names in os.walk(path, topdown=False):
-            for name in names:
-                self.unlink(os.path.join(directory, name))
-            self.rmdir(directory)
-
 
 RESERVE = linux.reserve
 
@@ -140,7 +133,7 @@ def recorded(die_at: int | None = None) -> Iterator[Recorder]:
         mock.patch.multiple(local_reader, os=recorder),
         mock.patch.multiple(local_writer, os=recorder),
         mock.patch.multiple(linux, reserve=recorder.reserve, share_blocks=recorder.share_blocks),
-        mock.patch.multiple(local_store, os=recorder, shutil=recorder),
+        mock.patch.multiple(local_store, os=recorder),
     ):
         yield recorder
 

@@ -326,6 +326,7 @@ def _save_checkpoint(
         client_state=client_state,
         latest=save_latest,
         run=save_dir,
+        node_local=options.node_local or engine.use_node_local_storage(),
     )
     write_engine(engine, path, options)
     after_commit(lambda: saves.end(number, save_dir, path, step), ranks)
@@ -401,6 +402,9 @@ def _load_checkpoint(
     universal = engine.load_universal_checkpoint()
     run = ranks.together(lambda: open_store(load_dir), "find the checkpoint")
     found_tag, in_deepspeed_format = ranks.first(lambda: _find(run, tag, universal), "find the checkpoint")
+    if found_tag is None:  # Rank 0 may be on a new machine, whose disk is empty.
+        found = ranks.share(lambda: _find(run, tag, universal), "find the checkpoint")
+        found_tag, in_deepspeed_format = next((one for one in found if one[0] is not None), found[0])
     if found_tag is None:
         missing = f"there is no {run.location.child('latest_universal' if universal else 'latest')}"
         if universal:

@@ -307,7 +307,8 @@ class Store(Creator, ABC):
         few seconds to show that it is alive."""
 
     def put_new(self, path: str, data: bytes) -> None:
-        """Makes a new file with these bytes, as ``create`` does. It is durable except for its name."""
+        """Makes a new file with these bytes, as ``create`` does. It is durable except for its name. zckpt calls this
+        for the index and the digest tables."""
         writer = self.create(path, 0, direct=False)
         try:
             writer.write(memoryview(data), 0)

@@ -103,15 +103,19 @@ class LocalStore(Store):
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> LocalWriter:
         full = self._full(path)
+        return self._in_directory(full, lambda: LocalWriter(full, reserved_bytes, direct))
+
+    def _in_directory(self, full: str, make: Callable[[], T]) -> T:
+        """Returns what ``make`` returns, which makes a new file. Makes the directory of the file if it is missing."""
         for _ in range(_ATTEMPTS):
             try:
-                return LocalWriter(full, reserved_bytes, direct)
-            except StorageError as error:
+                return make()
+            except OSError as error:
                 # The directory does not exist yet, or another process, whose write has failed, has removed it.
-                if not isinstance(error.__cause__, FileNotFoundError):
+                if not isinstance(error.__cause__ or error, FileNotFoundError):
                     raise
                 self._make_directories(os.path.dirname(full))
-        return LocalWriter(full, reserved_bytes, direct)
+        return make()
 
     def _make_directories(self, path: str) -> None:
         made: list[str] = []
@@ -168,6 +172,22 @@ class LocalStore(Store):
             return self._put_where_none_is(path, data, self._full(same))
         finally:
             _quietly(os.unlink, self._full(same))
+
+    def put_new(self, path: str, data: bytes) -> None:
+        full = self._full(path)
+        try:
+            fd = self._in_directory(full, lambda: os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666))
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view) :]
+                sync_data(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise from_os_error(error, "write", full, 0, len(data)) from error
 
     def sync_names(self, path: str) -> None:
         _fsync_directory(self._full(path))
