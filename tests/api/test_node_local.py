@@ -166,3 +166,12 @@ def test_ranks_that_share_a_directory_write_one_checkpoint(cluster: Cluster, tmp
     cluster.run(write_and_go_on, 2, str(tmp_path / "run" / "c"), SETUP, node_local=True)
     assert zckpt.validate(tmp_path / "run").ok
     assert "machines" not in zckpt.open(tmp_path / "run").state
+
+
+def test_a_copy_gathers_the_files_of_all_machines(cluster: Cluster, tmp_path: Path) -> None:
+    run = str(tmp_path)
+    cluster.run(on_disks, 2, ["a", "b"], run, write_and_go_on, "disk://run/c", SETUP, node_local=True)
+    for destination, keys in (("whole", None), ("part", "master/*")):
+        cluster.run(on_disks, 2, ["b", "a"], run, zckpt.cp, "disk://run", str(tmp_path / destination), keys)
+        assert zckpt.validate(tmp_path / destination, level="deep").ok
+    assert zckpt.open(tmp_path / "whole").step == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from zckpt.listing.contents import Contents
 from zckpt.listing.find import advised, find
 from zckpt.listing.runs import decode_manifest, manifest_bytes
 from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
+from zckpt.ranks.files import Peers
+from zckpt.restoring.machines import find_spread
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
@@ -93,25 +96,33 @@ def cp(
 
     def prepare() -> bytes:
         options = WriteOptions(overwrite=overwrite, latest=False, budget=budget, progress=progress).checked()
-        reader = origin.reader()
-        raw = manifest_bytes(reader)
-        contents = Contents(decode_manifest(origin, raw), reader)
+        if spread is None:
+            reader = origin.reader()
+            raw = manifest_bytes(reader)
+            contents = Contents(decode_manifest(origin, raw), reader)
+        else:
+            raw, contents = spread.raw, spread.contents(peers)
         selected_keys = None if keys is None else contents.select(keys)
         if selected_keys == []:
             raise KeyNotFoundError("no key is given, so the copy would have no tensor", hint="keys=None copies all")
         copy = Copy(
             contents=contents, manifest=raw, save_id=contents.manifest.save_id, target=target,
             selection=None if selected_keys is None else Selection.of(contents, selected_keys),
-            number=ranks.rank, size=ranks.size, verify=verify, shared_with=origin.location if share else None,
-            options=options,
+            number=ranks.rank, size=ranks.size, verify=verify, options=options,
+            shared_with=origin.location if share and spread is None else None,
         )  # fmt: skip
         copies.append(copy)
         return digest(raw + repr(selected_keys).encode(errors="backslashreplace"))
 
-    with ranks.undivided():
+    with ranks.undivided(), ExitStack() as exchange:
         check_arguments(ranks.share(arguments, "prepare the copy"))
-        source_path = ranks.first(lambda: str(find(source).location.absolute()), "find the checkpoint")
-        origin, target = open_store(source_path), open_store(Location.of(destination).absolute())
+        spread = find_spread(source, ranks) if ranks.size > 1 else None
+        if spread is None:
+            origin = open_store(ranks.first(lambda: str(find(source).location.absolute()), "find the checkpoint"))
+        else:
+            origin = spread.store
+            peers = exchange.enter_context(Peers(None, origin.reader(), "zckpt.cp"))
+        target = open_store(Location.of(destination).absolute())
         with advised(origin):
             check_equal(ranks.share(prepare, "open the checkpoint"), "checkpoints, or keys")
             (copy,) = copies

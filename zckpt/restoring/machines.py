@@ -31,6 +31,8 @@ class Spread(NamedTuple):
 
     store: Store
     """The directory of the checkpoint on this machine, which need not exist."""
+    raw: bytes
+    """The bytes of the manifest."""
     manifest: Manifest
     elsewhere: Mapping[str, tuple[int, int]]
     """For each file that this rank does not see, a rank that does, and the size of the file in bytes."""
@@ -87,7 +89,7 @@ def find_spread(path: StrPath, ranks: Ranks) -> Spread | None:
             holders = [rank for rank, of_rank in enumerate(seen) if file in of_rank]
             holder = holders[ranks.rank % len(holders)]  # so that not all ranks ask the same one
             elsewhere[file] = holder, seen[holder][file]
-    return Spread(store, manifest, elsewhere)
+    return Spread(store, raw, manifest, elsewhere)
 
 
 def _sizes(manifest: Manifest) -> dict[str, int]:
