@@ -147,7 +147,7 @@ def fail_once(run: str) -> None:
     """A full save in the background fails. The next save raises its error, and the save after that has to be full."""
     engine = zckpt.attach(make_engine(), full_every=3, background=True)
     train(engine, 1)
-    with mock.patch.object(RankWrite, "commit", side_effect=zckpt.StorageError("no commit")):
+    with mock.patch.object(RankWrite, "prepare_commit", side_effect=zckpt.StorageError("no commit")):
         engine.save_checkpoint(run)
         background.settle()
     with pytest.raises(zckpt.StorageError, match="no commit"):
@@ -159,7 +159,7 @@ def fail_once(run: str) -> None:
     engine.load_checkpoint(run)
     engine.save_checkpoint(f"{run}/first", "full")
     zckpt.wait()
-    with mock.patch.object(RankWrite, "commit", side_effect=zckpt.StorageError("no commit")):
+    with mock.patch.object(RankWrite, "prepare_commit", side_effect=zckpt.StorageError("no commit")):
         engine.save_checkpoint(f"{run}/second", "failed")  # a directory of its own, so it would be full
         with pytest.raises(zckpt.StorageError, match="no commit"):
             zckpt.wait()

@@ -14,7 +14,7 @@ import zckpt
 from tests.support.models import make_engine, train
 from tests.support.own_disks import own_disk
 from tests.support.runs import assert_goes_on_alike, restore_and_go_on, write_and_go_on
-from zckpt.ranks.files import Peers
+from zckpt.restoring.peers import Peers
 from zckpt.storage.local_store import Temporary
 
 if TYPE_CHECKING:

@@ -344,7 +344,7 @@ def test_deepspeeds_files_are_not_left_beside_a_checkpoint(tmp_path: Path) -> No
             write_engine(Engine(), tmp_path / "c", WriteOptions(overwrite=True))
     assert everything(tmp_path) == before
     with (
-        mock.patch.object(RankWrite, "commit", side_effect=OSError("no")),
+        mock.patch.object(RankWrite, "prepare_commit", side_effect=OSError("no")),
         pytest.raises(OSError, match="no"),
     ):
         zckpt.write(Engine(), tmp_path / "c", overwrite=True)

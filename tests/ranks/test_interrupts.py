@@ -69,7 +69,7 @@ def test_an_interrupted_acquire_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_an_interrupted_wait_waits_again(tmp_path: Path) -> None:
     """It waits for the same write, which is still under way."""
-    commit_write, go_on = RankWrite.commit, threading.Event()
+    commit_write, go_on = RankWrite.prepare_commit, threading.Event()
 
     def commit(*arguments: Any, **options: Any) -> None:
         go_on.wait(60)
@@ -79,7 +79,7 @@ def test_an_interrupted_wait_waits_again(tmp_path: Path) -> None:
         wait_until_main_is_in(Worker.wait)
         go_on.set()
 
-    with mock.patch.object(RankWrite, "commit", commit):
+    with mock.patch.object(RankWrite, "prepare_commit", commit):
         first = zckpt.write(Engine(), tmp_path / "first", background=True)
         for wait in (zckpt.wait, first.wait):
             with beside(partial(interrupt_in, Worker.wait), "interrupt") as interrupt:
@@ -239,7 +239,7 @@ def test_an_error_with_any_text_reaches_the_other_ranks(cluster: Cluster) -> Non
 
 def wait_interrupted(path: str) -> list[str]:
     """Rank 1 is interrupted while both ranks wait for a write in the background. Then both ranks write again."""
-    commit_write, errors = RankWrite.commit, []
+    commit_write, errors = RankWrite.prepare_commit, []
 
     def commit(*arguments: Any, **options: Any) -> None:
         while not Path(path, "go on").exists():
@@ -252,7 +252,7 @@ def wait_interrupted(path: str) -> list[str]:
 
     with (
         engines_are_adapters(),
-        mock.patch.object(RankWrite, "commit", commit),
+        mock.patch.object(RankWrite, "prepare_commit", commit),
     ):
         pending = zckpt.write(Half(5), f"{path}/first", background=True)
         if os.environ["RANK"] == "1":

@@ -354,13 +354,13 @@ def test_a_writer_that_has_checked_its_lock_is_shut_out_before_its_commit(tmp_pa
 
 def test_a_write_in_the_background_holds_its_lock_until_it_ends(tmp_path: Path) -> None:
     path, go_on = tmp_path / "c", threading.Event()
-    commit_write = RankWrite.commit
+    commit_write = RankWrite.prepare_commit
 
     def commit(*arguments: Any, **keywords: Any) -> None:
         go_on.wait(60)
         commit_write(*arguments, **keywords)
 
-    with mock.patch.object(RankWrite, "commit", commit):
+    with mock.patch.object(RankWrite, "prepare_commit", commit):
         pending = write_through(path, value(1), background=True)
         with pytest.raises(LockedError):
             WriteLock(open_store(path)).acquire()

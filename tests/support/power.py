@@ -65,7 +65,7 @@ class Recorder:
             self.ops.append(Op(call, os.path.abspath(path), **more))
 
     def open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if flags & os.O_CREAT:
+        if flags & os.O_CREAT and os.path.isdir(os.path.dirname(path)):
             self.note("create", path)
         fd = os.open(path, flags, mode, dir_fd=dir_fd)
         self.paths[fd] = path

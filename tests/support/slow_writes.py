@@ -60,11 +60,11 @@ def value(number: float) -> torch.Tensor:
 
 def slow_write(path: Path, wait: Callable[[], None], number: int, **options: Any) -> object:
     """Writes a checkpoint, but calls ``wait`` once its files are there, before its commit."""
-    commit_write = RankWrite.commit
+    commit_write = RankWrite.prepare_commit
 
     def commit(*arguments: Any, **keywords: Any) -> None:
         wait()
         commit_write(*arguments, **keywords)
 
-    with mock.patch.object(RankWrite, "commit", commit):
+    with mock.patch.object(RankWrite, "prepare_commit", commit):
         return write_through(path, value(number), **options)

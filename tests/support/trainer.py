@@ -115,7 +115,7 @@ def attached(
     import zckpt
     from zckpt.writing.rank_write import RankWrite
 
-    commit_write = RankWrite.commit
+    commit_write = RankWrite.prepare_commit
 
     def commit(rank_write: RankWrite, digests: Sequence[bytes]) -> None:
         if f"checkpoint-{uncommitted}/" in str(rank_write.store.location):
@@ -123,7 +123,7 @@ def attached(
         commit_write(rank_write, digests)
 
     zckpt.attach_all(**attach)
-    with slow(write_seconds), mock.patch.object(RankWrite, "commit", commit):
+    with slow(write_seconds), mock.patch.object(RankWrite, "prepare_commit", commit):
         facts = train(directory, options, **more)
         zckpt.wait()
     return {**facts, "at the end": folders(directory)}

@@ -14,8 +14,8 @@ from zckpt.listing.contents import Contents
 from zckpt.listing.find import advised, find
 from zckpt.listing.runs import decode_manifest, manifest_bytes
 from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
-from zckpt.ranks.files import Peers
 from zckpt.restoring.machines import find_spread
+from zckpt.restoring.peers import Peers
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store

@@ -22,9 +22,9 @@ from zckpt.plan.reshard import ElementRange
 from zckpt.plan.select import by_part, several
 from zckpt.progress import Progress, logged, reported
 from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
-from zckpt.ranks.files import Peers
 from zckpt.reading.checkpoint import Checkpoint, ReadRequest
 from zckpt.restoring.machines import find_spread
+from zckpt.restoring.peers import Peers
 from zckpt.restoring.plan import Request, RestorePlan, check_settings, plan_restore
 from zckpt.state.lineage import Use
 from zckpt.storage.location import Location, StrPath

@@ -200,8 +200,8 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
             return prepared.begin(described)
 
         try:
-            prepared.find_machines(ranks)
-            described, *_ = ranks.share(lambda: prepared.describe(plans), "plan the write")
+            seen = prepared.find_machines(ranks)
+            described, *_ = ranks.share(lambda: prepared.describe(plans, seen), "plan the write")
             spaces = ranks.share(begin, "begin the write")
             ranks.together(lambda: prepared.join(spaces), "begin the write")
             if pending is None:

@@ -51,7 +51,10 @@ def settle(checkpoint: Store, ranks: Ranks) -> None:
         return [_committed(checkpoint), [] if alive else [*in_doubt(checkpoint)]]
 
     def commit() -> None:
-        for save_id, name in in_doubt(checkpoint).items() if undecided else ():
+        committed = {save_id for of_rank, _ in reports for save_id in of_rank}
+        if not any(committed.intersection(prepared) for _, prepared in reports):
+            return
+        for save_id, name in in_doubt(checkpoint).items():
             if save_id in committed:
                 prepared = _read(checkpoint, name)
                 if _committed(checkpoint) != [save_id]:  # Another rank of this machine may have been quicker.
@@ -59,8 +62,6 @@ def settle(checkpoint: Store, ranks: Ranks) -> None:
                 checkpoint.remove(name)
 
     reports = ranks.share(look, "look for checkpoints that are committed on some machines only")
-    committed = {save_id for of_rank, _ in reports for save_id in of_rank}
-    undecided = any(committed.intersection(prepared) for _, prepared in reports)
     ranks.together(commit, "commit on all machines")
 
 

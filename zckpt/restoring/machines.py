@@ -13,7 +13,7 @@ from zckpt.listing.contents import Contents
 from zckpt.listing.doubt import settle
 from zckpt.listing.find import find
 from zckpt.listing.runs import COMPARED_MAX, decode_manifest, directories, manifest_bytes
-from zckpt.ranks.files import PeerReader
+from zckpt.restoring.peers import PeerReader
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from zckpt.format.manifest import Manifest
     from zckpt.ranks.collectives import Ranks
-    from zckpt.ranks.files import Peers
+    from zckpt.restoring.peers import Peers
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
 

@@ -10,6 +10,8 @@ from zckpt.format import names
 from zckpt.listing.contents import Machine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from zckpt.ranks.collectives import Ranks
     from zckpt.storage.contract import Store
 
@@ -23,9 +25,12 @@ class Machines:
     """The machines, in the order of their leaders."""
 
     @classmethod
-    def common(cls, size: int) -> Machines:
-        """Returns the one machine of ``size`` ranks that all see the same directory."""
-        return cls((Machine("", tuple(range(size))),))
+    def seen(cls, marks: Sequence[tuple[int, str]]) -> Machines:
+        """Returns the machines from what ``find_machines`` has returned."""
+        members: dict[int, list[int]] = {}
+        for rank, (leader, _) in enumerate(marks):
+            members.setdefault(leader, []).append(rank)
+        return cls(tuple(Machine(marks[leader][1], tuple(ranks)) for leader, ranks in sorted(members.items())))
 
     def of(self, rank: int) -> Machine:
         """Returns the machine of a rank."""
@@ -40,10 +45,10 @@ class Machines:
         return [] if len(self.all) == 1 else [{"host": host, "ranks": list(ranks)} for host, ranks in self.all]
 
 
-def find_machines(store: Store, save_id: str, ranks: Ranks) -> Machines:
-    """Returns the machines of all ranks. Each rank puts a file with a name of its own into the directory of the
-    checkpoint, looks which of the others it sees, and removes its file. This is collective. Raises StorageError and
-    RankError."""
+def find_machines(store: Store, save_id: str, ranks: Ranks) -> list[tuple[int, str]]:
+    """Returns for each rank the lowest rank that sees the same directory, and the name of its host. Each rank puts a
+    file with a name of its own into the directory of the checkpoint, looks which of the others it sees, and removes its
+    file. This is collective. Raises StorageError and RankError."""
 
     def mark(rank: int) -> str:
         # The names differ from write to write, so that no client of a network file system remembers them.
@@ -56,9 +61,8 @@ def find_machines(store: Store, save_id: str, ranks: Ranks) -> Machines:
     try:
         ranks.together(lambda: store.put(mark(ranks.rank), b""), "look for the other machines")
         seen = ranks.share(look, "look for the other machines")
-    finally:
+        ranks.together(lambda: store.remove(mark(ranks.rank)), "look for the other machines")
+    except BaseException:
         store.remove(mark(ranks.rank))
-    members: dict[int, list[int]] = {}
-    for rank, (leader, _) in enumerate(seen):
-        members.setdefault(leader, []).append(rank)
-    return Machines(tuple(Machine(seen[leader][1], tuple(of_leader)) for leader, of_leader in sorted(members.items())))
+        raise
+    return seen

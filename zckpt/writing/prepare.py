@@ -220,19 +220,22 @@ class Preparation:
                 raise
         return data_files, {}
 
-    def find_machines(self, ranks: Ranks) -> None:
+    def find_machines(self, ranks: Ranks) -> Sequence[tuple[int, str]]:
         """Finds out which ranks see the same directory, if each machine may have a disk of its own. Then also commits
-        what a crash has left committed on some machines only. This is collective."""
-        self._machines = Machines.common(self._size)
-        if self.options.node_local:
-            settle(self._store, ranks)
-            self._machines = find_machines(self._store, self.write.save_id, ranks)
+        what a crash has left committed on some machines only. Returns what ``Machines.seen`` needs. This is
+        collective."""
+        if not self.options.node_local:
+            return [(0, "")] * self._size
+        settle(self._store, ranks)
+        return find_machines(self._store, self.write.save_id, ranks)
+
+    def describe(self, plans_of_ranks: Sequence[Planned], seen: Sequence[tuple[int, str]]) -> Sequence[bytes]:
+        """On rank 0, makes and checks the manifest and the index. Returns both there if there are other leaders, which
+        need them. ``seen``: what ``find_machines`` has returned. Raises StateError on each rank if the optimizers of
+        the ranks differ in a value that is kept once."""
+        self._machines = Machines.seen(seen)
         if len(self._machines.all) > 1:
             self.write.machine = self._machines.of(self._rank).ranks
-
-    def describe(self, plans_of_ranks: Sequence[Planned]) -> Sequence[bytes]:
-        """On rank 0, makes and checks the manifest and the index. Returns both there if there are other leaders, which
-        need them. Raises StateError on each rank if the optimizers of the ranks differ in a value that is kept once."""
         plans = self._plans = [Planned(*values) for values in plans_of_ranks]
         note_write(self._engine, self._run_id)
         if any(of_rank.scalars for of_rank in plans):
