@@ -10,16 +10,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 
 from tests.support.interrupted import read_log
 from tests.support.slow_writes import slow
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 STEPS = 13
 """The number of steps of a whole run, which has one epoch."""
@@ -117,10 +114,10 @@ def attached(
 
     commit_write = RankWrite.prepare_commit
 
-    def commit(rank_write: RankWrite, digests: Sequence[bytes]) -> None:
+    def commit(rank_write: RankWrite, *described: bytes) -> None:
         if f"checkpoint-{uncommitted}/" in str(rank_write.store.location):
             time.sleep(600)
-        commit_write(rank_write, digests)
+        commit_write(rank_write, *described)
 
     zckpt.attach_all(**attach)
     with slow(write_seconds), mock.patch.object(RankWrite, "prepare_commit", commit):
