@@ -252,6 +252,18 @@ def test_each_read_is_one_request(run: str, tmp_path: Path) -> None:
     assert checkpoint.io.reads == before + 1
 
 
+def test_a_checkpoint_at_the_top_of_a_bucket(run: str, seaweedfs: ObjectServer) -> None:
+    name = posixpath.basename(posixpath.dirname(posixpath.dirname(run)))
+    path = f"s3://{seaweedfs.bucket}/{name}"
+    zckpt.write(trained(1), path, latest=False)
+    assert same_all(loaded(path), masters(trained(1)))
+    store = open_store(path)
+    assert store.parent.location == store.parent.parent.location == open_store(f"s3://{seaweedfs.bucket}").location
+    with pytest.raises(CheckpointExistsError, match="would hide one"):
+        zckpt.write(trained(1), f"{path}/inside")
+    store.remove(*keys(seaweedfs, path))
+
+
 # Files
 
 

@@ -243,6 +243,10 @@ class ObjectStore(Store):
                 hint="set the variables of the environment that the provider of the bucket says",
             )  # fmt: skip
 
+    @property
+    def parent(self) -> Store:
+        return super().parent if self._key("") else self  # There is nothing above a bucket.
+
     def call(self, name: str, path: str, *arguments: Any, **keywords: Any) -> Any:
         """Calls a function of obstore for a file. Raises what it raises."""
         return getattr(_obstore(), name)(self.client.bucket, self._key(path), *arguments, **keywords)
@@ -499,12 +503,13 @@ class _Errors:
                 "the server sends whole files instead of the parts that are asked for", file=self._file,
                 hint="use a server that answers requests with the header Range, or copy the files from there first",
             ) from None  # fmt: skip
-        failed = (NoSpaceError if _FULL.search(text) else StorageError)(
+        is_full = _FULL.search(text) is not None
+        failed = (NoSpaceError if is_full else StorageError)(
             f"cannot {self._action}: {text}", file=self._file, start=self._start, stop=self._stop,
             hint=_hint(text),
         )  # fmt: skip
         may_pass = isinstance(error, (errors.GenericError, OSError)) and not isinstance(error, FileNotFoundError)
-        failed.transient = may_pass and not _REFUSED.search(text)
+        failed.transient = may_pass and not is_full and not _REFUSED.search(text)
         raise failed from None
 
 
@@ -562,7 +567,10 @@ def _bucket(scheme: str, bucket: str, *settings: tuple[str, str]) -> _Client:
     """Returns the client for a bucket, or for a web server. Other ``settings``, which are those variables of the
     environment that the client is made from, need a client of their own."""
     obstore = _obstore()
-    client = {"timeout": timedelta(seconds=TIMEOUT_SECONDS), "connect_timeout": timedelta(seconds=CONNECT_SECONDS)}
+    client = {
+        "timeout": timedelta(seconds=TIMEOUT_SECONDS), "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+        "allow_http": scheme == "http",
+    }  # fmt: skip
     backoff = {"init_backoff": timedelta(seconds=PAUSE_SECONDS), "max_backoff": timedelta(seconds=10), "base": 3}
     retries = {"backoff": backoff, "max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)}
     common = {"client_options": client, "retry_config": retries}
