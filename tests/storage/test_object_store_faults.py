@@ -40,6 +40,7 @@ from zckpt.storage.contract import ANYTHING, _PutLater
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import MIB
+from zckpt.writing import rank_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -306,13 +307,14 @@ def test_what_cannot_be_removed_stays_and_costs_little_time(
 # Writers that race
 
 
-def race(worker: int, run: str, rounds: int, barrier: Any, blind: bool, results: Any) -> None:
-    """Writes one checkpoint after another at the same moment as the other processes. ``blind`` lets each writer take
-    every other one for dead, so that only the conditions of the puts protect the checkpoints."""
+def race(worker: int, run: str, rounds: int, barrier: Any, results: Any) -> None:
+    """Writes one checkpoint after another at the same moment as the other process. In every second round each writer
+    takes the other one for dead, so that only the conditions of the puts protect the checkpoint."""
     object_store.PAUSE_SECONDS = 0.01
-    lock_module.DEAD_SECONDS = -1.0 if blind else lock_module.DEAD_SECONDS
     outcomes: list[str] = []
     for number in range(rounds):
+        seconds = (-1.0, 0.1) if number % 2 else (120.0, 5.0)
+        lock_module.DEAD_SECONDS, rank_write.LATE_SECONDS = seconds
         barrier.wait(600)
         try:
             write(f"{run}/{number}", worker, 10, latest=False)
@@ -322,36 +324,33 @@ def race(worker: int, run: str, rounds: int, barrier: Any, blind: bool, results:
     results.put((worker, outcomes))
 
 
-def run_race(run: str, rounds: int, blind: bool) -> None:
+def run_race(run: str, rounds: int) -> None:
     """Two processes write to the same paths."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=race, args=(n, run, rounds, barrier, blind, results)) for n in range(2)]
+    processes = [context.Process(target=race, args=(n, run, rounds, barrier, results)) for n in range(2)]
     for process in processes:
         process.start()
-    outcomes = dict(results.get(timeout=60 + rounds) for _ in processes)
+    outcomes = dict(results.get(timeout=120 + 10 * rounds) for _ in processes)
     for process in processes:
         process.join()
     for number, pair in enumerate(zip(outcomes[0], outcomes[1], strict=True)):
-        wins = pair.count("won")
+        blind, wins = number % 2, pair.count("won")
+        # A writer that has committed, but was taken for dead meanwhile, reports that it has lost its lock.
         assert wins == 1 or (blind and wins == 0), (number, pair)
-        if wins:
-            assert held(f"{run}/{number}") == [pair.index("won")], (number, pair)
-        else:  # a writer that has committed, but was taken for dead meanwhile, reports that it has lost its lock
-            assert held(f"{run}/{number}") in ([0], [1]), (number, pair)
-        (lost, *_) = (outcome.partition(":")[0] for outcome in pair if outcome != "won")
-        assert lost in ("LockedError", "CheckpointExistsError", "StorageError"), (number, pair)
+        assert held(f"{run}/{number}") in ([[pair.index("won")]] if wins else [[0], [1]]), (number, pair)
+        lost = {outcome.partition(":")[0] for outcome in pair} - {"won"}
+        known = {"LockedError", "CheckpointExistsError"} | ({"StorageError", "RankError"} if blind else set())
+        assert lost <= known, (number, pair)
 
 
-@pytest.mark.parametrize("blind", [False, True])
-def test_of_two_processes_that_write_one_path_one_wins(run: str, blind: bool) -> None:
-    run_race(run, 12, blind)
+def test_of_two_processes_that_write_one_path_one_wins(run: str) -> None:
+    run_race(run, 36)
 
 
 @pytest.mark.cloud
-@pytest.mark.parametrize("blind", [False, True])
-def test_of_two_processes_that_write_one_path_one_wins_each_of_ten_thousand_times(run: str, blind: bool) -> None:
-    run_race(run, 5000, blind)
+def test_of_two_processes_that_write_one_path_one_wins_each_of_ten_thousand_times(run: str) -> None:
+    run_race(run, int(os.environ.get("ZCKPT_TEST_RACES", "10000")))
 
 
 # Writers that are taken for dead
@@ -494,9 +493,9 @@ def test_memory_is_bounded_by_the_budget(run: str, monkeypatch: pytest.MonkeyPat
     budget = zckpt.Budget(32 * MIB, threads=2)
     write(f"{run}/warm", 1, 16 * LONG, budget=budget)
     destination: Any = f"{run}/c"
-    tensor = torch.arange(64 * MIB, dtype=torch.float32)
+    tensor = torch.arange(32 * MIB, dtype=torch.float32)
     in_flight = (object_store.PARTS_IN_FLIGHT + 2) * object_store.PART_BYTES
-    growth = peak_growth(lambda: write_through(destination, tensor, budget=budget))
+    growth = peak_growth(lambda: write_through(destination, tensor, engine=ENGINE, budget=budget))
     assert growth < budget.nbytes + in_flight + 32 * MIB
     out = {"master/w": torch.zeros(tensor.shape)}
     checkpoint = zckpt.open(destination, budget=budget)
