@@ -11,6 +11,7 @@
 #
 # make test-crash      kills writes at every operation and at 300 random times, and at 50,000 losses of power (30 minutes)
 # make test-machines   runs ranks on machines of Linux namespaces; needs root, and installs what it needs on Debian
+# make test-cloud      runs all tests of object stores: every fault at every request, and 10,000 races (an hour)
 # make test-gpu        runs the tests that need an NVIDIA GPU
 # make test-browser    tests the page of `zckpt report` in a headless Chromium, which it installs on Debian
 # make test-versions   runs some of the tests with every DeepSpeed version that zckpt supports
@@ -42,8 +43,8 @@ OPS := $(BUILT)/ops.stamp
 SIM := $(BUILT)/sim.stamp
 DEMO_OPS := $(BUILT)/demo-ops.stamp
 OLDER := 0.16.9 0.17.6 0.18.9
-SMOKE := -m "matrix or not matrix" @tests/smoke.txt
-NO_RANKS := -m "not matrix and not ranks" tests/format tests/plan tests/listing tests/package/test_imports.py
+SMOKE := -m "not cloud" @tests/smoke.txt
+NO_RANKS := -m "not matrix and not cloud and not ranks" tests/format tests/plan tests/listing tests/package/test_imports.py
 PLOTS := $(VENV)/.bench-stamp
 BROWSER := $(VENV)/.browser-stamp
 FUZZER := $(VENV)/.fuzz-stamp
@@ -65,7 +66,7 @@ export MAX_JOBS ?= 2
 # Most tests use one processor at a time, so as many run at once.
 PYTEST := $(PY) -m pytest --numprocesses $(MAX_JOBS) --dist worksteal
 
-.PHONY: help setup lint check test test-all test-crash test-machines test-gpu test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-coverage fuzz docs clean
+.PHONY: help setup lint check test test-all test-crash test-cloud test-machines test-gpu test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-coverage fuzz docs clean
 
 # Prints the comment at the head of this file.
 help:
@@ -80,22 +81,25 @@ test: setup lint
 	@$(PYTEST)
 
 test-all: setup $(DOCS) lint
-	@$(PYTEST) -m "not machines"
+	@$(PYTEST) -m "not machines and not cloud"
 
 test-crash: setup
-	@ZCKPT_TEST_EVERY=1 ZCKPT_TEST_KILLS=150 ZCKPT_TEST_VARIANTS=12000 $(PYTEST) -m "matrix or not matrix" \
+	@ZCKPT_TEST_EVERY=1 ZCKPT_TEST_KILLS=150 ZCKPT_TEST_VARIANTS=12000 $(PYTEST) -m "not cloud and not machines" \
 	    tests/faults/test_crashes.py tests/faults/test_power_loss.py tests/ranks/test_lost_ranks.py tests/faults/test_store_faults.py
 
 test-machines: setup
 	@$(install_machines)
 	@$(PY) -m pytest -m machines tests/machines
+test-cloud: setup
+	@ZCKPT_TEST_EVERY=1 $(PYTEST) -m "cloud or not cloud" tests/storage/test_object_servers.py tests/storage/test_object_store.py \
+	    tests/storage/test_object_store_faults.py tests/storage/test_web_store.py
 
 test-gpu: setup
 	@$(PY) -m pytest -m gpu tests
 
 test-browser: setup $(BROWSER)
 	@$(install_browser)
-	@$(PY) -m pytest -m "matrix or not matrix" tests/reporting
+	@$(PY) -m pytest -m "not cloud" tests/reporting
 
 test-versions: setup $(OLDER:%=test-%)
 	@$(PY) -m pytest $(SMOKE)

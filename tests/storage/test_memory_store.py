@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 import zckpt
 from tests.support.memory_store import Disk, File, in_memory
 from tests.support.states import same_all, write_state
+from zckpt.cleaning.work import OLD_SECONDS
 from zckpt.listing.runs import directories_of
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
@@ -105,12 +107,16 @@ def test_leftovers_and_older_checkpoints_are_removed(disk: Disk) -> None:
         zckpt.write(engine, f"{RUN}/step{step}")
     store = open_store(f"{RUN}/step3")
     store.put("data-0123456789abcdef/rank-00000/master.safetensors", bytes(100))
+    left = next(path for path in disk if "data-0123456789abcdef" in path)
+    disk[left] = disk[left]._replace(changed_at=time.time() - OLD_SECONDS - 1)
+    store.put("data-fedcba9876543210/rank-00000/master.safetensors", bytes(100))
     for clean in (zckpt.gc, partial(zckpt.prune, keep_last=2)):
         dry = clean(RUN, dry_run=True)
         done = clean(RUN)
         assert done.removed == dry.removed != ()
         if clean is zckpt.gc:
             assert [item.path.partition("step")[2] for item in done.removed] == ["3/data-0123456789abcdef"]
+            assert done.in_use == dry.in_use == (f"{RUN}/step3/data-fedcba9876543210",), "it is not a day old"
     assert zckpt.open(RUN).step == 3
     assert directories_of(open_store(RUN)) == ["step2", "step3"]
     assert not [item for item in disk if "step1" in item]
@@ -160,10 +166,8 @@ def test_one_writer_at_a_time() -> None:
 
 @pytest.mark.parametrize("call", ["write", "open", "restore", "validate", "gc", "repair"])
 def test_an_unknown_scheme_is_refused_before_anything_is_made(call: str) -> None:
-    arguments = (
-        ["ftp://bucket/run"] if call in ("open", "validate", "gc", "repair") else [trained(1), "ftp://bucket/run"]
-    )
-    with pytest.raises(zckpt.UnsupportedError, match=r"scheme 'ftp'.*ftp://bucket/run") as caught:
+    arguments = ["ftp://host/run"] if call in ("open", "validate", "gc", "repair") else [trained(1), "ftp://host/run"]
+    with pytest.raises(zckpt.UnsupportedError, match=r"scheme 'ftp'.*ftp://host/run") as caught:
         getattr(zckpt, call)(*arguments)
     assert "memory://" in (caught.value.hint or "")
 

@@ -39,6 +39,8 @@ class Fault:
     """Passes the request on, reads the whole answer of the server, and closes the connection without an answer."""
     status: int | None = None
     """Answers with this status and an error in XML, as S3 does. The server gets nothing."""
+    code: str | None = None
+    """The code of the error in such an answer, or None for one that fits the status."""
     retry_after_seconds: int | None = None
     """The value of the header Retry-After in such an answer, or None for no such header."""
     stall_seconds: float = 0
@@ -257,7 +259,7 @@ class FaultyProxy:
                 self._changed.notify_all()
 
     def _refuse(self, client: socket.socket, request: Request, fault: Fault, status: int) -> bool:
-        code = CODES.get(status, "Error")
+        code = fault.code or CODES.get(status, "Error")
         body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>on purpose</Message></Error>'.encode()
         lines = [f"HTTP/1.1 {status} {code}", "Content-Type: application/xml", f"Content-Length: {len(body)}"]
         if fault.retry_after_seconds is not None:

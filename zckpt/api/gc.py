@@ -29,6 +29,9 @@ def gc(path: StrPath, *, dry_run: bool = False, discard: StrPath | Collection[St
     that. A checkpoint that another process is writing at this moment stays too, and so does one that only lacks its
     manifest, because ``zckpt.repair`` can rebuild it.
 
+    In an object store, the data and the unfinished uploads of dead writers are removed when they are a day old, because
+    a writer that was taken for dead may still commit before. Uploads are found only in S3, by the package boto3.
+
     Args:
         path: the directory of a run, or of one checkpoint. The checkpoints of a run are those directly in its
             directory, those further down that a file ``latest`` can name, and those in the folders ``checkpoint-<N>``
@@ -52,6 +55,7 @@ def gc(path: StrPath, *, dry_run: bool = False, discard: StrPath | Collection[St
     work = Work(dry_run, _discarded(run, checkpoints, discard))
     for checkpoint in checkpoints:
         work.clean(checkpoint)
+    work.give_up_uploads(run)
     work.remove(run, [*run_leftovers(run), *left_over(entries)], "leftover")
     return work.result(len(checkpoints))
 

@@ -37,7 +37,9 @@ class Cleanup:
     removed: tuple[Removed, ...]
     """The files and directories that were removed. With ``dry_run``, they would be removed."""
     in_use: tuple[str, ...]
-    """The paths of checkpoints that were left alone because another process is writing there."""
+    """The paths of checkpoints that were left alone because another process is writing there. In object stores, also
+    the paths of data that no manifest names and that are less than a day old, because a writer that was taken for dead
+    may still commit them."""
     dry_run: bool
     """Whether the call had the argument ``dry_run``, so that nothing was removed."""
     recoverable: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zckpt.cleaning.cleanup import Cleanup, Removed
-from zckpt.errors import LockedError, StorageError
+from zckpt.errors import LockedError, StorageError, warn
 from zckpt.format import names
 from zckpt.listing.doubt import in_doubt
 from zckpt.listing.leftovers import is_file, leftovers, look, named_files
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
     from zckpt.storage.contract import Entry, Store
     from zckpt.storage.location import Location
+
+
+OLD_SECONDS = 24 * 3600.0
+"""After how many seconds a writer that was taken for dead is certain not to commit any more, and an upload not to be
+finished."""
 
 
 def is_latest(run: Store, checkpoint: Store) -> bool:
@@ -60,7 +65,8 @@ class Work:
         path = str(store.location)
         left, holder, is_discarded = leftovers(store), read_lock(store), store.location in self.discarded
         # If there is nothing to do, no lock is taken, because that could make a write fail that is about to begin.
-        idle = not (unwanted_in or left.own or is_discarded) and (holder is None or not is_lock(holder))
+        is_held = store.entry(names.LOCK) is not None if holder is None else is_lock(holder)
+        idle = not (unwanted_in or left.own or is_discarded or is_held)
         if idle and not left.foreign:
             return
         if not idle and holder is not None and is_alive(store, holder):
@@ -95,7 +101,9 @@ class Work:
             self.remove(store, complete, "discarded", ())
         left = leftovers(store)
         remains = [name for name in left.own if name not in {*complete, *prepared}]
-        self.remove(store, remains, "leftover")
+        young = self._young(store, remains)
+        self.in_use += [str(store.location.child(name)) for name in young]
+        self.remove(store, [name for name in remains if name not in young], "leftover")
         if unwanted_in is None or is_latest(unwanted_in, store):
             return
         if left.manifest is None or left.manifest.save_id != save_id:
@@ -109,6 +117,34 @@ class Work:
             self.remove(store, [names.data_dir(save_id)], "retention", named_files(left.manifest))
             old = [name for name in names_in(store) if names.is_old(name)]
             self.remove(store, [name for name in old if is_file(store, name)], "retention")
+
+    def _young(self, store: Store, leftovers: Sequence[str]) -> list[str]:
+        """Returns those leftovers of a checkpoint that may still be used: if the store does not stop commits, a writer
+        that was taken for dead may commit until its data are ``OLD_SECONDS`` old."""
+        if store.stops_commits or not leftovers:
+            return []
+        since = store.now() - OLD_SECONDS
+
+        def is_young(name: str) -> bool:
+            below = [f"{name}/{entry.path}" for entry in store.entries(name, deep=True) or ()]
+            return any(entry.changed_at > since for entry in map(store.entry, [name, *below]) if entry is not None)
+
+        return [name for name in leftovers if is_young(name)]
+
+    def give_up_uploads(self, run: Store) -> None:
+        """Removes the unfinished uploads of data files in and below the directory that are older than
+        ``OLD_SECONDS``."""
+        try:
+            uploads = [upload for upload in run.unfinished() if any(map(names.is_data_dir, upload.path.split("/")))]
+        except StorageError as error:  # to list uploads is another right than to list files
+            warn(f"unfinished uploads stay: {error}")
+            return
+        since = run.now() - OLD_SECONDS if uploads else 0.0
+        for upload in uploads:
+            if upload.begun_at < since:
+                if not self.dry_run:
+                    run.give_up(upload)
+                self.removed.append(Removed(str(run.location.child(upload.path)), upload.nbytes, 0, "leftover"))
 
     def remove(self, store: Store, entries: Sequence[str], reason: str, named: Collection[str] | None = None) -> None:
         """Removes these entries of a directory in the given order, except what is foreign in them. ``named``: the

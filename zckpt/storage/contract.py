@@ -209,6 +209,19 @@ class Entry(NamedTuple):
     means that no other path leads to it."""
 
 
+class Upload(NamedTuple):
+    """The upload of a file that was begun. Nobody sees the file before the upload is finished."""
+
+    path: str
+    """The path of the file, relative to the store's directory."""
+    nbytes: int
+    """The number of bytes that the store keeps of the file."""
+    begun_at: float
+    """When the upload was begun, in seconds of the store's own clock."""
+    upload_id: Hashable
+    """A value by which the store tells apart the uploads of one path."""
+
+
 class Creator(Protocol):
     """Makes new files."""
 
@@ -340,6 +353,18 @@ class Store(Creator, ABC):
     @abstractmethod
     def now(self) -> float:
         """Returns the time of the same clock as ``Entry.changed_at``, in seconds. Something is in the directory."""
+
+    # What only some object stores have. What stands here is right for all other stores.
+
+    def unfinished(self) -> list[Upload]:
+        """Returns the uploads of files in and below the directory that were begun, and neither finished nor given up.
+        Some of them may be under way, and others are those of processes that have died. Nobody sees them, but they take
+        space until ``zckpt.gc`` gives up those that are old."""
+        return []
+
+    def give_up(self, upload: Upload) -> None:
+        """Removes what the store keeps of an upload that ``unfinished`` has returned. It can not be finished then."""
+        return
 
     # What only file systems have. What stands here is right for all other stores.
 

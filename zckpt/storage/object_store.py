@@ -4,6 +4,7 @@ only be read. They need the package obstore: ``pip install zckpt[cloud]``."""
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 import secrets
 import threading
@@ -17,44 +18,80 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError
+from zckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, ZckptError
 from zckpt.format import names
 from zckpt.format.rules import broken
 from zckpt.progress import logger
-from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store
+from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store, Upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Condition
+    from zckpt.storage.location import Location
 
 PART_BYTES = 8 << 20
-"""The size in bytes of the parts in which a large file is uploaded."""
+"""The size in bytes of the parts in which a large file is uploaded, if they are not too many."""
+PARTS_MAX = 10_000
+"""The largest number of parts that S3 accepts for one file."""
 PARTS_IN_FLIGHT = 4
 """How many parts of one file are uploaded at a time."""
 REQUESTS_IN_FLIGHT = 16
 """How many requests for data are made at a time."""
 PIECE_BYTES = 1 << 20
 """The smallest piece in bytes in which the answer to a read is copied to its target."""
-ATTEMPTS = 5
-"""How often a read is continued after its connection was cut."""
+ATTEMPTS = 3
+"""How many times in a row a read may be cut off before its next byte has come, and how many times a put is sent whose
+result is unknown. Each time, obstore has already sent the request again by itself."""
 REMOVAL_SECONDS = 5.0
 """How long a new file waits for the removal of the file that was there before, in seconds."""
 TIMEOUT_SECONDS, CONNECT_SECONDS = 60, 10
 """How long one request may take, and how long a connection may take to be made, in seconds."""
 RETRIES, RETRY_SECONDS = 8, 120
-"""How often a request that failed is sent again, and for how many seconds."""
-_CONDITIONS = {"If-None-Match": "create", "If-Match": {"e_tag": '"00000000000000000000000000000000"'}}
-"""The headers by which a put has a condition, and modes of obstore that use them."""
+"""How often obstore sends a request again that has failed, and for how many seconds."""
+PAUSE_SECONDS = 0.2
+"""How long obstore waits before it sends a request again for the first time, in seconds. Later pauses are longer."""
 _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
 """How the names of the variables of the environment begin that say where a bucket is, and who may use it."""
 _REMOVED = b"removed by zckpt "
 """How the content of a file begins that is just being removed under a condition."""
-_REFUSED = re.compile("status code: 4(?!08|29)")
-"""Matches the text of an error by which a server has refused a request for good."""
-_SECRETS = re.compile(r"\?[^\s\"')>]*")
+_REFUSED = re.compile(r"status code: 4(?!08|29)|redirect|Range request")
+"""Matches the text of an error if the server would refuse the same request again."""
+_FULL = re.compile(r"status code: 507|QuotaExceeded|StorageFull")
+"""Matches the text of an error if there is no space left."""
+_PAST_THE_END = re.compile(r"status code: 416")
+"""Matches the text of an error if a range begins at the end of the file or after it."""
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+"""Matches the text of an error if the bucket does not exist, which obstore reports like a file that does not exist."""
+_NO_RANGES = re.compile(r"Range request not supported|non-partial response")
+"""Matches the text of an error if the server has sent the whole file instead of a part."""
+_HINTS = (
+    (_NO_BUCKET, "the bucket does not exist; make it, or give the name of another one"),
+    (re.compile("redirect|AuthorizationHeaderMalformed"), "the bucket is in another region: set AWS_REGION to it"),
+    (
+        re.compile(r"169\.254\.169\.254|metadata\.google|no credentials were found"),
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or what the provider of the bucket says; for "
+        "a bucket that anybody may read, set AWS_SKIP_SIGNATURE=true",
+    ),
+    (
+        re.compile(r"status code: 40[13]|necessary privileges"),
+        "the credentials are missing or wrong, or do not allow this; zckpt reads, writes, lists and removes files; if "
+        "the bucket is not one of AWS, set AWS_ENDPOINT_URL",
+    ),
+    (
+        re.compile("HTTP error"),
+        "the server cannot be reached, or does not answer in time; if the bucket is not one of AWS, set "
+        "AWS_ENDPOINT_URL",
+    ),
+)
+"""What the user can do about an error, by its text. The first that matches is told."""
+_QUERY = re.compile(r"\?[^\s\"')>]*")
 """Matches the query of a URL, which may contain a signature or a token."""
+_XML = re.compile(r"<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?", re.DOTALL)
+"""Matches the code and the message in the body of an answer. The rest of the body may repeat credentials."""
+_process: int | None = None
+"""The id of the process that has used obstore first. Its threads do not exist in a process that is forked from it."""
 
 
 class ObjectReader:
@@ -98,29 +135,44 @@ class ObjectReader:
 
     def _pieces(self, path: str, start: int, stop: int) -> Iterator[Bytes]:
         """Yields the bytes ``[start, stop)`` of a file piece by piece, or fewer if the file ends before. If the
-        connection is cut, asks for the rest of the same version of the file."""
+        connection is cut, asks for the rest. Raises StorageError if the rest is that of another version of the file."""
         if start >= stop:
             self.size(path)  # raises an error if there is no file
             return
-        version: str | None = None
-        for attempt in range(ATTEMPTS):
+        first_version, left = None, ATTEMPTS
+        while left:
             self.count.add(reads=1)
+            with self._store.errors("read", path, start, stop):
+                result = self._open(path, start, stop)
+            if result is None and first_version is None:
+                return
+            # Not every server has ETags, and not every one obeys the header If-Match. The answer says its version.
+            version = None if result is None else (result.meta["e_tag"] or result.meta["last_modified"])
+            if result is None or first_version not in (None, version):
+                raise self._store.unreachable("the file was replaced while it was read", path, start, stop)
+            first_version, stop = version, min(stop, result.meta["size"])
             try:
-                options = {"range": (start, stop)} | ({"if_match": version} if version else {})
                 with self._store.errors("read", path, start, stop):
-                    result = self._store.call("get", path, options=options)
-                    version, stop = result.meta["e_tag"], min(stop, result.meta["size"])
                     for piece in result.stream(min_chunk_size=PIECE_BYTES):
                         yield piece
-                        start += len(piece)
-                return
-            except StorageError as error:
-                # A server refuses a range that begins at the end of the file, or after it.
-                if not attempt and start >= self.size(path):
+                        start, left = start + len(piece), ATTEMPTS
+                if start >= stop:
                     return
-                if not error.transient or attempt == ATTEMPTS - 1:
+                raise self._store.unreachable("the answer is too short", path, start, stop)
+            except StorageError as error:
+                left -= 1
+                if not error.transient or not left:
                     raise
                 logger.debug("%s: continued at byte %d: %s", path, start, error)
+
+    def _open(self, path: str, start: int, stop: int) -> Any:
+        """Requests bytes of a file. Returns None if the file ends before them. Raises what obstore raises."""
+        try:
+            return self._store.call("get", path, options={"range": (start, stop)})
+        except Exception as error:
+            if _PAST_THE_END.search(_without_secrets(error)):
+                return None
+            raise
 
 
 class ObjectWriter:
@@ -129,23 +181,28 @@ class ObjectWriter:
 
     sharing = None
 
-    def __init__(self, store: ObjectStore, path: str) -> None:
-        self._store, self._path = store, path
+    def __init__(self, store: ObjectStore, path: str, part_bytes: int) -> None:
+        self._store, self._path, self._part_bytes = store, path, part_bytes
         self._file: Any = None
         self._early: dict[int, bytes] = {}
         self._position = 0
         self._lock = threading.Lock()
 
     def write(self, data: Bytes | memoryview, offset: int) -> None:
-        with self._lock, self._store.errors("write", self._path, offset, offset + len(data)):
-            self._early[offset] = bytes(data)
+        view = memoryview(data)
+        with self._lock, self._store.errors("write", self._path, offset, offset + len(view)):
+            if offset != self._position:
+                self._early[offset] = bytes(view)
+                return
+            for start in range(0, len(view), PART_BYTES):
+                self._upload(bytes(view[start : start + PART_BYTES]))
             while (early := self._early.pop(self._position, None)) is not None:
                 self._upload(early)
 
     def _upload(self, data: bytes) -> None:
         if self._file is None:
             self._file = self._store.call(
-                "open_writer", self._path, buffer_size=PART_BYTES, max_concurrency=PARTS_IN_FLIGHT
+                "open_writer", self._path, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
             )
         self._file.write(data)
         self._position += len(data)
@@ -154,10 +211,19 @@ class ObjectWriter:
         assert not self._early, "every byte of the file was written"
         with self._store.errors("write", self._path, 0, self._position):
             self._upload(b"")
-            self._file.close()
-        self._file = None
+            try:
+                self._file.close()
+            except OSError as error:
+                # If the answer to the last request is lost, it is sent again, and some servers have forgotten the
+                # upload then.
+                if "NoSuchUpload" not in str(error):
+                    raise
+                if self._store.call("head", self._path)["size"] != self._position:
+                    raise
+            self._file = None
 
     def close(self) -> None:
+        self._early.clear()
         if self._file is not None:
             file, self._file = self._file, None
             with suppress(Exception):  # The upload that stays is never shown, and is removed by gc.
@@ -169,6 +235,18 @@ class ObjectStore(Store):
 
     requests_in_flight = REQUESTS_IN_FLIGHT
 
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
+        if "@" in self.bucket:
+            raise UnsupportedError(
+                "a URL may not contain credentials", file=f"{location.scheme}://{self.bucket.rpartition('@')[2]}",
+                hint="set the variables of the environment that the provider of the bucket says",
+            )  # fmt: skip
+
+    @property
+    def parent(self) -> Store:
+        return super().parent if self._key("") else self  # There is nothing above a bucket.
+
     def call(self, name: str, path: str, *arguments: Any, **keywords: Any) -> Any:
         """Calls a function of obstore for a file. Raises what it raises."""
         return getattr(_obstore(), name)(self.client.bucket, self._key(path), *arguments, **keywords)
@@ -176,6 +254,12 @@ class ObjectStore(Store):
     def errors(self, action: str, path: str, start: int | None = None, stop: int | None = None) -> _Errors:
         """Returns a context manager in which every error of obstore becomes one of zckpt, which names the file."""
         return _Errors(action, str(self.location.child(path)), start, stop)
+
+    def unreachable(self, message: str, path: str, start: int, stop: int) -> StorageError:
+        """Returns the error of a read that may succeed at the next time."""
+        error = StorageError(message, file=str(self.location.child(path)), start=start, stop=stop)
+        error.transient = True
+        return error
 
     def reader(self) -> ObjectReader:
         return ObjectReader(self)
@@ -204,12 +288,13 @@ class ObjectStore(Store):
         return [entry._replace(path=entry.path.removeprefix(above)) for entry in below] or None
 
     def sizes(self, paths: Sequence[str]) -> list[int]:
-        above = os.path.commonpath(paths) if len(paths) > 1 else ""
-        listed = {f"{above}/{entry.path}".lstrip("/"): entry.nbytes for entry in self.entries(above, deep=True) or ()}
+        above = posixpath.commonpath([posixpath.dirname(path) for path in paths]) if paths else ""
+        entries = self.entries(above, deep=True) if paths else None
+        listed = {posixpath.join(above, entry.path): entry.nbytes or 0 for entry in entries or ()}
         missing = [path for path in paths if path not in listed]
         if missing:
             raise broken("F001", "the file is missing", file=str(self.location.child(missing[0])))
-        return [listed[path] or 0 for path in paths]
+        return [listed[path] for path in paths]
 
     def put(self, path: str, data: bytes, over: Condition = None) -> bool:
         with self.errors("write", path):
@@ -218,31 +303,40 @@ class ObjectStore(Store):
                 return True
             _try_out(self)
             if over is None:
-                return self._put(path, data, "create") or self._put_after_removal(path, data)
-            there = self._there(path)
-            return there is not None and there[0] == over and self._put(path, data, there[1])
+                return self.try_to_put(path, data, "create") or self._put_after_removal(path, data)
+            there = self.there(path)
+            return there is not None and there[0] == over and self.try_to_put(path, data, there[1])
 
-    def _put(self, path: str, data: bytes, mode: Any) -> bool:
-        """Puts a file under a condition. Returns whether the condition held."""
-        obstore = _obstore()
-        try:
-            self.call("put", path, data, mode=mode, use_multipart=False)
-        except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError, FileNotFoundError):
-            # If the answer to a put is lost, it is sent again, and then finds its own file.
-            there = self._there(path)
-            return there is not None and there[0] == data
-        return True
+    def try_to_put(self, path: str, data: bytes, mode: Any) -> bool:
+        """Puts a file under a condition. Returns whether the condition held. A put whose result is unknown is sent
+        again: otherwise the server could still carry it out after this process has given up. Raises what obstore
+        raises."""
+        errors = _obstore().exceptions
+        for attempt in range(ATTEMPTS):
+            try:
+                self.call("put", path, data, mode=mode, use_multipart=False)
+                return True
+            except (errors.AlreadyExistsError, errors.PreconditionError, FileNotFoundError) as error:
+                if _NO_BUCKET.search(str(error)):
+                    raise
+                break
+            except errors.GenericError as error:
+                if attempt == ATTEMPTS - 1 or _REFUSED.search(_without_secrets(error)):
+                    raise
+                logger.debug("%s: %s is put again: %s", self.location, path, _without_secrets(error))
+        there = self.there(path)  # What is there may be what an earlier request has put whose answer was lost.
+        return there is not None and there[0] == data
 
     def _put_after_removal(self, path: str, data: bytes) -> bool:
         """Puts a file where another one is, if that one is just being removed."""
         give_up = time.monotonic() + REMOVAL_SECONDS
-        while (there := self._there(path)) is not None and there[0].startswith(_REMOVED):
+        while (there := self.there(path)) is not None and there[0].startswith(_REMOVED):
             if time.monotonic() > give_up:  # The process that removes it has died.
-                return self._put(path, data, there[1])
+                return self.try_to_put(path, data, there[1])
             time.sleep(0.05)
-        return there is None and self._put(path, data, "create")
+        return there is None and self.try_to_put(path, data, "create")
 
-    def _there(self, path: str) -> tuple[bytes, dict[str, Any]] | None:
+    def there(self, path: str) -> tuple[bytes, dict[str, Any]] | None:
         """Returns the content of a small file and what identifies this version of it, or None if there is none."""
         try:
             result = self.call("get", path)
@@ -252,26 +346,29 @@ class ObjectStore(Store):
         return bytes(result.bytes()), version
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> ObjectWriter:
-        return ObjectWriter(self, path)
+        return ObjectWriter(self, path, max(PART_BYTES, -(-reserved_bytes // PARTS_MAX)))
 
     def remove(self, *paths: str) -> None:
         keys = [self._key(path) for path in paths if path]
-        delete = partial(_obstore().delete, self.client.bucket)
         try:
+            delete = partial(_obstore().delete, self.client.bucket)
             if keys:
                 delete(keys)
-        except Exception as error:  # what cannot be removed stays, and some servers refuse a file that is not there
+        except Exception as error:  # what cannot be removed stays
             logger.debug("%s: %s", self.location, _without_secrets(error))
-            with ThreadPoolExecutor(self.requests_in_flight) as pool:
-                pool.map(partial(_quietly, delete), keys)
+            # Some servers refuse to remove many files at once, or a file that is not there.
+            if _REFUSED.search(_without_secrets(error)):
+                with ThreadPoolExecutor(self.requests_in_flight) as pool:
+                    pool.map(partial(_quietly, delete), keys)
 
     def remove_if(self, path: str, data: bytes) -> bool:
         # A server removes without a condition. So the file is first replaced under the condition: only the process that
-        # has replaced it removes it, and others wait.
+        # has replaced it removes it, and others wait. If the answer to the removal is lost for longer than they wait,
+        # the file of another one may be removed. That writer then fails, for its lock is gone, and commits nothing.
         with self.errors("remove", path):
-            there = self._there(path)
+            there = self.there(path)
             mark = _REMOVED + secrets.token_hex(8).encode()
-            if there is None or there[0] != data or not self._put(path, mark, there[1]):
+            if there is None or there[0] != data or not self.try_to_put(path, mark, there[1]):
                 return False
             self.call("delete", path)
         return True
@@ -285,6 +382,49 @@ class ObjectStore(Store):
             finally:
                 self.remove(probe)
 
+    def unfinished(self) -> list[Upload]:
+        client, above = self._uploads(), f"{self._key('')}/".lstrip("/")
+        if client is None:
+            return []
+        with self.errors("list the unfinished uploads of", ""):
+            pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=above)
+            found = [upload for page in pages for upload in page.get("Uploads", ())]
+            uploads = []
+            for upload in found:
+                key, upload_id = upload["Key"], upload["UploadId"]
+                arguments = {"Bucket": self.bucket, "Key": key, "UploadId": upload_id}
+                parts = [
+                    part for page in client.get_paginator("list_parts").paginate(**arguments)
+                    for part in page.get("Parts", ())
+                ]  # fmt: skip
+                nbytes = sum(part["Size"] for part in parts)
+                uploads.append(Upload(key.removeprefix(above), nbytes, upload["Initiated"].timestamp(), upload_id))
+        return uploads
+
+    def give_up(self, upload: Upload) -> None:
+        client = self._uploads()
+        assert client is not None, "it has listed the upload"
+        with self.errors("give up the upload of", upload.path):
+            client.abort_multipart_upload(Bucket=self.bucket, Key=self._key(upload.path), UploadId=upload.upload_id)
+
+    def _uploads(self) -> Any:
+        """Returns what lists the unfinished uploads of a bucket, which obstore cannot do. Returns None if this is not a
+        bucket of S3, or boto3 is not installed."""
+        try:
+            import boto3.session
+            import botocore.config
+        except ImportError:
+            return None
+        if self.location.scheme != "s3":
+            return None
+        config = botocore.config.Config(
+            connect_timeout=CONNECT_SECONDS, read_timeout=TIMEOUT_SECONDS, s3={"addressing_style": "path"},
+        )  # fmt: skip
+        region = os.environ.get("AWS_REGION")
+        with self.errors("open", ""):
+            session = boto3.session.Session()
+            return session.client("s3", endpoint_url=_endpoint(), region_name=region, config=config)
+
     def _list(self, path: str, **options: Any) -> Any:
         return self.call("list", path, **options)
 
@@ -297,28 +437,44 @@ class ObjectStore(Store):
     def client(self) -> _Client:
         """What makes the requests."""
         settings = ((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS))
-        return _bucket(self.location.scheme, self.bucket, os.getpid(), *sorted(settings))
+        return _bucket(self.location.scheme, self.bucket, *sorted(settings))
 
     def _key(self, path: str) -> str:
         return self.location.child(path).path.partition("/")[2].strip("/")
 
 
 class WebStore(ObjectStore):
-    """A directory of a web server or of a model hub. It can be read, but neither listed nor changed."""
+    """A directory of a web server. It can be read, but neither listed nor changed. Only files are found whose paths are
+    known."""
+
+    sizes = Store.sizes
 
     def entry(self, path: str) -> Entry | None:
-        try:
-            with self.errors("look at", path):
-                found = self.call("head", path)
-                return Entry(path, found["size"], found["last_modified"].timestamp())
-        except MissingFileError:
-            return None
-
-    def entries(self, path: str = "", *, deep: bool = False) -> list[Entry] | None:
+        with suppress(MissingFileError), self.errors("look at", path):
+            found = self.call("head", path)
+            return Entry(path, found["size"], found["last_modified"].timestamp())
         return None
 
+    def entries(self, path: str = "", *, deep: bool = False) -> list[Entry] | None:
+        known = [] if deep else [self.child(path).entry(name) for name in (names.MANIFEST, names.LATEST)]
+        return [entry for entry in known if entry is not None] or None
+
     def put(self, path: str, data: bytes, over: Condition = None) -> bool:
-        raise UnsupportedError(
+        raise self._refusal(path)
+
+    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> ObjectWriter:
+        raise self._refusal(path)
+
+    def remove(self, *paths: str) -> None: ...
+
+    def remove_if(self, path: str, data: bytes) -> bool:
+        raise self._refusal(path)
+
+    def now(self) -> float:
+        raise self._refusal("")
+
+    def _refusal(self, path: str) -> UnsupportedError:
+        return UnsupportedError(
             "a web server can only be read", file=str(self.location.child(path)),
             hint="write to a path of a file system, or to an object store such as s3://bucket/run",
         )  # fmt: skip
@@ -334,26 +490,40 @@ class _Errors:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         errors = _obstore().exceptions
-        if isinstance(error, FileNotFoundError) and self._action in ("look at", "read"):
-            raise broken("F001", "the file is missing", file=self._file) from None
-        if not isinstance(error, (errors.BaseError, FileNotFoundError)):
+        # obstore raises OSErrors while it uploads, and ValueErrors for paths. boto3's errors have no common base class.
+        is_known = isinstance(error, (errors.BaseError, OSError, ValueError)) or "botocore" in str(kind)
+        if error is None or isinstance(error, ZckptError) or not is_known:
             return
         text = _without_secrets(error)
-        error_class, hint = StorageError, None
-        if isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError)):
-            hint = "the credentials of the environment or of the profile are missing or wrong, or may not do this"
-        elif "Quota" in text or "507" in text:
-            error_class = NoSpaceError
-        failed = error_class(
-            f"cannot {self._action}: {text}", file=self._file, start=self._start, stop=self._stop, hint=hint
-        )
-        failed.transient = type(error) is errors.GenericError and not _REFUSED.search(text)
+        is_missing = isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(text)
+        if is_missing and self._action in ("look at", "read"):
+            raise broken("F001", "the file is missing", file=self._file) from None
+        if _NO_RANGES.search(text):
+            raise UnsupportedError(
+                "the server sends whole files instead of the parts that are asked for", file=self._file,
+                hint="use a server that answers requests with the header Range, or copy the files from there first",
+            ) from None  # fmt: skip
+        is_full = _FULL.search(text) is not None
+        failed = (NoSpaceError if is_full else StorageError)(
+            f"cannot {self._action}: {text}", file=self._file, start=self._start, stop=self._stop,
+            hint=_hint(text),
+        )  # fmt: skip
+        may_pass = isinstance(error, (errors.GenericError, OSError)) and not isinstance(error, FileNotFoundError)
+        failed.transient = may_pass and not is_full and not _REFUSED.search(text)
         raise failed from None
 
 
 def _without_secrets(error: BaseException) -> str:
-    """Returns the text of an error without the queries of URLs, in one line."""
-    return _SECRETS.sub("?...", str(error).partition("Debug source:")[0]).replace("\n", " ").strip()
+    """Returns the text of an error in one line, without the queries of URLs, and without what the server has sent
+    except its code and message."""
+    text, _, body = str(error).partition("Debug source:")[0].partition("<")
+    sent = _XML.search(f"<{body}")
+    told = ": ".join(filter(None, sent.groups())) if sent else ""
+    return _QUERY.sub("?...", f"{text}{told}").replace("\n", " ").strip()
+
+
+def _hint(text: str) -> str | None:
+    return next((hint for pattern, hint in _HINTS if pattern.search(text)), None)
 
 
 def _quietly(action: Callable[[Any], object], argument: Any) -> None:
@@ -362,7 +532,9 @@ def _quietly(action: Callable[[Any], object], argument: Any) -> None:
 
 
 def _obstore() -> Any:
-    """Returns the module obstore. Raises UnsupportedError if it is not installed."""
+    """Returns the module obstore. Raises UnsupportedError if it is not installed, and in a process in which it would
+    hang."""
+    global _process  # noqa: PLW0603
     try:
         import obstore
         import obstore.exceptions
@@ -371,6 +543,12 @@ def _obstore() -> Any:
         raise UnsupportedError(
             "an object store needs the package obstore", hint="install it: pip install 'zckpt[cloud]'"
         ) from error
+    _process = _process or os.getpid()
+    if _process != os.getpid():
+        raise UnsupportedError(
+            "a process that was forked from one that has used an object store cannot use one",
+            hint='start processes by multiprocessing.get_context("spawn")',
+        )
     return obstore
 
 
@@ -385,12 +563,15 @@ class _Client:
 
 
 @lru_cache
-def _bucket(scheme: str, bucket: str, pid: int, *settings: tuple[str, str]) -> _Client:
-    """Returns the client for a bucket, or for a web server. A forked process needs a client of its own, and so do
-    other ``settings``, which are those variables of the environment that the client is made from."""
+def _bucket(scheme: str, bucket: str, *settings: tuple[str, str]) -> _Client:
+    """Returns the client for a bucket, or for a web server. Other ``settings``, which are those variables of the
+    environment that the client is made from, need a client of their own."""
     obstore = _obstore()
-    client = {"timeout": timedelta(seconds=TIMEOUT_SECONDS), "connect_timeout": timedelta(seconds=CONNECT_SECONDS)}
-    backoff = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 3}
+    client = {
+        "timeout": timedelta(seconds=TIMEOUT_SECONDS), "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+        "allow_http": scheme == "http",
+    }  # fmt: skip
+    backoff = {"init_backoff": timedelta(seconds=PAUSE_SECONDS), "max_backoff": timedelta(seconds=10), "base": 3}
     retries = {"backoff": backoff, "max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)}
     common = {"client_options": client, "retry_config": retries}
     url = f"{scheme}://{bucket}"
@@ -398,15 +579,20 @@ def _bucket(scheme: str, bucket: str, pid: int, *settings: tuple[str, str]) -> _
         if scheme != "s3":
             return _Client(obstore.store.from_url(url, **common))
         return _Client(obstore.store.S3Store(bucket, **_s3_options(), **common))
-    except (obstore.exceptions.BaseError, ValueError) as error:
-        raise StorageError(f"cannot open the bucket: {_without_secrets(error)}", file=url) from None
+    except Exception as error:  # also of boto3, whose errors have no base class without it
+        text = _without_secrets(error)
+        raise StorageError(f"cannot open the bucket: {text}", file=url, hint=_hint(text)) from None
+
+
+def _endpoint() -> str | None:
+    """Returns the URL of the server of S3 buckets, or None for that of AWS."""
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
 
 def _s3_options() -> dict[str, Any]:
     """Returns the options of a bucket of S3. obstore finds credentials in the environment, and on machines of AWS. The
     credentials of a profile, as ``aws sso login`` makes them, are found by boto3, if it is installed."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    options: dict[str, Any] = {}
+    endpoint, options = _endpoint(), dict[str, Any]()
     if endpoint:
         options["endpoint"] = endpoint
         options["config"] = {"allow_http": endpoint.startswith("http://")}
@@ -418,35 +604,34 @@ def _s3_options() -> dict[str, Any]:
     except ImportError:
         return options
     session = boto3.session.Session()
-    if session.get_credentials() is not None:
-        options["credential_provider"] = Boto3CredentialProvider(session)
+    if session.get_credentials() is None:  # obstore would look for them for a minute
+        raise ValueError("no credentials were found")
+    options["credential_provider"] = Boto3CredentialProvider(session)
+    if session.region_name and not os.environ.get("AWS_REGION"):
+        options["region"] = session.region_name
     return options
 
 
 def _try_out(store: ObjectStore) -> None:
     """Raises UnsupportedError if the server of a bucket ignores conditions or ranges, as some servers do that speak the
     protocol of S3. There, two writers could replace each other's checkpoint without a word. Uses a small file, once for
-    each process and bucket."""
+    each process and bucket. Raises what obstore raises."""
     client = store.client
     if client.is_tried_out:
         return
-    probe, errors = names.temporary(names.LOCK, secrets.token_hex(4)), _obstore().exceptions
-    refusals = (errors.AlreadyExistsError, errors.PreconditionError)
-
-    def ignored(mode: Any) -> bool:
-        try:
-            store.call("put", probe, b"two", mode=mode, use_multipart=False)
-        except refusals:
-            return False
-        return True
-
+    probe = names.temporary(names.LOCK, secrets.token_hex(4))
+    ignores: list[str] = []
     try:
-        store.call("put", probe, b"one", mode="create", use_multipart=False)
-        ignores = [what for what, mode in _CONDITIONS.items() if ignored(mode)]
-        if not ignores and bytes(store.call("get_range", probe, start=1, length=1)) != b"n":
-            ignores = ["ranges"]
-    except errors.NotSupportedError:
-        ignores = ["ranges"]
+        store.try_to_put(probe, b"one", "create")
+        _, old = store.there(probe) or (b"", {})
+        if not old:
+            ignores.append("ETag")
+        elif not store.try_to_put(probe, b"two", old) or store.try_to_put(probe, b"three", old):
+            ignores.append("If-Match")
+        if store.try_to_put(probe, b"four", "create"):
+            ignores.append("If-None-Match")
+        if not ignores:
+            store.call("get_range", probe, start=1, length=1)  # raises an error if the server ignores ranges
     finally:
         store.remove(probe)
     if ignores:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ROUNDS = 50
-"""How often each race is run. A race is short, and chance decides its winner."""
+"""How often each race is run, unless the store says otherwise. A race is short, and chance decides its winner."""
 CHANGE_SECONDS = 60
 """For how many seconds a test waits for a change that it should see."""
 
@@ -98,10 +98,10 @@ def together(calls: Iterable[Callable[[], T]]) -> list[T]:
         return list(pool.map(run, calls))
 
 
-def seen_meanwhile(store: Store, path: str, action: Callable[[int], None]) -> set[bytes | None]:
-    """Reads ``path`` again and again, while another thread calls ``action`` with 0, 1, 2 and so on, for at least half a
-    second and until the reads have had different results, or for ``CHANGE_SECONDS``. Returns all contents that were
-    read, where None stands for a missing file."""
+def seen_meanwhile(store: Store, path: str, action: Callable[[int], None], rounds: int) -> set[bytes | None]:
+    """Reads ``path`` again and again, while another thread calls ``action`` with 0, 1, 2 and so on, at least ``rounds``
+    times and half a second, and until the reads have had different results, or for ``CHANGE_SECONDS``. Returns all
+    contents that were read, where None stands for a missing file."""
     seen: set[bytes | None] = set()
     ended = threading.Event()
 
@@ -111,7 +111,7 @@ def seen_meanwhile(store: Store, path: str, action: Callable[[int], None]) -> se
             for number in itertools.count():
                 action(number)
                 elapsed = time.monotonic() - begun
-                if number >= ROUNDS and elapsed > (0.5 if len(seen) > 1 else CHANGE_SECONDS):
+                if number >= rounds and elapsed > (0.5 if len(seen) > 1 else CHANGE_SECONDS):
                     break
         finally:
             ended.set()

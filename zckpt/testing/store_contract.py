@@ -56,8 +56,13 @@ class StoreContract:
     Each test needs a ``store`` at a location of its own. Nothing may be in this directory, or in the one above it, yet.
     ``tmp_path`` is a fixture of pytest that is another path in each test.
 
+    ``rounds`` says how often each race is run, whose winner chance decides. A store in which each takes long may have
+    fewer of them.
+
     Two things cannot be tested: whether something is durable, and whether several hosts see the same.
     """
+
+    rounds = ROUNDS
 
     def test_a_new_store_is_not_there(self, store: Store) -> None:
         """A store whose directory does not exist has no entries and no files."""
@@ -119,7 +124,7 @@ class StoreContract:
             replace(store, "a", versions[number % 8])
             assert read(store, "a") == versions[number % 8]
 
-        seen = seen_meanwhile(store, "a", commit)
+        seen = seen_meanwhile(store, "a", commit, self.rounds)
         assert len(seen) > 1
         assert seen <= set(versions)
         assert names_in(store) == ["a"]
@@ -130,7 +135,7 @@ class StoreContract:
         if not store.stops_commits:
             pytest.skip("here, only the condition of a commit stops it")
         replace(store, "a", b"old")
-        for number in range(ROUNDS):
+        for number in range(self.rounds):
             old, new, digits = read(store, "a"), str(number).encode(), f"{number:08x}"
             prepared = store.prepare("a", new, digits)
 
@@ -151,7 +156,7 @@ class StoreContract:
         if store.stops_commits:
             pytest.skip("here, the lock and the removal of what is prepared exclude each other's commits")
         old: bytes | None = None
-        for number in range(ROUNDS):
+        for number in range(self.rounds):
             datas = [content(500, seed) + bytes([number]) for seed in range(8)]
             commits = [partial(store.prepare("a", data).commit, old) for data in datas]
             results = together(partial(succeeds, commit) for commit in commits)
@@ -408,7 +413,7 @@ class StoreContract:
 
     def test_of_many_puts_one_succeeds(self, store: Store) -> None:
         datas = [content(500, seed) for seed in range(8)]
-        for _ in range(ROUNDS):
+        for _ in range(self.rounds):
             results = together(partial(store.put, "lock", data) for data in datas)
             assert sum(results) == 1
             data = datas[results.index(True)]
@@ -420,7 +425,7 @@ class StoreContract:
         """The takeover of a dead writer's lock depends on this."""
         old = b"dead"
         assert store.put("lock", old)
-        for number in range(ROUNDS):
+        for number in range(self.rounds):
             datas = [content(500, seed) + bytes([number]) for seed in range(8)]
             results = together(partial(store.put, "lock", data, old) for data in datas)
             assert sum(results) == 1
@@ -444,13 +449,13 @@ class StoreContract:
             assert read(store, "lock") == datas[number % 8]
             assert store.remove_if("lock", datas[number % 8])
 
-        seen = seen_meanwhile(store, "lock", hold)
+        seen = seen_meanwhile(store, "lock", hold, self.rounds)
         assert len(seen) > 1
         assert seen <= {None, *datas}
 
     def test_what_is_put_again_while_it_is_removed_does_not_come_back(self, store: Store) -> None:
         """Otherwise a lock would come back that its writer has released, or that another writer has taken over."""
-        for _ in range(ROUNDS):
+        for _ in range(self.rounds):
             assert store.put("lock", b"mine")
             again = partial(store.put, "lock", b"mine", b"mine")
             assert together([again, again, partial(store.remove_if, "lock", b"mine"), again])[2]
