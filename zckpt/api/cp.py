@@ -95,7 +95,7 @@ def cp(
         options = WriteOptions(overwrite=overwrite, latest=False, budget=budget, progress=progress).checked()
         reader = origin.reader()
         raw = manifest_bytes(reader)
-        contents = Contents(decode_manifest(origin, raw), reader)
+        contents = Contents(decode_manifest(origin, raw), reader, origin)
         selected_keys = None if keys is None else contents.select(keys)
         if selected_keys == []:
             raise KeyNotFoundError("no key is given, so the copy would have no tensor", hint="keys=None copies all")

@@ -10,19 +10,18 @@ import torch
 
 from zckpt.api.background import wait_for
 from zckpt.api.offload import bring_back_to_restore
-from zckpt.api.open import open_checkpoint
 from zckpt.engines import adapt, group_of
 from zckpt.engines.history import history_of, note_restore
 from zckpt.engines.registered import registered
 from zckpt.errors import FormatError, MismatchError, RankError, StorageError, warn
-from zckpt.listing.find import advised, find
+from zckpt.listing.find import advised, find_and_open
 from zckpt.listing.runs import whole_neighbours
 from zckpt.offloading.away import away, tensors_in_memory
 from zckpt.plan.reshard import ElementRange
 from zckpt.plan.select import by_part, several
 from zckpt.progress import Progress, logged, reported
 from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
-from zckpt.reading.checkpoint import ReadRequest
+from zckpt.reading.checkpoint import Checkpoint, ReadRequest
 from zckpt.restoring.plan import Request, RestorePlan, check_settings, plan_restore
 from zckpt.state.lineage import Use
 from zckpt.storage.location import Location, StrPath
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from zckpt.listing.contents import TensorInfo
-    from zckpt.reading.checkpoint import Checkpoint
     from zckpt.state.inventory import Fragment
     from zckpt.transfer.budget import Budget
 
@@ -272,9 +270,9 @@ def _plan(engine: object, path: StrPath, request: Request, ranks: Ranks) -> Rest
             hint="give them memory before they are restored, such as by module.to_empty(device=...)",
         )
     check_memory(tensors_in_memory(adapter, adapter.parts), MismatchError)
-    store = find(path)
+    store, contents = find_and_open(path)
     with advised(store):
-        checkpoint = open_checkpoint(store, request.budget)
+        checkpoint = Checkpoint(str(store.location), contents, request.budget)
         names = registered(engine).objects if request.resumes else ()
         plan = plan_restore(adapter, checkpoint, request, ranks.rank, ranks.size, names)
     for warning in plan.warnings if ranks.rank == 0 else ():

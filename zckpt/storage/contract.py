@@ -92,7 +92,8 @@ class Reader(Protocol):
     """The sum over all calls of all threads."""
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Returns ``nbytes`` bytes from byte ``offset`` on, or fewer if the file ends before. zckpt calls this for
+        """Returns ``nbytes`` bytes from byte ``offset`` on, or fewer if the file ends before. ``nbytes`` may be far
+        more than the file has, so the memory that this takes depends on the length of the file. zckpt calls this for
         manifests, indexes, digest tables, headers, locks and the file ``latest``."""
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:

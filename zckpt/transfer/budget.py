@@ -56,7 +56,7 @@ class Budget:
 
     def run(
         self,
-        tasks: Iterable[Callable[[], None]],
+        tasks: Iterable[Callable[[], object]],
         interrupted: Callable[[], None] = lambda: None,
         threads: int | None = None,
     ) -> None:
