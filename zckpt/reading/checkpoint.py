@@ -85,7 +85,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.contents = contents
         self.manifest = contents.manifest
         self.reader = contents.reader
-        self.budget = budget or Budget.from_environment()
+        self.budget = (budget or Budget.from_environment()).serving(contents.store)
         self._advised = advised
         """Makes a context manager that may add to the hint of an error that leaves it. Its argument says what an error
         leaves behind. Without the argument, an error leaves everything unchanged."""
