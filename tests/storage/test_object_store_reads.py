@@ -15,14 +15,14 @@ from zckpt.storage.contract import ANYTHING
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tests.support.faulty_proxy import Request
     from tests.support.object_servers import ObjectServer
 
 MIB = 1 << 20
-LATENCY_SECONDS = 0.1
+LATENCY_SECONDS = 0.3
 """The time that the proxy adds to each request, so that requests that are made at the same time overlap."""
 
 
@@ -40,7 +40,7 @@ def run(seaweedfs: ObjectServer, tmp_path: Path) -> str:
     return f"s3://{seaweedfs.bucket}{tmp_path}/run"
 
 
-def store_state(tmp_path: Path, url: str, tensors: dict[str, tuple[int, ...]], world_size: int = 2) -> None:
+def store_state(tmp_path: Path, url: str, tensors: Mapping[str, tuple[int, ...]], world_size: int = 2) -> None:
     """Writes a checkpoint of one part to the object store."""
     write_state(tmp_path / "c", world_size, tensors, parts=["master"], block_bytes=MIB)
     zckpt.cp(tmp_path / "c", url)
@@ -118,6 +118,27 @@ def test_a_load_has_as_many_requests_in_flight_as_the_store_serves_best(
     assert most_in_flight() > 8
     monkeypatch.setenv("ZCKPT_BUDGET_BYTES", str(64 * MIB))
     assert most_in_flight() == 4
+
+
+def test_tensors_with_small_gaps_between_them_are_read_by_one_request(
+    proxy: FaultyProxy, run: str, tmp_path: Path
+) -> None:
+    shapes = {f"t{number}": (5000,) for number in range(9)} | {"u": (1 << 20,), "v": (5000,)}
+    store_state(tmp_path, f"{run}/step3", shapes, world_size=1)
+    keys = [f"master/{name}" for name in ("t0", "t2", "t4", "t6", "t8", "v")]
+
+    checkpoint, store = zckpt.open(f"{run}/step3"), open_store(f"{run}/step3")
+    (between,) = checkpoint["master/t3"].pieces
+    content = bytearray(checkpoint.reader.read(between.file, 0, 16 * MIB))
+    content[between.offset] ^= 1  # The digests of what lies between are not compared.
+    store.put(between.file, bytes(content), ANYTHING)
+    proxy.clear()
+    tensors = checkpoint.load(keys)
+    assert len(proxy.requests(method="GET", path=between.file)) == 2, "4 MiB before the last one are left out"
+    expected = zckpt.open(tmp_path / "c").load(keys)
+    assert all(torch.equal(tensors[key], expected[key]) for key in keys)
+    with pytest.raises(zckpt.FormatError, match=r"D003.*master/t3"):
+        checkpoint.load([*keys, "master/t3"])
 
 
 def test_a_run_is_opened_by_few_requests(proxy: FaultyProxy, run: str, tmp_path: Path) -> None:

@@ -535,6 +535,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             batch_bytes=staging.batch_bytes,
             places=places_of(self.reader, targets, files),
             urgent=urgent,
+            gap_bytes=self.contents.store.gap_bytes,
         )
         checks = self.contents.checks_beside(keys, verify=verify)
         try:
