@@ -110,7 +110,8 @@ def run(store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray]
     for op in ops:
         segments = op.segments
         assert segments.nbytes.sum() == op.nbytes > 0
-        assert segments.copies.min() >= 1
+        assert segments.copies[[0, -1]].min() >= 1
+        assert ((segments.block < 0) | (segments.copies > 0)).all(), "no digest of a gap is compared"
         assert segments.copies.sum() == len(segments.source)
         copies = iter(
             np.stack([segments.source, segments.copy_bytes, segments.target, segments.target_offset], 1).tolist()
@@ -149,9 +150,9 @@ def joined(
     return contents
 
 
-@given(st.data(), stores(), st.booleans(), st.integers(1, 5), st.integers(1, 4))
+@given(st.data(), stores(), st.booleans(), st.integers(1, 5), st.integers(1, 4), st.sampled_from([0, 1, 4, 100]))
 def test_reads_give_what_indexing_gives(
-    data: st.DataObject, store: Store, verify: bool, batch_blocks: int, segments_max: int
+    data: st.DataObject, store: Store, verify: bool, batch_blocks: int, segments_max: int, gap_bytes: int
 ) -> None:
     batch_bytes = batch_blocks * store.block_bytes
     requests: Requests = []
@@ -172,18 +173,40 @@ def test_reads_give_what_indexing_gives(
             block_bytes=store.block_bytes,
             verify=verify,
             batch_bytes=batch_bytes,
+            gap_bytes=gap_bytes,
         )
     read = run(store, ops, targets)
     assert targets == expected
     wanted = data.draw(st.lists(st.booleans(), min_size=len(targets), max_size=len(targets)))
     expected = [bytes(target) if yes else bytes(len(target)) for target, yes in zip(targets, wanted, strict=True)]
     assert joined(store, ops, targets, wanted) == expected
-    assert all(op.nbytes <= batch_bytes and len(op.segments.nbytes) <= segments_max for op in ops)
+    assert all(op.nbytes <= batch_bytes and (op.segments.copies > 0).sum() <= segments_max for op in ops)
+    gaps = [nbytes for op in ops for nbytes in op.segments.nbytes[op.segments.copies == 0].tolist()]
+    assert all(0 < nbytes <= gap_bytes for nbytes in gaps)
     assert [(op.file, op.offset) for op in ops] == sorted((op.file, op.offset) for op in ops)
     assert all(times == 1 for times in read.values())
-    assert all(((op.segments.block >= 0) == verify).all() for op in ops)
+    assert all(((op.segments.block >= 0) == (verify & (op.segments.copies > 0))).all() for op in ops)
     if not verify:
-        assert len(read) == sum(map(len, targets))
+        assert len(read) == sum(map(len, targets)) + sum(gaps)
+
+
+@pytest.mark.parametrize(
+    ("gap_bytes", "reads"), [(0, [(100, 4), (106, 2), (110, 1)]), (2, [(100, 11)]), (1, [(100, 4), (106, 2), (110, 1)])]
+)
+def test_ranges_with_a_small_gap_between_them_are_read_together(gap_bytes: int, reads: list[tuple[int, int]]) -> None:
+    columns = ([0] * 3, [0, 6, 10], [4, 2, 1], [0, 1, 2], [0] * 3, [4, 2, 1], [0, 1, 2], [0] * 3)
+    wanted = PieceRanges(*(np.array(column, np.int64) for column in columns))
+    ops = plan_reads(
+        wanted, data_starts=[100], block_bytes=4096, verify=True, batch_bytes=8192, gap_bytes=gap_bytes,
+        places=Places(np.array([1000, -1, 3000]), 1, 1),
+    )  # fmt: skip
+    assert [(op.offset, op.nbytes) for op in ops] == reads
+    if gap_bytes == 2:
+        segments = ops[0].segments
+        assert segments.nbytes.tolist() == [4, 2, 2, 2, 1]
+        assert segments.block.tolist() == [0, -1, 1, -1, 2]
+        assert segments.address.tolist() == [1000, -1, -1, -1, 3000]
+        assert segments.copies.tolist() == [1, 0, 1, 0, 1]
 
 
 @given(st.data(), stores(), st.booleans())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import deepspeed
@@ -15,8 +15,12 @@ import zckpt
 from tests.support.fragments import data_of
 from tests.support.models import make_engine, train
 from tests.support.slow_writes import held, slow
-from zckpt.api.open import open_checkpoint
 from zckpt.engines import adapt
+from zckpt.listing.find import find_and_open
+
+if TYPE_CHECKING:
+    from zckpt.listing.contents import Contents
+    from zckpt.storage.contract import Store
 
 BEFORE, AFTER = 3, 3
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -275,18 +279,19 @@ def restore_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...], trai
     train(engine, trained, 100)
     opened = []
 
-    def open_and_record(*args: Any) -> zckpt.Checkpoint:
-        opened.append(open_checkpoint(*args))
-        return opened[0]
+    def open_and_record(path: str) -> tuple[Store, Contents]:
+        store, contents = find_and_open(path)
+        opened.append(contents)
+        return store, contents
 
-    with mock.patch("zckpt.api.restore.open_checkpoint", open_and_record):
+    with mock.patch("zckpt.api.restore.find_and_open", open_and_record):
         # Not verified, because a digest covers a whole block, so that most of each of these small files would be read.
         zckpt.restore(engine, path, verify=False)
     restored = whole(engine, parts)
     (loss,) = train(engine, 1, BEFORE)
     return {
         **restored,
-        "read": opened[0].io.data_bytes,
+        "read": opened[0].reader.count.data_bytes,
         "stored": sum(info.nbytes for info in opened[0].values()),
         "loss": loss,
     }

@@ -11,6 +11,7 @@ import pytest
 
 import zckpt
 from tests.support.states import same_all, write_state
+from zckpt.plan.coalesce import STRAIGHT_BYTES_MAX
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system.threads import Worker
 from zckpt.transfer.budget import Budget
@@ -32,6 +33,18 @@ def test_the_budget_bounds_every_buffer() -> None:
         zckpt.Budget(nbytes=MIB)
     with pytest.raises(ValueError, match="threads"):
         zckpt.Budget(threads=0)
+
+
+def test_a_store_has_as_many_requests_in_flight_as_the_budget_allows() -> None:
+    remote, local = (mock.Mock(requests_in_flight=requests) for requests in (16, 0))
+    for nbytes, threads in ((8 * MIB, 1), (64 * MIB, 4), (256 * MIB, 16), (1024 * MIB, 16)):
+        budget = Budget(nbytes)
+        assert budget.serving(local) is budget
+        serving = budget.serving(local, remote)
+        assert serving.threads == threads
+        # A request takes a buffer and as much memory of the store's, or, if it is straight, only the latter.
+        assert threads * 2 * (serving.batch_bytes(MIB) + 2 * PAGE_BYTES) <= nbytes
+        assert threads == 1 or threads * STRAIGHT_BYTES_MAX <= nbytes
 
 
 @pytest.mark.parametrize("block_bytes", [4 << 10, 64 << 10, MIB])

@@ -99,7 +99,7 @@ def cp(
         if spread is None:
             reader = origin.reader()
             raw = manifest_bytes(reader)
-            contents = Contents(decode_manifest(origin, raw), reader)
+            contents = Contents(decode_manifest(origin, raw), reader, origin)
         else:
             raw, contents = spread.raw, spread.contents(peers)
         selected_keys = None if keys is None else contents.select(keys)

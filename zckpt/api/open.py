@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from zckpt.listing.find import advised, find, open_contents
+from zckpt.listing.find import advised, find_and_open, open_contents
 from zckpt.reading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa:
         StorageError: the operating system reports an error when it reads.
         UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
     """
-    store = find(path)
-    with advised(store):
-        return open_checkpoint(store, budget, partial(advised, store))
+    store, contents = find_and_open(path)
+    return Checkpoint(str(store.location), contents, budget, partial(advised, store))
 
 
 def open_checkpoint(

@@ -10,12 +10,11 @@ import torch
 
 from zckpt.api.background import wait_for
 from zckpt.api.offload import bring_back_to_restore
-from zckpt.api.open import open_checkpoint
 from zckpt.engines import adapt, group_of
 from zckpt.engines.history import history_of, note_restore
 from zckpt.engines.registered import registered
 from zckpt.errors import FormatError, MismatchError, RankError, StorageError, warn
-from zckpt.listing.find import advised, find
+from zckpt.listing.find import advised, find_and_open
 from zckpt.listing.runs import whole_neighbours
 from zckpt.offloading.away import away, tensors_in_memory
 from zckpt.plan.reshard import ElementRange
@@ -282,12 +281,10 @@ def _plan(
             hint="give them memory before they are restored, such as by module.to_empty(device=...)",
         )
     check_memory(tensors_in_memory(adapter, adapter.parts), MismatchError)
-    store = store or find(path)
+    if store is None or contents is None:
+        store, contents = find_and_open(path)
     with advised(store):
-        if contents is None:
-            checkpoint = open_checkpoint(store, request.budget)
-        else:
-            checkpoint = Checkpoint(str(store.location), contents, request.budget)
+        checkpoint = Checkpoint(str(store.location), contents, request.budget)
         names = registered(engine).objects if request.resumes else ()
         plan = plan_restore(adapter, checkpoint, request, ranks.rank, ranks.size, names)
     for warning in plan.warnings if ranks.rank == 0 else ():

@@ -43,11 +43,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from zckpt.listing.find import advised, find, open_contents
+    from zckpt.listing.find import advised, find_and_open
 
-    store = find(arguments.path)
+    store, contents = find_and_open(arguments.path)
     with advised(store):
-        contents = open_contents(store)
         infos = [contents[key] for key in contents.select(arguments.keys or None)]
         rows = list(zip(infos, contents.holders(infos), strict=True))
     if arguments.sort == "key":

@@ -40,11 +40,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from zckpt.format import tree
-    from zckpt.listing.find import advised, find, open_contents
+    from zckpt.listing.find import advised, find_and_open
 
-    store = find(arguments.path)
+    store, contents = find_and_open(arguments.path)
     with advised(store):
-        contents = open_contents(store)
         packed = contents.packed_state(arguments.rank)
         if packed is None:
             raise KeyNotFoundError(

@@ -115,7 +115,8 @@ def _source(contents: Contents, numbers: Iterable[int], pieces: FilePieces, tabl
             return f"{part.name}/{contents.manifest.names[part.name_ids[row]]}"
         return None
 
-    return Source(contents.reader, {file.path: file for file in files.values()}, table, verify, key_at)
+    by_path = {file.path: file for file in files.values()}
+    return Source(contents.store, contents.reader, by_path, table, verify, key_at)
 
 
 @dataclass(frozen=True, slots=True)

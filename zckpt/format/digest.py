@@ -60,8 +60,13 @@ class ReadFile:
     """The path of the file, relative to the checkpoint's directory."""
     nbytes: int
     """The size of the file in bytes."""
-    digests: memoryview
-    """The digests of the blocks of the file, 16 bytes each. It is empty if the digests are not compared."""
+    table: Callable[[], memoryview] = lambda: memoryview(b"")
+    """Returns ``digests``. It may have to read them first."""
+
+    @property
+    def digests(self) -> memoryview:
+        """The digests of the blocks of the file, 16 bytes each. It is empty if the digests are not compared."""
+        return self.table()
 
 
 def check_block(view: NDArray[np.uint8] | memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:

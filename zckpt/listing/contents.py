@@ -4,11 +4,13 @@ the headers of the data files say it. All of these except the manifest are read 
 from __future__ import annotations
 
 import math
+import threading
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ from zckpt.errors import KeyNotFoundError
 from zckpt.format import data_file as data_file_format
 from zckpt.format import index as index_format
 from zckpt.format import names, tree
-from zckpt.format.digest import DIGEST_BYTES, ReadFile, blocks, check_block, digest
+from zckpt.format.digest import DIGEST_BYTES, ReadFile, block_count, blocks, check_block, digest
 from zckpt.format.dtypes import ITEM_BYTES, TORCH_NAMES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, TREE_BYTES_MAX
 from zckpt.format.names import Tier
@@ -29,14 +31,14 @@ from zckpt.state.inventory import STATE
 from zckpt.state.lineage import Lineage, judged, lineage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
 
     from zckpt.format.data_file import Header
     from zckpt.format.index import Ints, Layout, Piece
-    from zckpt.format.manifest import Manifest
-    from zckpt.storage.contract import Reader
+    from zckpt.format.manifest import File, Manifest
+    from zckpt.storage.contract import Reader, Store
 
 
 LISTED_TOGETHER = 256
@@ -142,11 +144,15 @@ class TensorInfo:
 class Contents(Mapping[str, TensorInfo]):
     """A mapping from each key (``<part>/<parameter name>``) to its TensorInfo. Several threads may share it."""
 
-    def __init__(self, manifest: Manifest, reader: Reader) -> None:
+    def __init__(self, manifest: Manifest, reader: Reader, store: Store) -> None:
+        """``reader`` reads the files of ``store``, the directory of the checkpoint."""
         self.manifest = manifest
         self.reader = reader
+        self.store = store
         self._layouts: dict[int, Layout] = {}
         self._tables: dict[int, memoryview] = {}
+        self._reading: dict[int, threading.Lock] = {}
+        """The locks that let one thread at a time read the digest table of a rank."""
         self._sized: set[int] = set()
         """The numbers of the files that were found to be as long as the manifest says."""
 
@@ -325,25 +331,51 @@ class Contents(Mapping[str, TensorInfo]):
     def read_file(self, number: int, *, verify: bool) -> ReadFile:
         """Returns a data file in the form that the read pipeline takes. With ``verify``, it has the file's digests."""
         file = self.manifest.files[number]
-        table = self.digest_table(file.rank)[file.first_block * DIGEST_BYTES :] if verify else memoryview(b"")
-        return ReadFile(self.manifest.path(file), file.nbytes, table)
+        path, nbytes = self.manifest.path(file), file.nbytes
+        return ReadFile(path, nbytes, partial(self._digests_of, file)) if verify else ReadFile(path, nbytes)
+
+    def _digests_of(self, file: File) -> memoryview:
+        return self.digest_table(file.rank)[file.first_block * DIGEST_BYTES :]
 
     def digest_table(self, rank: int) -> memoryview:
         """Returns the digest table of one rank. It is read when it is first asked for."""
         if rank not in self._tables:
-            self._tables[rank] = memoryview(self.read_digest_table(rank))
+            with self._reading.setdefault(rank, threading.Lock()):
+                if rank not in self._tables:
+                    self._tables[rank] = memoryview(self.read_digest_table(rank))
         return self._tables[rank]
 
     def read_digest_table(self, rank: int) -> bytes:
         """Reads the digest table of one rank and checks it. Raises FormatError (F001, F002, D001, D002)."""
         path = names.digests_path(self.manifest.save_id, rank)
-        nbytes = self.reader.size(path)
+        # A sound table is no longer than this, so one request reads it. Each piece, and the filler before it, may have
+        # one more block than ``digest_counts`` assumes.
+        most = min((self.digest_counts[rank] + 2 * self._piece_count) * DIGEST_BYTES, DIGEST_TABLE_BYTES_MAX)
+        raw = self.reader.read(path, 0, most + 1)
+        nbytes = len(raw) if len(raw) <= most else self.reader.size(path)
         if nbytes % DIGEST_BYTES or nbytes > DIGEST_TABLE_BYTES_MAX:
             raise broken("D001", f"the table is {nbytes} bytes long", file=path)
-        raw = self.reader.read(path, 0, nbytes)
+        raw += self.reader.read(path, len(raw), nbytes - len(raw)) if nbytes > len(raw) else b""
         if digest(raw) != self.manifest.digests[rank]:
             raise broken("D002", "the digest table is damaged", file=path, start=0, stop=nbytes)
         return raw
+
+    @cached_property
+    def digest_counts(self) -> list[int]:
+        """For each rank, the fewest digests that its table may have. The exact number is known only from the index."""
+        manifest = self.manifest
+        counts = [0] * manifest.world_size
+        for file in manifest.files:
+            spans = (file.data_start, file.nbytes - file.data_start)
+            count = file.first_block + sum(block_count(nbytes, manifest.block_bytes) for nbytes in spans)
+            counts[file.rank] = max(counts[file.rank], count)
+        return counts
+
+    @cached_property
+    def _piece_count(self) -> int:
+        """The number of pieces of all tensors."""
+        layouts = Counter(part.layout_id for part in self.manifest.parts)
+        return sum(chunk.pieces * layouts[chunk.layout_id] for chunk in self.manifest.chunks)
 
     def holders(self, infos: Sequence[TensorInfo]) -> list[Holders]:
         """Returns for each tensor how it is spread over the ranks. This is far quicker than looking at the pieces of
@@ -438,9 +470,7 @@ class Contents(Mapping[str, TensorInfo]):
         order of files and offsets. ``rows`` is as for ``pieces_of_parts``. It looks at the index once for as many ranks
         as have ``RANK_PIECES`` together, so the pieces of all ranks are never in memory."""
         rank_of = np.array(self.manifest.files.rank, np.int64)
-        layouts = Counter(part.layout_id for part in self.manifest.parts)
-        total = sum(chunk.pieces * layouts[chunk.layout_id] for chunk in self.manifest.chunks)
-        together = max(RANK_PIECES * self.manifest.world_size // max(total, 1), 1)
+        together = max(RANK_PIECES * self.manifest.world_size // max(self._piece_count, 1), 1)
         for first in range(0, len(ranks), together):
             group = ranks[first : first + together]
             asked = np.isin(rank_of, group)
@@ -451,19 +481,25 @@ class Contents(Mapping[str, TensorInfo]):
             for rank, start, stop in zip(group, bounds, [*bounds[1:], len(pieces)], strict=True):
                 yield rank, pieces.take(slice(start, stop))
 
-    def check_sizes(self, infos: Iterable[TensorInfo]) -> dict[str, int]:
+    def check_sizes(self, infos: Iterable[TensorInfo], unmeasured_bytes: int = 0) -> dict[str, int]:
         """Checks the data files that have pieces of ``infos``. Raises FormatError (F001 to F003) unless they exist and
         are as long as the manifest says, and (I007) if these pieces together have more bytes than the data of a file.
-        Returns for each key the byte of its first file at which the tensor begins."""
+        Returns for each key the byte of its first file at which the tensor begins.
+
+        A caller that reads these tensors may have ``unmeasured_bytes`` in memory before the lengths of the files are
+        known. If the tensors have no more bytes, and a request to the store takes long, then the lengths are left to
+        ``checks_beside``, which the caller calls while it reads."""
         by_key = {info.key: info for info in infos}
-        begins = self.check_copies(list(by_key.values()), [None] * len(by_key))
+        begins = self.check_copies(list(by_key.values()), [None] * len(by_key), unmeasured_bytes)
         return dict(zip(by_key, begins, strict=True))
 
-    def check_copies(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> list[int]:
+    def check_copies(
+        self, infos: Sequence[TensorInfo], copies: Sequence[int | None], unmeasured_bytes: int = 0
+    ) -> list[int]:
         """Does what ``check_sizes`` does for one copy of each of ``infos``, none of which may be given twice."""
         begins: list[int] = []
-        first: dict[int, TensorInfo] = {}
-        """For each file the first tensor that is in it, which the error names."""
+        first: dict[int, str] = {}
+        """For each file the key of the first tensor that is in it, which the error names."""
         data_start = np.array(self.manifest.files.data_start, np.int64)
 
         def claims() -> Iterator[tuple[Ints, Ints]]:
@@ -473,13 +509,44 @@ class Contents(Mapping[str, TensorInfo]):
                 begins.extend((data_start[stored.file[at]] + stored.offset[at]).tolist())
                 numbers, at = np.unique(stored.file, return_index=True)
                 for number, request in zip(numbers.tolist(), stored.request[at].tolist(), strict=True):
-                    first.setdefault(number, infos[group.start + request])
+                    first.setdefault(number, infos[group.start + request].key)
                 yield stored.file, (stored.stop - stored.start) * item[stored.request]
 
         index_format.check_claims(self.manifest, claims())
-        for number in sorted(first):
-            self.check_length(number, first[number].key)
+        if not self.is_remote or sum(info.nbytes for info in infos) > unmeasured_bytes:
+            self.check_lengths(first)
         return begins
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a request to the store takes so long that several are made at a time, even for a few bytes."""
+        return self.store.requests_in_flight > 0
+
+    def check_lengths(self, keys: Mapping[int, str | None]) -> None:
+        """Calls ``check_length`` for several files, of which ``keys`` has the numbers, and the keys for the errors. The
+        error that it raises is that of the first of these files."""
+        checks = self._length_checks(keys)
+        if not self.is_remote or len(checks) < 2:
+            for check in checks:
+                check()
+            return
+        with ThreadPoolExecutor(min(self.store.requests_in_flight, len(checks))) as pool:
+            deque(pool.map(lambda check: check(), checks), maxlen=0)
+
+    def _length_checks(self, keys: Mapping[int, str | None]) -> list[Callable[[], object]]:
+        return [
+            partial(self.check_length, number, keys[number]) for number in sorted(keys) if number not in self._sized
+        ]
+
+    def checks_beside(self, keys: Mapping[int, str | None], *, verify: bool) -> list[Callable[[], object]]:
+        """Returns functions that have to be called before bytes of some files are used, and may be called while the
+        bytes are read. They check the lengths and, with ``verify``, read the digest tables. ``keys`` is as for
+        ``check_lengths``. If a request to the store takes no time, there are none: the lengths are checked before the
+        read, and each table is read when it is needed."""
+        if not self.is_remote:
+            return []
+        ranks = sorted({self.manifest.files.rank[number] for number in keys}) if verify else []
+        return [*self._length_checks(keys), *(partial(self.digest_table, rank) for rank in ranks)]
 
     def check_index_length(self) -> None:
         """Raises FormatError (F001, F002 or I001) unless the index is there and as long as recorded."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.errors import (
     CheckpointNotFoundError,
     FeatureError,
     FormatError,
+    MissingFileError,
     UnfinishedWriteError,
     VersionError,
     ZckptError,
@@ -18,44 +19,72 @@ from zckpt.listing.contents import Contents
 from zckpt.listing.other_formats import other_format
 from zckpt.listing.runs import (
     NOTHING_CHANGED,
-    directories_of,
-    has_manifest,
     is_of_trainer,
-    names_at,
     names_in,
     not_a_checkpoint,
+    nothing_at,
     read_latest,
     read_manifest,
+    refuse_links,
     what_is_here,
     what_is_whole,
 )
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from zckpt.format.manifest import Manifest
-    from zckpt.storage.contract import Reader, Store
+    from zckpt.storage.contract import Entry, Reader, Store
     from zckpt.storage.location import StrPath
+
+
+T = TypeVar("T")
 
 
 def find(path: StrPath) -> Store:
     """Returns the directory of the checkpoint at ``path``, or, in the directory of a run, of the one that ``latest``
     names. In the output directory of a Trainer, ``latest`` is that of a ``save_model``, so there it is the checkpoint
     with the most steps. Raises CheckpointNotFoundError, UnfinishedWriteError and FormatError (L001)."""
+    return _find(path, lambda checkpoint: checkpoint.entry(names.MANIFEST))[0]
+
+
+def find_and_open(path: StrPath) -> tuple[Store, Contents]:
+    """Returns what ``find`` returns, and what that checkpoint holds. If ``path`` is the directory of a checkpoint, only
+    one request is made: it reads the manifest. Whoever calls it closes the reader of the result. Raises the errors of
+    ``find`` and ``open_contents``."""
+
+    def opened(checkpoint: Store) -> Contents | None:
+        try:
+            with advised(checkpoint):
+                return open_contents(checkpoint)
+        except CheckpointNotFoundError:
+            return None
+
+    return _find(path, opened)
+
+
+def _find(path: StrPath, look: Callable[[Store], T | None]) -> tuple[Store, T]:
+    """Returns the directory of the checkpoint that ``path`` means, and what ``look`` returns for it. ``look`` returns
+    None if there is no manifest in exactly the directory that it is given."""
     store = open_store(path)
-    if store.entry(names.MANIFEST) is not None:
-        return store
-    entries = names_at(store)
+    if (seen := look(store)) is not None:
+        return store, seen
+    listed = store.entries()
+    if listed is None:
+        raise nothing_at(store)
+    entries = sorted(entry.path for entry in listed)
     if names.LATEST in entries:
         try:
             name = read_latest(store)
-            checkpoint = store.child(name)
-            if has_manifest(store, name):
-                return _newer_of_trainer(store, checkpoint) or checkpoint
+            refuse_links(store, name)
         except FormatError as error:
             error.hint = f"{error.hint}; {what_is_here(store)}" if error.hint else what_is_here(store)
             raise
+        checkpoint = store.child(name)
+        checkpoint = _newer_of_trainer(store, listed, checkpoint) or checkpoint
+        if (seen := look(checkpoint)) is not None:
+            return checkpoint, seen
         other = other_format(names_in(checkpoint))
         if other is not None:
             message, hint = f"`latest` names {other.what}", other.hint
@@ -71,10 +100,10 @@ def find(path: StrPath) -> Store:
     raise not_a_checkpoint(store, entries, "there is no manifest, and no `latest`")
 
 
-def _newer_of_trainer(run: Store, checkpoint: Store) -> Store | None:
+def _newer_of_trainer(run: Store, entries: Sequence[Entry], checkpoint: Store) -> Store | None:
     """Returns the newest checkpoint in the directories ``checkpoint-<N>`` of a Trainer, if it has more steps than
-    ``checkpoint``."""
-    of_trainer = [name for name in directories_of(run) if is_of_trainer(name)]
+    ``checkpoint``. ``entries`` are those of the run."""
+    of_trainer = [entry.path for entry in entries if entry.is_directory and is_of_trainer(entry.path)]
     for name in sorted(of_trainer, key=lambda name: int(name.rpartition("-")[2]), reverse=True):
         with suppress(ZckptError):
             newest = find(str(run.location.child(name)))
@@ -85,21 +114,25 @@ def _newer_of_trainer(run: Store, checkpoint: Store) -> Store | None:
 def open_contents(store: Store) -> Contents:
     """Returns what the checkpoint in exactly this directory holds. Whoever calls it closes the reader of the result.
     Raises CheckpointNotFoundError, FormatError and StorageError."""
-    reader = _reader(store)
-    return Contents(read_manifest(store, reader), reader)
+    reader = store.reader()
+    return Contents(_manifest(store, reader), reader, store)
 
 
 def manifest_of(store: Store) -> Manifest:
     """Returns the manifest of the checkpoint in exactly this directory. Raises CheckpointNotFoundError, FormatError and
     StorageError."""
-    with closing(_reader(store)) as reader:
+    with closing(store.reader()) as reader:
+        return _manifest(store, reader)
+
+
+def _manifest(store: Store, reader: Reader) -> Manifest:
+    try:
         return read_manifest(store, reader)
-
-
-def _reader(store: Store) -> Reader:
-    if store.entry(names.MANIFEST) is None:
-        raise CheckpointNotFoundError("there is no manifest", file=str(store.location))
-    return store.reader()
+    except FormatError as error:
+        # If the path of the directory is that of a file, some stores raise another error than MissingFileError.
+        if not isinstance(error, MissingFileError) and (error.rule != "F002" or store.entry(names.MANIFEST)):
+            raise
+        raise CheckpointNotFoundError("there is no manifest", file=str(store.location)) from None
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from zckpt.errors import (
 )
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
-from zckpt.format.digest import DIGEST_BYTES, block_count
+from zckpt.format.digest import DIGEST_BYTES
 from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.listing.contents import Contents
@@ -65,7 +65,7 @@ def read_manifest(checkpoint: Store, reader: Reader) -> Manifest:
 def manifest_bytes(reader: Reader) -> bytes:
     """Returns the bytes of a manifest. If the manifest is too long, it returns one byte more than a manifest may have,
     so that the caller sees that. Raises FormatError (F001, F002) and StorageError."""
-    return reader.read(names.MANIFEST, 0, min(reader.size(names.MANIFEST), MANIFEST_BYTES_MAX + 1))
+    return reader.read(names.MANIFEST, 0, MANIFEST_BYTES_MAX + 1)
 
 
 def decode_manifest(checkpoint: Store, raw: bytes) -> Manifest:
@@ -90,17 +90,12 @@ def read_latest(run: Store, file: str = names.LATEST) -> str:
     return name
 
 
-def has_manifest(run: Store, name: str) -> bool:
-    """Whether a checkpoint is at this path in the run. Raises FormatError (F002) for a path of several components if
-    one of them is a link."""
-    if "/" not in name:  # a single component may be a link
-        return run.child(name).entry(names.MANIFEST) is not None
-    with closing(run.reader()) as reader:
-        try:
+def refuse_links(run: Store, name: str) -> None:
+    """Raises FormatError (F002) if this path of a checkpoint in the run has several components, and one of them is a
+    link. A single component may be a link."""
+    if "/" in name:
+        with closing(run.reader()) as reader, suppress(MissingFileError):
             reader.size(f"{name}/{names.MANIFEST}")
-        except MissingFileError:
-            return False
-    return True
 
 
 def directories(run: Store) -> Iterator[tuple[Store, list[str]]]:
@@ -332,7 +327,7 @@ def if_whole(checkpoint: Store) -> Contents | None:
     whole. No tensor is read."""
     try:
         with closing(checkpoint.reader()) as reader:
-            contents = Contents(read_manifest(checkpoint, reader), reader)
+            contents = Contents(read_manifest(checkpoint, reader), reader, checkpoint)
             check_lengths(contents)
             _ = contents.lineage  # raises an error if the tree is damaged
             return contents
@@ -345,33 +340,26 @@ def check_lengths(contents: Contents) -> None:
     it has to be. If each machine has the files of its own ranks, one machine is enough. No data are read."""
     manifest, reader = contents.manifest, contents.reader
     ranks = ranks_here(contents)
-    digest_counts = dict.fromkeys(ranks, 0)
-    for number, file in enumerate(manifest.files):
-        if file.rank not in digest_counts:
-            continue
-        contents.check_length(number)
-        spans = (file.data_start, file.nbytes - file.data_start)
-        count = file.first_block + sum(block_count(nbytes, manifest.block_bytes) for nbytes in spans)
-        digest_counts[file.rank] = max(digest_counts[file.rank], count)
-    for rank, count in digest_counts.items():
+    contents.check_lengths({number: None for number, rank in enumerate(manifest.files.rank) if rank in ranks})
+    for rank in sorted(ranks):
+        count = contents.digest_counts[rank]
         path = names.digests_path(manifest.save_id, rank)
         nbytes = reader.size(path)
-        # This is a lower bound, because the exact number of digests is known only from the index.
         if nbytes < count * DIGEST_BYTES:
             raise broken("D001", f"the table is {nbytes} bytes long", file=path)
     contents.check_index_length()
 
 
-def ranks_here(contents: Contents) -> list[int]:
+def ranks_here(contents: Contents) -> set[int]:
     """Returns the ranks whose files have to be in the directory of a checkpoint: all ranks, or, if each machine has the
     files of its own ranks, those of each machine of which something is here. Raises FormatError and StorageError."""
     manifest = contents.manifest
-    here: list[int] = []
+    here: set[int] = set()
     for machine in contents.machines:
         with suppress(MissingFileError):
             contents.reader.size(names.digests_path(manifest.save_id, machine.ranks[0]))
-            here += machine.ranks
-    return here or list(range(manifest.world_size))
+            here.update(machine.ranks)
+    return here or set(range(manifest.world_size))
 
 
 def what_is_whole(checkpoint: Store) -> str:

@@ -49,6 +49,9 @@ class Saved:
     def path(self) -> str:
         return self.data_file.id.path
 
+    def table(self) -> memoryview:
+        return memoryview(self.digests)
+
 
 @dataclass(eq=False)
 class Moved:
@@ -174,10 +177,7 @@ def read_back(moved: Sequence[Moved], budget: Budget, *, verify: bool) -> list[t
         start, block = int(pieces.start[record.number]), int(pieces.block[record.number])
         rows.append((file, start, record.nbytes, block, 0, record.nbytes, target, 0))
     targets = Targets([str(number) for number in range(len(moved))], tensors, [torch.uint8] * len(moved))
-    read_files = {
-        number: ReadFile(saved.path, saved.data_file.nbytes, memoryview(saved.digests))
-        for saved, number in files.items()
-    }
+    read_files = {number: ReadFile(saved.path, saved.data_file.nbytes, saved.table) for saved, number in files.items()}
     staging = pool_for(targets.devices, budget, BLOCK_BYTES)
     with closing(ScratchReader({saved.path: saved.file for saved in files})) as reader:
         try:

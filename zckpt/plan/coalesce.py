@@ -1,5 +1,6 @@
 """Plans reads from ranges of pieces. Blocks are read whole if their digests are checked, adjacent bytes are read
-together, each byte is read once, and long ranges go straight to their target."""
+together, each byte is read once, and long ranges go straight to their target. Where another request would cost more,
+the bytes between two ranges are read too."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class Places:
 
 
 class Segments(NamedTuple):
-    """The segments of a read as int64 columns. A segment is a range of consecutive bytes of one block.
+    """The segments of a read as int64 columns. A segment is a range of consecutive bytes of one block, or a gap: bytes
+    between two such ranges that nobody wants. No copies are made of a gap, and it is neither the first segment nor the
+    last one.
 
     ``nbytes`` is the size of the segment, ``block`` the number of the digest that covers exactly these bytes (-1 if
     none is checked), and ``copies`` the number of copies that are made of ranges of the segment. ``address`` is the
@@ -146,6 +149,7 @@ def plan_reads(
     batch_bytes: int,
     places: Places | None = None,
     urgent: int = 0,
+    gap_bytes: int = 0,
 ) -> tuple[ReadOp, ...]:
     """Plans the reads for ``piece_ranges``, file by file. The first ``urgent`` targets are urgent. Files that have
     bytes of them come first, and their reads are urgent too. Among these files, and among the others, the order is
@@ -155,6 +159,7 @@ def plan_reads(
     the ranges are read. ``data_starts`` has the first data byte of each file. A read has at most ``batch_bytes`` bytes.
     If all of its segments are straight, it may have up to ``STRAIGHT_BYTES_MAX`` bytes, if that is more.
     ``batch_bytes`` is at least ``block_bytes``. Without ``places``, all bytes that are read go through staging buffers.
+    Two ranges of a file are read together if there are at most ``gap_bytes`` bytes between them.
     """
     first = piece_ranges.start // block_bytes
     # From here on there is a row for each block that a range has bytes of.
@@ -191,7 +196,15 @@ def plan_reads(
         places = Places(np.full(int(target.max(initial=-1)) + 1, -1), 1, 1)
     alone = (copies == 1) & (copy_bytes == nbytes) & (places.address[target] >= 0)
     address = np.where(alone, places.address[target] + target_offset, -1)
-    cuts = _cuts(file, start_at, stop_at, address, batch_bytes, places)
+    cuts = _cuts(file, start_at, stop_at, address, batch_bytes, places, gap_bytes)
+    gap = np.setdiff1d(np.flatnonzero(start_at[1:] > stop_at[:-1]) + 1, cuts)  # the segments that come after a gap
+    if len(gap):
+        start_at, stop_at = np.insert(start_at, gap, stop_at[gap - 1]), np.insert(stop_at, gap, start_at[gap])
+        file, is_urgent = np.insert(file, gap, file[gap]), np.insert(is_urgent, gap, is_urgent[gap])
+        first_copy = np.insert(first_copy, gap, first_copy[gap])
+        block, address, copies = np.insert(block, gap, -1), np.insert(address, gap, -1), np.insert(copies, gap, 0)
+        nbytes = stop_at - start_at
+        cuts = (np.array(cuts) + np.searchsorted(gap, cuts)).tolist()
     straight, inner, edges = _straight(cuts, start_at, stop_at, address, places)
     bounds = [*cuts, len(file)]
     first, last = np.array(bounds[:-1], np.int64), np.array(bounds[1:], np.int64) - 1
@@ -213,14 +226,19 @@ def _cut(columns: Sequence[NDArray[Any]], bounds: Sequence[int]) -> Iterator[tup
     return zip(*([column[part] for part in parts] for column in columns), strict=True)
 
 
-def _cuts(file: Ints, start: Ints, stop: Ints, address: Ints, batch_bytes: int, places: Places) -> list[int]:
+def _cuts(
+    file: Ints, start: Ints, stop: Ints, address: Ints, batch_bytes: int, places: Places, gap_bytes: int
+) -> list[int]:
     """Returns the first segment of each read. The columns have the file of each segment, the bytes of the file at which
     it begins and ends, and the address of its memory, or -1."""
-    joins = np.zeros(len(file), bool)  # whether a segment is adjacent in the file to the one before it
-    joins[1:] = (file[1:] == file[:-1]) & (start[1:] == stop[:-1])
+    gap = start[1:] - stop[:-1]
+    joins = np.zeros(len(file), bool)  # whether a segment may be in one read with the one before it
+    joins[1:] = (file[1:] == file[:-1]) & (gap >= 0) & (gap <= gap_bytes)
     can_be_straight = (address >= 0) & ((address - start) % places.memory_bytes == 0)
-    joins_in_memory = np.zeros(len(file), bool)  # whether they are adjacent in memory too, and can be straight
-    joins_in_memory[1:] = joins[1:] & can_be_straight[1:] & can_be_straight[:-1] & (np.diff(address - start) == 0)
+    # Whether they are adjacent in the file and in memory, and can be straight.
+    joins_in_memory = np.zeros(len(file), bool)
+    joins_in_memory[1:] = joins[1:] & (gap == 0) & can_be_straight[1:] & can_be_straight[:-1]
+    joins_in_memory[1:] &= np.diff(address - start) == 0
     straight_stops = np.append(np.flatnonzero(~joins_in_memory), len(file))  # the first segment after each such run
     # A read of so many bytes of one run is straight, however much of its first and last page is not aligned.
     straight_bytes = STRAIGHT_BYTES_MIN + 2 * max(PAGE_BYTES, places.memory_bytes, places.offset_bytes)

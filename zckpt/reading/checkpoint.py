@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from zckpt.errors import FormatError, MismatchError, count
@@ -84,7 +85,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self.contents = contents
         self.manifest = contents.manifest
         self.reader = contents.reader
-        self.budget = budget or Budget.from_environment()
+        self.budget = (budget or Budget.from_environment()).serving(contents.store)
         self._advised = advised
         """Makes a context manager that may add to the hint of an error that leaves it. Its argument says what an error
         leaves behind. Without the argument, an error leaves everything unchanged."""
@@ -369,7 +370,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         shape, ranges = slice_ranges(info.shape, index if isinstance(index, tuple) else (index,))
         with self._advised():
             if device.type != "meta":
-                self.contents.check_sizes([info])
+                self.contents.check_sizes([info], self.budget.nbytes)
             target = empty_tensor(info, shape, device, dtype_of(dtype))
             self.read([ReadRequest(info, ranges, target)], verify=verify)
         return target
@@ -402,7 +403,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             }
             copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in pieces_of_rank[key]}
             if device.type != "meta":
-                self.contents.check_copies(list(copies.values()), [copy for _, copy in copies])
+                self.contents.check_copies(list(copies.values()), [copy for _, copy in copies], self.budget.nbytes)
             for key, info in infos.items():
                 for piece in pieces_of_rank[key]:
                     elements = ElementRange(piece.start, piece.stop, 0)
@@ -521,7 +522,10 @@ class Checkpoint(Mapping[str, TensorInfo]):
         stored_ranges = piece_ranges(
             self.contents.stored(infos, copies, rank), ranges, [info.item_bytes for info in infos]
         )
-        files = {number: self.contents.read_file(number, verify=verify) for number in set(stored_ranges.file.tolist())}
+        numbers, first = np.unique(stored_ranges.file, return_index=True)
+        first_targets = stored_ranges.target[first].tolist()
+        keys = {number: infos[row].key for number, row in zip(numbers.tolist(), first_targets, strict=True)}
+        files = {number: self.contents.read_file(number, verify=verify) for number in keys}
         targets = Targets([info.key for info in infos], tensors, [info.dtype for info in infos])
         ops = plan_reads(
             stored_ranges,
@@ -531,8 +535,15 @@ class Checkpoint(Mapping[str, TensorInfo]):
             batch_bytes=staging.batch_bytes,
             places=places_of(self.reader, targets, files),
             urgent=urgent,
+            gap_bytes=self.contents.store.gap_bytes,
         )
-        run_reads(self.reader, ops, files, targets, self.budget, staging, advance, after_urgent)
+        checks = self.contents.checks_beside(keys, verify=verify)
+        try:
+            run_reads(self.reader, ops, files, targets, self.budget, staging, advance, after_urgent, checks)
+        except FormatError:
+            for check in checks:  # A file that is too short, for example, explains what is wrong with its data.
+                check()
+            raise
 
     def staging(self, devices: Iterable[torch.device]) -> StagingPool:
         """Makes a pool of buffers for ``read``.
@@ -565,7 +576,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         all others into new memory."""
         dtypes, existing = dtypes or {}, existing or {}
         unread = {name for name in infos if (existing[name].is_meta if name in existing else device.type == "meta")}
-        offsets = self.contents.check_sizes(info for name, info in infos.items() if name not in unread)
+        read = (info for name, info in infos.items() if name not in unread)
+        offsets = self.contents.check_sizes(read, self.budget.nbytes)
         targets = {
             name: existing[name]
             if name in existing

@@ -104,7 +104,7 @@ def compute_tables(reader: Reader, places: Places, budget: Budget) -> dict[int, 
             )
             for op in ops:
                 file = files_of_rank[op.file]
-                source = ReadFile(file.header.data_file.path, file.nbytes, memoryview(b""))
+                source = ReadFile(file.header.data_file.path, file.nbytes)
                 visit = partial(look, rank, first_blocks[rank][op.file], op)
                 yield partial(read_op, reader, op, source, staging, budget.direct, visit)
 

@@ -121,7 +121,7 @@ def check_rebuilt(store: Store, rebuilt: Rebuilt, budget: Budget) -> None:
     files."""
     with closing(store.reader()) as reader:
         overlaid = _Overlaid(reader, rebuilt.files)
-        findings = structure_findings(Contents(manifest_format.decode(rebuilt.manifest), overlaid), budget)
+        findings = structure_findings(Contents(manifest_format.decode(rebuilt.manifest), overlaid, store), budget)
     if rebuilt.unverified:  # headers and data that differ from their digests are kept as they are
         findings = [finding for finding in findings if finding.rule != "D003"]
     if findings:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zckpt.errors import FormatError, ZckptError, first_few
 from zckpt.format import names
 from zckpt.format.rules import broken
-from zckpt.listing.contents import Contents
+from zckpt.listing.contents import Contents, machines_of
 from zckpt.listing.doubt import settle
 from zckpt.listing.find import find
 from zckpt.listing.runs import COMPARED_MAX, decode_manifest, directories, manifest_bytes
@@ -39,7 +39,7 @@ class Spread(NamedTuple):
 
     def contents(self, peers: Peers) -> Contents:
         """Returns what the checkpoint holds. Files of other machines are read from their ranks."""
-        return Contents(self.manifest, PeerReader(peers, self.store.reader(), self.elsewhere))
+        return Contents(self.manifest, PeerReader(peers, self.store.reader(), self.elsewhere), self.store)
 
 
 def find_spread(path: StrPath, ranks: Ranks) -> Spread | None:
@@ -57,7 +57,7 @@ def find_spread(path: StrPath, ranks: Ranks) -> Spread | None:
             store = find(path)
             with closing(store.reader()) as reader:
                 manifest = decode_manifest(store, manifest_bytes(reader))
-                machines = Contents(manifest, reader).machines
+                machines = machines_of(manifest.state)
         except ZckptError:  # It is raised again if no other rank finds one.
             return None
         name = store.location.path_from(base.location)
@@ -82,7 +82,7 @@ def find_spread(path: StrPath, ranks: Ranks) -> Spread | None:
     missing = sorted({*_files(manifest)} - {path for of_rank in seen for path in of_rank})
     if missing:
         whole = _whole(base, ranks)
-        raise _gone(store, Contents(manifest, store.reader()), missing, whole)
+        raise _gone(store, manifest, missing, whole)
     elsewhere = {}
     for file in _files(manifest):
         if file not in seen[ranks.rank]:
@@ -135,12 +135,11 @@ def _whole(run: Store, ranks: Ranks) -> list[str]:
     return [name for (_, name, _), files in sorted(lacking.items(), reverse=True) if not files]
 
 
-def _gone(store: Store, contents: Contents, missing: Sequence[str], whole: Sequence[str]) -> FormatError:
-    manifest = contents.manifest
+def _gone(store: Store, manifest: Manifest, missing: Sequence[str], whole: Sequence[str]) -> FormatError:
     of_rank = {rank: names.rank_dir(manifest.save_id, rank) for rank in range(manifest.world_size)}
     lost = [
         f"{machine.host} with ranks {first_few(machine.ranks, 8)}"
-        for machine in contents.machines
+        for machine in machines_of(manifest.state)
         if any(path.startswith(f"{of_rank[rank]}/") for rank in machine.ranks if rank in of_rank for path in missing)
     ]
     what = f"of the run's other checkpoints these are whole, newest first: {', '.join(whole)}"

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from zckpt.storage.location import Location
 
 
+GAP_BYTES = 512 << 10
+"""``Store.gap_bytes`` of a store that has a number of ``requests_in_flight``."""
 _COUNTING = threading.Lock()
 if hasattr(os, "register_at_fork"):  # In a forked process, nobody would release it for a thread of the parent.
     os.register_at_fork(before=_COUNTING.acquire, after_in_parent=_COUNTING.release, after_in_child=_COUNTING.release)
@@ -92,7 +94,8 @@ class Reader(Protocol):
     """The sum over all calls of all threads."""
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Returns ``nbytes`` bytes from byte ``offset`` on, or fewer if the file ends before. zckpt calls this for
+        """Returns ``nbytes`` bytes from byte ``offset`` on, or fewer if the file ends before. ``nbytes`` may be far
+        more than the file has, so the memory that this takes depends on the length of the file. zckpt calls this for
         manifests, indexes, digest tables, headers, locks and the file ``latest``."""
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
@@ -277,6 +280,12 @@ class Store(Creator, ABC):
 
     def __init__(self, location: Location) -> None:
         self.location = location
+
+    @property
+    def gap_bytes(self) -> int:
+        """The most bytes between two ranges of a file that are read and thrown away, because a further request would
+        cost more. A store that is asked over a network sends about as many before it begins to answer the next one."""
+        return GAP_BYTES if self.requests_in_flight else 0
 
     @property
     def parent(self) -> Store:

@@ -65,8 +65,8 @@ class LocalReader:
         return self
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        buffer = np.empty(nbytes, np.uint8)
         with self.file(path) as fd:
+            buffer = np.empty(min(nbytes, max(os.fstat(fd).st_size - offset, 0)), np.uint8)
             filled, reads = self._fill(fd, [buffer], offset, path)
         self.count.add(reads=reads, metadata_bytes=filled)
         return buffer[:filled].tobytes()

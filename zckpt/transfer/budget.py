@@ -8,11 +8,14 @@ from collections.abc import Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zckpt.plan.coalesce import STRAIGHT_BYTES_MAX
 from zckpt.ranks.heartbeat import sign_of_life
 from zckpt.system.threads import Worker, stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from zckpt.storage.contract import Store
 
 MIB = 1 << 20
 NBYTES, THREADS = 256 * MIB, 4
@@ -29,7 +32,8 @@ class Budget:
     threads: int = THREADS
     """The number of threads that read and write. Each of them has one staging buffer, or two if copies to or from a
     device overlap with reads and writes. One further thread computes digests. What is in the page cache is read by no
-    more threads than there are processors."""
+    more threads than there are processors. An object store has its own number of threads, one for each request that it
+    serves at a time, as far as ``nbytes`` allow it."""
     direct: bool = True
     """Whether to go past the page cache if the file system allows it, so that a write does not fill it and a read
     evicts nothing. Pages that are in the cache already are read from there in any case."""
@@ -56,7 +60,7 @@ class Budget:
 
     def run(
         self,
-        tasks: Iterable[Callable[[], None]],
+        tasks: Iterable[Callable[[], object]],
         interrupted: Callable[[], None] = lambda: None,
         threads: int | None = None,
     ) -> None:
@@ -113,6 +117,24 @@ class Budget:
         finally:
             # The tracebacks of the errors refer to this dictionary. The cycle would keep buffers and open files alive.
             failures.clear()
+
+    def serving(self, *stores: Store) -> Budget:
+        """Returns the budget for reads from, or writes to, these stores.
+
+        Args:
+            stores: the stores. If one of them asks for a number of requests at a time, there are as many threads, or as
+                many as the memory allows. Such a store copies the bytes of each request in memory, so half of the
+                memory is left to it.
+
+        Returns:
+            The same budget if no store asks for a number of requests.
+        """
+        requests = max(store.requests_in_flight for store in stores)
+        if not requests:
+            return self
+        # A request takes a staging buffer and as much memory of the store's, or, if it is straight, only the latter.
+        threads = max(min(requests, self.nbytes // STRAIGHT_BYTES_MAX), 1)
+        return Budget(max(self.nbytes // 2, 2 * MIB * threads), threads, self.direct)
 
     def batch_bytes(self, block_bytes: int) -> int:
         """Returns how many bytes one read or write moves through a staging buffer: 8 MiB if the budget allows it.

@@ -82,18 +82,21 @@ class Pipeline(Generic[Item]):
         self._stopped = False
         self._changed = threading.Condition()
 
-    def run(self, budget: Budget, snapshot_bytes: int = 0) -> None:
+    def run(self, budget: Budget, snapshot_bytes: int = 0, beside: Sequence[Callable[[], object]] = ()) -> None:
         """Does all steps of all items. The buffers take as many bytes as the budget allows, or ``snapshot_bytes`` if
-        this is more. The caller is inside of ``staging.work``, for at least as many items as there are here. Raises
-        what the steps raise, and ZckptError once the snapshot is given up."""
+        this is more. ``beside`` are functions that are called in further threads, as many as the budget has. If one of
+        them raises an error, the steps end. The caller is inside of ``staging.work``, for at least as many items as
+        there are here. Raises what the steps raise, and ZckptError once the snapshot is given up."""
         items = len(self._waiting)
         if not items:
             self._snapshot.end()
+            budget.run(beside)
             return
         self._free_halves = 2 * self._staging.buffers_within(budget, snapshot_bytes)
         threads = min(budget.threads, items)
-        tasks = [partial(self._work, self._next)] * threads + [partial(self._work, self._next_digest)]
-        budget.run(tasks, self._interrupt, threads=len(tasks))
+        work = [partial(self._work, self._next)] * threads + [partial(self._work, self._next_digest)]
+        tasks = [*(partial(self._call, function) for function in beside), *work]
+        budget.run(tasks, self._interrupt, threads=len(work) + min(len(beside), budget.threads))
 
     def _work(self, next_step: Callable[[], Callable[[], None] | None]) -> None:
         """Does steps until ``next_step`` returns None. If a step fails, all other threads end too."""
@@ -102,6 +105,14 @@ class Pipeline(Generic[Item]):
                 self._snapshot.check()
                 step()
                 sign_of_life()
+        except BaseException:
+            self._stop()
+            raise
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Calls a function. If it fails, all threads end."""
+        try:
+            function()
         except BaseException:
             self._stop()
             raise

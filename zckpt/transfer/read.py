@@ -74,18 +74,22 @@ def run_reads(
     staging: StagingPool,
     advance: Callable[[int], None],
     after_urgent: Callable[[], None] = lambda: None,
+    checks: Sequence[Callable[[], object]] = (),
 ) -> None:
     """Carries out ``ops``. Each of them fits in a buffer of ``staging`` with a page to spare at both ends, or is
     straight. ``advance`` is called with the number of bytes that are on their way to their targets. ``after_urgent`` is
-    called once, when all bytes of urgent reads are in their targets, or at the beginning if there are no such reads. On
-    return, all bytes are there.
+    called once, when all bytes of urgent reads are in their targets, or at the beginning if there are no such reads.
+    ``checks`` are called in further threads while the bytes are read. On return, all bytes are there, and all checks
+    have returned.
 
-    Raises FormatError (F001 to F003, D003) and StorageError. After an error, the targets have undefined values.
+    Raises FormatError (F001 to F003, D003), StorageError and what the checks raise. After an error, the targets have
+    undefined values.
     """
     urgent = sum(op.is_urgent for op in ops)
     if not urgent:
         after_urgent()
     if not ops:
+        budget.run(checks)
         return
     segments = [op.segments for op in ops]
     targets.host.check(
@@ -121,7 +125,7 @@ def run_reads(
             urgent=0,
             prepare=_provide_memory,
         )
-        pipeline.run(budget)
+        pipeline.run(budget, beside=checks)
 
 
 class _Views:
@@ -233,7 +237,8 @@ class _Reads:
         blocks, in_portion = views.blocks[portion], views.memory[portion]
         if views.is_verified and not _are_sound(self.files[op.file], blocks, in_portion):
             for view, block, start in zip(in_portion, blocks, views.starts[portion], strict=True):
-                check_block(view, block, self.files[op.file], start, views.key_at(start))
+                if block >= 0:  # and not a gap
+                    check_block(view, block, self.files[op.file], start, views.key_at(start))
         if views.has_staged:
             self.reader.count.add(copied_bytes=_copy_staged(op.segments, views, portion, self.targets))
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from zckpt.plan.layout import DataFilePlan, WriteOp, WritePlan
     from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
-    from zckpt.storage.contract import Creator, PageSharing, Reader, Writer
+    from zckpt.storage.contract import Creator, PageSharing, Reader, Store, Writer
     from zckpt.transfer.budget import Budget
     from zckpt.transfer.staging import StagingBuffer, StagingPool
 
@@ -52,6 +52,8 @@ class Source:
     """A checkpoint whose data files are copied. Every ``FileRange`` that is written is a range of one of these
     files."""
 
+    store: Store
+    """The directory of the checkpoint."""
     reader: Reader
     """The reader of the files of the checkpoint."""
     files: Mapping[str, ReadFile]

@@ -77,7 +77,7 @@ def check_checkpoint(
     errors, sound = check_index(contents)
     if is_first:
         note(errors)
-    values = data = None
+    budget_of_reads, values, data = budget.serving(contents.store), None, None
     with reported(progress, "validate", _data_bytes(manifest, units) if with_data else 0) as advance:
         if with_data:
             from zckpt.reading.checkpoint import Checkpoint
@@ -85,7 +85,7 @@ def check_checkpoint(
             from zckpt.validation.values import Values, derived_weights
 
             values = Values(derived_weights(contents) if sound else {}) if level == "deep" else None
-            staging = host_pool(budget.batch_bytes(manifest.block_bytes))
+            staging = host_pool(budget_of_reads.batch_bytes(manifest.block_bytes))
             data = DataChecks(contents, budget.direct, staging, values, note, advance)
 
         def tasks() -> Iterator[Callable[[], None]]:
@@ -103,7 +103,7 @@ def check_checkpoint(
                     yield from islice(data.reads(headers), k, None, n)
 
         with nullcontext() if data is None else data.staging.work():
-            budget.run(tasks())
+            budget_of_reads.run(tasks())
         if with_data and sound:
             checkpoint = Checkpoint("", contents, budget)
             trees = [partial(checkpoint.rank_state, rank) for rank, k, _ in units if k == 0]

@@ -184,7 +184,9 @@ class RankWrite:
         # thread, whose stream of the device this thread has to wait for.
         devices = devices_of(tensors_of(fragment for data_file in self.data_files for fragment in data_file.fragments))
         synchronize(devices)
-        budget, snapshot_bytes = options.budget or Budget.from_environment(), options.snapshot_bytes or 0
+        stores = [store] if self.source is None else [store, self.source.store]
+        budget = (options.budget or Budget.from_environment()).serving(*stores)
+        snapshot_bytes = options.snapshot_bytes or 0
         staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
         lasting = {data_file.id.part for data_file in self.data_files} - ANY_TIME
         plan = plan_writes(

@@ -137,9 +137,10 @@ def _is_sound(data_file: DataFilePlan, file: SameFile, budget: Budget, block_byt
     batch_bytes = budget.batch_bytes(block_bytes)
     plan = plan_writes([stored], batch_bytes=batch_bytes, block_bytes=block_bytes)
     try:
-        with closing(open_store(file.location.parent).reader()) as reader:
-            files = {name: ReadFile(name, data_file.nbytes, memoryview(b""))}
-            source = Source(reader, files, b"", False, lambda path, byte: None)
+        store = open_store(file.location.parent)
+        with closing(store.reader()) as reader:
+            files = {name: ReadFile(name, data_file.nbytes)}
+            source = Source(store, reader, files, b"", False, lambda path, byte: None)
             unchanged = unchanged_files(plan, {0: file.digests}, budget, host_pool(batch_bytes), source)
             return bool(unchanged) and reader.read(name, 0, len(data_file.header)) == data_file.header
     except ZckptError:
