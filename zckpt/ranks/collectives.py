@@ -56,13 +56,14 @@ class Ranks:
     job, or this process alone if there is no job.
 
     Every method is collective: all ranks call it, in the same order. With ``background``, the methods may be called in
-    another thread at the same time, and work even after the training has destroyed its process groups. ``call`` is the
-    function of zckpt that every rank has to call. Messages about late ranks name it. An error of a rank that fails or
-    is gone names the rank by its number in the job.
+    another thread at the same time, and work even after the training has destroyed its process groups. A third thread
+    passes a name, such as "upload", which gives it messages of its own. ``call`` is the function of zckpt that every
+    rank has to call. Messages about late ranks name it. An error of a rank that fails or is gone names the rank by its
+    number in the job.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, background: bool = False, call: str = "the same function"
+        self, group: dist.ProcessGroup | None = None, *, background: bool | str = False, call: str = "the same function"
     ) -> None:
         members: tuple[int, ...] = (0,)
         number = 0
@@ -73,7 +74,7 @@ class Ranks:
             number = dist.get_rank()
         self._connect(members, number, background, call)
 
-    def _connect(self, members: tuple[int, ...], number: int, background: bool, call: str) -> None:
+    def _connect(self, members: tuple[int, ...], number: int, background: bool | str, call: str) -> None:
         self.members, self._background, self._call = members, background, call
         self.job_rank = number
         self.rank = members.index(number)

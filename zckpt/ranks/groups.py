@@ -42,9 +42,9 @@ _LIMITS = {
 }
 """Maps what the system says when ranks cannot connect to a hint that says what to do."""
 
-_groups: dict[tuple[tuple[int, ...], bool], tuple[object, Group]] = {}
-"""The groups that were made, by the ranks in them and whether they are used in the background. With each group goes the
-default process group of the job for which it was made."""
+_groups: dict[tuple[tuple[int, ...], bool | str], tuple[object, Group]] = {}
+"""The groups that were made, by the ranks in them and the argument ``background`` of ``Ranks``. With each group goes
+the default process group of the job for which it was made."""
 
 
 class Group:
@@ -106,7 +106,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_groups_to_parent)
 
 
-def group_of(members: tuple[int, ...], rank: int, background: bool, call: str) -> Group:
+def group_of(members: tuple[int, ...], rank: int, background: bool | str, call: str) -> Group:
     """Returns the group of these ranks. It is made once for each process and job, because all ranks have to make it
     together. After a rank was lost, it is made anew."""
     world = job()
@@ -128,7 +128,7 @@ def group_of(members: tuple[int, ...], rank: int, background: bool, call: str) -
     return known[1]
 
 
-def forget(members: tuple[int, ...], background: bool) -> None:
+def forget(members: tuple[int, ...], background: bool | str) -> None:
     """Closes the group of these ranks, of which one was lost."""
     _groups.pop((members, background))[1].close()
 
