@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -10,7 +11,7 @@ import torch
 
 from zckpt.api.background import wait_for
 from zckpt.api.offload import bring_back_to_restore
-from zckpt.api.open import open_checkpoint
+from zckpt.api.open import open_checkpoint, open_chosen
 from zckpt.engines import adapt, group_of
 from zckpt.engines.history import history_of, note_restore
 from zckpt.engines.registered import registered
@@ -28,6 +29,7 @@ from zckpt.state.lineage import Use
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 from zckpt.system.threads import beside
+from zckpt.tiers.choice import Chosen, choose
 from zckpt.transfer.devices import check_device, synchronize
 from zckpt.transfer.memory import check_fragments, check_memory
 
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
     from zckpt.reading.checkpoint import Checkpoint
     from zckpt.state.inventory import Fragment
     from zckpt.transfer.budget import Budget
+
+    Place = StrPath | Sequence[StrPath] | Chosen
+    """What is restored: a path, several places, or a checkpoint that was chosen from several places."""
 
     class _Options(TypedDict, total=False):
         parts: Collection[str] | None
@@ -103,19 +108,23 @@ class RankStates(Sequence["dict[str, Any] | None"]):
 
 @overload
 def restore(
-    engine: object, path: StrPath, *, with_rank_state: Literal[False] = False, **options: Unpack[_Options]
+    engine: object,
+    path: StrPath | Sequence[StrPath],
+    *,
+    with_rank_state: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Restored: ...
 @overload
 def restore(
-    engine: object, path: StrPath, *, with_rank_state: Literal[True], **options: Unpack[_Options]
+    engine: object, path: StrPath | Sequence[StrPath], *, with_rank_state: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Restored, RankStates]: ...
 @overload
 def restore(
-    engine: object, path: StrPath, *, with_rank_state: bool, **options: Unpack[_Options]
+    engine: object, path: StrPath | Sequence[StrPath], *, with_rank_state: bool, **options: Unpack[_Options]
 ) -> Restored | tuple[Restored, RankStates]: ...
 def restore(
     engine: object,
-    path: StrPath,
+    path: StrPath | Sequence[StrPath],
     *,
     parts: Collection[str] | None = None,
     strict: bool = True,
@@ -151,7 +160,12 @@ def restore(
 
     Args:
         engine: the engine that ``deepspeed.initialize`` has returned.
-        path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint.
+        path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint. Or several
+            places, the nearest first, such as ``["/nvme/run", "s3://bucket/run"]``. Then rank 0 chooses the checkpoint
+            with the most steps among those that the files ``latest`` name, if all of its files are in the places. If
+            none of them is whole, it chooses the one with the most steps that is whole among all checkpoints of the
+            same training runs from which training can go on. Each file is read from the first place in which it has
+            the right length. A place that cannot be reached is left out, with a warning.
         parts: the name of a part of the state, or several names, such as ``["master"]`` for a warm start. None means
             all parts that the engine has.
         strict: whether the checkpoint and the engine must have the same tensors. With False, tensors that are missing,
@@ -196,26 +210,32 @@ def restore(
     return (restored, ranks) if with_rank_state else restored
 
 
-def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Restored, RankStates]:
-    """Does the work of ``restore``, and of the ``load_checkpoint`` of an attached engine."""
+def restore_engine(engine: object, path: Place, request: Request) -> tuple[Restored, RankStates]:
+    """Does the work of ``restore``, and of the ``load_checkpoint`` of an attached engine, which may have chosen the
+    checkpoint already."""
     ranks = Ranks(group_of(engine), call=request.caller.call)
     wait_for(ranks)
     plans: list[RestorePlan] = []
+    place: StrPath | Chosen
 
     def arguments() -> dict[str, object]:
         check_settings(request.settings)
         return comparable(
-            path=str(Location.of(path).absolute()), parts=request.parts, strict=request.strict, state=request.state,
-            rng=request.rng, settings=request.settings,
+            path=_said(path), parts=request.parts, strict=request.strict, state=request.state, rng=request.rng,
+            settings=request.settings,
         )  # fmt: skip
 
     def prepare() -> list[str]:
-        plans.append(_plan(engine, path, request, ranks))
+        plans.append(_plan(engine, place, request, ranks))
         return ["\n".join(plans[0].problems), plans[0].checkpoint.manifest.save_id]
 
     # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
     with ranks.undivided():
         check_arguments(ranks.share(arguments, "prepare the restore"))
+        if isinstance(path, (str, os.PathLike, Chosen)):
+            place = path
+        else:
+            place = Chosen(*ranks.first(lambda: choose(path), "choose the checkpoint"))
         problems, save_ids = zip(*ranks.share(prepare, "prepare the restore"), strict=True)
         (plan,) = plans
         if any(problems):
@@ -246,6 +266,12 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Res
     return restored, RankStates(plan.checkpoint, plan.rank_state)
 
 
+def _said(path: Place) -> str:
+    """Returns the places as a text, which has to be the same on all ranks."""
+    places = [path] if isinstance(path, (str, os.PathLike)) else path.paths if isinstance(path, Chosen) else path
+    return " ".join(str(Location.of(place).absolute()) for place in places)
+
+
 def _load_registered(engine: object, plan: RestorePlan, request: Request, ranks: Ranks) -> None:
     """Gives each registered object its state. States for which no object is registered wait for a ``register`` until
     the next step."""
@@ -263,7 +289,7 @@ def _raise_first(errors: Sequence[BaseException]) -> None:
         raise errors[0]
 
 
-def _plan(engine: object, path: StrPath, request: Request, ranks: Ranks) -> RestorePlan:
+def _plan(engine: object, path: StrPath | Chosen, request: Request, ranks: Ranks) -> RestorePlan:
     adapter = adapt(engine)
     adapter.refuse_unsupported(drop_gradients=True, leave_out=request.leave_out)
     if any(check_device(device).type == "meta" for device in adapter.devices):
@@ -272,9 +298,12 @@ def _plan(engine: object, path: StrPath, request: Request, ranks: Ranks) -> Rest
             hint="give them memory before they are restored, such as by module.to_empty(device=...)",
         )
     check_memory(tensors_in_memory(adapter, adapter.parts), MismatchError)
-    store = find(path)
+    store = path.nearest() if isinstance(path, Chosen) else find(path)
     with advised(store):
-        checkpoint = open_checkpoint(store, request.budget)
+        if isinstance(path, Chosen):
+            checkpoint = open_chosen(path, request.budget)
+        else:
+            checkpoint = open_checkpoint(store, request.budget)
         names = registered(engine).objects if request.resumes else ()
         plan = plan_restore(adapter, checkpoint, request, ranks.rank, ranks.size, names)
     for warning in plan.warnings if ranks.rank == 0 else ():

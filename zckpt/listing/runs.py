@@ -343,20 +343,26 @@ def if_whole(checkpoint: Store) -> Contents | None:
 def check_lengths(contents: Contents) -> None:
     """Raises FormatError (F001 to F003, D001, I001) unless every file that the manifest names is there and as long as
     it has to be. No data are read."""
-    manifest, reader = contents.manifest, contents.reader
-    digest_counts = [0] * manifest.world_size
-    for number, file in enumerate(manifest.files):
+    for number in range(len(contents.manifest.files)):
         contents.check_length(number)
+    for path, least_bytes in table_bytes_min(contents.manifest).items():
+        nbytes = contents.reader.size(path)
+        if nbytes < least_bytes:
+            raise broken("D001", f"the table is {nbytes} bytes long", file=path)
+    contents.check_index_length()
+
+
+def table_bytes_min(manifest: Manifest) -> dict[str, int]:
+    """Returns how many bytes the digest table of each rank has at least, by its path. The exact number is known only
+    from the index."""
+    digest_counts = [0] * manifest.world_size
+    for file in manifest.files:
         spans = (file.data_start, file.nbytes - file.data_start)
         count = file.first_block + sum(block_count(nbytes, manifest.block_bytes) for nbytes in spans)
         digest_counts[file.rank] = max(digest_counts[file.rank], count)
-    for rank, count in enumerate(digest_counts):
-        path = names.digests_path(manifest.save_id, rank)
-        nbytes = reader.size(path)
-        # This is a lower bound, because the exact number of digests is known only from the index.
-        if nbytes < count * DIGEST_BYTES:
-            raise broken("D001", f"the table is {nbytes} bytes long", file=path)
-    contents.check_index_length()
+    return {
+        names.digests_path(manifest.save_id, rank): count * DIGEST_BYTES for rank, count in enumerate(digest_counts)
+    }
 
 
 def what_is_whole(checkpoint: Store) -> str:
