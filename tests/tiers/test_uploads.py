@@ -275,3 +275,16 @@ def test_a_process_that_is_killed_during_a_copy_leaves_the_checkpoint_and_no_cop
     assert zckpt.open(far).step == 2
     assert ends(SCRIPT, near, far, "") == [(0, "written\n", "")]
     assert everything(far) == everything(near), "the new copy has replaced what the killed process has left"
+
+
+def test_a_copy_whose_checkpoint_is_replaced_meanwhile_is_no_failure(tmp_path: Path) -> None:
+    """Trainer saves each checkpoint twice with ZeRO-3. The second save removes the files of the first one."""
+    engine, near = trained(0), tmp_path / "near"
+    with told(), held("far") as go_on:
+        for _ in range(3):
+            engine.train(1)
+            zckpt.write(engine, near / "c", copy_to=tmp_path / "far", overwrite=True)
+            wait_until(is_under_way)
+        go_on()
+        zckpt.wait()
+    assert everything(tmp_path / "far") == everything(near)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -33,9 +34,10 @@ class Uploads:
         self.ranks: Ranks | None = None
         """The ranks of the newest upload."""
         self._changed = threading.Condition()
-        self._expected: set[str] = set()
-        """The save ids of the checkpoints that are being written."""
+        self._expected: dict[str, Upload] = {}
+        """The uploads of the checkpoints that are being written, by save id."""
         self._waiting: list[Upload] = []
+        """The uploads that can begin, the newest last."""
         self._under_way: list[Upload] = []
         self._failed: Upload | None = None
         """The upload that is tried again with the next one."""
@@ -52,19 +54,19 @@ class Uploads:
                 worker = Worker(self._run, "zckpt-upload", daemon=False)
                 worker.start()
                 self._worker = worker
-            self._expected.add(upload.save_id)
+            self._expected[upload.save_id] = upload
 
     def add(self, upload: Upload) -> None:
         """Begins the upload, as soon as no other is under way. Raises nothing."""
         with self._changed:
-            self._expected.discard(upload.save_id)
+            self._expected.pop(upload.save_id, None)
             self._waiting.append(upload)
             self._changed.notify_all()
 
     def cancel(self, upload: Upload) -> None:
         """Gives up an upload whose checkpoint was not written. Raises nothing."""
         with self._changed:
-            self._expected.discard(upload.save_id)
+            self._expected.pop(upload.save_id, None)
             self._changed.notify_all()
 
     @property
@@ -108,7 +110,9 @@ class Uploads:
             try:
                 self._copy_newest(newest)
             except BaseException as error:
-                self._under_way = []
+                with self._changed:
+                    self._under_way = []
+                    self._waiting = [upload for upload in self._waiting if upload is not newest]
                 self._end(newest, error)
 
     def _next(self) -> Upload | None:
@@ -127,12 +131,13 @@ class Uploads:
         failed = "" if self._failed is None else self._failed.save_id
         chosen = ranks.share(lambda: [newest.save_id, failed], "choose the checkpoint")
         skipped = ranks.together(lambda: self._take(chosen[0][0]), "choose the checkpoint")
-        if skipped and ranks.rank == 0:
-            listed = first_few([upload.source for upload in skipped], SHOWN_MAX)
-            _tell(f"not copied to {self._under_way[-1].run}, because a newer checkpoint was there first: {listed}")
         (upload,), retry = self._under_way, self._failed
+        sources = [other.source for other in skipped if other.target != upload.target]
+        if sources and ranks.rank == 0:
+            listed = first_few(sources, SHOWN_MAX)
+            _tell(f"not copied to {upload.run}, because a newer checkpoint was there first: {listed}")
         self._failed = None
-        if retry is not None and retry.source != upload.source and all(other == failed for _, other in chosen):
+        if retry is not None and retry.target != upload.target and all(other == failed for _, other in chosen):
             self._under_way.insert(0, retry)
         for each in [*self._under_way]:
             try:
@@ -159,11 +164,16 @@ class Uploads:
         return next((number for number, upload in enumerate(self._waiting) if upload.save_id == save_id), None)
 
     def _end(self, upload: Upload, error: BaseException | None) -> None:
-        """Notes the end of an upload. Rank 0 tells its error."""
+        """Notes the end of an upload. Rank 0 tells its error, unless a newer checkpoint has taken the place of the one
+        that was copied."""
         again = error is not None and 0 < upload.tries.count < TRIES
+        if error is not None:
+            # The frames refer to open files and large buffers, which would stay alive as long as the error.
+            traceback.clear_frames(error.__traceback__)
         with self._changed:
+            if any(other.target == upload.target for other in (*self._waiting, *self._expected.values())):
+                again, error = False, None
             self._under_way = [other for other in self._under_way if other is not upload]
-            self._waiting = [other for other in self._waiting if other is not upload]
             self._error = error
             if again:
                 self._failed = upload
