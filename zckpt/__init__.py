@@ -43,6 +43,7 @@ highest. Each imports only itself and the rows above it. This includes imports t
     comparing  -                the steps of zckpt.diff: pair the tensors, plan the reads, compare values and trees
     copying    -                the steps of zckpt.cp: plan the contents of each file, write the files, commit
     cleaning   -                the steps of zckpt.gc and zckpt.prune: find what to remove, and remove it under a lock
+    tiers      -                several places: uploads, the choice of what is restored, reads from the nearest place
     reporting  -                the steps of zckpt.report: compute statistics, collect what a page shows, write it
     api        -                the functions that users call, a file for each task
     __init__   torch late       the public names

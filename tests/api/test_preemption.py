@@ -364,6 +364,26 @@ def test_a_cancelled_one_passes_signals_on(cluster: Cluster, tmp_path: Path) -> 
         assert result == [False, ["1", "latest"], 2]
 
 
+def preempted_and_copied(run: str) -> object:
+    engine = ReferenceEngine()
+    zckpt.on_preemption(engine, f"{run}/near/last", copy_to=f"{run}/far")
+    send()
+    try:
+        engine.train(1)
+    except SystemExit as end:
+        zckpt.wait()  # as the end of a process does
+        return end.code
+    return None
+
+
+def test_the_last_checkpoint_is_copied(tmp_path: Path) -> None:
+    """A machine that is taken away takes its disk with it."""
+    with pytest.raises(zckpt.UnsupportedError, match="there is no store for the scheme 'nowhere'"):
+        zckpt.on_preemption(ReferenceEngine(), copy_to="nowhere://run")
+    assert preempted_and_copied(str(tmp_path)) == 128 + signal.SIGTERM
+    assert zckpt.open(tmp_path / "far").step == 1
+
+
 # Under the launchers that users start
 
 

@@ -12,12 +12,21 @@ import torch.distributed as dist
 from zckpt.api import frameworks, zero_to_fp32
 from zckpt.api.background import after_commit, wait_for
 from zckpt.api.open import open as open_path
+from zckpt.api.open import open_chosen
 from zckpt.api.restore import restore_engine
 from zckpt.api.write import write_engine
 from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls
 from zckpt.engines.registered import registered, with_registered
-from zckpt.errors import FormatError, MismatchError, TagError, UnsupportedError, ZckptError, warn
+from zckpt.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    MismatchError,
+    TagError,
+    UnsupportedError,
+    ZckptError,
+    warn,
+)
 from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.listing.find import find
@@ -28,6 +37,8 @@ from zckpt.restoring.plan import Caller, Request, check_settings, engine_state
 from zckpt.state.inventory import RESERVED_PARTS
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
+from zckpt.tiers.choice import Chosen, choose
+from zckpt.tiers.upload import run_there
 from zckpt.transfer.budget import flag
 from zckpt.writing.collect import what_is_left_out
 from zckpt.writing.options import WriteOptions, check_counts
@@ -47,6 +58,9 @@ if TYPE_CHECKING:
         keep_every: int | None
         full_every: int | None
         reuse: Literal["latest"] | None
+        copy_to: StrPath | None
+        copy_keep_last: int | None
+        copy_keep_every: int | None
         settings: Literal["checkpoint", "engine"]
 
 
@@ -73,6 +87,9 @@ def attach(
     keep_every: int | None = None,
     full_every: int | None = None,
     reuse: Literal["latest"] | None = "latest",
+    copy_to: StrPath | None = None,
+    copy_keep_last: int | None = None,
+    copy_keep_every: int | None = None,
     settings: Literal["checkpoint", "engine"] = "checkpoint",
 ) -> Any:
     """Makes ``save_checkpoint`` and ``load_checkpoint`` of a DeepSpeed engine use zckpt.
@@ -135,6 +152,13 @@ def attach(
             each weight, such as the moments of Adam. With Adam they take a third of the bytes. None means that all
             checkpoints are full.
         reuse: None writes all files anew. "latest" has the same meaning as for ``zckpt.write``.
+        copy_to: the directory of a run, such as ``"s3://bucket/run"``, to which each save is copied while the training
+            goes on, as by ``zckpt.write``. ``load_checkpoint`` then looks in ``load_dir`` and in this directory, as
+            ``zckpt.restore`` does with both paths. If Trainer, Accelerate or Lightning has made a directory for one
+            save, such as ``checkpoint-10``, the copy is in a directory of this name in ``copy_to``. The frameworks' own
+            files are not copied.
+        copy_keep_last: as for ``zckpt.write``.
+        copy_keep_every: as for ``zckpt.write``.
         settings: whether ``load_checkpoint`` restores the settings of the checkpoint, or the engine keeps its own, such
             as a new learning rate, as for ``zckpt.restore``. With ``load_lr_scheduler_states=False`` the scheduler
             stays where it is.
@@ -144,7 +168,8 @@ def attach(
 
     Raises:
         UnsupportedError: the object has no methods ``save_checkpoint`` and ``load_checkpoint``, or zckpt could not save
-            and restore everything in the engine. The error names the mode.
+            and restore everything in the engine. The error names the mode. Or there is no store for the scheme of
+            ``copy_to``.
         ValueError: a number is not a whole number of 1 or more, or an argument or the environment variable has a value
             that is not allowed.
     """
@@ -153,12 +178,15 @@ def attach(
             f"{type(engine).__name__} has no {' and '.join(_METHODS)}",
             hint="attach the engine that deepspeed.initialize returns; any other one: zckpt.write and zckpt.restore",
         )
-    options = _write_options(background, replace_deepspeed, keep_last, keep_every, full_every, reuse, settings)
+    options = _write_options(
+        background, replace_deepspeed, keep_last, keep_every, full_every, reuse, copy_to, copy_keep_last,
+        copy_keep_every, settings,
+    )  # fmt: skip
     if saves_of(engine) is None:
         adapter = adapt(engine)
         adapter.refuse_unsupported(drop_gradients=True, leave_out=True)
         original: Callable[..., Any] = engine.load_checkpoint
-        saves = Saves(engine, full_every or 1, settings)
+        saves = Saves(engine, full_every or 1, settings, copy_to)
         engine.save_checkpoint = functools.partial(_save_checkpoint, engine, options, saves)
         engine.load_checkpoint = functools.partial(_load_checkpoint, engine, original, saves)
         _tell_what_is_left_out(engine, None)
@@ -206,6 +234,9 @@ def _write_options(
     keep_every: int | None = None,
     full_every: int | None = None,
     reuse: str | None = "latest",
+    copy_to: StrPath | None = None,
+    copy_keep_last: int | None = None,
+    copy_keep_every: int | None = None,
     settings: str = "checkpoint",
 ) -> WriteOptions:
     """Returns the options of the writes of an attached engine. Raises ValueError."""
@@ -216,9 +247,12 @@ def _write_options(
     options = WriteOptions(
         overwrite=True, pending_gradients="drop", each_client_state=True, leave_out=True,
         replace_foreign=replace_deepspeed, keep_last=keep_last, keep_every=keep_every, reuse=reuse,
+        copy_to=copy_to, copy_keep_last=copy_keep_last, copy_keep_every=copy_keep_every,
         background=flag("ZCKPT_BACKGROUND", False) if background is None else background,
     )  # fmt: skip
     options.checked()
+    if copy_to is not None:
+        open_store(copy_to)
     return options
 
 
@@ -403,23 +437,29 @@ def _load_checkpoint(
     run = ranks.together(lambda: open_store(load_dir), "find the checkpoint")
     found_tag, in_deepspeed_format = ranks.first(lambda: _find(run, tag, universal), "find the checkpoint")
     if found_tag is None:  # Rank 0 may be on a new machine, whose disk is empty.
-        found = ranks.share(lambda: _find(run, tag, universal), "find the checkpoint")
-        found_tag, in_deepspeed_format = next((one for one in found if one[0] is not None), found[0])
-    if found_tag is None:
+        of_ranks = ranks.share(lambda: _find(run, tag, universal), "find the checkpoint")
+        found_tag, in_deepspeed_format = next((one for one in of_ranks if one[0] is not None), of_ranks[0])
+    chosen: Chosen | None = None
+    path = "" if found_tag is None else str(run.location.child(found_tag))
+    if saves.copy_to is not None and not in_deepspeed_format:
+        there = run_there(saves.copy_to, run.location.absolute())
+        found = ranks.first(lambda: _choose(run.location.absolute(), there, tag), "choose the checkpoint")
+        if found is not None:
+            chosen, path = Chosen(*found[0]), found[1]
+    if not path:
         missing = f"there is no {run.location.child('latest_universal' if universal else 'latest')}"
         if universal:
             raise ValueError(f"{missing}, which DeepSpeed needs with checkpoint.load_universal")
         warning = f"{missing}: pass a tag to load a checkpoint that it does not name"
         ranks.together(lambda: warn(warning) if ranks.rank == 0 else None, "find the checkpoint")
         return None, None
-    if in_deepspeed_format:
+    if in_deepspeed_format and found_tag is not None:
         ranks.together(lambda: _refuse_registered(engine, found_tag), "find the checkpoint")
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         return original(load_dir, found_tag, *options, custom_load_fn)  # type: ignore[no-any-return]
-    path = str(run.location.child(found_tag))
     weights_only = load_module_only or not load_optimizer_states
 
-    def choose() -> tuple[list[str] | None, list[str]]:
+    def choose_parts() -> tuple[list[str] | None, list[str]]:
         """Returns the names of the parts and of the trees of state that are to be restored. None means all parts."""
         if custom_load_fn is not None:
             raise UnsupportedError(
@@ -435,22 +475,32 @@ def _load_checkpoint(
             left_out.add("scheduler")
         parts = None
         if weights_only:
-            checkpoint = open_path(path)
+            checkpoint = open_path(path) if chosen is None else open_chosen(chosen)
             parts = [part for part in checkpoint.parts if part in _WEIGHTS]
             state = engine_state(checkpoint)
             if state is not None and "scheduler" not in state:  # The writer had no optimizer, so it had no scheduler.
                 left_out.add("scheduler")
         return parts, [tree for tree in adapter.trees if tree not in left_out]
 
-    parts, trees = ranks.together(choose, "open the checkpoint")
+    parts, trees = ranks.together(choose_parts, "open the checkpoint")
     request = Request(
         parts=parts, state=trees, strict=load_module_strict, own_client_state=True, caller=_LOAD, all_moments=True,
         leave_out=True, settings=saves.settings,
     )  # fmt: skip
-    restored, _ = restore_engine(engine, path, request)
+    restored, _ = restore_engine(engine, path if chosen is None else chosen, request)
     if not weights_only:
         saves.end(0, load_dir)
     return path, dict(restored)
+
+
+def _choose(run: Location, there: Location, tag: object) -> tuple[Chosen, str] | None:
+    """Returns the checkpoint that is loaded from a run or from the directory of its copies, and the directory that has
+    it. Returns None if there is none in either."""
+    try:
+        chosen = choose([str(place if tag is None else place.child(str(tag))) for place in (run, there)])
+        return chosen, str(chosen.nearest().location)
+    except CheckpointNotFoundError:
+        return None
 
 
 def _refuse_registered(engine: Any, tag: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError, ZckptError
 from zckpt.system.threads import Worker, stop
+from zckpt.tiers import queue
 from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -231,21 +232,24 @@ class PendingWrite(Background):
 
 
 def wait() -> None:
-    """Waits for the end of all writes and offloads that this process runs in the background.
+    """Waits for the end of all writes, copies and offloads that this process runs in the background.
 
     All ranks that write or offload together have to call this. An interrupt on one rank ends the wait on all of them,
-    but not the write or offload itself. The next write, restore, offload or reload of the same ranks waits for it
-    again.
+    but not the write, copy or offload itself. The next write, restore, offload or reload of the same ranks waits for
+    the write or offload again.
 
     Raises:
-        ZckptError: a write or offload has failed. Every rank raises its error, unless ``PendingWrite.wait`` or
-            ``Offloaded.wait`` has already raised it on every rank. If several have failed, the error has a note about
-            each of the others.
+        ZckptError: a write or offload has failed, or the last copy that ``copy_to`` of ``zckpt.write`` asks for. Every
+            rank raises its error, unless ``PendingWrite.wait`` or ``Offloaded.wait`` has already raised it on every
+            rank. If several have failed, the error has a note about each of the others.
     """
     errors: list[Exception] = []
-    for pending in list(_pending.values()):  # Ranks that do several of these together have begun them in this order.
+    # Ranks that do several of these together have begun them in this order.
+    waits: list[Callable[[], None]] = [partial(_wait_together, pending) for pending in _pending.values()]
+    waits += [uploads.finish for uploads in queue.all_uploads()]
+    for wait_for_one in waits:
         try:
-            _wait_together(pending)
+            wait_for_one()
         except Exception as error:  # raised below, because the ranks of other work wait too
             errors.append(error)
     for other in errors[1:]:
@@ -312,12 +316,17 @@ def _settle_before_the_end() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         for pending in _pending.values():
             pending._seen = True  # Nothing is left that could raise the error.
-            pending._give_up("Ctrl-C came while the end of the process waited for it")
+            pending._give_up(reason)
+        for uploads in queue.all_uploads():
+            uploads.give_up(reason)
 
-    takes_interrupts = bool(_pending) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    reason = "Ctrl-C came while the end of the process waited for it"
+    works = bool(_pending) or not all(uploads.is_idle for uploads in queue.all_uploads())
+    takes_interrupts = works and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if takes_interrupts:
         signal.signal(signal.SIGINT, interrupt)
     settle()
+    queue.settle()
     if interrupted:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):

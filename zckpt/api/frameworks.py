@@ -37,7 +37,9 @@ from zckpt.listing.trainer import (
 from zckpt.ranks.collectives import Ranks
 from zckpt.ranks.last_step import LastStep
 from zckpt.storage.files import sync_file
+from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
+from zckpt.tiers.queue import needed_sources
 from zckpt.writing.saves import saves_of
 
 if TYPE_CHECKING:
@@ -158,6 +160,8 @@ def _remove_superseded(
     folders: Sequence[str], limit: int, best: str | None, kind: Callable[[str], Kind] = kind_of
 ) -> None:
     for folder in superseded([folder for folder in folders if os.path.isdir(folder)], limit, best, kind):
+        if _is_being_copied(folder):  # A later call removes it.
+            continue
         if os.path.islink(folder):  # The target of a symbolic link may belong to somebody else.
             os.unlink(folder)
             continue
@@ -375,10 +379,16 @@ def _remove_checkpoint(original: Callable[..., None], strategy: Any, filepath: A
 def _remove_held_back() -> None:
     for path, (save_id, remove) in [*_held_back.items()]:
         is_another = _save_id(path) != save_id  # Another checkpoint has been saved there meanwhile.
-        if is_another or not is_last_to_resume(path):
+        if is_another or not (is_last_to_resume(path) or _is_being_copied(path)):
             del _held_back[path]
             if not is_another:
                 remove()
+
+
+def _is_being_copied(folder: str) -> bool:
+    """Returns whether an upload of this process needs a checkpoint in this folder."""
+    sources = [source.resolved() for source in needed_sources().values()]
+    return Location.of(folder).resolved() in (*sources, *(source.parent for source in sources))
 
 
 def _save_id(path: str) -> str:

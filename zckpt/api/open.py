@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.listing.find import advised, find_and_open, open_contents
 from zckpt.reading.checkpoint import Checkpoint
+from zckpt.tiers.choice import Chosen, choose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from zckpt.storage.contract import Store
@@ -18,13 +20,17 @@ if TYPE_CHECKING:
     from zckpt.transfer.budget import Budget
 
 
-def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa: A001  like the builtin, on purpose
+def open(  # noqa: A001  like the builtin, on purpose
+    path: StrPath | Sequence[StrPath], *, budget: Budget | None = None
+) -> Checkpoint:
     """Opens a checkpoint for reading.
 
     This reads only the manifest. It needs neither the framework that wrote the checkpoint nor torch.distributed.
 
     Args:
-        path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint.
+        path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint. Or several
+            of these, the nearest first, which together have the checkpoint. Each file is read from the first directory
+            in which it has the right length. If they have several checkpoints, that of ``zckpt.restore`` is opened.
         budget: the memory, the threads and the kind of I/O of all later reads. None means
             ``Budget.from_environment()``.
 
@@ -41,8 +47,19 @@ def open(path: StrPath, *, budget: Budget | None = None) -> Checkpoint:  # noqa:
         StorageError: the operating system reports an error when it reads.
         UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
     """
-    store, contents = find_and_open(path)
+    if isinstance(path, (str, os.PathLike)):
+        store, contents = find_and_open(path)
+    else:
+        store, contents = choose(path).opened()
     return Checkpoint(str(store.location), contents, budget, partial(advised, store))
+
+
+def open_chosen(
+    chosen: Chosen, budget: Budget | None = None, advised: Callable[..., AbstractContextManager[None]] = nullcontext
+) -> Checkpoint:
+    """Opens a checkpoint that may be in several places. ``advised``: as for ``open_checkpoint``. Raises the errors of
+    ``Chosen.contents``."""
+    return Checkpoint(str(chosen.nearest().location), chosen.contents(), budget, advised)
 
 
 def open_checkpoint(

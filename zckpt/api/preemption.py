@@ -14,6 +14,7 @@ from zckpt.engines.hooks import after_calls, before_calls, workers_ignore
 from zckpt.errors import ZckptError, warn
 from zckpt.ranks.collectives import Ranks
 from zckpt.ranks.last_step import LastStep
+from zckpt.storage.schemes import open_store
 from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def on_preemption(
     *,
     signals: Collection[int] = (signal.SIGTERM,),
     client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+    copy_to: StrPath | None = None,
     exit: bool = True,  # noqa: A002  the usual name for users
 ) -> Preemption:
     """Makes the engine write a last checkpoint when a signal announces the end of the job.
@@ -192,6 +194,7 @@ def on_preemption(
         signals: the numbers of the signals.
         client_state: as for ``zckpt.write``, or a function that returns it after the last step. What cannot be kept is
             left out, with a warning.
+        copy_to: as for ``zckpt.write``. The end of the process waits for the copy.
         exit: whether the process ends after the checkpoint, on all ranks. Its exit status is 128 plus the number of the
             signal, such as 143 for SIGTERM. With False, ``Preemption.requested`` is True after the last step, and the
             signals have their former handlers again.
@@ -207,6 +210,8 @@ def on_preemption(
     """
     if not callable(client_state):
         WriteOptions(client_state=client_state).checked()  # raises an error now, and not after the signal
+    if copy_to is not None:
+        open_store(copy_to)  # raises an error now, too
     path_or_function = path if path is None or callable(path) else os.fspath(path)
 
     def write_last() -> str:
@@ -217,8 +222,9 @@ def on_preemption(
         state = client_state() if callable(client_state) else client_state
         last_path = path_or_function() if callable(path_or_function) else path_or_function
         options = WriteOptions(
-            client_state=state, overwrite=True, replace_foreign=True, pending_gradients="drop", leave_out=True
-        )
+            client_state=state, overwrite=True, replace_foreign=True, pending_gradients="drop", leave_out=True,
+            copy_to=copy_to,
+        )  # fmt: skip
         return str(write_engine(engine, last_path, options))
 
     return Preemption(engine, write_last, signals, exit)

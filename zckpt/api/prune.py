@@ -18,7 +18,7 @@ from zckpt.storage.schemes import open_store
 from zckpt.writing.options import check_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from zckpt.cleaning.cleanup import Cleanup
     from zckpt.format.manifest import Manifest
@@ -95,12 +95,14 @@ def remove_older(
     keep_every: int | None = None,
     *,
     written: tuple[str, str] | None = None,
+    needed: Collection[str] = (),
     dry_run: bool = False,
 ) -> Cleanup:
     """Does the work of ``prune``, and of writes that remove older checkpoints. ``written``: the identity of the run and
     the save id of the checkpoint that a write has just committed. Then only checkpoints of this run are removed, and
     this checkpoint counts as the one that was committed last, even if its manifest has an older time. The clocks of two
-    hosts may differ, and the files of a copied run may have any times."""
+    hosts may differ, and the files of a copied run may have any times. ``needed``: the save ids of checkpoints that
+    stay, because they are being copied."""
     store = open_store(run)
     if names.MANIFEST in names_at(store):
         raise CheckpointNotFoundError(
@@ -118,6 +120,8 @@ def remove_older(
         series = checkpoint.series
         if is_latest(store, checkpoint.store):
             reasons[checkpoint.path] = "`latest` names it"
+        elif checkpoint.save_id in needed:
+            reasons[checkpoint.path] = "it is being copied"
         elif checkpoint.path in last:
             reasons[checkpoint.path] = f"one of the last {keep_last} of run {series.run_id} with use {series.use!r}"
         elif keep_every is not None and checkpoint.step % keep_every == 0:

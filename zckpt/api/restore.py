@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -29,16 +31,20 @@ from zckpt.state.lineage import Use
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 from zckpt.system.threads import beside
+from zckpt.tiers.choice import Chosen, choose
 from zckpt.transfer.devices import check_device, synchronize
 from zckpt.transfer.memory import check_fragments, check_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from zckpt.listing.contents import Contents, TensorInfo
     from zckpt.state.inventory import Fragment
     from zckpt.storage.contract import Store
     from zckpt.transfer.budget import Budget
+
+    Place = StrPath | Sequence[StrPath] | Chosen
+    """What is restored: a path, several places, or a checkpoint that was chosen from several places."""
 
     class _Options(TypedDict, total=False):
         parts: Collection[str] | None
@@ -104,19 +110,23 @@ class RankStates(Sequence["dict[str, Any] | None"]):
 
 @overload
 def restore(
-    engine: object, path: StrPath, *, with_rank_state: Literal[False] = False, **options: Unpack[_Options]
+    engine: object,
+    path: StrPath | Sequence[StrPath],
+    *,
+    with_rank_state: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Restored: ...
 @overload
 def restore(
-    engine: object, path: StrPath, *, with_rank_state: Literal[True], **options: Unpack[_Options]
+    engine: object, path: StrPath | Sequence[StrPath], *, with_rank_state: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Restored, RankStates]: ...
 @overload
 def restore(
-    engine: object, path: StrPath, *, with_rank_state: bool, **options: Unpack[_Options]
+    engine: object, path: StrPath | Sequence[StrPath], *, with_rank_state: bool, **options: Unpack[_Options]
 ) -> Restored | tuple[Restored, RankStates]: ...
 def restore(
     engine: object,
-    path: StrPath,
+    path: StrPath | Sequence[StrPath],
     *,
     parts: Collection[str] | None = None,
     strict: bool = True,
@@ -152,7 +162,12 @@ def restore(
 
     Args:
         engine: the engine that ``deepspeed.initialize`` has returned.
-        path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint.
+        path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint. Or several
+            places, the nearest first, such as ``["/nvme/run", "s3://bucket/run"]``. Then rank 0 chooses the checkpoint
+            with the most steps among those that the files ``latest`` name, if all of its files are in the places. If
+            none of them is whole, it chooses the one with the most steps that is whole among all checkpoints of the
+            same training runs from which training can go on. Each file is read from the first place in which it has
+            the right length. A place that cannot be reached is left out, with a warning.
         parts: the name of a part of the state, or several names, such as ``["master"]`` for a warm start. None means
             all parts that the engine has.
         strict: whether the checkpoint and the engine must have the same tensors. With False, tensors that are missing,
@@ -197,8 +212,9 @@ def restore(
     return (restored, ranks) if with_rank_state else restored
 
 
-def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Restored, RankStates]:
-    """Does the work of ``restore``, and of the ``load_checkpoint`` of an attached engine."""
+def restore_engine(engine: object, path: Place, request: Request) -> tuple[Restored, RankStates]:
+    """Does the work of ``restore``, and of the ``load_checkpoint`` of an attached engine, which may have chosen the
+    checkpoint already."""
     ranks = Ranks(group_of(engine), call=request.caller.call)
     wait_for(ranks)
     plans: list[RestorePlan] = []
@@ -206,21 +222,28 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Res
     def arguments() -> dict[str, object]:
         check_settings(request.settings)
         return comparable(
-            path=str(Location.of(path).absolute()), parts=request.parts, strict=request.strict, state=request.state,
-            rng=request.rng, settings=request.settings,
+            path=_said(path), parts=request.parts, strict=request.strict, state=request.state, rng=request.rng,
+            settings=request.settings,
         )  # fmt: skip
 
     def prepare() -> list[str]:
-        contents = None if spread is None else spread.contents(peers)
-        plans.append(_plan(engine, path, request, ranks, spread and spread.store, contents))
+        plans.append(_plan(engine, opened, request, ranks))
         return ["\n".join(plans[0].problems), plans[0].checkpoint.manifest.save_id]
 
     # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
     with ranks.undivided(), ExitStack() as exchange:
         check_arguments(ranks.share(arguments, "prepare the restore"))
-        spread = find_spread(path, ranks)
-        if spread is not None:
-            peers = exchange.enter_context(Peers(group_of(engine), spread.store.reader(), request.caller.call))
+        opened: Callable[[], tuple[Store, Contents]]
+        if isinstance(path, (str, os.PathLike)):
+            spread = find_spread(path, ranks)
+            if spread is None:
+                opened = partial(find_and_open, path)
+            else:
+                peers = exchange.enter_context(Peers(group_of(engine), spread.store.reader(), request.caller.call))
+                opened = partial(spread.opened, peers)
+        else:
+            of_places = path if isinstance(path, Chosen) else Chosen(*ranks.first(lambda: choose(path), "choose"))
+            opened = of_places.opened
         problems, save_ids = zip(*ranks.share(prepare, "prepare the restore"), strict=True)
         (plan,) = plans
         if any(problems):
@@ -251,6 +274,12 @@ def restore_engine(engine: object, path: StrPath, request: Request) -> tuple[Res
     return restored, RankStates(plan.checkpoint, plan.rank_state)
 
 
+def _said(path: Place) -> str:
+    """Returns the places as a text, which has to be the same on all ranks."""
+    places = [path] if isinstance(path, (str, os.PathLike)) else path.paths if isinstance(path, Chosen) else path
+    return " ".join(str(Location.of(place).absolute()) for place in places)
+
+
 def _load_registered(engine: object, plan: RestorePlan, request: Request, ranks: Ranks) -> None:
     """Gives each registered object its state. States for which no object is registered wait for a ``register`` until
     the next step."""
@@ -268,11 +297,8 @@ def _raise_first(errors: Sequence[BaseException]) -> None:
         raise errors[0]
 
 
-def _plan(
-    engine: object, path: StrPath, request: Request, ranks: Ranks, store: Store | None, contents: Contents | None
-) -> RestorePlan:
-    """Plans the restore of this rank. ``store`` and ``contents`` are those of a checkpoint that is spread over several
-    machines, or None if all ranks find the checkpoint at ``path``."""
+def _plan(engine: object, opened: Callable[[], tuple[Store, Contents]], request: Request, ranks: Ranks) -> RestorePlan:
+    """Plans the restore of this rank. ``opened`` returns the directory of the checkpoint, and what it holds."""
     adapter = adapt(engine)
     adapter.refuse_unsupported(drop_gradients=True, leave_out=request.leave_out)
     if any(check_device(device).type == "meta" for device in adapter.devices):
@@ -281,8 +307,7 @@ def _plan(
             hint="give them memory before they are restored, such as by module.to_empty(device=...)",
         )
     check_memory(tensors_in_memory(adapter, adapter.parts), MismatchError)
-    if store is None or contents is None:
-        store, contents = find_and_open(path)
+    store, contents = opened()
     with advised(store):
         checkpoint = Checkpoint(str(store.location), contents, request.budget)
         names = registered(engine).objects if request.resumes else ()

@@ -12,11 +12,15 @@ from zckpt.engines import group_of
 from zckpt.errors import warn
 from zckpt.listing.leftovers import left_alone
 from zckpt.offloading.away import away
-from zckpt.ranks.collectives import BACKGROUND, Ranks
+from zckpt.ranks.collectives import BACKGROUND, UPLOADS, Ranks
 from zckpt.state.inventory import PARAM
+from zckpt.storage.location import Location
+from zckpt.storage.schemes import open_store
+from zckpt.tiers import queue
+from zckpt.tiers.upload import Upload, place_there, run_there
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.writing.options import WriteOptions
-from zckpt.writing.prepare import Preparation
+from zckpt.writing.prepare import Facts, Preparation
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -40,6 +44,9 @@ if TYPE_CHECKING:
         keep_every: int | None
         reuse: StrPath | None
         node_local: bool
+        copy_to: StrPath | None
+        copy_keep_last: int | None
+        copy_keep_every: int | None
 
     class _BackgroundOptions(_Options, total=False):
         snapshot: Literal["copy", "lazy"]
@@ -75,6 +82,9 @@ def write(
     keep_every: int | None = None,
     reuse: StrPath | None = "latest",
     node_local: bool = False,
+    copy_to: StrPath | None = None,
+    copy_keep_last: int | None = None,
+    copy_keep_every: int | None = None,
     background: bool = False,
     snapshot: Literal["copy", "lazy"] = "copy",
     snapshot_bytes: int | None = None,
@@ -95,6 +105,12 @@ def write(
     The states of the objects that are registered with the engine (``zckpt.register``) are saved too. States that
     ``zckpt.offload`` has moved to disk are not loaded into memory. Their bytes are copied from file to file, or shared
     with the checkpoint if the file system can do that.
+
+    With ``copy_to``, the checkpoint is also copied to another place, such as an object store, while the training goes
+    on. The copy begins once the checkpoint is committed, and each rank copies the files that it has written. The same
+    ranks make one copy at a time. If several checkpoints wait, only the newest of them is copied, and a warning names
+    the others. If a copy fails, a warning says so, the checkpoint stays as it is, and the copy is tried once more with
+    the next one. ``zckpt.wait`` and the end of the process wait for the copies.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` has returned.
@@ -137,6 +153,13 @@ def write(
         node_local: whether ``path`` may be on a disk of its own on each machine. Each machine then gets the files of
             its own ranks, and all machines commit together. Which ranks see the same directory is found out. If all of
             them do, this changes nothing.
+        copy_to: the directory of a run, such as ``"s3://bucket/run"``, to which the checkpoint is copied with the same
+            bytes. The copy has the same path relative to this directory as the checkpoint has relative to the directory
+            of its own run. If ``latest`` changes, the file ``latest`` of ``copy_to`` changes too once the copy is
+            complete. With ``overwrite``, a checkpoint that is already there is replaced. ``keep_last`` never removes a
+            checkpoint that is being copied or is the next one to be copied.
+        copy_keep_last: as ``keep_last``, for the copies. None removes no copies, whatever ``keep_last`` is.
+        copy_keep_every: as ``keep_every``, for the copies.
         background: whether a PendingWrite is returned before the data are on disk.
         snapshot: with ``background``, the time at which training may continue. "copy" means that the state has been
             copied in memory. "lazy" means that only what the optimizer does not own has been copied, such as buffers
@@ -170,8 +193,9 @@ def write(
     options = WriteOptions(
         parts=parts, exclude=exclude, client_state=client_state, rank_state=rank_state, overwrite=overwrite,
         latest=latest, budget=budget, progress=progress, pending_gradients=pending_gradients, keep_last=keep_last,
-        keep_every=keep_every, reuse=reuse, node_local=node_local, background=background, snapshot=snapshot,
-        snapshot_bytes=snapshot_bytes, replace_foreign=overwrite,
+        keep_every=keep_every, reuse=reuse, node_local=node_local, copy_to=copy_to, copy_keep_last=copy_keep_last,
+        copy_keep_every=copy_keep_every, background=background, snapshot=snapshot, snapshot_bytes=snapshot_bytes,
+        replace_foreign=overwrite,
     )  # fmt: skip
     return write_engine(engine, path, options)
 
@@ -184,19 +208,28 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
     wait_for(ranks)
     prepared = Preparation(engine, path, options, ranks.rank, ranks.size)
     pending: PendingWrite | None = None
+    upload: Upload | None = None
+
+    def prepare() -> Facts:
+        facts = prepared.prepare()
+        if options.copy_to is not None:
+            _place_there(prepared, options.copy_to)
+        return facts
+
     with ranks.undivided():
-        facts = ranks.share(prepared.prepare, "prepare the write")
+        facts = ranks.share(prepare, "prepare the write")
         plans = ranks.share(lambda: prepared.plan(facts), "plan the write")
-        rank_write = prepared.write
         # The ranks have agreed by now on whether they write in the background.
         writing_ranks = Ranks(group, channel=BACKGROUND, call="zckpt.write") if options.background else ranks
-
-        finish = partial(_finish, prepared, writing_ranks)
+        if options.copy_to is not None:
+            upload = _upload(prepared, Ranks(group, channel=UPLOADS, call="zckpt.write"), options.copy_to)
+        finish = partial(_finish, prepared, writing_ranks, upload)
 
         def begin() -> Space:
             nonlocal pending
             if options.background:
                 pending = PendingWrite(prepared.target, finish, writing_ranks)
+            queue.expect(upload)
             return prepared.begin(described)
 
         try:
@@ -211,8 +244,10 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
         except BaseException:
             # A thread that has begun to write removes its files by itself.
             if pending is None or pending.cancel():
-                rank_write.remove()
+                _give_up(prepared, upload)
             raise
+        if is_ending():
+            queue.settle()
         offloaded = away(engine)
         # ``after_write`` may gather parameters, which have to be in memory.
         if offloaded is None or PARAM not in offloaded.parts:
@@ -220,7 +255,31 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
         return pending or prepared.target
 
 
-def _finish(prepared: Preparation, ranks: Ranks, snapshot: Snapshot) -> None:
+def _place_there(prepared: Preparation, copy_to: StrPath) -> Location:
+    """Returns the directory of the copy of the checkpoint. Raises ValueError and UnsupportedError."""
+    return open_store(place_there(copy_to, prepared.run.location, Location.of(prepared.target))).location
+
+
+def _upload(prepared: Preparation, ranks: Ranks, copy_to: StrPath) -> Upload:
+    """Returns the copy of the checkpoint that is made after its commit. It has no reference to the engine's state.
+    ``ranks``: the ranks of the write, for use in the thread of the uploads."""
+    queue.uploads_of(ranks)  # on each rank, before a rank can fail
+    options, target = prepared.options, _place_there(prepared, copy_to)
+    keep_last, keep_every = options.copy_keep_last, options.copy_keep_every
+    return Upload(
+        source=Location.of(prepared.target), target=target, run=run_there(copy_to, prepared.run.location),
+        save_id=prepared.write.save_id, ranks=ranks, overwrite=options.overwrite, budget=options.budget,
+        afterwards=partial(_remove_older, str(target), str(copy_to), keep_last, keep_every, prepared.written),
+    )  # fmt: skip
+
+
+def _give_up(prepared: Preparation, upload: Upload | None) -> None:
+    """Removes the files of a write that has failed on any rank."""
+    queue.cancel(upload)
+    prepared.write.remove()
+
+
+def _finish(prepared: Preparation, ranks: Ranks, upload: Upload | None, snapshot: Snapshot) -> None:
     """Writes the files of every rank and commits them. Then rank 0 removes older checkpoints. After a failure on any
     rank, no file is left. All ranks call this, in the main thread or in the thread of a background write."""
     rank_write = prepared.write
@@ -232,22 +291,30 @@ def _finish(prepared: Preparation, ranks: Ranks, snapshot: Snapshot) -> None:
         ranks.share(prepared.commit, "commit", interruptible=False)
         ranks.share(prepared.finish, "commit", interruptible=False)
     except BaseException:
-        rank_write.remove()
+        _give_up(prepared, upload)
         raise
+    queue.add(upload, latest=rank_write.latest_in is not None)
     if rank_write.lock is not None:
         rank_write.lock.release()
-        if prepared.options.keep_last is not None:
-            _remove_older(prepared, prepared.options.keep_last)
+        options = prepared.options
+        _remove_older(
+            prepared.target, str(prepared.run.location), options.keep_last, options.keep_every, prepared.written
+        )
 
 
-def _remove_older(prepared: Preparation, keep_last: int) -> None:
-    """Removes older checkpoints of the run. Gives a warning if that fails, or if something in them is not zckpt's."""
+def _remove_older(
+    target: str, run: str, keep_last: int | None, keep_every: int | None, written: tuple[str, str]
+) -> None:
+    """Removes older checkpoints of the run, unless ``keep_last`` is None. Gives a warning if that fails, or if
+    something in them is not zckpt's. ``target``: the checkpoint that was written. ``written``: as for
+    ``remove_older``."""
+    if keep_last is None:
+        return
     try:
-        keep_every, written = prepared.options.keep_every, prepared.written
-        cleanup = remove_older(str(prepared.run.location), keep_last, keep_every, written=written)
+        cleanup = remove_older(run, keep_last, keep_every, written=written, needed=queue.needed_sources())
         message = left_alone(cleanup.foreign) if cleanup.foreign else ""
     except Exception as error:
-        message = f"{prepared.target} is written, but older checkpoints could not be removed: {error}"
+        message = f"{target} is written, but older checkpoints could not be removed: {error}"
     # The new checkpoint is committed, so the write must not fail, even if warnings are errors.
     with suppress(Warning):
         if message:

@@ -45,6 +45,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--no-reuse", action="store_true", help="write all files anew, and share none with an earlier checkpoint"
     )
     parser.add_argument(
+        "--copy-to",
+        metavar="RUN",
+        help="copy each checkpoint to this directory while the training goes on, such as s3://bucket/run, and resume "
+        "from it too",
+    )
+    parser.add_argument(
+        "--copy-keep-last",
+        type=at_least_1,
+        metavar="N",
+        help="keep only the N copies that were made last, as `zckpt prune` does; without it, all are kept",
+    )
+    parser.add_argument(
+        "--copy-keep-every",
+        type=at_least_1,
+        metavar="STEPS",
+        help="with --copy-keep-last, also keep copies whose step is a multiple of this number",
+    )
+    parser.add_argument(
         "--require-engine",
         action="store_true",
         help="end with the exit status 2 if the script has ended without an error and has made no engine to save",
@@ -78,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     zckpt.attach_all(
         background=arguments.background or None, full_every=arguments.full_every,
         reuse=None if arguments.no_reuse else "latest", replace_deepspeed=arguments.replace_deepspeed,
+        copy_to=arguments.copy_to, copy_keep_last=arguments.copy_keep_last, copy_keep_every=arguments.copy_keep_every,
         settings=arguments.settings, on_attach=on_attach,
     )  # fmt: skip
     local_rank = [] if arguments.local_rank is None else [f"--local_rank={arguments.local_rank}"]

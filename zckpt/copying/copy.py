@@ -33,6 +33,22 @@ if TYPE_CHECKING:
     from zckpt.writing.options import WriteOptions
 
 
+TRIES = 2
+"""How often an upload is tried."""
+
+
+@dataclass(slots=True, eq=False)
+class Tries:
+    """What the tries of one upload have in common."""
+
+    count: int = 0
+    """The number of tries so far, with the one that is under way."""
+    written: set[str] = field(default_factory=set)
+    """The paths of the data files that this process has written whole."""
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    """The object by which the upload can be given up."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Copy:
     """The part of one process in a copy.
@@ -63,6 +79,11 @@ class Copy:
     written."""
     options: WriteOptions
     """The options with which the files of the copy are written."""
+    latest_in: Store | None = None
+    """The directory of the run whose file ``latest`` will name the copy, or None if no such file changes."""
+    tries: Tries | None = None
+    """What the tries of an upload share. Then each process copies the files of the rank that has its number. None means
+    that the processes divide all files, and that no file is left after a failure."""
     _first: RankWrite | None = field(default=None, init=False)
     """On process 0, after ``begin``, the write that takes the lock and commits. None on all other processes."""
     _files_of_rank: Mapping[int, Collection[int]] = field(init=False)
@@ -75,7 +96,11 @@ class Copy:
         manifest = self.contents.manifest
         all_files = dict(enumerate(manifest.data_bytes.tolist()))
         file_bytes = all_files if self.selection is None else self.selection.file_bytes
-        self._files_of_rank = own_files(manifest, file_bytes, self.number, self.size)
+        if self.tries is None:
+            self._files_of_rank = own_files(manifest, file_bytes, self.number, self.size)
+        else:
+            own = (number for number in all_files if manifest.files.rank[number] == self.number)
+            self._files_of_rank = {self.number: {*own, TABLE}}
         numbers = [number for numbers in self._files_of_rank.values() for number in numbers if number != TABLE]
         self._file_bytes = sum(file_bytes[number] for number in numbers)
 
@@ -95,7 +120,7 @@ class Copy:
         """Checks that the copy may be made at this place, takes the lock, and makes the directory of the new data.
         ``rank_records``: the results of ``rank_records`` of all processes. Returns the space that the copy needs.
         Raises CheckpointExistsError, and the errors of ``RankWrite.begin``."""
-        refuse_place(self.target, self.target.parent, latest=False)
+        refuse_place(self.target, self.latest_in or self.target.parent, latest=self.latest_in is not None)
         first = self._rank_write(0, (), None)
         if self.selection is not None:
             first.describe(catalog.unpack(rank_records))
@@ -109,6 +134,8 @@ class Copy:
     def write(self) -> list[tuple[int, bytes]]:
         """Writes the files of this process and makes them durable. Returns the number of each rank whose digest table
         it has written, and the digest of this table."""
+        if self.tries is not None and self.tries.count > 1:
+            self._remove_unfinished(self.tries)
         with reported(self.options.progress, "copy", self._file_bytes) as advance:
             options = replace(self.options, progress=PartOfProgress(advance))
             rows = self.contents.all_rows if self.selection is None else self.selection.rows
@@ -126,7 +153,37 @@ class Copy:
                 data_file.id.path: SameFile(self.shared_with.child(data_file.id.path), files.digests(data_file))
                 for data_file in files.data_files
             }
-        return rank_write.write_data_files(Snapshot())
+        if self.tries is None:
+            return rank_write.write_data_files(Snapshot())
+        self._write_each(rank, files, self.tries)
+        rank_write.data_files = ()
+        return rank_write.write_data_files(self.tries.snapshot)
+
+    def _write_each(self, rank: int, files: RankFiles, tries: Tries) -> None:
+        """Writes those files of a rank that no earlier try has written, one after the other. So the next try need not
+        write again those that are whole."""
+        for data_file in files.data_files:
+            path = data_file.id.path
+            if path not in tries.written:
+                rank_write = self._rank_write(rank, [data_file], files.source)
+                rank_write.with_table = False
+                rank_write.write_data_files(tries.snapshot)
+                tries.written.add(path)
+
+    def _remove_unfinished(self, tries: Tries) -> None:
+        """Removes the files of this process that an earlier try has not finished. Forgets those that it has finished
+        and that somebody has removed."""
+        manifest = self.contents.manifest
+        own = [manifest.files[number] for number in self._files_of_rank[self.number] if number != TABLE]
+        for file in own:
+            path = manifest.path(file)
+            entry = self.target.entry(path) if path in tries.written else None
+            if entry is None or entry.nbytes != file.nbytes:
+                tries.written.discard(path)
+                self.target.remove(path)
+        self.target.remove(names.digests_path(self.save_id, self.number))
+        if self.number == 0:
+            self.target.remove(names.index_path(self.save_id))
 
     def commit(self, digests: Sequence[tuple[int, bytes]]) -> None:
         """Commits the copy. It must be called after all files are durable. ``digests``: the results of ``write`` of all
@@ -159,8 +216,10 @@ class Copy:
         )
         metadata = catalog.SaveMetadata(manifest.step, manifest.block_bytes, manifest.aliases, state, writer, lineage)
         return RankWrite(
-            store=self.target, latest_in=None, save_id=self.save_id, rank=rank, data_files=data_files,
+            store=self.target, latest_in=self.latest_in, save_id=self.save_id, rank=rank, data_files=data_files,
             metadata=metadata, options=self.options, source=source,
+            goes_on=self.tries is not None and self.tries.count > 1,
+            leaves_files=self.tries is not None and self.tries.count < TRIES,
         )  # fmt: skip
 
 

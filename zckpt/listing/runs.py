@@ -335,17 +335,18 @@ def if_whole(checkpoint: Store) -> Contents | None:
         return None
 
 
-def check_lengths(contents: Contents) -> None:
+def check_lengths(contents: Contents, *, everywhere: bool = False) -> None:
     """Raises FormatError (F001 to F003, D001, I001) unless every file that the manifest names is there and as long as
-    it has to be. If each machine has the files of its own ranks, one machine is enough. No data are read."""
-    manifest, reader = contents.manifest, contents.reader
-    ranks = ranks_here(contents)
+    it has to be. If each machine has the files of its own ranks, one machine is enough, unless ``everywhere`` is true.
+    No data are read."""
+    manifest, ranks = contents.manifest, ranks_here(contents)
+    if everywhere:
+        ranks = set(range(manifest.world_size))
     contents.check_lengths({number: None for number, rank in enumerate(manifest.files.rank) if rank in ranks})
     for rank in sorted(ranks):
-        count = contents.digest_counts[rank]
         path = names.digests_path(manifest.save_id, rank)
-        nbytes = reader.size(path)
-        if nbytes < count * DIGEST_BYTES:
+        nbytes = contents.reader.size(path)
+        if nbytes < contents.digest_counts[rank] * DIGEST_BYTES:
             raise broken("D001", f"the table is {nbytes} bytes long", file=path)
     contents.check_index_length()
 

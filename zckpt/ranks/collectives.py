@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CALLS, BACKGROUND, FILES = "calls", "background", "files"
+CALLS, BACKGROUND, UPLOADS, FILES = "calls", "background", "uploads", "files"
 """The channels of messages between ranks. Each has a group of its own."""
 
 _job_of_parent: object = None
@@ -60,10 +60,9 @@ class Ranks:
 
     Every method is collective: all ranks call it, in the same order. The methods of objects with different channels may
     be called in different threads at the same time: ``CALLS``, ``BACKGROUND`` for writes in the background, which go on
-    even after the training has destroyed its process groups, and ``FILES`` for files that ranks send each other.
-    ``call`` is the
-    function of zckpt that every rank has to call. Messages about late ranks name it. An error of a rank that fails or
-    is gone names the rank by its number in the job.
+    even after the training has destroyed its process groups, ``UPLOADS`` for copies in another place, and ``FILES`` for
+    files that ranks send each other. ``call`` is the function of zckpt that every rank has to call. Messages about late
+    ranks name it. An error of a rank that fails or is gone names the rank by its number in the job.
     """
 
     def __init__(

@@ -37,9 +37,11 @@ class Spread(NamedTuple):
     elsewhere: Mapping[str, tuple[int, int]]
     """For each file that this rank does not see, a rank that does, and the size of the file in bytes."""
 
-    def contents(self, peers: Peers) -> Contents:
-        """Returns what the checkpoint holds. Files of other machines are read from their ranks."""
-        return Contents(self.manifest, PeerReader(peers, self.store.reader(), self.elsewhere), self.store)
+    def opened(self, peers: Peers) -> tuple[Store, Contents]:
+        """Returns the directory of the checkpoint, and what it holds. Files of other machines are read from their
+        ranks."""
+        reader = PeerReader(peers, self.store.reader(), self.elsewhere)
+        return self.store, Contents(self.manifest, reader, self.store)
 
 
 def find_spread(path: StrPath, ranks: Ranks) -> Spread | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt.plan.select import several
 from zckpt.ranks.collectives import comparable
+from zckpt.storage.location import Location
 from zckpt.transfer.budget import Budget
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def check_counts(**counts: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """The arguments of ``zckpt.write``, whose docstring explains them, and four that an attached engine needs."""
+    """The arguments of ``zckpt.write``, whose docstring explains them, and some that an attached engine needs."""
 
     parts: Collection[str] | None = None
     exclude: Collection[str] = ()
@@ -44,6 +45,9 @@ class WriteOptions:
     keep_every: int | None = None
     reuse: StrPath | None = "latest"
     node_local: bool = False
+    copy_to: StrPath | None = None
+    copy_keep_last: int | None = None
+    copy_keep_every: int | None = None
     run: StrPath | None = None
     """The directory that gets the file ``latest``, which names the checkpoint by its path relative to this directory.
     None means the parent of the checkpoint's directory."""
@@ -65,9 +69,13 @@ class WriteOptions:
             raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
         if self.snapshot_bytes is not None and not (isinstance(self.snapshot_bytes, int) and self.snapshot_bytes >= 0):
             raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {self.snapshot_bytes!r}")
-        check_counts(keep_last=self.keep_last, keep_every=self.keep_every)
-        if self.keep_every is not None and self.keep_last is None:
-            raise ValueError("keep_every says what is kept beside the last checkpoints: pass keep_last too")
+        kept = ("", self.keep_last, self.keep_every), ("copy_", self.copy_keep_last, self.copy_keep_every)
+        for of, last, every in kept:
+            check_counts(**{f"{of}keep_last": last, f"{of}keep_every": every})
+            if every is not None and last is None:
+                raise ValueError(f"{of}keep_every says what is kept beside the last ones: pass {of}keep_last too")
+        if self.copy_to is None and self.copy_keep_last is not None:
+            raise ValueError("copy_keep_last says how many copies are kept: pass copy_to too")
         if not isinstance(self.budget, Budget | None):
             raise TypeError(f"budget must be a zckpt.Budget, got {self.budget!r}")
         given: tuple[tuple[str, object], ...] = ("client_state", self.client_state), ("rank_state", self.rank_state)
@@ -91,4 +99,5 @@ class WriteOptions:
             path=path, parts=self.parts, exclude=self.exclude, overwrite=self.overwrite, latest=self.latest,
             pending_gradients=self.pending_gradients, background=self.background, snapshot=self.snapshot,
             reuse=None if self.reuse is None else str(self.reuse), node_local=self.node_local,
+            copy_to=None if self.copy_to is None else str(Location.of(self.copy_to).absolute()),
         )  # fmt: skip

@@ -88,6 +88,10 @@ class RankWrite:
     machine: Collection[int] | None = None
     """The ranks whose files are in this directory, if each machine writes to a disk of its own. None means all
     ranks."""
+    goes_on: bool = False
+    """Whether an earlier try of the same copy may have left files, with which this one goes on."""
+    leaves_files: bool = False
+    """Whether the files of the copy stay after a failure, so that another try can go on with them."""
     needed_bytes: int = field(default=0, init=False)
     """How many bytes all ranks write. ``describe`` sets it on rank 0. A copy of a whole checkpoint, which does not call
     ``describe``, sets it itself."""
@@ -151,7 +155,8 @@ class RankWrite:
                 "there is already a checkpoint here", file=str(store.location),
                 hint="write elsewhere, or replace it with overwrite=True (--overwrite)",
             )  # fmt: skip
-        left = clear_for_write(store, overwrite=overwrite, dead=lock.dead)
+        data_dir = names.data_dir(self.save_id)
+        left = clear_for_write(store, overwrite=overwrite, dead=lock.dead, own=data_dir if self.goes_on else "")
         run = store.parent
         run.remove(*run_leftovers(run))
         for dead_save in lock.dead:
@@ -159,13 +164,12 @@ class RankWrite:
             # The save id is from a file that anybody may have made.
             if names.is_temporary(prepared, names.LATEST) and is_file(run, prepared):
                 run.remove(prepared)
-        data_dir = names.data_dir(self.save_id)
-        if store.entry(data_dir) is not None:  # a copy has the save id of its source
+        if not self.goes_on and store.entry(data_dir) is not None:  # a copy has the save id of its source
             raise CheckpointExistsError(
                 "the data of the same save are here already", file=str(store.location.child(data_dir)),
                 hint="`zckpt validate` says whether they are whole; to copy them again, remove this directory first",
             )  # fmt: skip
-        data = [name for name in names_in(store) if names.is_data_dir(name) and name not in left.foreign]
+        data = [name for name in names_in(store) if names.is_data_dir(name) and name not in (data_dir, *left.foreign)]
         named = {} if left.manifest is None else {names.data_dir(left.manifest.save_id): named_files(left.manifest)}
         self._replaced = {name: named.get(name) for name in [*data, *foreign]}
         self._begun = True
@@ -287,7 +291,8 @@ class RankWrite:
             lock, self.lock = self.lock, None
             try:
                 self._discard(from_number=int(self._in_doubt))
-                if self._begun and not self._in_doubt and not may_be_named(self.store, self.save_id):
+                stays = self._in_doubt or self.leaves_files
+                if self._begun and not stays and not may_be_named(self.store, self.save_id):
                     remove(self.store, {names.data_dir(self.save_id): ()})
             finally:
                 lock.release()

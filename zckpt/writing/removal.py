@@ -30,18 +30,19 @@ def recoverable(checkpoint: Store) -> list[str]:
     ]
 
 
-def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str] = ()) -> Leftovers:
+def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str] = (), own: str = "") -> Leftovers:
     """Removes the leftovers of a checkpoint for a new write. The caller holds the lock of the checkpoint. Files that
     cannot be removed stay. In a store that does not stop commits, all leftovers stay until the new write has committed,
     because until then a writer that was taken for dead may still commit. A save that could be repaired stays until then
     in any store. ``dead`` has the save ids of the writers whose lock was taken over. They have not committed, so nobody
-    misses their data. What is foreign stays, and a warning says so.
+    misses their data. ``own`` is the name of a data directory that stays, because the new write goes on with it. What
+    is foreign stays, and a warning says so.
 
     Returns what there was. Raises CheckpointExistsError if there is a save that could be repaired, unless it is to be
     overwritten.
     """
     checkpoint.remove(*prepared_manifests(checkpoint))
-    kept = [name for name in recoverable(checkpoint) if name.removeprefix("data-") not in dead]
+    kept = [name for name in recoverable(checkpoint) if name.removeprefix("data-") not in dead and name != own]
     if kept and not overwrite:
         raise CheckpointExistsError(
             "here is a checkpoint whose manifest was lost",
@@ -51,7 +52,7 @@ def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str]
         )
     left = leftovers(checkpoint)
     if checkpoint.stops_commits:
-        remove(checkpoint, {name: None for name in left.own if name not in kept})
+        remove(checkpoint, {name: None for name in left.own if name not in (own, *kept)})
     if left.foreign:
         warn(left_alone([checkpoint.location.child(name) for name in left.foreign]))
     return left

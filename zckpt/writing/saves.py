@@ -13,9 +13,13 @@ _SAVES = "_zckpt_saves"
 class Saves:
     """The count of the saves of one attached engine, for each directory that it saves to. All ranks count alike."""
 
-    def __init__(self, engine: object, full_every: int, settings: str = "checkpoint") -> None:
+    def __init__(
+        self, engine: object, full_every: int, settings: str = "checkpoint", copy_to: StrPath | None = None
+    ) -> None:
         self.settings = settings
         """Whose settings the engine has after a load: those of the "checkpoint" or those of the "engine"."""
+        self.copy_to = copy_to
+        """The directory to which the saves are copied, and in which a load looks too. None if there is none."""
         self.told: set[str] = set()
         """The paths of the values that the saves change or leave out, and of which a warning has told."""
         self._full_every = full_every

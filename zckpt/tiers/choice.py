@@ -1,0 +1,157 @@
+"""Chooses which checkpoint is opened or restored if it may be in several places, the nearest of which is the first."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from zckpt.errors import CheckpointNotFoundError, FormatError, StorageError, ZckptError, warn
+from zckpt.format import names
+from zckpt.listing.find import find, manifest_of, open_contents
+from zckpt.listing.runs import check_lengths, directories
+from zckpt.state.lineage import Use
+from zckpt.storage.location import Location
+from zckpt.storage.schemes import open_store
+from zckpt.tiers.overlay import holds, overlay
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zckpt.format.manifest import Manifest
+    from zckpt.listing.contents import Contents
+    from zckpt.storage.contract import Store
+    from zckpt.storage.location import StrPath
+
+
+class Chosen(NamedTuple):
+    """A checkpoint that may be in several places."""
+
+    save_id: str
+    paths: list[str]
+    """For each place, the directory that the checkpoint is in, or would be in. The nearest is the first."""
+
+    def nearest(self) -> Store:
+        """Returns the nearest directory that has something of the checkpoint. Raises CheckpointNotFoundError if there
+        is none, and StorageError."""
+        store = next((store for store in map(open_store, self.paths) if holds(store, self.save_id)), None)
+        if store is None:
+            raise CheckpointNotFoundError("the checkpoint that was chosen is not there any more", file=self.paths[0])
+        return store
+
+    def contents(self) -> Contents:
+        """Returns what the checkpoint holds. Raises CheckpointNotFoundError if no directory has its manifest, and the
+        errors of ``overlay``."""
+        stores = [*map(open_store, self.paths)]
+        for store in stores:
+            with suppress(CheckpointNotFoundError, FormatError):
+                manifest = manifest_of(store)
+                if manifest.save_id == self.save_id:
+                    return overlay(stores, manifest)
+        raise CheckpointNotFoundError("there is no manifest", file=self.paths[0])
+
+    def opened(self) -> tuple[Store, Contents]:
+        """Returns the nearest directory, and what the checkpoint holds. Raises the errors of ``contents``."""
+        return self.nearest(), self.contents()
+
+
+class _Found(NamedTuple):
+    """A checkpoint in one of the places."""
+
+    number: int
+    """The number of the place."""
+    store: Store
+    manifest: Manifest
+    run_id: str
+    use: Use
+
+
+def choose(places: Sequence[StrPath]) -> Chosen:
+    """Returns the checkpoint that is opened or restored. Each place is the directory of a checkpoint, or that of a run.
+
+    It is the one with the most steps among those that the places' files ``latest`` name, if it is whole: each of its
+    files is in one of the places and has the right length. If none of them is whole, it is the one with the most steps
+    that is whole, among all checkpoints of the same training runs from which training can go on. No tensor is read. A
+    place that cannot be reached is left out, with a warning. Raises the error of the nearest place if no place has a
+    checkpoint, the error of a file if no checkpoint is whole, and ValueError if there is no place.
+    """
+    if not places:
+        raise ValueError("there is no path: give one, or several, the nearest first")
+    roots = [Location.of(place).absolute() for place in places]
+    named: list[_Found] = []
+    errors: list[ZckptError] = []
+    reached: list[Location] = []
+    for root in roots:
+        try:
+            named.append(_found(len(reached), find(str(root))))
+        except (CheckpointNotFoundError, FormatError, StorageError) as error:
+            errors.append(error)
+            if isinstance(error, StorageError):
+                continue
+        reached.append(root)
+    if not named:
+        raise errors[0]
+    for unreached in (error for error in errors if isinstance(error, StorageError)):
+        warn(f"a place is left out, because it cannot be reached: {unreached}")
+    for found in [*_newest_first(named), *_newest_first(_others(reached, named))]:
+        chosen = _everywhere(found, reached, named)
+        if _is_whole(chosen):
+            return chosen
+    chosen = _everywhere(_newest_first(named)[0], reached, named)
+    _check(chosen)
+    return chosen
+
+
+def _found(number: int, store: Store) -> _Found:
+    contents = open_contents(store)
+    with closing(contents.reader):
+        return _Found(number, store, contents.manifest, contents.lineage.run_id, contents.lineage.use)
+
+
+def _newest_first(found: Sequence[_Found]) -> list[_Found]:
+    return sorted(found, key=lambda one: -one.manifest.step)  # The sort is stable, so the nearest comes first.
+
+
+def _others(roots: Sequence[Location], named: Sequence[_Found]) -> list[_Found]:
+    """Returns the checkpoints of the same training runs from which training can go on."""
+    run_ids = {found.run_id for found in named}
+
+    def below(number: int, root: Location) -> Iterator[_Found]:
+        for store, entries in directories(open_store(root)):
+            if names.MANIFEST in entries:
+                with suppress(ZckptError):
+                    yield _found(number, store)
+
+    found = [one for number, root in enumerate(roots) for one in below(number, root)]
+    return [one for one in found if one.run_id in run_ids and one.use is Use.RESUME]
+
+
+def _everywhere(found: _Found, roots: Sequence[Location], named: Sequence[_Found]) -> Chosen:
+    """Returns the checkpoint with its directory in each place. It has the same path in each run, but a place may also
+    be the directory of a checkpoint."""
+    place, save_id = found.store.location, found.manifest.save_id
+    name = place.path_from(roots[found.number])
+    directories_of_places: dict[int, Location] = {found.number: place}
+    for one in named:
+        if one.manifest.save_id == save_id:
+            directories_of_places[one.number] = one.store.location
+        elif one.store.location == roots[one.number]:
+            directories_of_places[one.number] = roots[one.number]
+        elif name == ".":
+            directories_of_places[one.number] = roots[one.number].child(place.name)
+    others = [root if name == "." else root.child(name) for root in roots]
+    return Chosen(save_id, [str(directories_of_places.get(number, other)) for number, other in enumerate(others)])
+
+
+def _is_whole(chosen: Chosen) -> bool:
+    try:
+        _check(chosen)
+    except ZckptError:
+        return False
+    return True
+
+
+def _check(chosen: Chosen) -> None:
+    """Raises the error of a file of the checkpoint that is nowhere whole."""
+    contents = chosen.contents()
+    with closing(contents.reader):
+        check_lengths(contents, everywhere=True)
