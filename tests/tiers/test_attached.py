@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,8 +14,6 @@ from tests.support.models import make_engine, train
 from tests.support.runs import settings, tensors_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from tests.support.cluster import Cluster
@@ -44,7 +43,12 @@ def load_and_go_on(near: str, far: str, run: str, tag: str | None) -> tuple[Stat
 def load_nothing(near: str, far: str) -> Any:
     engine = zckpt.attach(make_engine(), copy_to=far)
     with pytest.warns(UserWarning, match="there is no .*near/latest"):
-        return engine.load_checkpoint(near)
+        result = engine.load_checkpoint(near)
+    os.mkdir(far)
+    Path(far, "latest").write_text("global_step9\n")
+    with pytest.raises(zckpt.CheckpointNotFoundError, match="`latest` names a checkpoint that is not there"):
+        engine.load_checkpoint(near)
+    return result
 
 
 def assert_alike(through: list[State], resumed: list[tuple[State, str]], path: Path) -> None:
