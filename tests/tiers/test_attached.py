@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,10 +12,9 @@ import pytest
 import zckpt
 from tests.support.models import make_engine, train
 from tests.support.runs import settings, tensors_of
+from zckpt.cli import main
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from tests.support.cluster import Cluster
@@ -44,7 +44,12 @@ def load_and_go_on(near: str, far: str, run: str, tag: str | None) -> tuple[Stat
 def load_nothing(near: str, far: str) -> Any:
     engine = zckpt.attach(make_engine(), copy_to=far)
     with pytest.warns(UserWarning, match="there is no .*near/latest"):
-        return engine.load_checkpoint(near)
+        result = engine.load_checkpoint(near)
+    os.mkdir(far)
+    Path(far, "latest").write_text("global_step9\n")
+    with pytest.raises(zckpt.CheckpointNotFoundError, match="`latest` names a checkpoint that is not there"):
+        engine.load_checkpoint(near)
+    return result
 
 
 def assert_alike(through: list[State], resumed: list[tuple[State, str]], path: Path) -> None:
@@ -79,6 +84,27 @@ def test_the_directory_that_a_framework_makes_for_a_save_is_part_of_the_copys_pa
     shutil.rmtree(near)
     resumed = cluster.run(load_and_go_on, 2, str(near), str(far), "checkpoint-7", None)
     assert_alike(through, resumed, far / "checkpoint-7" / "global_step2")
+
+
+def save_under_zckpt_run(directory: str) -> list[str]:
+    script = Path(directory, "train.py")
+    script.write_text(
+        "import zckpt\n"
+        "from tests.support.models import make_engine, train\n"
+        "engine = make_engine()\n"
+        "for step in range(3):\n"
+        "    train(engine, 1, step)\n"
+        "    engine.save_checkpoint('near')\n"
+        "    zckpt.wait()\n"
+    )
+    os.chdir(directory)
+    options = ["--copy-to", "far", "--copy-keep-last", "1", "--copy-keep-every", "2"]
+    assert main(["run", *options, str(script)]) == 0
+    return sorted(os.listdir("far"))
+
+
+def test_zckpt_run_takes_the_options(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.run(save_under_zckpt_run, 1, str(tmp_path)) == [["global_step2", "global_step3", "latest"]]
 
 
 def test_a_run_that_has_no_checkpoint_begins_anew(cluster: Cluster, tmp_path: Path) -> None:

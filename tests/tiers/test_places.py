@@ -119,10 +119,13 @@ def test_the_newest_one_that_is_whole_is_chosen(near: Path) -> None:
     written(near, 3, engine=engine)
     assert zckpt.open([near, FAR]).path == str(near / "step3")
     next(near.glob("step3/data-*/*/master.safetensors")).unlink()
-    assert zckpt.open([near, FAR]).path == str(near / "step2"), "the save that is whole in both places is read nearby"
+    with pytest.warns(UserWarning, match="/step2 is taken, because another checkpoint cannot be used: .*F001"):
+        assert zckpt.open([near, FAR]).path == str(near / "step2"), "what both places have is read nearby"
     shutil.rmtree(near / "step2")
-    assert zckpt.open([near, FAR]).path == f"{FAR}/step2"
-    assert zckpt.open([FAR, near]).path == f"{FAR}/step2"
+    orders: list[list[Path | str]] = [[near, FAR], [FAR, near]]
+    for places in orders:
+        with pytest.warns(UserWarning, match="/step2 is taken, because another checkpoint cannot be used: .*F001"):
+            assert zckpt.open(places).path == f"{FAR}/step2"
 
 
 def test_if_no_latest_names_a_whole_one_an_older_one_of_the_run_is_chosen(near: Path) -> None:
@@ -133,9 +136,11 @@ def test_if_no_latest_names_a_whole_one_an_older_one_of_the_run_is_chosen(near: 
         zckpt.write(other, near / "other", latest=False)
     zckpt.write(engine, near / "weights", parts=["master"], latest=False)
     next(near.glob("step3/data-*/*/master.safetensors")).unlink()
-    assert zckpt.open([near, FAR]).path == str(near / "step2")
+    with pytest.warns(UserWarning, match="step2 is taken"):
+        assert zckpt.open([near, FAR]).path == str(near / "step2")
     next(near.glob("step2/data-*/*/master.safetensors")).unlink()
-    assert zckpt.open([near]).path == str(near / "step1")
+    with pytest.warns(UserWarning, match="step1 is taken"):
+        assert zckpt.open([near]).path == str(near / "step1")
     next(near.glob("step1/data-*/*/master.safetensors")).unlink()
     with pytest.raises(zckpt.MissingFileError, match=r"master\.safetensors"):
         zckpt.open([near, FAR])
@@ -149,7 +154,8 @@ def test_a_checkpoint_of_another_save_at_the_same_path_is_not_mixed_in(near: Pat
     zckpt.write(engine, near / "step2")
     assert_goes_on(engine, [near, FAR])
     next(near.glob("step2/data-*/*/master.safetensors")).unlink()
-    assert zckpt.open([near, FAR]).path == f"{FAR}/step2"
+    with pytest.warns(UserWarning, match="step2 is taken"):
+        assert zckpt.open([near, FAR]).path == f"{FAR}/step2"
 
 
 def test_a_place_that_cannot_be_reached_is_left_out_with_a_warning(near: Path, tmp_path: Path) -> None:
@@ -157,9 +163,17 @@ def test_a_place_that_cannot_be_reached_is_left_out_with_a_warning(near: Path, t
     shutil.copytree(near, tmp_path / "far")
     with (
         faulty(Fault(BROKEN, names=("entry",), path=str(tmp_path / "far"), lasting=True)),
-        pytest.warns(UserWarning, match="cannot be reached: .*far"),
+        pytest.warns(UserWarning, match="step1 is taken, .*Input/output error .*far"),
     ):
         assert_goes_on(engine, [near, tmp_path / "far"])
+
+
+def test_a_place_that_cannot_be_reached_does_not_count_as_empty(near: Path, tmp_path: Path) -> None:
+    written(near, 1)
+    near.rename(tmp_path / "far")
+    fault = Fault(BROKEN, names=("entry",), path=str(tmp_path / "far"))
+    with faulty(fault), pytest.raises(zckpt.StorageError, match="Input/output error"):
+        zckpt.restore(ReferenceEngine(), [near, tmp_path / "far"])
 
 
 def test_errors_are_those_of_the_nearest_place(near: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import warnings
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +21,8 @@ from tests.support.litter import directory_names
 from tests.support.plain_engine import everything
 from tests.support.slow_writes import held
 from tests.support.waiting import wait_until
-from zckpt.api import background
+from zckpt.api import background, frameworks
+from zckpt.listing.trainer import kind_of_models
 from zckpt.testing import ReferenceEngine
 from zckpt.tiers import queue
 
@@ -230,7 +232,8 @@ import sys
 import torch.distributed as dist
 import zckpt
 from tests.support.slow_writes import held
-from zckpt.api import background
+from zckpt.api import background, frameworks
+from zckpt.listing.trainer import kind_of_models
 from zckpt.testing import ReferenceEngine
 
 near, far, what = sys.argv[1:]
@@ -288,3 +291,21 @@ def test_a_copy_whose_checkpoint_is_replaced_meanwhile_is_no_failure(tmp_path: P
         go_on()
         zckpt.wait()
     assert everything(tmp_path / "far") == everything(near)
+
+
+def test_a_framework_leaves_the_folder_of_a_checkpoint_that_is_being_copied(tmp_path: Path) -> None:
+    engine, folders = trained(0), [str(tmp_path / f"checkpoint_{number}") for number in range(2)]
+    remove_older = partial(frameworks._remove_superseded, folders, 1, None, kind_of_models)
+    with held("far") as go_on:
+        for folder in folders:
+            engine.train(1)
+            zckpt.write(engine, f"{folder}/pytorch_model", copy_to=tmp_path / "far")
+            (tmp_path / folder / "random_states_0.pkl").touch()
+            wait_until(is_under_way)
+        remove_older()
+        assert directory_names(tmp_path) == ["checkpoint_0", "checkpoint_1", "far"]
+        go_on()
+        zckpt.wait()
+    assert directory_names(tmp_path / "far") == ["checkpoint_0", "checkpoint_1"]
+    remove_older()
+    assert directory_names(tmp_path) == ["checkpoint_1", "far"]

@@ -495,11 +495,14 @@ def _load_checkpoint(
 
 def _choose(run: Location, there: Location, tag: object) -> tuple[Chosen, str] | None:
     """Returns the checkpoint that is loaded from a run or from the directory of its copies, and the directory that has
-    it. Returns None if there is none in either."""
+    it. Returns None if there is none in either. Raises the errors of ``choose``, also if a file ``latest`` names a
+    checkpoint that is not there."""
     try:
         chosen = choose([str(place if tag is None else place.child(str(tag))) for place in (run, there)])
         return chosen, str(chosen.nearest().location)
     except CheckpointNotFoundError:
+        if tag is None and any(open_store(place).entry(names.LATEST) is not None for place in (run, there)):
+            raise
         return None
 
 

@@ -167,7 +167,8 @@ def restore(
             with the most steps among those that the files ``latest`` name, if all of its files are in the places. If
             none of them is whole, it chooses the one with the most steps that is whole among all checkpoints of the
             same training runs from which training can go on. Each file is read from the first place in which it has
-            the right length. A place that cannot be reached is left out, with a warning.
+            the right length. A warning says which checkpoint or place was left out, and why, such as a place that
+            cannot be reached.
         parts: the name of a part of the state, or several names, such as ``["master"]`` for a warm start. None means
             all parts that the engine has.
         strict: whether the checkpoint and the engine must have the same tensors. With False, tensors that are missing,

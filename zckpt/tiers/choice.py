@@ -71,8 +71,9 @@ def choose(places: Sequence[StrPath]) -> Chosen:
     It is the one with the most steps among those that the places' files ``latest`` name, if it is whole: each of its
     files is in one of the places and has the right length. If none of them is whole, it is the one with the most steps
     that is whole, among all checkpoints of the same training runs from which training can go on. No tensor is read. A
-    place that cannot be reached is left out, with a warning. Raises the error of the nearest place if no place has a
-    checkpoint, the error of a file if no checkpoint is whole, and ValueError if there is no place.
+    warning says why a checkpoint or a place was left out, such as one that cannot be reached. Raises
+    CheckpointNotFoundError if no place has a checkpoint, the error of the nearest place that cannot be read or has no
+    whole checkpoint, and ValueError if there is no place.
     """
     if not places:
         raise ValueError("there is no path: give one, or several, the nearest first")
@@ -88,17 +89,24 @@ def choose(places: Sequence[StrPath]) -> Chosen:
             if isinstance(error, StorageError):
                 continue
         reached.append(root)
-    if not named:
-        raise errors[0]
-    for unreached in (error for error in errors if isinstance(error, StorageError)):
-        warn(f"a place is left out, because it cannot be reached: {unreached}")
+    skipped = [error for error in errors if not isinstance(error, CheckpointNotFoundError)]
+    if not named:  # The error of a `latest` that leads nowhere says more than that of a place that is empty.
+        raise [*skipped, *(error for error in errors if error.rule), *errors][0]
+    seen: set[str] = set()
     for found in [*_newest_first(named), *_newest_first(_others(reached, named))]:
         chosen = _everywhere(found, reached, named)
-        if _is_whole(chosen):
+        if chosen.save_id in seen:
+            continue
+        seen.add(chosen.save_id)
+        try:
+            _check(chosen)
+        except ZckptError as error:
+            skipped.append(error)
+        else:
+            for reason in skipped:
+                warn(f"{found.store.location} is taken, because another checkpoint cannot be used: {reason}")
             return chosen
-    chosen = _everywhere(_newest_first(named)[0], reached, named)
-    _check(chosen)
-    return chosen
+    raise skipped[0]
 
 
 def _found(number: int, store: Store) -> _Found:
@@ -140,14 +148,6 @@ def _everywhere(found: _Found, roots: Sequence[Location], named: Sequence[_Found
             directories_of_places[one.number] = roots[one.number].child(place.name)
     others = [root if name == "." else root.child(name) for root in roots]
     return Chosen(save_id, [str(directories_of_places.get(number, other)) for number, other in enumerate(others)])
-
-
-def _is_whole(chosen: Chosen) -> bool:
-    try:
-        _check(chosen)
-    except ZckptError:
-        return False
-    return True
 
 
 def _check(chosen: Chosen) -> None:

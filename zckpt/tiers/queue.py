@@ -131,14 +131,14 @@ class Uploads:
         failed = "" if self._failed is None else self._failed.save_id
         chosen = ranks.share(lambda: [newest.save_id, failed], "choose the checkpoint")
         skipped = ranks.together(lambda: self._take(chosen[0][0]), "choose the checkpoint")
-        (upload,), retry = self._under_way, self._failed
+        with self._changed:
+            (upload,), retry, self._failed = self._under_way, self._failed, None
+            if retry is not None and retry.target != upload.target and all(other == failed for _, other in chosen):
+                self._under_way.insert(0, retry)
         sources = [other.source for other in skipped if other.target != upload.target]
         if sources and ranks.rank == 0:
             listed = first_few(sources, SHOWN_MAX)
             _tell(f"not copied to {upload.run}, because a newer checkpoint was there first: {listed}")
-        self._failed = None
-        if retry is not None and retry.target != upload.target and all(other == failed for _, other in chosen):
-            self._under_way.insert(0, retry)
         for each in [*self._under_way]:
             try:
                 each.copy(ranks)
