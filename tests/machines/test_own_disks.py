@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import zckpt
 from tests.support.machine_ranks import values_on
 from tests.support.models import make_engine, train
+from tests.support.runs import assert_goes_on_alike, restore_and_go_on, write_and_go_on
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster
@@ -33,3 +35,49 @@ def test_a_directory_that_not_all_ranks_see_is_refused_on_every_rank(machines: M
         assert seconds < 60, "not only when a rank is given up"
     for node in machines.nodes:
         assert node.shell(f"ls {disk}") == "lost+found\n"
+
+
+SETUP: dict[str, Any] = {"stage": 2}
+
+
+def write_on_own_disks(path: str) -> dict[str, Any]:
+    return write_and_go_on(path, SETUP, node_local=True)
+
+
+def test_a_run_goes_on_from_the_disks_of_its_machines(machines: Machines, cluster: Cluster) -> None:
+    run = f"{machines.nodes[0].disk}/run"
+    through = values_on(cluster, machines.nodes, write_on_own_disks, f"{run}/c")
+    assert_goes_on_alike(through, values_on(cluster, machines.nodes, restore_and_go_on, run, SETUP, 0))
+    for node in machines.nodes:
+        assert node.shell(f"ls {run}/c/data-*").count("rank-") == 1
+        assert node.shell(f"cat {run}/latest") == "c\n"
+    moved = [*machines.nodes[1:], machines.nodes[0]]
+    assert_goes_on_alike(through, values_on(cluster, moved, restore_and_go_on, run, SETUP, 0))
+
+
+def test_a_machine_with_an_empty_disk_joins_and_one_that_is_gone_is_named(machines: Machines, cluster: Cluster) -> None:
+    """The new machine gets what it needs from those that have it, as long as nobody else's files are missing."""
+    run = f"{machines.nodes[0].disk}/run"
+    through = values_on(cluster, machines.nodes[:2], write_on_own_disks, f"{run}/c")
+    new = machines.nodes[2]
+    restored = values_on(cluster, [*machines.nodes[:2], new], restored_weights, run)
+    assert len({*restored}) == 1
+    machines.nodes[1].kill(keep_disk=False)
+    machines.nodes[1].start()
+    for message in values_on(cluster, machines.nodes[:2], failing_restore, run):
+        assert "F001" in message
+        assert "with ranks 1" in message
+    assert through
+
+
+def restored_weights(path: str) -> str:
+    engine = make_engine(stage=2, seed=4)
+    zckpt.restore(engine, path)
+    weights = b"".join(parameter.detach().float().numpy().tobytes() for parameter in engine.module.parameters())
+    return hashlib.sha256(weights).hexdigest()
+
+
+def failing_restore(path: str) -> str:
+    with pytest.raises(zckpt.FormatError) as caught:
+        zckpt.restore(make_engine(stage=2), path)
+    return str(caught.value)

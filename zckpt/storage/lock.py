@@ -143,6 +143,13 @@ def is_held(store: Store, save_id: str) -> bool:
     return save_id in (fields.get("save_id"), fields.get("copied"))
 
 
+def refuse_other_holder(store: Store) -> None:
+    """Raises LockedError if a process holds the lock of a checkpoint, StorageError, and FormatError (F002)."""
+    holder = read_lock(store)
+    if holder is not None and is_lock(holder):
+        raise _locked(store, "another process has taken over here, for the leader of this write gave no sign", holder)
+
+
 def is_lock(holder: bytes) -> bool:
     """Returns whether ``holder`` is the content of a lock, and not that of another program's file with the same
     name."""

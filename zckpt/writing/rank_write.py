@@ -29,7 +29,7 @@ from zckpt.progress import logged, reported
 from zckpt.state.inventory import ANY_TIME, FileRange
 from zckpt.storage.contract import ANYTHING
 from zckpt.storage.location import Location
-from zckpt.storage.lock import is_held
+from zckpt.storage.lock import is_held, refuse_other_holder
 from zckpt.storage.space import Space
 from zckpt.transfer.budget import Budget
 from zckpt.transfer.devices import devices_of, synchronize
@@ -301,10 +301,12 @@ class RankWrite:
 def join(store: Store, save_id: str, rank: int, leader: int, space: Sequence[Any]) -> None:
     """Checks on one rank that it can take part in the write of this save, which the rank ``leader`` has begun.
     ``space`` has the fields of the ``Space`` that ``RankWrite.begin`` has returned there. Raises RankError if this rank
-    does not see the lock of the leader, NoSpaceError, and StorageError."""
+    does not see the lock of the leader, LockedError if another writer has taken it over, NoSpaceError and
+    StorageError."""
     give_up = time.monotonic() + LATE_SECONDS
     while not is_held(store, save_id):
         if time.monotonic() > give_up:
+            refuse_other_holder(store)
             raise RankError(
                 f"rank {leader} has taken a lock that this rank does not see",
                 file=str(store.location.child(names.LOCK)), rank=rank,
