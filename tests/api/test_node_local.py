@@ -175,3 +175,19 @@ def test_a_copy_gathers_the_files_of_all_machines(cluster: Cluster, tmp_path: Pa
         cluster.run(on_disks, 2, ["b", "a"], run, zckpt.cp, "disk://run", str(tmp_path / destination), keys)
         assert zckpt.validate(tmp_path / destination, level="deep").ok
     assert zckpt.open(tmp_path / "whole").step == 3
+
+
+def write_with_copy(path: str, copy_to: str) -> dict[str, Any]:
+    result = write_and_go_on(path, SETUP, node_local=True, copy_to=copy_to)
+    zckpt.wait()
+    return result
+
+
+def test_each_machine_copies_its_own_files_to_another_place(cluster: Cluster, tmp_path: Path) -> None:
+    """Afterwards, the files of a machine that is gone are read from there."""
+    run, there = str(tmp_path), str(tmp_path / "there")
+    through = cluster.run(on_disks, 2, ["a", "b"], run, write_with_copy, "disk://run/c", there)
+    assert zckpt.validate(there, level="deep").ok
+    shutil.rmtree(tmp_path / "b")
+    places = ["disk://run", there]
+    assert_goes_on_alike(through, cluster.run(on_disks, 2, ["a", "b"], run, restore_and_go_on, places, SETUP, 0))

@@ -215,7 +215,7 @@ def write_in_background_and_go_on(path: str, setup: dict[str, Any], options: dic
     return {"path": path, "before": before, "losses": losses, "after": after}
 
 
-def restore_and_go_on(path: str, setup: dict[str, Any], trained: int) -> dict[str, Any]:
+def restore_and_go_on(path: Any, setup: dict[str, Any], trained: int) -> dict[str, Any]:
     engine = make_engine(**setup, seed=1)
     if trained:
         train(engine, trained, 100)
