@@ -191,3 +191,32 @@ def test_each_machine_copies_its_own_files_to_another_place(cluster: Cluster, tm
     shutil.rmtree(tmp_path / "b")
     places = ["disk://run", there]
     assert_goes_on_alike(through, cluster.run(on_disks, 2, ["a", "b"], run, restore_and_go_on, places, SETUP, 0))
+
+
+LOCAL_STORAGE = {"checkpoint": {"use_node_local_storage": True}}
+
+
+def save_and_go_on(run: str) -> list[float]:
+    engine = zckpt.attach(make_engine(**SETUP, config=LOCAL_STORAGE))
+    train(engine, 2)
+    engine.save_checkpoint(run, client_state={"epoch": 7})
+    return train(engine, 2, 2)
+
+
+def load_and_go_on(run: str) -> list[float]:
+    engine = zckpt.attach(make_engine(**SETUP, config=LOCAL_STORAGE, seed=1))
+    path, client_state = engine.load_checkpoint(run)
+    assert path is not None
+    assert client_state["epoch"] == 7
+    return train(engine, 2, 2)
+
+
+@pytest.mark.parametrize("disks", [["a", "b", "b"], ["c", "a", "b"]], ids=" ".join)
+def test_an_attached_engine_follows_deepspeeds_configuration(
+    cluster: Cluster, tmp_path: Path, disks: list[str]
+) -> None:
+    """At the load, rank 0 may be on a new machine, c, with an empty disk."""
+    run = str(tmp_path)
+    expected = cluster.run(on_disks, 3, ["a", "a", "b"], run, save_and_go_on, "disk://run")
+    assert len(manifests(tmp_path)) == 2
+    assert cluster.run(on_disks, 3, disks, run, load_and_go_on, "disk://run") == expected

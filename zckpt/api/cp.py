@@ -116,7 +116,7 @@ def cp(
 
     with ranks.undivided(), ExitStack() as exchange:
         check_arguments(ranks.share(arguments, "prepare the copy"))
-        spread = find_spread(source, ranks) if ranks.size > 1 else None
+        spread = find_spread(source, ranks)[0] if ranks.size > 1 else None
         if spread is None:
             origin = open_store(ranks.first(lambda: str(find(source).location.absolute()), "find the checkpoint"))
         else:

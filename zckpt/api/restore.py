@@ -16,7 +16,7 @@ from zckpt.engines import adapt, group_of
 from zckpt.engines.history import history_of, note_restore
 from zckpt.engines.registered import registered
 from zckpt.errors import FormatError, MismatchError, RankError, StorageError, warn
-from zckpt.listing.find import advised, find_and_open
+from zckpt.listing.find import advised
 from zckpt.listing.runs import whole_neighbours
 from zckpt.offloading.away import away, tensors_in_memory
 from zckpt.plan.reshard import ElementRange
@@ -236,15 +236,15 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
         check_arguments(ranks.share(arguments, "prepare the restore"))
         opened: Callable[[], tuple[Store, Contents]]
         if isinstance(path, (str, os.PathLike)):
-            spread = find_spread(path, ranks)
-            if spread is None:
-                opened = partial(find_and_open, path)
-            else:
+            spread, opened = find_spread(path, ranks)
+            if spread is not None:
                 peers = exchange.enter_context(Peers(group_of(engine), spread.store.reader(), request.caller.call))
                 opened = partial(spread.opened, peers)
         else:
-            of_places = path if isinstance(path, Chosen) else Chosen(*ranks.first(lambda: choose(path), "choose"))
-            opened = of_places.opened
+            chosen = (
+                ranks.first(lambda: choose(path), "choose the checkpoint") if not isinstance(path, Chosen) else path
+            )
+            opened = Chosen(*chosen).opened
         problems, save_ids = zip(*ranks.share(prepare, "prepare the restore"), strict=True)
         (plan,) = plans
         if any(problems):

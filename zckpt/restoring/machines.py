@@ -11,13 +11,13 @@ from zckpt.format import names
 from zckpt.format.rules import broken
 from zckpt.listing.contents import Contents, machines_of
 from zckpt.listing.doubt import settle
-from zckpt.listing.find import find
+from zckpt.listing.find import find_and_open
 from zckpt.listing.runs import COMPARED_MAX, decode_manifest, directories, manifest_bytes
 from zckpt.restoring.peers import PeerReader
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from zckpt.format.manifest import Manifest
     from zckpt.ranks.collectives import Ranks
@@ -44,54 +44,68 @@ class Spread(NamedTuple):
         return self.store, Contents(self.manifest, reader, self.store)
 
 
-def find_spread(path: StrPath, ranks: Ranks) -> Spread | None:
-    """Returns the checkpoint at ``path``, or that of the run at ``path``, if it was written with ``node_local``.
-    Returns None if no rank finds such a checkpoint. This is collective. If a crash has left a checkpoint committed on
-    some machines only, commits it on the others.
+def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[], tuple[Store, Contents]]]:
+    """Returns the checkpoint at ``path``, or that of the run at ``path``, if it was written with ``node_local``, and
+    None if no rank finds such a checkpoint. Also returns a function that returns the directory of the checkpoint that
+    this rank finds, and what it holds, or raises the error of ``find_and_open``. This is collective. If a crash has
+    left a checkpoint committed on some machines only, commits it on the others.
 
     If the ranks find different checkpoints, it is the one with the most steps. Raises FormatError (F001), which names
     the machines that are gone, if no rank sees some of the files, RankError and StorageError.
     """
     base = open_store(path)
+    found: list[tuple[Store, Contents]] = []
+    errors: list[ZckptError] = []
+
+    def opened() -> tuple[Store, Contents]:
+        if errors:
+            raise errors[0]
+        return found[0]
 
     def look() -> Any:
         try:
-            store = find(path)
-            with closing(store.reader()) as reader:
-                manifest = decode_manifest(store, manifest_bytes(reader))
-                machines = machines_of(manifest.state)
-        except ZckptError:  # It is raised again if no other rank finds one.
+            found.append(find_and_open(path))
+        except ZckptError as error:  # ``opened`` raises it if no other rank finds such a checkpoint.
+            errors.append(error)
             return None
+        store, contents = found[0]
         name = store.location.path_from(base.location)
-        return [manifest.step, manifest.save_id, "" if name == "." else name] if machines else None
+        spread = [contents.manifest.step, contents.manifest.save_id, "" if name == "." else name]
+        return spread if contents.machines else None
 
     reports = ranks.share(look, "find the checkpoint")
     if not any(reports):
-        return None
+        return None, opened
     newest = max(report for report in reports if report)
-    store, source = base.child(newest[-1]), reports.index(newest)
+    store = base.child(newest[-1])
     settle(store, ranks)
 
     def give() -> bytes:
-        if ranks.rank != source:
+        if ranks.rank != reports.index(newest):
             return b""
         with closing(store.reader()) as reader:
             return manifest_bytes(reader)
 
-    raw = ranks.share(give, "read the manifest")[source]
-    manifest = decode_manifest(store, raw)
-    seen = ranks.share(lambda: _seen(store, manifest), "look for the files")
-    missing = sorted({*_files(manifest)} - {path for of_rank in seen for path in of_rank})
-    if missing:
-        whole = _whole(base, ranks)
-        raise _gone(store, manifest, missing, whole)
-    elsewhere = {}
-    for file in _files(manifest):
-        if file not in seen[ranks.rank]:
+    raw = ranks.share(give, "read the manifest")[reports.index(newest)]
+    seen = ranks.share(lambda: _seen(store, decode_manifest(store, raw)), "look for the files")
+
+    def arrange() -> tuple[Spread, list[str]]:
+        manifest = decode_manifest(store, raw)
+        elsewhere: dict[str, tuple[int, int]] = {}
+        missing = []
+        for file in _files(manifest):
             holders = [rank for rank, of_rank in enumerate(seen) if file in of_rank]
-            holder = holders[ranks.rank % len(holders)]  # so that not all ranks ask the same one
-            elsewhere[file] = holder, seen[holder][file]
-    return Spread(store, raw, manifest, elsewhere)
+            if not holders:
+                missing.append(file)
+            elif ranks.rank not in holders:
+                holder = holders[ranks.rank % len(holders)]  # so that not all ranks ask the same one
+                elsewhere[file] = holder, seen[holder][file]
+        return Spread(store, raw, manifest, elsewhere), missing
+
+    spread, missing = ranks.together(arrange, "look for the files")
+    if missing:
+        raise _gone(store, spread.manifest, missing, _whole(base, ranks))
+    return spread, opened
 
 
 def _sizes(manifest: Manifest) -> dict[str, int]:
