@@ -194,7 +194,7 @@ def write_rank(path: str, save_id: str, ranks: Ranks, rank: int) -> tuple[bytes,
 
 
 def write_checkpoint(
-    path: Path, ranks: Ranks, write_all: Callable[[str, str], list[tuple[bytes, bytes]]] | None = None
+    path: Path | str, ranks: Ranks, write_all: Callable[[str, str], list[tuple[bytes, bytes]]] | None = None
 ) -> None:
     """Does what ``zckpt.write`` does, by the same functions, but without an engine.
 

@@ -17,7 +17,7 @@ import torch
 import zckpt
 from tests.support.models import make_engine, train
 from tests.support.runs import assert_same, settings, tensors_of
-from zckpt.storage.schemes import open_store
+from zckpt.listing.find import find_and_open
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEEPSPEED = "zckpt.engines.deepspeed"
 POINTS = (
-    "zckpt.api.restore.open_checkpoint",
+    "zckpt.restoring.machines.find_and_open",
     "zckpt.reading.checkpoint.Checkpoint.read",
     "zckpt.reading.checkpoint.Checkpoint.rank_state",
     f"{DEEPSPEED}.restoring.set_in_place",
@@ -143,7 +143,9 @@ def restore_two(path: str) -> str:
     train(engine, 1)
     before = tensors_of(engine)
     seen = f"{path}/{'ab'[engine.global_rank]}"
-    with mock.patch("zckpt.api.restore.find", return_value=open_store(seen)), pytest.raises(zckpt.RankError) as caught:
+    found = find_and_open(seen)
+    patched = mock.patch("zckpt.restoring.machines.find_and_open", return_value=found)
+    with patched, pytest.raises(zckpt.RankError) as caught:
         zckpt.restore(engine, path)
     assert_same(tensors_of(engine), before)
     return str(caught.value)

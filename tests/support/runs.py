@@ -284,7 +284,7 @@ def restore_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...], trai
         opened.append(contents)
         return store, contents
 
-    with mock.patch("zckpt.api.restore.find_and_open", open_and_record):
+    with mock.patch("zckpt.restoring.machines.find_and_open", open_and_record):
         # Not verified, because a digest covers a whole block, so that most of each of these small files would be read.
         zckpt.restore(engine, path, verify=False)
     restored = whole(engine, parts)
