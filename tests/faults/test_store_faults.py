@@ -161,7 +161,7 @@ def test_a_load_refuses_a_file_that_is_removed_or_replaced_before_it_is_opened(
             checkpoint = zckpt.open(copy)
             with refused if at == 0 else nullcontext():
                 assert same_all(checkpoint.load(), written.full)
-        assert operations.matching > at or file == "index.bin"
+        assert operations.matching > at or file in ("digests.bin", "index.bin"), "only these are read by one operation"
         checkpoint.reader.close()
 
 
