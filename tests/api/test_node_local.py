@@ -16,6 +16,8 @@ from tests.support.own_disks import own_disk
 from tests.support.runs import assert_goes_on_alike, restore_and_go_on, write_and_go_on
 from zckpt.restoring.peers import Peers
 from zckpt.storage.local_store import Temporary
+from zckpt.testing import ReferenceEngine
+from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,6 +148,37 @@ def test_a_commit_that_fails_on_one_machine_is_completed_by_the_next_restore(
     assert (cleanup.removed, cleanup.recoverable) == ((), (str(failed / "c"),)), "nobody can tell from one machine"
     cluster.run(on_disks, 2, ["a", "b"], run, weights, "disk://run/c", 2)
     assert len(manifests(tmp_path)) == 2
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def prepare_only(path: str) -> str:
+    """Writes, but no machine commits what all have prepared."""
+    engine = make_engine(**SETUP)
+
+    def refuse(rank_write: RankWrite) -> None:
+        rank_write._in_doubt = True
+        raise zckpt.StorageError("refused")
+
+    with mock.patch.object(RankWrite, "commit_prepared", refuse), pytest.raises(zckpt.ZckptError):
+        zckpt.write(engine, path, node_local=True)
+    return path
+
+
+def write_again(path: str) -> int:
+    zckpt.write(make_engine(**SETUP), path, node_local=True)
+    return zckpt.open(path).step
+
+
+def test_what_no_machine_has_committed_is_settled_only_when_all_machines_are_there(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    run = str(tmp_path)
+    cluster.run(on_disks, 2, ["a", "b"], run, prepare_only, "disk://run/c")
+    assert len(list(tmp_path.rglob("manifest.msgpack.*.tmp"))) == 2
+    with pytest.raises(zckpt.CheckpointExistsError, match="another machine may have committed"), own_disk(f"{run}/a"):
+        zckpt.write(ReferenceEngine(), "disk://run/c")
+    assert len(list(tmp_path.rglob("manifest.msgpack.*.tmp"))) == 2
+    assert cluster.run(on_disks, 2, ["a", "b"], run, write_again, "disk://run/c") == [0, 0]
     assert not list(tmp_path.rglob("*.tmp"))
 
 

@@ -360,7 +360,7 @@ def _save_checkpoint(
         client_state=client_state,
         latest=save_latest,
         run=save_dir,
-        node_local=options.node_local or engine.use_node_local_storage(),
+        node_local=engine.use_node_local_storage(),
     )
     write_engine(engine, path, options)
     after_commit(lambda: saves.end(number, save_dir, path, step), ranks)

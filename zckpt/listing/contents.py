@@ -499,7 +499,7 @@ class Contents(Mapping[str, TensorInfo]):
         """Does what ``check_sizes`` does for one copy of each of ``infos``, none of which may be given twice."""
         begins: list[int] = []
         first: dict[int, str] = {}
-        """For each file the key of the first tensor that is in it, which the error names."""
+        """For each data file, the key of the first tensor in it. An error about the file names this key."""
         data_start = np.array(self.manifest.files.data_start, np.int64)
 
         def claims() -> Iterator[tuple[Ints, Ints]]:
@@ -523,8 +523,8 @@ class Contents(Mapping[str, TensorInfo]):
         return self.store.requests_in_flight > 0
 
     def check_lengths(self, keys: Mapping[int, str | None]) -> None:
-        """Calls ``check_length`` for several files, of which ``keys`` has the numbers, and the keys for the errors. The
-        error that it raises is that of the first of these files."""
+        """Checks the lengths of several data files, as ``check_length`` does. ``keys`` has the number of each file, and
+        the key of the tensor that its error names. If several files are wrong, raises the error of the first one."""
         checks = self._length_checks(keys)
         if not self.is_remote or len(checks) < 2:
             for check in checks:

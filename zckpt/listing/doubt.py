@@ -8,8 +8,8 @@ prepared, so the others commit too. If none has, the checkpoint does not exist.
 
 from __future__ import annotations
 
-from contextlib import closing
-from typing import TYPE_CHECKING
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.errors import CheckpointNotFoundError, ZckptError
 from zckpt.format import manifest as manifest_format
@@ -21,48 +21,70 @@ from zckpt.listing.runs import entries_of
 from zckpt.storage.lock import is_alive, read_lock
 
 if TYPE_CHECKING:
+    from zckpt.format.manifest import Manifest
+    from zckpt.listing.contents import Machine
     from zckpt.ranks.collectives import Ranks
     from zckpt.storage.contract import Store
 
 
-def in_doubt(checkpoint: Store) -> dict[str, str]:
-    """Returns the names of the prepared manifests that are in doubt, by their save ids. Raises StorageError."""
-    found: dict[str, str] = {}
+class Doubt(NamedTuple):
+    """A prepared manifest that is in doubt."""
+
+    name: str
+    """The name of its file."""
+    raw: bytes
+    manifest: Manifest
+
+    def ranks_in(self, checkpoint: Store) -> list[int]:
+        """Returns the ranks of the machines whose files are in this directory. Raises StorageError."""
+        first = {machine.ranks: names.rank_dir(self.manifest.save_id, machine.ranks[0]) for machine in self.machines}
+        here = [ranks for ranks, directory in first.items() if checkpoint.entry(directory) is not None]
+        return [rank for ranks in here for rank in ranks]
+
+    @property
+    def machines(self) -> tuple[Machine, ...]:
+        return machines_of(self.manifest.state)
+
+
+def in_doubt(checkpoint: Store) -> dict[str, Doubt]:
+    """Returns the prepared manifests of a checkpoint's directory that are in doubt, by their save ids."""
+    found: dict[str, Doubt] = {}
     for name in entries_of(checkpoint):
         if not names.is_temporary(name, names.MANIFEST):
             continue
-        try:
-            manifest = manifest_format.decode(_read(checkpoint, name))
-            if machines_of(manifest.state):
-                found[manifest.save_id] = name
-        except ZckptError:  # It is not whole, so it was never prepared.
-            continue
+        with suppress(ZckptError), closing(checkpoint.reader()) as reader:  # If it is not whole, it was never prepared.
+            raw = reader.read(name, 0, MANIFEST_BYTES_MAX + 1)
+            doubt = Doubt(name, raw, manifest_format.decode(raw))
+            if doubt.machines:
+                found[doubt.manifest.save_id] = doubt
     return found
 
 
 def settle(checkpoint: Store, ranks: Ranks) -> None:
-    """Commits what is prepared on this machine and committed on another one. All ranks call this, each with the
-    directory of one checkpoint as it sees it. Leaves alone what a live writer has prepared. Raises RankError and
-    StorageError."""
+    """Commits what is prepared on this machine and committed on another one. Removes what is prepared if the files of
+    all machines are seen and none of them has committed. All ranks call this, each with the directory of one checkpoint
+    as it sees it. Leaves alone what a live writer has prepared. Raises RankError and StorageError."""
+    own: dict[str, Doubt] = {}
 
-    def look() -> list[list[str]]:
+    def look() -> list[Any]:
         holder = read_lock(checkpoint)
-        alive = holder is not None and is_alive(checkpoint, holder)
-        return [_committed(checkpoint), [] if alive else [*in_doubt(checkpoint)]]
+        if holder is None or not is_alive(checkpoint, holder):
+            own.update(in_doubt(checkpoint))
+        return [_committed(checkpoint), {save_id: doubt.ranks_in(checkpoint) for save_id, doubt in own.items()}]
 
-    def commit() -> None:
+    def decide() -> None:
         committed = {save_id for of_rank, _ in reports for save_id in of_rank}
-        if not any(committed.intersection(prepared) for _, prepared in reports):
-            return
-        for save_id, name in in_doubt(checkpoint).items():
+        for save_id, doubt in own.items():
+            seen = {rank for _, prepared in reports for rank in prepared.get(save_id, ())}
             if save_id in committed:
-                prepared = _read(checkpoint, name)
                 if _committed(checkpoint) != [save_id]:  # Another rank of this machine may have been quicker.
-                    checkpoint.prepare(names.MANIFEST, prepared).commit()
-                checkpoint.remove(name)
+                    checkpoint.prepare(names.MANIFEST, doubt.raw).commit()
+            elif len(seen) < doubt.manifest.world_size:
+                continue
+            checkpoint.remove(doubt.name)
 
     reports = ranks.share(look, "look for checkpoints that are committed on some machines only")
-    ranks.together(commit, "commit on all machines")
+    ranks.together(decide, "commit on all machines")
 
 
 def _committed(checkpoint: Store) -> list[str]:
@@ -71,8 +93,3 @@ def _committed(checkpoint: Store) -> list[str]:
         return [manifest_of(checkpoint).save_id]
     except (CheckpointNotFoundError, ZckptError):
         return []
-
-
-def _read(checkpoint: Store, name: str) -> bytes:
-    with closing(checkpoint.reader()) as reader:
-        return reader.read(name, 0, MANIFEST_BYTES_MAX + 1)

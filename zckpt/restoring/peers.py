@@ -137,7 +137,7 @@ class Peers:
     def _round(self) -> bool:
         """Does one round with all other ranks. Returns whether there will be another one."""
         with self._lock:
-            ended, own = self._ended, list(self._waiting)[: ROUND_BYTES // REQUEST_BYTES]
+            ended, own = self._ended, list(self._waiting)
         asked = [[request.holder, request.path, request.offset, len(request.target)] for request in own]
         told: list[Any] = self._ranks.share(lambda: [ended, asked], "ask for files")
         wanted = [

@@ -270,14 +270,14 @@ class ObjectStore(Store):
                 found = self.call("head", path)
                 return Entry(path, found["size"], found["last_modified"].timestamp())
         with self.errors("list", path):
-            below = next(iter(self._list(path, chunk_size=1)), None)
+            below = next(iter(self.call("list", path, chunk_size=1)), None)
         return Entry(path, None, 0.0, is_directory=True) if below else None
 
     def entries(self, path: str = "", *, deep: bool = False) -> list[Entry] | None:
         above = self._key(path)
         with self.errors("list", path):
             if deep:
-                objects, directories = [found for chunk in self._list(path) for found in chunk], []
+                objects, directories = [found for chunk in self.call("list", path) for found in chunk], []
             else:
                 listed = self.call("list_with_delimiter", path)
                 objects, directories = listed["objects"], listed["common_prefixes"]
@@ -424,9 +424,6 @@ class ObjectStore(Store):
         with self.errors("open", ""):
             session = boto3.session.Session()
             return session.client("s3", endpoint_url=_endpoint(), region_name=region, config=config)
-
-    def _list(self, path: str, **options: Any) -> Any:
-        return self.call("list", path, **options)
 
     @property
     def bucket(self) -> str:

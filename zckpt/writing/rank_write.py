@@ -20,6 +20,7 @@ from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.format.limits import MANIFEST_BYTES_MAX
+from zckpt.listing.doubt import in_doubt
 from zckpt.listing.leftovers import is_file, may_be_named, named_files, run_leftovers
 from zckpt.listing.other_formats import deepspeed_files
 from zckpt.listing.runs import latest_name, manifest_bytes, names_in
@@ -137,9 +138,16 @@ class RankWrite:
         Returns the space that the write needs and has. All ranks pass it to ``Space.refuse_lack`` before they write.
         Raises CheckpointExistsError if there is something that may not be replaced, LockedError, and StorageError.
         """
+        store, overwrite = self.store, self.options.overwrite
+        # To take over the lock of the writer that has died would already remove its prepared manifest.
+        if store.stops_commits and not overwrite and in_doubt(store):
+            raise CheckpointExistsError(
+                "a checkpoint is prepared here that another machine may have committed", file=str(store.location),
+                hint="zckpt.restore of this checkpoint on all of its machines settles it; write elsewhere, or replace "
+                "it with overwrite=True (--overwrite)",
+            )  # fmt: skip
         self.lock = lock
         lock.acquire()
-        store, overwrite = self.store, self.options.overwrite
         foreign = deepspeed_files(names_in(store))
         if foreign and not self.options.replace_foreign:
             raise CheckpointExistsError(
